@@ -1,0 +1,37 @@
+"""Every error a user can meet, one tree; the exit code of the command line is the class's own.
+
+UpshiftError            exit 1  something failed that is not the user's request
+├── RequestError        exit 2  the request was wrong: names the value, the valid set and the next step
+│   └── MissingExtra    exit 2  an optional library is needed for what was asked
+├── NothingFits         exit 3  no plan fits; carries the nearest plan that would
+└── JobFailed           exit 1  the job itself failed (a worker died, the loss became NaN, the disk is full)
+"""
+
+from __future__ import annotations
+
+
+class UpshiftError(Exception):
+    exit_code = 1
+
+
+class RequestError(UpshiftError):
+    """The request was wrong. The message is one line: the value, the valid set, the next step."""
+
+    exit_code = 2
+
+
+class MissingExtra(RequestError):
+    """An optional library is not installed; the message is the install command."""
+
+    def __init__(self, *, library: str, extra: str, purpose: str) -> None:
+        super().__init__(f"{purpose} needs {library}: run  pip install 'upshift[{extra}]'")
+
+
+class NothingFits(UpshiftError):
+    """No plan fits the host. The message names the nearest plan that would, and what it needs."""
+
+    exit_code = 3
+
+
+class JobFailed(UpshiftError):
+    """The job started and could not finish; the message says what is safe on disk."""

@@ -1,0 +1,193 @@
+"""The Host at hand, without torch: /proc and /sys for the CPU, control groups for limits, NVML for GPUs.
+
+On systems without these files (macOS, Windows) psutil answers what it can and the rest is None.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import platform
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from upshift.hardware.cgroup import CgroupLimits, read_limits, read_text
+from upshift.hardware.nvml import find_gpus
+from upshift.hardware.spec import Cpu, Gpu, Host, Isa
+from upshift.hardware.table import GPUS, gpu_link, pcie_link
+from upshift.units import KIB, MIB
+
+ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
+# /proc/cpuinfo's word to ours, by architecture: the kernel reuses "bf16" and the like with other meanings.
+ISA_FLAGS: dict[str, dict[str, Isa]] = {
+    "x86_64": {
+        "avx2": "avx2", "avx512f": "avx512f", "avx512_bf16": "avx512_bf16", "avx512_fp16": "avx512_fp16",
+        "avx512_vnni": "avx512_vnni", "avx_vnni": "avx_vnni",
+        "amx_bf16": "amx_bf16", "amx_fp16": "amx_fp16", "amx_int8": "amx_int8",
+    },
+    "aarch64": {
+        "asimd": "neon", "asimdhp": "neon_fp16", "asimddp": "neon_dotprod", "bf16": "neon_bf16", "i8mm": "neon_i8mm",
+        "sve": "sve", "sve2": "sve2",
+    },
+}  # fmt: skip
+FIND_NVML = object()
+
+
+def detect(
+    root: Path = Path("/"),
+    *,
+    nvml: Any = FIND_NVML,
+    affinity: Collection[int] | None = None,
+    visible_devices: str | None = None,
+) -> Host:
+    """The machine this runs on. Never raises for missing facts: they are None, and `origin` says why.
+
+    `root` (where proc and sys are), `nvml` (a pynvml-like module, or None) and `affinity` (CPU numbers) are for tests.
+    `visible_devices` is the value of CUDA_VISIBLE_DEVICES; None shows every GPU.
+    """
+    limits = read_limits(root)
+    cpu, cpu_origin = _cpu(root, affinity, limits)
+    gpus, gpu_origin = find_gpus(_find_nvml() if nvml is FIND_NVML else nvml, visible_devices)
+    same = len({str(gpu.identity()) for gpu in gpus}) == 1
+    gpu = _least_free(gpus) if same else None
+    link = gpu_link(gpu) if gpu is not None and len(gpus) > 1 else None
+    origin = cpu_origin | {"gpu": gpu_origin}
+    if gpu is not None:
+        unknown = f"unknown: {gpu.name!r} is not in the table"
+        source = f"table: {GPUS[gpu.table_key].source}" if gpu.table_key else unknown
+        origin |= {"gpu.peak": source, "host_to_device": "NVML and PCI Express base specification"}
+    return Host(
+        name="this machine",
+        cpu=cpu,
+        gpus_per_node=len(gpus),
+        gpu=gpu,
+        mixed_gpus=() if same else gpus,
+        intra_node=link,
+        host_to_device=None if gpu is None else pcie_link(gpu),
+        origin=origin | ({"intra_node": "NVML and the link's specification"} if link else {}),
+    )
+
+
+def _find_nvml() -> Any:
+    try:
+        return importlib.import_module("pynvml")
+    except ImportError:
+        return None
+
+
+def _least_free(gpus: tuple[Gpu, ...]) -> Gpu:
+    free = [gpu.free_memory_bytes for gpu in gpus if gpu.free_memory_bytes is not None]
+    return gpus[0].changed(free_memory_bytes=min(free) if len(free) == len(gpus) else None)
+
+
+def _cpu(root: Path, affinity: Collection[int] | None, limits: CgroupLimits) -> tuple[Cpu, dict[str, str]]:
+    info = _cpuinfo(root)
+    architecture = ARCHITECTURES.get(platform.machine().lower())
+    cores = _core_of_cpu(root)
+    total, available, memory_origin = _memory(root)
+    usable, usable_origin = _usable_cores(cores, affinity, limits)
+    flags = info.get("flags") or info.get("Features")
+    isa = None if flags is None or architecture is None else _isa(architecture, set(flags.split()))
+    cpu = Cpu(
+        model_name=info.get("model name"),
+        architecture=architecture,
+        physical_cores=len(set(cores.values())) or _psutil_cores(),
+        usable_cores=usable,
+        numa_nodes=_numa_nodes(root),
+        l2_total_bytes=_cache_bytes(root, level=2),
+        l3_total_bytes=_cache_bytes(root, level=3),
+        isa=isa,
+        memory_bytes=_least(total, limits.memory_bytes),
+        free_memory_bytes=_least(available, limits.free_memory_bytes),
+    )
+    limited = limits.memory_bytes is not None and limits.memory_bytes < total
+    origin = {
+        "cpu.model_name": "/proc/cpuinfo",
+        "cpu.isa": "/proc/cpuinfo",
+        "cpu.physical_cores": "/sys/devices/system/cpu" if cores else "psutil",
+        "cpu.usable_cores": usable_origin,
+        "cpu.numa_nodes": "/sys/devices/system/node",
+        "cpu.l2_total_bytes": "/sys/devices/system/cpu",
+        "cpu.l3_total_bytes": "/sys/devices/system/cpu",
+        "cpu.memory_bytes": "cgroup limit" if limited else memory_origin,
+        "cpu.free_memory_bytes": f"{memory_origin}, bounded by cgroups",
+    }
+    return cpu, origin
+
+
+def _least(value: int, limit: int | None) -> int:
+    return value if limit is None else min(value, limit)
+
+
+def _usable_cores(
+    cores: dict[int, tuple[str, str]], affinity: Collection[int] | None, limits: CgroupLimits
+) -> tuple[int, str]:
+    allowed = set(affinity) if affinity is not None else _affinity()
+    if allowed is None:
+        usable, origin = _psutil_cores() or 1, "psutil"
+    else:
+        # Hyper-threads of one core share its matrix units, so they count once.
+        usable, origin = len({cores.get(cpu, (str(cpu), "")) for cpu in allowed}) or 1, "affinity of this process"
+    if limits.cores is not None and limits.cores < usable:
+        return max(1, int(limits.cores)), f"cgroup quota of {limits.cores:g} cores"
+    return usable, origin
+
+
+def _affinity() -> set[int] | None:
+    return os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
+
+
+def _psutil_cores() -> int | None:
+    psutil: Any = importlib.import_module("psutil")
+    cores: int | None = psutil.cpu_count(logical=False) or psutil.cpu_count()
+    return cores
+
+
+def _cpuinfo(root: Path) -> dict[str, str]:
+    """The first processor's block."""
+    block = read_text(root / "proc/cpuinfo").split("\n\n")[0]
+    pairs = (line.partition(":") for line in block.splitlines())
+    return {key.strip(): value.strip() for key, _, value in pairs}
+
+
+def _isa(architecture: str, flags: set[str]) -> tuple[Isa, ...]:
+    return tuple(name for flag, name in ISA_FLAGS[architecture].items() if flag in flags)
+
+
+def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
+    """Online CPU number to (package, core)."""
+    cores = {}
+    for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
+        package, core = read_text(folder / "physical_package_id"), read_text(folder / "core_id")
+        if core:
+            cores[int(folder.parent.name[3:])] = (package, core)
+    return cores
+
+
+def _numa_nodes(root: Path) -> int | None:
+    """Nodes that have CPUs: memory-only nodes (CXL, a GPU's own memory) are not places to run on."""
+    lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
+    return sum(bool(read_text(path)) for path in lists) or None
+
+
+def _cache_bytes(root: Path, *, level: int) -> int | None:
+    """Total over the machine; each instance is listed once for every CPU that shares it."""
+    instances = {}
+    for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
+        size = read_text(folder / "size")
+        unit = {"K": KIB, "M": MIB}.get(size[-1:])
+        if unit and size[:-1].isdigit() and read_text(folder / "level") == str(level):
+            instances[read_text(folder / "shared_cpu_list")] = int(size[:-1]) * unit
+    return sum(instances.values()) or None
+
+
+def _memory(root: Path) -> tuple[int, int, str]:
+    """Total and available bytes of RAM."""
+    lines = (line.split() for line in read_text(root / "proc/meminfo").splitlines())
+    kib = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
+    if "MemTotal:" in kib and "MemAvailable:" in kib:
+        return kib["MemTotal:"] * KIB, kib["MemAvailable:"] * KIB, "/proc/meminfo"
+    memory = importlib.import_module("psutil").virtual_memory()
+    return memory.total, memory.available, "psutil"
+

@@ -1,0 +1,112 @@
+"""GPUs by NVML: what the driver reports, and the table's figures where the full product name is known.
+
+No driver is no GPU, not an error. A GPU cut into MIG instances counts as its first instance, whose peak is unknown,
+because a CUDA process can use one instance only.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from upshift.hardware.spec import Gpu
+from upshift.hardware.table import GPUS, NVML_NAMES
+from upshift.units import GIGA
+
+# One link, one direction, by NVML's nvmlNvlinkVersion_t (1: 1.0, 2: 2.0, 3: 2.2, 4: 3.0, 5: 3.1, 6: 4.0, 7: 5.0);
+# NVIDIA NVLink and NVSwitch product page.
+NVLINK_BYTES_PER_SECOND = {1: 20 * GIGA, **dict.fromkeys((2, 3, 4, 5, 6), 25 * GIGA), 7: 50 * GIGA}
+
+
+def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], str]:
+    """The usable GPUs in PCI order, and how they are known. `nvml` is the pynvml module, None if not installed."""
+    if nvml is None:
+        return (), "none: nvidia-ml-py is not installed"
+    try:
+        nvml.nvmlInit()
+    except nvml.NVMLError as error:
+        return (), f"none: NVML says {error}"
+    try:
+        handles = _select(nvml, _handles(nvml), visible_devices)
+        return tuple(_gpu(nvml, handle) for handle in handles), "NVML"
+    except nvml.NVMLError as error:
+        return (), f"none: NVML says {error}"
+    finally:
+        nvml.nvmlShutdown()
+
+
+def _handles(nvml: Any) -> list[Any]:
+    whole, instances = [], []
+    for index in range(nvml.nvmlDeviceGetCount()):
+        handle = nvml.nvmlDeviceGetHandleByIndex(index)
+        mode = _ask(nvml, "nvmlDeviceGetMigMode", handle)
+        if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
+            whole.append(handle)
+            continue
+        for position in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+            instance = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, position)
+            if instance is not None:
+                instances.append(instance)
+    return whole or instances[:1]
+
+
+def _select(nvml: Any, handles: Sequence[Any], visible_devices: str | None) -> list[Any]:
+    """CUDA_VISIBLE_DEVICES as in the CUDA C Programming Guide: indices or UUID beginnings; a bad one ends the list."""
+    if visible_devices is None:
+        return list(handles)
+    selected = []
+    for entry in (part.strip() for part in visible_devices.split(",")):
+        if entry.isdigit() and int(entry) < len(handles):
+            selected.append(handles[int(entry)])
+            continue
+        named = [h for h in handles if entry and not entry.isdigit() and _uuid(nvml, h).startswith(entry)]
+        if len(named) != 1:
+            break
+        selected += named
+    return selected
+
+
+def _gpu(nvml: Any, handle: Any) -> Gpu:
+    name = _plain(nvml.nvmlDeviceGetName(handle))
+    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    key = NVML_NAMES.get(name)
+    links, link_rate = _nvlink(nvml, handle)
+    return Gpu(
+        name=name,
+        table_key=key,
+        memory_bytes=None if memory is None else memory.total,
+        free_memory_bytes=None if memory is None else memory.free,
+        compute_capability=_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
+        pcie_generation=_ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle) or None,
+        pcie_width=_ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
+        nvlink_links=links,
+        nvlink_bytes_per_second=None if link_rate is None or not links else links * link_rate,
+        peak=None if key is None else GPUS[key].gpu.peak,
+    )
+
+
+def _nvlink(nvml: Any, handle: Any) -> tuple[int, int | None]:
+    """Active links, and the rate of one in one direction."""
+    active = [
+        link
+        for link in range(nvml.NVML_NVLINK_MAX_LINKS)
+        if _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
+    ]
+    version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, active[0]) if active else None
+    return len(active), NVLINK_BYTES_PER_SECOND.get(version or 0)
+
+
+def _uuid(nvml: Any, handle: Any) -> str:
+    return _plain(_ask(nvml, "nvmlDeviceGetUUID", handle) or "")
+
+
+def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """The answer, None where this GPU or driver does not know it."""
+    try:
+        return getattr(nvml, question)(*arguments)
+    except nvml.NVMLError:
+        return None
+
+
+def _plain(text: str | bytes) -> str:
+    return text.decode() if isinstance(text, bytes) else text  # nvidia-ml-py before 11.5 returns bytes

@@ -1,0 +1,296 @@
+"""Measures what the cost model needs of this machine: matrix and memory rates, and the fixed costs of torch.
+
+Every number is a median after warm-up, on the host's usable cores, at one training-like shape; small shapes reach less.
+Collectives between GPUs, fp8 and int8 are not measured. Other load on the machine lowers the result.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from upshift.errors import JobFailed, RequestError
+from upshift.hardware.detect import detect
+from upshift.hardware.spec import Cpu, Host, Measured, Rates
+from upshift.settings import read_settings
+from upshift.units import MIB
+
+if TYPE_CHECKING:
+    import torch
+
+logger = logging.getLogger(__name__)
+
+CPU_SHAPE, CPU_SMALL_SHAPE = (1024, 1024, 4096), (128, 1024, 1024)  # tokens, in features, out features
+GPU_SHAPE = (8192, 8192, 8192)
+MIN_STREAM_BYTES = 64 * MIB  # per array, where the last-level cache is small or unknown
+MAX_STREAM_BYTES = 2048 * MIB
+DISPATCHES = 2000
+PINNED_BYTES = 256 * MIB
+
+
+def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) -> Host:
+    """`host` with `measured` filled, from the cache if this hardware and these library versions were probed before.
+
+    The cache is `probe/` in the cache folder, safe to delete. Raises as `probe` does.
+    """
+    path = _cache_path(host)
+    if not refresh and path.is_file():
+        try:
+            return _with(host, Measured.from_file(path))
+        except RequestError as error:
+            logger.warning("probing again: %s", error)
+    probed = probe(host, budget_seconds=budget_seconds)
+    if probed.measured is not None:
+        _store(path, probed.measured)
+    return probed
+
+
+def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
+    """`host` with `measured` filled by running on it, in about `budget_seconds`. Leaves torch's settings as they were.
+
+    Raises RequestError if `host` is not this machine, JobFailed if torch cannot run here.
+    """
+    if budget_seconds <= 0:
+        raise RequestError(f"budget_seconds={budget_seconds} leaves no time; give more than 0, such as 10")
+    cpu = _this_machine(host)
+    start = time.perf_counter()
+    base = _base_process(cpu.usable_cores, timeout_seconds=max(60.0, budget_seconds))
+    with _torch_settings(cpu.usable_cores):
+        left = max(1.0, budget_seconds - (time.perf_counter() - start))
+        cpu_rates = _cpu_rates(cpu, limit_seconds=0.7 * left)
+        dispatch = _dispatch_seconds("cpu")
+        touch = _first_touch_seconds_per_byte(cpu)
+        gpu = _gpu_numbers(0.5 * left) if host.device == "cuda" else {}
+    measured = Measured(
+        torch_version=version("torch"),
+        transformers_version=_version("transformers"),
+        num_threads=cpu.usable_cores,
+        cpu=cpu_rates,
+        dispatch_seconds=dispatch,
+        first_touch_seconds_per_byte=touch,
+        base_resident_bytes=base["resident_bytes"],
+        compiler=base["compiler"],
+        probe_seconds=time.perf_counter() - start,
+        **gpu,
+    )
+    return _with(host, measured)
+
+
+def _with(host: Host, measured: Measured) -> Host:
+    return host.model_copy(update={"measured": measured, "origin": host.origin | {"measured": "probe"}})
+
+
+def _this_machine(host: Host) -> Cpu:
+    here = detect()
+    same_cpu = here.cpu is not None and host.cpu is not None and here.cpu.model_name == host.cpu.model_name
+    same_gpu = host.gpu is None or (here.gpu is not None and host.gpu.name == here.gpu.name)
+    if host.cpu is None or host.num_nodes != 1 or not same_cpu or not same_gpu:
+        raise RequestError(f"host {host.name!r} is not this machine ({platform.node()}); probe the result of detect()")
+    return host.cpu
+
+
+def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]:
+    script = Path(__file__).with_name("base_process.py")
+    # -P keeps the script's folder off sys.path, where our spec.py or table.py would shadow others.
+    command = [sys.executable, "-P", str(script), str(num_threads)]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
+    except subprocess.TimeoutExpired:
+        return {"resident_bytes": None, "compiler": None}
+    except subprocess.CalledProcessError as error:
+        last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
+        raise JobFailed(f"a process that imports torch and transformers fails here: {last_line}") from None
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+@contextmanager
+def _torch_settings(num_threads: int) -> Iterator[None]:
+    import torch
+
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(num_threads)
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+
+
+def _median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: float) -> float:
+    """Median time of `run` after one untimed call; fewer repeats, but one at least, where the limit is reached."""
+    run()
+    end = time.perf_counter() + limit_seconds
+    samples: list[float] = []
+    while not samples or (len(samples) < repeats and time.perf_counter() < end):
+        start = time.perf_counter()
+        run()
+        samples.append(time.perf_counter() - start)
+    return statistics.median(samples)
+
+
+def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> Rates:
+    import torch
+
+    each = limit_seconds / 5
+    torch.set_float32_matmul_precision("highest")
+    fp32 = _cpu_matrix_rate(torch.float32, limit_seconds=each)
+    torch.set_float32_matmul_precision("medium")
+    medium = _cpu_matrix_rate(torch.float32, limit_seconds=each)
+    return Rates(
+        fp32=fp32,
+        fp32_medium=medium,
+        bf16=_cpu_matrix_rate(torch.bfloat16, limit_seconds=each),
+        fp16=_cpu_matrix_rate(torch.float16, limit_seconds=each),
+        memory_bytes_per_second=_triad_rate("cpu", _stream_bytes(cpu), limit_seconds=each),
+    )
+
+
+def _cpu_matrix_rate(dtype: torch.dtype, *, limit_seconds: float) -> float:
+    """FLOP/s of a linear layer; at a small shape where emulation is so slow that the usual one would overrun."""
+    small = _matrix_rate("cpu", dtype, CPU_SMALL_SHAPE, limit_seconds=limit_seconds / 4)
+    m, k, n = CPU_SHAPE
+    if 4 * (2 * m * k * n) / small > limit_seconds:
+        return small
+    return _matrix_rate("cpu", dtype, CPU_SHAPE, limit_seconds=limit_seconds / 2)
+
+
+def _matrix_rate(device: str, dtype: torch.dtype, shape: tuple[int, int, int], *, limit_seconds: float) -> float:
+    import torch
+
+    m, k, n = shape
+    inputs = torch.randn(m, k, device=device).to(dtype)
+    weight = torch.randn(n, k, device=device).to(dtype)
+
+    def run() -> None:
+        torch.nn.functional.linear(inputs, weight)
+        _synchronize(device)
+
+    return 2 * m * k * n / _median_seconds(run, repeats=9, limit_seconds=limit_seconds)
+
+
+def _synchronize(device: str) -> None:
+    import torch
+
+    if device == "cuda":
+        torch.cuda.synchronize()
+
+
+def _stream_bytes(cpu: Cpu) -> int:
+    """Size of one array: beyond four times the last-level cache, within an eighth of free memory."""
+    wanted = max(MIN_STREAM_BYTES, 4 * (cpu.l3_total_bytes or MIN_STREAM_BYTES))
+    available = MAX_STREAM_BYTES if cpu.free_memory_bytes is None else cpu.free_memory_bytes // 8
+    return max(MIB, min(wanted, available, MAX_STREAM_BYTES))
+
+
+def _triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
+    """Bytes/s of a = b + s * c, counted as STREAM does: two reads and one write, no write-allocate."""
+    import torch
+
+    a, b, c = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
+
+    def run() -> None:
+        torch.add(b, c, alpha=2.0, out=a)
+        _synchronize(device)
+
+    return 3 * num_bytes / _median_seconds(run, repeats=15, limit_seconds=limit_seconds)
+
+
+def _dispatch_seconds(device: str) -> float:
+    """Seconds for Python and torch to issue one operation on one element."""
+    import torch
+
+    one = torch.ones(1, device=device)
+    samples = []
+    for _ in range(8):
+        start = time.perf_counter()
+        for _ in range(DISPATCHES):
+            torch.add(one, one)
+        samples.append((time.perf_counter() - start) / DISPATCHES)
+        _synchronize(device)
+    return statistics.median(samples[1:])
+
+
+def _first_touch_seconds_per_byte(cpu: Cpu) -> float:
+    """What writing a fresh allocation costs beyond writing it again: the kernel maps and clears its pages."""
+    import torch
+
+    num_bytes = min(_stream_bytes(cpu), 256 * MIB)
+    differences = []
+    for _ in range(3):
+        fresh = torch.empty(num_bytes, dtype=torch.uint8)
+        times = []
+        for _ in range(2):
+            start = time.perf_counter()
+            fresh.fill_(1)
+            times.append(time.perf_counter() - start)
+        differences.append(times[0] - times[1])
+        del fresh
+    return max(0.0, statistics.median(differences) / num_bytes)
+
+
+def _gpu_numbers(limit_seconds: float) -> dict[str, Any]:
+    """The fields of Measured for the first GPU; nothing where this torch has no CUDA."""
+    import torch
+
+    if not torch.cuda.is_available():
+        logger.warning("a GPU is here but torch %s cannot use it; install a CUDA build of torch", torch.__version__)
+        return {}
+    each = limit_seconds / 6
+    torch.set_float32_matmul_precision("highest")
+    fp32 = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=each)
+    torch.set_float32_matmul_precision("medium")
+    medium = _matrix_rate("cuda", torch.float32, GPU_SHAPE, limit_seconds=each)
+    stream_bytes = min(1024 * MIB, torch.cuda.mem_get_info()[0] // 8)
+    rates = Rates(
+        fp32=fp32,
+        fp32_medium=medium,
+        bf16=_matrix_rate("cuda", torch.bfloat16, GPU_SHAPE, limit_seconds=each),
+        fp16=_matrix_rate("cuda", torch.float16, GPU_SHAPE, limit_seconds=each),
+        memory_bytes_per_second=_triad_rate("cuda", stream_bytes, limit_seconds=each),
+    )
+    torch.cuda.empty_cache()
+    pinned = torch.ones(PINNED_BYTES, dtype=torch.uint8).pin_memory()
+    target = torch.empty(PINNED_BYTES, dtype=torch.uint8, device="cuda")
+    copy_seconds = _median_seconds(lambda: target.copy_(pinned), repeats=5, limit_seconds=each)
+    return {
+        "gpu": rates,
+        "gpu_dispatch_seconds": _dispatch_seconds("cuda"),
+        "host_to_device_bytes_per_second": PINNED_BYTES / copy_seconds,
+    }
+
+
+def _cache_path(host: Host) -> Path:
+    name = f"{host.fingerprint}-torch-{_version('torch')}-transformers-{_version('transformers')}.json"
+    return read_settings().cache_dir / "probe" / name
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _store(path: Path, measured: Measured) -> None:
+    """Written beside and renamed, so that a reader never meets half a file."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
+            draft.write(measured.to_json(indent=1))
+        os.replace(draft.name, path)
+    except OSError as error:
+        logger.warning("the probe's result is not cached: %s", error)

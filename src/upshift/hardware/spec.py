@@ -1,0 +1,197 @@
+"""What the planner needs to know of a machine: a Host and its parts, all frozen values with JSON in and out.
+
+Unknown is None, never a guess. Sizes are bytes, rates are per second, matrix rates are FLOP/s (OP/s for int8) without
+sparsity. `Host.origin` says for each field, by its dotted name, how it is known. Several kinds of GPU in one node are
+kept apart in `mixed_gpus` and never merged into one.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, model_validator
+
+from upshift.value import Value
+
+Precision = Literal["fp32", "fp32_medium", "bf16", "fp16", "fp8", "int8"]
+Isa = Literal[
+    "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_fp16", "amx_int8",
+    "neon", "neon_fp16", "neon_dotprod", "neon_bf16", "neon_i8mm", "sve", "sve2",
+]  # fmt: skip
+Count = Annotated[int, Field(ge=1)]
+CountOrZero = Annotated[int, Field(ge=0)]
+Bytes = CountOrZero
+Rate = Annotated[float, Field(gt=0)]
+Seconds = Annotated[float, Field(ge=0)]
+
+# Matrix instructions first appeared with these compute capabilities: CUDA C Programming Guide, "Compute Capabilities".
+MIN_COMPUTE_CAPABILITY: dict[Precision, tuple[int, int]] = {
+    "fp32": (0, 0), "fp32_medium": (8, 0), "bf16": (8, 0), "fp16": (7, 0), "fp8": (8, 9), "int8": (7, 2),
+}  # fmt: skip
+CPU_INSTRUCTIONS: dict[Precision, tuple[Isa, ...]] = {
+    "bf16": ("avx512_bf16", "amx_bf16", "neon_bf16"),
+    "fp16": ("avx512_fp16", "amx_fp16", "neon_fp16"),
+    "int8": ("avx512_vnni", "avx_vnni", "amx_int8", "neon_dotprod", "neon_i8mm"),
+}
+FINGERPRINT_MEMORY_STEP = 2**28  # bytes; kernels and drivers report totals that differ by a few MiB
+
+
+class Rates(Value):
+    """Dense matrix rate by precision in FLOP/s, and memory traffic. A datasheet peak or measured: its holder says.
+
+    fp32_medium is what `torch.set_float32_matmul_precision("medium")` gives: TF32 on GPUs since compute capability 8.0.
+    """
+
+    fp32: Rate | None = None
+    fp32_medium: Rate | None = None
+    bf16: Rate | None = None
+    fp16: Rate | None = None
+    fp8: Rate | None = None
+    int8: Rate | None = None
+    memory_bytes_per_second: Rate | None = None
+
+    def matrix(self, precision: Precision) -> float | None:
+        """FLOP/s in this precision, None if unknown."""
+        rate: float | None = getattr(self, precision)
+        return rate
+
+
+class Cpu(Value):
+    """The processors of one node. Cache sizes are totals over all instances in the node."""
+
+    model_name: str | None
+    architecture: str | None  # x86_64, aarch64
+    physical_cores: Count | None
+    usable_cores: Count  # distinct physical cores in this process's affinity, bounded by the cgroup quota
+    numa_nodes: Count | None
+    l2_total_bytes: Bytes | None
+    l3_total_bytes: Bytes | None
+    isa: tuple[Isa, ...] | None
+    memory_bytes: Bytes | None  # the smaller of RAM and cgroup limit
+    free_memory_bytes: Bytes | None  # now; likewise bounded
+
+    def supports(self, precision: Precision) -> bool | None:
+        """Whether the cores have instructions for matrices of this precision (torch emulates, slowly, where not)."""
+        if precision == "fp32":
+            return True
+        if precision == "fp8":
+            return False
+        if precision == "fp32_medium":
+            return True if self.architecture == "x86_64" else None
+        return None if self.isa is None else any(name in self.isa for name in CPU_INSTRUCTIONS[precision])
+
+
+class Gpu(Value):
+    """One GPU. `peak` holds datasheet figures and is None for a product that is not in the table."""
+
+    name: str
+    table_key: str | None = None
+    memory_bytes: Bytes | None
+    free_memory_bytes: Bytes | None = None
+    compute_capability: tuple[int, int] | None = None
+    pcie_generation: Count | None = None
+    pcie_width: Count | None = None  # lanes
+    nvlink_links: CountOrZero | None = None  # active ones; 0 is known to have none
+    nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
+    peak: Rates | None = None
+
+    def supports(self, precision: Precision) -> bool | None:
+        """Whether the GPU has matrix instructions for this precision."""
+        if self.compute_capability is None:
+            return True if precision == "fp32" else None
+        return self.compute_capability >= MIN_COMPUTE_CAPABILITY[precision]
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this GPU from another product: no free memory, no table figures."""
+        known = self.model_dump(exclude={"table_key", "free_memory_bytes", "peak"})
+        return known | {"memory_bytes": _coarse(self.memory_bytes)}
+
+
+class Link(Value):
+    """A connection seen from one device: bytes/s in one direction."""
+
+    name: str
+    bytes_per_second: Rate
+    latency_seconds: Seconds | None = None
+    measured: bool = False  # False: the specification's rate, an upper bound (PCIe peers often reach far less)
+
+
+class Measured(Value):
+    """What the probe measured on this machine, with torch. Medians; None where not measured."""
+
+    torch_version: str
+    transformers_version: str | None
+    num_threads: Count
+    cpu: Rates
+    gpu: Rates | None = None
+    dispatch_seconds: Seconds  # one eager torch operation on one element, CPU
+    gpu_dispatch_seconds: Seconds | None = None  # likewise, queueing one kernel
+    host_to_device_bytes_per_second: Rate | None = None  # from pinned memory
+    first_touch_seconds_per_byte: Seconds | None  # page faults of a fresh large tensor, beyond the write itself
+    base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
+    compiler: bool | None  # a C++ compiler and the headers torch.compile needs on the CPU work
+    probe_seconds: Seconds
+
+
+class Host(Value):
+    """A machine, or several equal ones: what is here, or is about to be rented."""
+
+    name: str
+    num_nodes: Count = 1
+    cpu: Cpu | None = None
+    gpus_per_node: CountOrZero = 0
+    gpu: Gpu | None = None  # every GPU is one of these; free memory is the least of them
+    mixed_gpus: tuple[Gpu, ...] = ()  # all GPUs of a node, only where they differ
+    intra_node: Link | None = None  # between the GPUs of a node
+    inter_node: Link | None = None  # per node, between nodes
+    host_to_device: Link | None = None
+    measured: Measured | None = None
+    origin: dict[str, str] = {}
+
+    @model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if self.cpu is None and self.gpus_per_node == 0:
+            raise ValueError("a host needs a cpu or gpus")
+        if self.mixed_gpus and (self.gpu is not None or len(self.mixed_gpus) != self.gpus_per_node):
+            raise ValueError("mixed_gpus holds all gpus_per_node GPUs of a node, and gpu is then null")
+        if not self.mixed_gpus and (self.gpu is None) != (self.gpus_per_node == 0):
+            raise ValueError("gpu is given if and only if gpus_per_node is above 0")
+        return self
+
+    @property
+    def device(self) -> Literal["cpu", "cuda"]:
+        return "cuda" if self.gpus_per_node else "cpu"
+
+    @property
+    def num_devices(self) -> int:
+        """GPUs of all nodes; without GPUs, one device per node."""
+        return self.num_nodes * max(1, self.gpus_per_node)
+
+    def supports(self, precision: Precision) -> bool | None:
+        """Whether every device that would compute has matrix instructions for this precision; None if unknown."""
+        parts: list[Gpu | Cpu | None] = [*self.mixed_gpus] or [self.gpu or self.cpu]
+        answers = {part.supports(precision) for part in parts if part is not None}
+        return False if False in answers else None if None in answers else True
+
+    @property
+    def fingerprint(self) -> str:
+        """Short stable hash of what identifies the hardware: no host name, free memory, peaks or measurements."""
+        cpu = None if self.cpu is None else self.cpu.model_dump(exclude={"free_memory_bytes"})
+        if cpu is not None:
+            cpu["memory_bytes"] = _coarse(cpu["memory_bytes"])
+        gpus = self.mixed_gpus or ((self.gpu,) if self.gpu else ())
+        links = (self.intra_node, self.inter_node, self.host_to_device)
+        identity = {
+            "num_nodes": self.num_nodes,
+            "cpu": cpu,
+            "gpus_per_node": self.gpus_per_node,
+            "gpus": [gpu.identity() for gpu in gpus],
+            "links": [None if link is None else link.model_dump() for link in links],
+        }
+        return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _coarse(num_bytes: int | None) -> int | None:
+    return None if num_bytes is None else round(num_bytes / FINGERPRINT_MEMORY_STEP)

@@ -1,0 +1,181 @@
+"""ModelProfile: what planning needs of a model, for any architecture, with no weights loaded and without torch.
+
+A training step is cut into segments in forward order: the gap before the first layer, each layer of each stack, the gap
+between or after the stacks (the last gap holds the loss head). Every segment knows, as exact polynomials of micro-batch
+``b`` and sequence length ``s``, what it leaves in memory, how high it rises while it runs, and what it computes. Planning
+walks the segments; nothing is multiplied by a guessed number of bytes per layer.
+"""
+
+from __future__ import annotations
+
+from typing import Literal, NamedTuple
+
+from pydantic import Field
+
+from upshift.value import Value
+
+Objective = Literal[
+    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "image-classification"
+]
+TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
+
+
+class Polynomial(NamedTuple):
+    """c0 + c1*b + c2*s + c3*b*s + c4*s*s + c5*b*s*s, in bytes, FLOPs or counts. JSON: a list of six numbers."""
+
+    one: float = 0.0
+    b: float = 0.0
+    s: float = 0.0
+    bs: float = 0.0
+    ss: float = 0.0
+    bss: float = 0.0
+
+    def at(self, batch: int, sequence: int) -> float:
+        bs = batch * sequence
+        return (
+            self.one
+            + self.b * batch
+            + self.s * sequence
+            + self.bs * bs
+            + self.ss * sequence * sequence
+            + self.bss * bs * sequence
+        )
+
+
+def highest(polynomials: tuple[Polynomial, ...], batch: int, sequence: int) -> float:
+    """The upper envelope of several polynomials at one point; 0 when there are none."""
+    return max((polynomial.at(batch, sequence) for polynomial in polynomials), default=0.0)
+
+
+class PassCost(Value):
+    """One direction (forward or backward) of one segment. Bytes are relative to what is live when the segment is entered."""
+
+    left: Polynomial  # bytes that stay live when the segment is left (negative where the backward pass frees)
+    rise: tuple[Polynomial, ...]  # upper envelope of live bytes while the segment runs
+    matmul_flops: Polynomial  # executed, recomputation included; one multiply-add = 2 FLOPs
+    attention_flops: Polynomial  # executed by fused attention kernels; a causal kernel counts half
+    moved_bytes: Polynomial  # read and written by every kernel that is not a matrix product
+    matmul_bytes: Polynomial  # read and written by matrix products and attention
+    num_kernels: int
+
+
+class Segment(Value):
+    """Forward, first backward (gradients are born), and backward onto existing gradients (accumulation)."""
+
+    forward: PassCost
+    backward: PassCost
+    backward_accumulating: PassCost
+
+
+class StackTrace(Value):
+    """One stack's measured segments: entry i of ``plain`` / ``recomputed`` belongs to Stack.traced_layers[i]."""
+
+    plain: tuple[Segment, ...]
+    recomputed: tuple[Segment, ...]  # under activation checkpointing; empty where the model does not offer it
+
+
+class StepTrace(Value):
+    """One forward and backward under one precision, attention kernel and kind of mask."""
+
+    precision: TracedPrecision
+    attention: str  # sdpa | eager
+    masked: bool  # an explicit attention mask (padding or packing) is built
+    gaps: tuple[Segment, ...]  # before, between and after the stacks: len(stacks) + 1
+    chunked_gap: Segment | None  # the last gap with the loss computed in chunks; None where the head cannot be split
+    stacks: tuple[StackTrace, ...]
+
+
+class Stack(Value):
+    """A repeated run of layers, e.g. ``model.layers``. ``assignment[l]`` is the index into ``traced_layers`` that stands for layer l."""
+
+    path: str
+    traced_layers: tuple[int, ...]
+    assignment: tuple[int, ...]
+    layer_parameters: tuple[int, ...]  # parameters of each traced layer
+
+    @property
+    def num_layers(self) -> int:
+        return len(self.assignment)
+
+
+class ParameterShape(Value):
+    """How often a parameter of this shape stands in the model; optimizers' state depends on shapes."""
+
+    shape: tuple[int, ...]
+    count: int
+
+    @property
+    def elements(self) -> int:
+        total = 1
+        for size in self.shape:
+            total *= size
+        return total
+
+
+class Parameters(Value):
+    total: int  # tied parameters once
+    embedding: int
+    layers: int
+    head: int  # 0 where the head is tied to the embedding
+    other: int
+    buffers_bytes: int
+    tied: bool
+    shapes: tuple[ParameterShape, ...]
+
+    @property
+    def largest(self) -> int:
+        return max(shape.elements for shape in self.shapes)
+
+    @property
+    def num_tensors(self) -> int:
+        return sum(shape.count for shape in self.shapes)
+
+
+class Declares(Value):
+    """What the model says of itself."""
+
+    tensor_parallel_plan: dict[str, str] = Field(default_factory=dict)
+    pipeline_parallel_plan: tuple[str, ...] = ()
+    no_split_modules: tuple[str, ...] = ()
+    attention_kernels: tuple[str, ...] = ()
+    gradient_checkpointing: bool = False
+    position_ids: bool = False  # the forward takes position_ids, so sequences can be packed into one row
+    can_generate: bool = False
+
+
+class ModelProfile(Value):
+    key: str  # hash of config + library versions + traced range; names the cache file
+    model_hash: str  # hash of the config alone; a plan is made for it
+    architecture: str  # class name, e.g. LlamaForCausalLM
+    model_type: str
+    objective: Objective
+    versions: dict[str, str]
+    vocab_size: int | None
+    hidden_size: int | None
+    max_positions: int | None  # None: the architecture sets no limit
+    parameters: Parameters
+    declares: Declares
+    stacks: tuple[Stack, ...]
+    steps: tuple[StepTrace, ...]
+    sequence_range: tuple[int, int]  # the polynomials were fitted on these lengths, and hold between them
+    kv_elements: Polynomial | None  # key and value elements of the whole model's cache; None where it does not generate
+    chunked_loss_reason: str  # why the loss head can, or cannot, be computed in chunks
+    forward_flops: Polynomial  # convention below, whole model, no recomputation
+    flop_convention: str = (
+        "matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
+        "embedding look-ups free, backward = 2 x forward, recomputation not counted"
+    )
+
+    def step(self, *, precision: TracedPrecision, attention: str, masked: bool) -> StepTrace | None:
+        for step in self.steps:
+            if (step.precision, step.attention, step.masked) == (precision, attention, masked):
+                return step
+        return None
+
+    @property
+    def num_layers(self) -> int:
+        return sum(stack.num_layers for stack in self.stacks)
+
+    def train_flops(self, batch: int, sequence: int) -> float:
+        """Model FLOPs of one forward and backward (3 x forward), in the convention above."""
+        return 3.0 * self.forward_flops.at(batch, sequence)

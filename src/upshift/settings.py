@@ -1,0 +1,29 @@
+"""The only reader of environment variables. Read once, at the moment of use, into a frozen value."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import platformdirs
+
+from upshift.value import Value
+
+
+class Settings(Value):
+    """What the environment may set. Every field has the variable's name in its comment; nothing else is read anywhere."""
+
+    cache_dir: Path  # UPSHIFT_CACHE; profiles, probe results and trial outcomes; safe to delete
+    hub_offline: bool  # HF_HUB_OFFLINE; never contact a model hub
+    rank: int  # RANK; this process's number in a multi-process job
+    world_size: int  # WORLD_SIZE; number of processes of the job
+
+
+def read_settings() -> Settings:
+    env = os.environ
+    return Settings(
+        cache_dir=Path(env.get("UPSHIFT_CACHE") or platformdirs.user_cache_dir("upshift")),
+        hub_offline=env.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"},
+        rank=int(env.get("RANK", "0")),
+        world_size=int(env.get("WORLD_SIZE", "1")),
+    )

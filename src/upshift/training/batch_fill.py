@@ -1,0 +1,156 @@
+"""One micro-batch as arrays: inputs, labels, and a mask or positions only where the model needs them.
+
+A packed row restarts position_ids at 0 for each sequence; transformers builds the block-diagonal mask from that,
+provided that attention_mask is None and the model is called with use_cache=False (with a cache it attends across the
+borders, silently).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upshift.training.batch_layout import Layout, RowGroup
+from upshift.training.batch_objective import IGNORED, Objective
+from upshift.training.batch_packing import round_up
+from upshift.training.tokens import Sequences
+
+if TYPE_CHECKING:
+    import torch
+
+Ids = NDArray[np.int64]
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class MicroBatch:
+    input_ids: Ids
+    labels: Ids
+    attention_mask: Ids | None
+    position_ids: Ids | None
+    sequence_ids: Ids  # which sequences it holds; empty for a stand-in that only keeps ranks in step
+    num_label_tokens: int  # labels that count; causal-lm: after the shift that the model does
+    num_tokens: int  # real tokens, without padding
+
+    @property
+    def num_padded_tokens(self) -> int:
+        return self.input_ids.size
+
+    def arrays(self) -> dict[str, Ids]:
+        """What the model is called with."""
+        named = {
+            "input_ids": self.input_ids,
+            "attention_mask": self.attention_mask,
+            "position_ids": self.position_ids,
+            "labels": self.labels,
+        }
+        return {name: array for name, array in named.items() if array is not None}
+
+
+def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
+    """The model's keyword arguments; to a CUDA device through pinned memory, without waiting."""
+    import torch
+
+    tensors = {name: torch.from_numpy(array) for name, array in micro_batch.arrays().items()}
+    if device is None or torch.device(device).type == "cpu":
+        return tensors
+    pinned = torch.device(device).type == "cuda"
+    return {
+        name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
+        for name, tensor in tensors.items()
+    }
+
+
+def fill(
+    group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int
+) -> MicroBatch:
+    """Fill one row group. The rows of the group hold ids of `sequences`."""
+    if objective.kind == "causal-lm":
+        return _fill_causal(group, sequences, layout, objective)
+    ids = np.array([row[0] for row in group.rows], np.int64)
+    lengths = sequences.lengths[ids]
+    if objective.kind == "seq2seq-lm":
+        return _fill_seq2seq(ids, lengths, sequences, layout, objective)
+    input_ids = _padded(sequences, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
+    real = np.arange(group.width) < _column(lengths)
+    inputs, labels = objective.mask_tokens(
+        input_ids, real, ids if len(ids) else np.zeros(1, np.int64), seed=seed, epoch=epoch
+    )
+    return MicroBatch(
+        input_ids=inputs,
+        labels=labels,
+        attention_mask=_mask(lengths, group.width),
+        position_ids=None,
+        sequence_ids=ids,
+        num_label_tokens=int(np.count_nonzero(labels != IGNORED)),
+        num_tokens=int(lengths.sum()),
+    )
+
+
+def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
+    shape = (max(1, len(group.rows)), group.width)
+    input_ids = np.full(shape, objective.pad_token_id, np.int64)
+    labels = np.full(shape, IGNORED, np.int64)
+    count = np.arange(group.width)
+    # Alone in its row, a sequence needs no positions: under a causal mask it never sees the padding behind it.
+    position_ids = np.empty(shape, np.int64) if group.has_shared_rows else None
+    for row, members in enumerate(group.rows):
+        filled = 0
+        for member in members:
+            start, end = int(sequences.starts[member]), filled + int(sequences.lengths[member])
+            piece = sequences.tokens[start : start + end - filled]
+            input_ids[row, filled:end] = piece
+            labels[row, filled + 1 : end] = piece[1:]
+            if position_ids is not None:
+                position_ids[row, filled:end] = count[: end - filled]
+            filled = end
+        if position_ids is not None:
+            position_ids[row, filled:] = count[: group.width - filled]
+    ids = np.array([member for members in group.rows for member in members], np.int64)
+    lengths = sequences.lengths[ids]
+    return MicroBatch(
+        input_ids=input_ids,
+        labels=labels,
+        attention_mask=_mask(lengths, group.width) if layout.mask_padding and not layout.packing else None,
+        position_ids=position_ids,
+        sequence_ids=ids,
+        num_label_tokens=int((lengths - 1).sum()),
+        num_tokens=int(lengths.sum()),
+    )
+
+
+def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
+    """First half in, second half as labels; the model builds decoder_input_ids from the labels."""
+    first = lengths // 2
+    widths = [round_up(int(part.max(initial=1)), layout.pad_multiple) for part in (first, lengths - first)]
+    width, label_width = (min(w, sequences.sequence_length) for w in widths)
+    starts = sequences.starts[ids]
+    return MicroBatch(
+        input_ids=_padded(sequences, ids, starts, first, width, objective.pad_token_id),
+        labels=_padded(sequences, ids, starts + first, lengths - first, label_width, IGNORED),
+        attention_mask=_mask(first, width),
+        position_ids=None,
+        sequence_ids=ids,
+        num_label_tokens=int((lengths - first).sum()),
+        num_tokens=int(lengths.sum()),
+    )
+
+
+def _padded(sequences: Sequences, ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:
+    rows = np.full((max(1, len(ids)), width), padding, np.int64)
+    for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
+        rows[row, :length] = sequences.tokens[start : start + length]
+    return rows
+
+
+def _column(lengths: Ids) -> Any:
+    return lengths[:, None] if len(lengths) else np.zeros((1, 1), np.int64)
+
+
+def _mask(lengths: Ids, width: int) -> Ids | None:
+    """None without padding and for a stand-in: a row that masks everything makes NaN in some attention kernels."""
+    if not len(lengths) or int(lengths.min()) >= width:
+        return None
+    return (np.arange(width) < lengths[:, None]).astype(np.int64)

@@ -1,0 +1,103 @@
+"""How the sequences of one global batch are laid out in rows and micro-batches, and which rank computes which.
+
+Decided by the plan. It never decides WHICH sequences are in the global batch, so every layout has the same loss and
+gradient.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, NamedTuple
+
+from pydantic import Field, model_validator
+
+from upshift.errors import RequestError
+from upshift.training.batch_packing import pack_rows, round_up
+from upshift.value import Value
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class Layout(Value):
+    """The plan's part of the data: everything here may change between two runs without changing what is learned."""
+
+    micro_batch: Count  # rows per micro-batch
+    packing: bool = False
+    pad_multiple: Count = 8  # widths of padded micro-batches; packed rows are always sequence_length wide
+    # False: no attention_mask on right padding. Causal attention never looks at it, and its kernels are faster without.
+    mask_padding: bool = True
+    rank: Annotated[int, Field(ge=0)] = 0  # of the data-parallel group
+    world_size: Count = 1
+
+    @model_validator(mode="after")
+    def _check(self) -> Layout:
+        if self.rank >= self.world_size:
+            raise RequestError(
+                f"rank={self.rank} is not in world_size={self.world_size}; use 0 to {self.world_size - 1}"
+            )
+        return self
+
+
+class RowGroup(NamedTuple):
+    """One micro-batch before it is filled: the indices of each row's sequences. No rows: a stand-in without labels."""
+
+    rows: tuple[tuple[int, ...], ...]
+    width: int
+
+    @property
+    def num_padded_tokens(self) -> int:
+        return max(1, len(self.rows)) * self.width
+
+    @property
+    def has_shared_rows(self) -> bool:
+        return any(len(row) > 1 for row in self.rows)
+
+
+def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> list[list[RowGroup]]:
+    """The row groups of every rank, longest first; each rank gets the same number."""
+    if layout.packing:
+        rows = _packed_rows(lengths, layout, sequence_length)
+    else:
+        rows = [(index,) for index in sorted(range(len(lengths)), key=lambda i: -lengths[i])]
+    size = layout.micro_batch
+
+    def group(part: Sequence[tuple[int, ...]]) -> RowGroup:
+        if layout.packing:
+            return RowGroup(tuple(part), sequence_length)
+        longest = max((lengths[row[0]] for row in part), default=2)
+        return RowGroup(tuple(part), min(round_up(longest, layout.pad_multiple), sequence_length))
+
+    groups = [group(rows[start : start + size]) for start in range(0, len(rows), size)]
+    while len(groups) % layout.world_size:
+        widest = max(groups, key=lambda g: (len(g.rows) > 1, g.num_padded_tokens))
+        if len(widest.rows) > 1:  # halving the largest shortens the slowest rank; a stand-in would only wait for it
+            groups.remove(widest)
+            half = (len(widest.rows) + 1) // 2
+            groups += [group(widest.rows[:half]), group(widest.rows[half:])]
+        else:
+            groups.append(group(()))
+    return _deal(groups, layout.world_size)
+
+
+def _packed_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[tuple[int, ...]]:
+    """Rows with one sequence first: they need no position_ids, so micro-batches of them take the plain causal kernels.
+
+    What is left over of them joins the mixed rows, so that there are never more micro-batches than needed.
+    """
+    rows = [tuple(row) for row in pack_rows(lengths, capacity=sequence_length)]
+    single = [row for row in rows if len(row) == 1]
+    return single + [row for row in rows if len(row) > 1]
+
+
+def _deal(groups: list[RowGroup], world_size: int) -> list[list[RowGroup]]:
+    """Micro-batches that run together are of similar size, because ranks wait for each other; totals are balanced."""
+    if world_size == 1:
+        return [groups]
+    groups = sorted(groups, key=lambda g: -g.num_padded_tokens)
+    hands: list[list[RowGroup]] = [[] for _ in range(world_size)]
+    for start in range(0, len(groups), world_size):
+        step = groups[start : start + world_size]
+        forward = (start // world_size) % 2 == 0
+        for hand, item in zip(hands if forward else reversed(hands), step, strict=True):
+            hand.append(item)
+    return hands

@@ -1,0 +1,111 @@
+"""What a sequence is trained to predict: which tokens go in, which are labels, and how many labels count.
+
+Labels are -100 where nothing is predicted. Choices are drawn from (seed, epoch, sequence), never from the layout.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import model_validator
+
+from upshift.errors import RequestError
+from upshift.training.tokens import Sequences
+from upshift.value import Value
+
+IGNORED = -100
+MASK_TOKEN_SHARE = 0.8  # of the chosen tokens; BERT, https://arxiv.org/abs/1810.04805, section 3.1
+RANDOM_TOKEN_SHARE = 0.1
+
+Kind = Literal["causal-lm", "masked-lm", "seq2seq-lm"]
+
+
+class Objective(Value):
+    kind: Kind = "causal-lm"
+    pad_token_id: int = 0
+    mask_token_id: int | None = None  # masked-lm only, and the three below
+    special_token_ids: tuple[int, ...] = ()  # never masked
+    vocab_size: int | None = None  # the range of random replacements
+    mask_probability: float = 0.15
+
+    @model_validator(mode="after")
+    def _check(self) -> Objective:
+        if self.kind == "masked-lm" and (self.mask_token_id is None or self.vocab_size is None):
+            raise RequestError(
+                f"objective masked-lm needs mask_token_id ({self.mask_token_id}) and vocab_size ({self.vocab_size}); "
+                "use a tokenizer that has a mask token, or objective causal-lm"
+            )
+        return self
+
+    def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
+        """Labels that count: the divisor that makes a global batch's loss independent of its layout."""
+        lengths = sequences.lengths[sequence_ids]
+        if self.kind == "causal-lm":
+            return int((lengths - 1).sum())
+        if self.kind == "seq2seq-lm":
+            return int((lengths - lengths // 2).sum())
+        ends = np.cumsum(lengths)
+        positions = np.arange(ends[-1]) - np.repeat(ends - lengths, lengths)
+        tokens = sequences.tokens[np.repeat(sequences.starts[sequence_ids], lengths) + positions]
+        bits = _token_bits(np.repeat(_sequence_keys(sequence_ids, seed=seed, epoch=epoch), lengths), positions)
+        return int(np.count_nonzero(self._chosen(tokens, bits)))
+
+    def mask_tokens(
+        self,
+        input_ids: NDArray[np.int64],
+        real: NDArray[np.bool_],
+        sequence_ids: NDArray[np.int64],
+        *,
+        seed: int,
+        epoch: int,
+    ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """(inputs, labels) of masked-lm for rows of one sequence each; `real` is False on padding."""
+        assert self.mask_token_id is not None and self.vocab_size is not None
+        keys = _sequence_keys(sequence_ids, seed=seed, epoch=epoch)
+        bits = _token_bits(keys[:, None], np.arange(input_ids.shape[1])[None, :])
+        chosen = self._chosen(input_ids, bits) & real
+        labels = np.where(chosen, input_ids, IGNORED)
+        kind = (bits >> np.uint64(24)) & np.uint64(0xFFFF)
+        masked = chosen & (kind < int(MASK_TOKEN_SHARE * 2**16))
+        random = chosen & ~masked & (kind < int((MASK_TOKEN_SHARE + RANDOM_TOKEN_SHARE) * 2**16))
+        inputs = np.where(masked, self.mask_token_id, input_ids)
+        replacement = ((bits & np.uint64(0xFFFFFF)) % np.uint64(self.vocab_size)).astype(np.int64)
+        return np.where(random, replacement, inputs), labels
+
+    def _chosen(self, tokens: NDArray[Any], bits: NDArray[np.uint64]) -> NDArray[np.bool_]:
+        chosen = (bits >> np.uint64(40)) < int(self.mask_probability * 2**24)
+        for special in self.special_token_ids:
+            chosen &= tokens != special
+        return np.asarray(chosen, np.bool_)
+
+
+def objective_for(kind: Kind, tokenizer: Any | None, *, vocab_size: int) -> Objective:
+    """The objective with the tokenizer's own ids. Padding falls back to EOS, then 0: it never has a label."""
+    if tokenizer is None:
+        return Objective(kind=kind, vocab_size=vocab_size)
+    candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
+    return Objective(
+        kind=kind,
+        pad_token_id=next(candidate for candidate in candidates if candidate is not None),
+        mask_token_id=tokenizer.mask_token_id,
+        special_token_ids=tuple(sorted(set(tokenizer.all_special_ids))),
+        vocab_size=vocab_size,
+    )
+
+
+def _sequence_keys(sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> NDArray[np.uint64]:
+    run = _mix(_mix(np.array([seed % 2**64], np.uint64)) + np.uint64(epoch))
+    return _mix(run + sequence_ids.astype(np.uint64))
+
+
+def _token_bits(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArray[np.uint64]:
+    return _mix(keys + positions.astype(np.uint64) * np.uint64(0x9E3779B97F4A7C15))
+
+
+def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a stateless random number per token, in vector operations."""
+    bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return bits ^ (bits >> np.uint64(31))

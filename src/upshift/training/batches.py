@@ -1,0 +1,202 @@
+"""The batches of a training run: which sequences are in global batch i is decided by (seed, epoch, i) alone, never by
+the plan.
+
+So every plan trains on the same tokens in the same order and losses compare. An epoch is a new permutation of all
+sequences; the sequences left over after its last whole global batch wait for the next epoch's permutation. Planning
+needs numpy, not torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated
+
+import numpy as np
+from numpy.typing import NDArray
+from pydantic import Field
+
+from upshift.errors import RequestError
+from upshift.training.batch_fill import MicroBatch, fill
+from upshift.training.batch_layout import Layout, RowGroup, lay_out
+from upshift.training.batch_objective import Objective
+from upshift.training.tokens import Sequences
+from upshift.value import Value
+
+
+class Position(Value):
+    """Where in the data a run stands: the global batch that comes next. Stored in checkpoints."""
+
+    epoch: Annotated[int, Field(ge=0)] = 0
+    batch: Annotated[int, Field(ge=0)] = 0
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class GlobalBatch:
+    position: Position
+    next_position: Position
+    micro_batches: tuple[MicroBatch, ...]  # of this rank
+    sequence_ids: NDArray[np.int64]  # of all ranks
+    num_label_tokens: int  # of all ranks: the sum of token losses is divided by this
+    num_tokens: int  # of all ranks, without padding
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class BatchSource:
+    """All that decides the batches of one rank."""
+
+    sequences: Sequences
+    global_batch: int  # sequences per optimizer step, over all ranks
+    layout: Layout
+    objective: Objective = Objective()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        check_layout(self.layout, self.objective)
+        if self.global_batch < 1:
+            raise RequestError(f"global_batch={self.global_batch} sequences is too few; use 1 or more")
+        if len(self.sequences) < self.global_batch:
+            raise RequestError(
+                f"the data has {len(self.sequences)} sequences of up to {self.sequences.sequence_length} tokens, "
+                f"one global batch takes {self.global_batch}; use a smaller global batch or more data"
+            )
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return len(self.sequences) // self.global_batch
+
+    def position_of_step(self, step: int) -> Position:
+        """The position before optimizer step `step`, counted from 0 over all epochs."""
+        epoch, batch = divmod(step, self.batches_per_epoch)
+        return Position(epoch=epoch, batch=batch)
+
+    def batches(self, position: Position | None = None) -> Iterator[GlobalBatch]:
+        """Endless, from `position` on; the caller decides when to stop."""
+        position = self._checked(position or Position())
+        epoch, order = -1, np.empty(0, np.int64)
+        while True:
+            if position.epoch != epoch:
+                epoch, order = position.epoch, self._order(position.epoch)
+            yield self._build(position, order)
+            position = self._following(position)
+
+    def sequence_ids(self, position: Position) -> NDArray[np.int64]:
+        """The sequences of one global batch, in the order of the epoch."""
+        return self._members(self._checked(position), self._order(position.epoch))
+
+    def _build(self, position: Position, order: NDArray[np.int64]) -> GlobalBatch:
+        ids = self._members(position, order)
+        return build_global_batch(self, ids, position=position, next_position=self._following(position))
+
+    def _members(self, position: Position, order: NDArray[np.int64]) -> NDArray[np.int64]:
+        return order[position.batch * self.global_batch : (position.batch + 1) * self.global_batch]
+
+    def _order(self, epoch: int) -> NDArray[np.int64]:
+        return np.random.default_rng([self.seed, epoch]).permutation(len(self.sequences))
+
+    def _following(self, position: Position) -> Position:
+        if position.batch + 1 < self.batches_per_epoch:
+            return Position(epoch=position.epoch, batch=position.batch + 1)
+        return Position(epoch=position.epoch + 1, batch=0)
+
+    def _checked(self, position: Position) -> Position:
+        if position.batch >= self.batches_per_epoch:
+            raise RequestError(
+                f"position batch={position.batch} is past the {self.batches_per_epoch} global batches of an epoch; "
+                "resume with the data, sequence_length and global batch that the run was started with"
+            )
+        return position
+
+
+def check_layout(layout: Layout, objective: Objective) -> None:
+    if objective.kind == "causal-lm":
+        return
+    if layout.packing:
+        raise RequestError(
+            f"packing=True is for causal-lm, not {objective.kind}: attention would cross borders; use packing=False"
+        )
+    if not layout.mask_padding:
+        raise RequestError(
+            f"mask_padding=False changes the result of {objective.kind}: only causal attention never looks at "
+            "right padding; use mask_padding=True"
+        )
+
+
+def build_global_batch(
+    source: BatchSource, sequence_ids: NDArray[np.int64], *, position: Position, next_position: Position
+) -> GlobalBatch:
+    sequences, objective = source.sequences, source.objective
+    groups = _row_groups(source, sequence_ids)
+    micro_batches = tuple(
+        fill(group, sequences, source.layout, objective, seed=source.seed, epoch=position.epoch) for group in groups
+    )
+    if source.layout.world_size == 1:
+        num_label_tokens = sum(micro_batch.num_label_tokens for micro_batch in micro_batches)
+    else:
+        num_label_tokens = objective.num_labels(sequences, sequence_ids, seed=source.seed, epoch=position.epoch)
+    return GlobalBatch(
+        position=position,
+        next_position=next_position,
+        micro_batches=micro_batches,
+        sequence_ids=sequence_ids,
+        num_label_tokens=num_label_tokens,
+        num_tokens=int(sequences.lengths[sequence_ids].sum()),
+    )
+
+
+def evaluation_batches(
+    sequences: Sequences, *, global_batch: int, layout: Layout, objective: Objective | None = None, seed: int = 0
+) -> Iterator[GlobalBatch]:
+    """Every sequence once, in order; the last global batch may be smaller."""
+    source = BatchSource(
+        sequences=sequences,
+        global_batch=min(global_batch, max(1, len(sequences))),
+        layout=layout,
+        objective=objective or Objective(),
+        seed=seed,
+    )
+    for batch, start in enumerate(range(0, len(sequences), source.global_batch)):
+        ids = np.arange(start, min(start + source.global_batch, len(sequences)))
+        yield build_global_batch(source, ids, position=Position(batch=batch), next_position=Position(batch=batch + 1))
+
+
+def longest_batch(source: BatchSource, *, num_global_batches: int = 16) -> MicroBatch:
+    """This rank's micro-batch with the most padded tokens among the first global batches; only that one is filled."""
+    order = source._order(0)
+    best: RowGroup | None = None
+    for batch in range(min(num_global_batches, source.batches_per_epoch)):
+        for group in _row_groups(source, source._members(Position(batch=batch), order)):
+            if best is None or _weight(group) > _weight(best):
+                best = group
+    assert best is not None, "a source has at least one global batch"
+    return fill(best, source.sequences, source.layout, source.objective, seed=source.seed, epoch=0)
+
+
+def synthetic_batch(
+    layout: Layout, *, sequence_length: int, vocab_size: int, objective: Objective | None = None
+) -> MicroBatch:
+    """A full-length micro-batch of random tokens; with packing, each row holds two sequences."""
+    objective = objective or Objective()
+    check_layout(layout, objective)
+    tokens = np.random.default_rng(0).integers(0, vocab_size, layout.micro_batch * sequence_length).astype(np.int32)
+    shared = layout.packing and sequence_length >= 4
+    row_lengths = [sequence_length // 2, sequence_length - sequence_length // 2] if shared else [sequence_length]
+    lengths = np.array(row_lengths * layout.micro_batch, np.int64)
+    sequences = Sequences(
+        tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length
+    )
+    per_row = len(row_lengths)
+    rows = tuple(tuple(range(row * per_row, (row + 1) * per_row)) for row in range(layout.micro_batch))
+    return fill(RowGroup(rows, sequence_length), sequences, layout, objective, seed=0, epoch=0)
+
+
+def _row_groups(source: BatchSource, sequence_ids: NDArray[np.int64]) -> list[RowGroup]:
+    """This rank's row groups, holding ids of the whole corpus."""
+    lengths = source.sequences.lengths[sequence_ids].tolist()
+    groups = lay_out(lengths, source.layout, sequence_length=source.sequences.sequence_length)[source.layout.rank]
+    ids = sequence_ids.tolist()
+    return [RowGroup(tuple(tuple(ids[i] for i in row) for row in group.rows), group.width) for group in groups]
+
+
+def _weight(group: RowGroup) -> tuple[int, bool]:
+    return group.num_padded_tokens, group.has_shared_rows

@@ -1,0 +1,142 @@
+"""Tokens in memory and how they are cut: one flat array of token ids, document borders, and sequences as (start,
+length).
+
+A sequence is a piece of at most `sequence_length` tokens of ONE document. Long documents are cut into consecutive
+pieces; a piece shorter than two tokens is dropped, because it predicts nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upshift.errors import RequestError
+from upshift.training.batch_lengths import MAX_BUCKETS, LengthHistogram
+
+EVALUATION_SHARE = 0.02
+MAX_EVALUATION_SEQUENCES = 64
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TokenizedCorpus:
+    tokens: NDArray[Any]  # uint16 when every id fits, else int32
+    offsets: NDArray[np.int64]  # document d is tokens[offsets[d]:offsets[d + 1]]
+
+    @property
+    def num_documents(self) -> int:
+        return len(self.offsets) - 1
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
+
+    @classmethod
+    def from_documents(cls, documents: Iterable[NDArray[Any]]) -> TokenizedCorpus:
+        arrays = [np.asarray(document) for document in documents]
+        lengths = np.fromiter((len(array) for array in arrays), np.int64, len(arrays))
+        offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+        filled = [array for array in arrays if len(array)]
+        lowest = min((int(array.min()) for array in filled), default=0)
+        highest = max((int(array.max()) for array in filled), default=0)
+        if lowest < 0 or highest >= 2**31:
+            raise RequestError(
+                f"the data holds token id {lowest if lowest < 0 else highest}; ids are 0 to the vocabulary size - 1: "
+                "tokenize the text again, padding is added here"
+            )
+        dtype = np.uint16 if highest < 2**16 else np.int32
+        tokens = np.empty(int(offsets[-1]), dtype)
+        for array, start in zip(arrays, offsets[:-1].tolist(), strict=True):
+            tokens[start : start + len(array)] = array
+        return cls(tokens=tokens, offsets=offsets)
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Sequences:
+    tokens: NDArray[Any]
+    starts: NDArray[np.int64]
+    lengths: NDArray[np.int64]
+    sequence_length: int
+
+    def __len__(self) -> int:
+        return len(self.starts)
+
+
+def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int, *, longest_allowed: int | None = None) -> Sequences:
+    """Cut documents into sequences. `longest_allowed` is the model's own limit, where it has one."""
+    if sequence_length < 2 or (longest_allowed is not None and sequence_length > longest_allowed):
+        upper = "" if longest_allowed is None else f" and at most {longest_allowed}, the longest the model allows"
+        raise RequestError(f"sequence_length={sequence_length} is not usable; choose at least 2{upper}")
+    pieces = _num_pieces(tokenized, sequence_length)
+    document = np.repeat(np.arange(tokenized.num_documents), pieces)
+    piece_in_document = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
+    starts = tokenized.offsets[document] + piece_in_document * sequence_length
+    lengths = np.minimum(sequence_length, tokenized.offsets[document + 1] - starts)
+    return Sequences(tokens=tokenized.tokens, starts=starts, lengths=lengths, sequence_length=sequence_length)
+
+
+def hold_out_evaluation(
+    tokenized: TokenizedCorpus, *, sequence_length: int
+) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
+    """Split the last documents off for evaluation: about 2 % of the sequences, at least 1, at most 64.
+
+    Whole documents where they fit in that number, else the tail of the last one. None out of fewer than two sequences.
+    """
+    pieces = _num_pieces(tokenized, sequence_length)
+    total = int(pieces.sum())
+    if total < 2:
+        return tokenized, None
+    wanted = min(max(round(total * EVALUATION_SHARE), 1), MAX_EVALUATION_SEQUENCES)
+    from_the_end = np.cumsum(pieces[::-1])
+    whole_documents = int(np.searchsorted(from_the_end, wanted, side="right"))
+    if whole_documents and from_the_end[whole_documents - 1] > 0:
+        document = tokenized.num_documents - whole_documents
+        return _documents(tokenized, 0, document), _documents(tokenized, document, tokenized.num_documents)
+    last = int(np.flatnonzero(pieces)[-1])
+    cut = int(tokenized.offsets[last] + (pieces[last] - wanted) * sequence_length)
+    train = replace(
+        tokenized, tokens=tokenized.tokens[:cut], offsets=np.append(tokenized.offsets[: last + 1], cut).astype(np.int64)
+    )
+    evaluation = replace(
+        tokenized, tokens=tokenized.tokens[cut:], offsets=np.concatenate([[0], tokenized.offsets[last + 1 :] - cut])
+    )
+    return train, evaluation
+
+
+def check_vocabulary(tokenized: TokenizedCorpus, vocab_size: int) -> None:
+    highest = int(tokenized.tokens.max(initial=0))
+    if highest >= vocab_size:
+        raise RequestError(
+            f"the data holds token id {highest}, the model's vocabulary has {vocab_size} (ids 0 to {vocab_size - 1}); "
+            "tokenize with the model's own tokenizer, or resize the model's embeddings"
+        )
+
+
+def length_histogram(tokenized: TokenizedCorpus, sequence_length: int) -> LengthHistogram:
+    lengths = cut_sequences(tokenized, sequence_length).lengths
+    if not len(lengths):
+        raise RequestError("the data has no sequence of two or more tokens; give more text")
+    bucket = -(-sequence_length // MAX_BUCKETS)
+    rounded = np.minimum(-(-lengths // bucket) * bucket, sequence_length)
+    values, counts = np.unique(rounded, return_counts=True)
+    return LengthHistogram(
+        sequence_length=sequence_length,
+        lengths=tuple(values.tolist()),
+        counts=tuple(counts.tolist()),
+        num_tokens=int(lengths.sum()),
+    )
+
+
+def _num_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.int64]:
+    """Pieces of two or more tokens in each document; only a last piece can be a single token."""
+    lengths = np.diff(tokenized.offsets)
+    whole, rest = np.divmod(lengths, sequence_length)
+    return np.asarray(whole + (rest >= 2), np.int64)
+
+
+def _documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
+    start, stop = int(tokenized.offsets[first]), int(tokenized.offsets[end])
+    return replace(tokenized, tokens=tokenized.tokens[start:stop], offsets=tokenized.offsets[first : end + 1] - start)

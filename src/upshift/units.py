@@ -1,0 +1,45 @@
+"""Units, in one place. Memory is counted in bytes inside the library and shown in GiB (2**30); GB (10**9) is used for rates only."""
+
+from __future__ import annotations
+
+KIB = 2**10
+MIB = 2**20
+GIB = 2**30
+
+GIGA = 10**9
+TERA = 10**12
+
+
+def gib(num_bytes: float) -> float:
+    """Bytes to GiB."""
+    return num_bytes / GIB
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Human-readable binary size: ``1.50 GiB``, ``320 MiB``, ``12 KiB``."""
+    for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
+        if abs(num_bytes) >= unit:
+            value = num_bytes / unit
+            return f"{value:.2f} {name}" if value < 10 else f"{value:.1f} {name}" if value < 100 else f"{value:.0f} {name}"
+    return f"{num_bytes:.0f} B"
+
+
+def format_count(count: float) -> str:
+    """Human-readable decimal count: ``29.4 M``, ``8.03 B``, ``512``."""
+    for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
+        if abs(count) >= unit:
+            value = count / unit
+            return f"{value:.2f} {name}" if value < 10 else f"{value:.1f} {name}"
+    return f"{count:.0f}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Human-readable duration: ``85 ms``, ``3.2 s``, ``2 min 05 s``, ``3 h 20 min``."""
+    if seconds < 1:
+        return f"{seconds * 1000:.0f} ms"
+    if seconds < 60:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest:02d} s"
+    return f"{minutes // 60} h {minutes % 60:02d} min"

@@ -1,0 +1,47 @@
+"""The base of every value that crosses a package border: frozen, keyword-only, typed, JSON in and out, unknown keys refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any, Self
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from upshift.errors import RequestError
+
+
+class Value(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    def to_json(self, *, indent: int | None = None) -> str:
+        return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def from_json(cls, text: str | bytes, *, origin: str = "the JSON text") -> Self:
+        """Parse and validate. Raises RequestError with the offending key, the problem and the origin in one line."""
+        try:
+            return cls.model_validate_json(text)
+        except ValidationError as error:
+            raise RequestError(f"{origin} is not a valid {cls.__name__}: {first_problem(cls, error)}") from None
+
+    @classmethod
+    def from_file(cls, path: Path) -> Self:
+        try:
+            text = path.read_bytes()
+        except OSError as error:
+            raise RequestError(f"cannot read {path}: {error.strerror}; give the path of a {cls.__name__} JSON file") from None
+        return cls.from_json(text, origin=str(path))
+
+    def changed(self, **fields: Any) -> Self:
+        """A validated copy with some fields replaced."""
+        return type(self).model_validate({**self.model_dump(), **fields})
+
+
+def first_problem(cls: type[BaseModel], error: ValidationError) -> str:
+    """The first validation problem as one line that names the key, the value and, for an unknown key, the valid set."""
+    problem = error.errors()[0]
+    key = ".".join(str(part) for part in problem["loc"]) or "document"
+    if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:
+        return f"unknown key {key!r}; the keys are {', '.join(sorted(cls.model_fields))}"
+    return f"{key}: {problem['msg']} (got {json.dumps(problem['input'], default=str)[:80]})"

@@ -1,0 +1,341 @@
+"""The plan decides the layout of a global batch and never its sequences, labels or order. No torch here."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from itertools import islice
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upshift.errors import RequestError
+from upshift.training.batch_layout import Layout, lay_out
+from upshift.training.batch_lengths import LengthHistogram
+from upshift.training.batch_objective import IGNORED, Objective, objective_for
+from upshift.training.batch_packing import pack_rows
+from upshift.training.batches import (
+    BatchSource,
+    GlobalBatch,
+    Position,
+    evaluation_batches,
+    longest_batch,
+    synthetic_batch,
+)
+from upshift.training.tokens import (
+    TokenizedCorpus,
+    check_vocabulary,
+    cut_sequences,
+    hold_out_evaluation,
+    length_histogram,
+)
+
+PAD = 1
+MASKED = Objective(kind="masked-lm", pad_token_id=PAD, mask_token_id=4, vocab_size=1000, special_token_ids=(PAD, 2))
+CAUSAL = Objective(pad_token_id=PAD)
+SEQ2SEQ = Objective(kind="seq2seq-lm", pad_token_id=PAD)
+
+document_lengths = st.lists(st.integers(0, 40), min_size=6, max_size=40).filter(lambda x: sum(n >= 2 for n in x) >= 5)
+layouts = st.builds(
+    lambda micro_batch, packing, pad_multiple, world_size: (micro_batch, packing, pad_multiple, world_size),
+    st.integers(1, 7),
+    st.booleans(),
+    st.sampled_from([1, 8]),
+    st.integers(1, 5),
+)
+
+
+def corpus_of(lengths: list[int]) -> TokenizedCorpus:
+    """Token value = position in the corpus, so that a token says where it came from."""
+    ends = np.cumsum(lengths)
+    return TokenizedCorpus.from_documents(
+        [np.arange(end - n, end) + 10 for n, end in zip(lengths, ends.tolist(), strict=True)]
+    )
+
+
+def ranks(lengths: list[int], shape: tuple[int, bool, int, int], objective: Objective = CAUSAL) -> list[BatchSource]:
+    micro_batch, packing, pad_multiple, world_size = shape
+    sequences = cut_sequences(corpus_of(lengths), 16)
+    return [
+        BatchSource(
+            sequences=sequences,
+            global_batch=5,
+            seed=3,
+            objective=objective,
+            layout=Layout(
+                micro_batch=micro_batch, packing=packing, pad_multiple=pad_multiple, rank=rank, world_size=world_size
+            ),
+        )
+        for rank in range(world_size)
+    ]
+
+
+def first_batches(source: BatchSource, count: int, position: Position | None = None) -> list[GlobalBatch]:
+    return list(islice(source.batches(position), count))
+
+
+def members(batches: list[GlobalBatch]) -> list[int]:
+    return sorted(i for batch in batches for micro in batch.micro_batches for i in micro.sequence_ids.tolist())
+
+
+@given(document_lengths, layouts, st.sampled_from([CAUSAL, MASKED, SEQ2SEQ]))
+@settings(deadline=None, max_examples=80)
+def test_the_plan_never_changes_what_is_in_a_global_batch(lengths, shape, objective):
+    if objective is not CAUSAL:
+        shape = (shape[0], False, *shape[2:])
+    reference = first_batches(ranks(lengths, (1, False, 1, 1), objective)[0], 4)
+    of_ranks = [first_batches(source, 4) for source in ranks(lengths, shape, objective)]
+    for expected, *got in zip(reference, *of_ranks, strict=True):
+        assert members(got) == members([expected]) == sorted(expected.sequence_ids.tolist())
+        assert len({len(batch.micro_batches) for batch in got}) == 1
+        micro_batches = [micro for batch in got for micro in batch.micro_batches]
+        assert sum(micro.num_label_tokens for micro in micro_batches) == expected.num_label_tokens
+        assert sum(micro.num_tokens for micro in micro_batches) == expected.num_tokens
+        assert {batch.num_label_tokens for batch in got} == {expected.num_label_tokens}
+        for micro in micro_batches:
+            assert micro.input_ids.shape[1] <= 16
+            assert len(micro.input_ids) <= shape[0]
+            counted = micro.labels[:, 1:] if objective is CAUSAL else micro.labels
+            assert np.count_nonzero(counted != IGNORED) == micro.num_label_tokens
+
+
+@given(document_lengths, layouts)
+@settings(deadline=None, max_examples=60)
+def test_every_row_is_made_of_whole_sequences(lengths, shape):
+    source = ranks(lengths, shape)[0]
+    for batch in first_batches(source, 2):
+        for micro in batch.micro_batches:
+            found = sorted(tuple(piece) for row in range(len(micro.input_ids)) for piece in pieces_of(micro, row))
+            starts, sizes = source.sequences.starts, source.sequences.lengths
+            tokens = source.sequences.tokens
+            ids = micro.sequence_ids.tolist()
+            assert found == sorted(tuple(tokens[starts[i] : starts[i] + sizes[i]].tolist()) for i in ids)
+
+
+def pieces_of(micro, row: int) -> Iterator[list[int]]:
+    """Sequences of a row as the model sees them: cut where positions restart, without padding."""
+    inputs, labels = micro.input_ids[row], micro.labels[row]
+    positions = np.arange(len(inputs)) if micro.position_ids is None else micro.position_ids[row]
+    starts = np.flatnonzero(positions == 0).tolist()
+    for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
+        assert positions[start:end].tolist() == list(range(end - start))
+        real = inputs[start:end] != PAD
+        assert labels[start] == IGNORED
+        assert (labels[start + 1 : end] == np.where(real, inputs[start:end], IGNORED)[1:]).all()
+        if micro.attention_mask is not None:
+            assert micro.position_ids is None
+            assert (micro.attention_mask[row] == real).all()
+        if real.any():
+            yield inputs[start:end][real].tolist()
+
+
+@given(document_lengths, layouts, st.integers(0, 12))
+@settings(deadline=None, max_examples=60)
+def test_resuming_continues_exactly(lengths, shape, step):
+    source = ranks(lengths, shape)[-1]
+    whole = first_batches(source, step + 3)
+    resumed = first_batches(source, 3, Position.from_json(whole[step].position.to_json()))
+    assert source.position_of_step(step) == whole[step].position
+    for expected, got in zip(whole[step:], resumed, strict=True):
+        assert (got.position, got.next_position) == (expected.position, expected.next_position)
+        for one, other in zip(expected.micro_batches, got.micro_batches, strict=True):
+            assert one.arrays().keys() == other.arrays().keys()
+            assert all((one.arrays()[name] == other.arrays()[name]).all() for name in one.arrays())
+
+
+def test_an_epoch_is_a_permutation_and_epochs_and_seeds_differ():
+    source = ranks([10] * 20, (2, False, 8, 1))[0]
+    first, second = (members(first_batches(source, 4, Position(epoch=epoch))) for epoch in (0, 1))
+    assert first == second == list(range(20))
+    orders = {tuple(first_batches(source, 1, Position(epoch=epoch))[0].sequence_ids.tolist()) for epoch in range(4)}
+    other_seed = BatchSource(sequences=source.sequences, global_batch=5, layout=source.layout, seed=4)
+    assert len(orders | {tuple(other_seed.sequence_ids(Position()).tolist())}) == 5
+
+
+@given(st.lists(st.integers(1, 50), max_size=80))
+def test_packing_is_complete_and_tight(lengths):
+    rows = pack_rows(lengths, capacity=50)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    fills = [sum(lengths[i] for i in row) for row in rows]
+    assert all(fill <= 50 for fill in fills)
+    assert sum(fill <= 25 for fill in fills) <= 1, "two half-empty rows would fit in one"
+
+
+def test_packed_rows_with_one_sequence_take_no_positions():
+    sequences = cut_sequences(corpus_of([16, 16, 16, 16, 9, 8, 8]), 16)
+    source = BatchSource(sequences=sequences, global_batch=7, layout=Layout(micro_batch=2, packing=True))
+    micro_batches = next(source.batches()).micro_batches
+    assert [micro.position_ids is None for micro in micro_batches] == [True, True, False]
+    assert all(micro.attention_mask is None for micro in micro_batches)
+
+
+def test_more_ranks_than_sequences_get_stand_ins_without_labels():
+    for objective in (CAUSAL, MASKED, SEQ2SEQ):
+        sources = ranks([8] * 5, (4, False, 8, 7), objective)
+        micro_batches = [next(source.batches()).micro_batches for source in sources]
+        assert [len(hand) for hand in micro_batches] == [1] * 7
+        stand_ins = [hand[0] for hand in micro_batches if not len(hand[0].sequence_ids)]
+        assert len(stand_ins) == 2
+        assert all((m.labels == IGNORED).all() and m.num_label_tokens == 0 == m.num_tokens for m in stand_ins)
+
+
+def test_dealing_splits_the_longest_and_balances():
+    hands = lay_out([16] * 9, Layout(micro_batch=4, world_size=2), sequence_length=16)
+    sizes = [[len(group.rows) for group in hand] for hand in hands]
+    assert sorted(map(sum, sizes)) == [4, 5]
+
+
+def test_masking_follows_the_sequence_and_bert_shares():
+    lengths = [512] * 60
+    sequences = cut_sequences(corpus_of(lengths), 512)
+    objective = MASKED.changed(vocab_size=60 * 512 + 10, mask_token_id=0)
+    labels: dict[int, list[int]] = {}
+    shares = np.zeros(3)
+    for micro_batch in (4, 7):
+        layout = Layout(micro_batch=micro_batch)
+        source = BatchSource(sequences=sequences, global_batch=60, layout=layout, objective=objective)
+        for micro in next(source.batches()).micro_batches:
+            for row, sequence in enumerate(micro.sequence_ids.tolist()):
+                assert labels.setdefault(sequence, micro.labels[row].tolist()) == micro.labels[row].tolist()
+            chosen = micro.labels != IGNORED
+            kept = (micro.input_ids == micro.labels)[chosen].sum()
+            masked = (micro.input_ids == 0)[chosen].sum()
+            shares += [chosen.sum(), masked, kept]
+    assert shares[0] / (2 * 60 * 512) == pytest.approx(0.15, abs=0.01)
+    assert shares[1] / shares[0] == pytest.approx(0.8, abs=0.02)
+    assert shares[2] / shares[0] == pytest.approx(0.1, abs=0.02)
+    next_epoch = next(source.batches(Position(epoch=1))).micro_batches[0]
+    assert labels[int(next_epoch.sequence_ids[0])] != next_epoch.labels[0].tolist()
+
+
+def test_special_tokens_are_never_masked():
+    objective = MASKED.changed(mask_probability=1.0)
+    tokens = TokenizedCorpus.from_documents([np.array([2, 50, 51, 2])])
+    micro = next(
+        evaluation_batches(cut_sequences(tokens, 8), global_batch=4, layout=Layout(micro_batch=1), objective=objective)
+    )
+    assert micro.micro_batches[0].labels[0, :4].tolist() == [IGNORED, 50, 51, IGNORED]
+
+
+def test_seq2seq_halves():
+    tokens = TokenizedCorpus.from_documents([np.array([10, 11, 12, 13, 14])])
+    layout = Layout(micro_batch=1, pad_multiple=4)
+    batch = next(evaluation_batches(cut_sequences(tokens, 8), global_batch=1, layout=layout, objective=SEQ2SEQ))
+    micro = batch.micro_batches[0]
+    assert micro.input_ids.tolist() == [[10, 11, PAD, PAD]]
+    assert micro.attention_mask.tolist() == [[1, 1, 0, 0]]
+    assert micro.labels.tolist() == [[12, 13, 14, IGNORED]]
+
+
+@given(document_lengths, layouts)
+@settings(deadline=None, max_examples=40)
+def test_evaluation_sees_every_sequence_once(lengths, shape):
+    seen: list[int] = []
+    for source in ranks(lengths, shape):
+        seen += members(list(evaluation_batches(source.sequences, global_batch=4, layout=source.layout)))
+    assert sorted(seen) == list(range(len(source.sequences)))
+
+
+@given(st.lists(st.integers(0, 60), min_size=1, max_size=30), st.integers(2, 20))
+def test_cutting_keeps_documents_apart(lengths, sequence_length):
+    corpus = corpus_of(lengths)
+    sequences = cut_sequences(corpus, sequence_length)
+    borders = set(corpus.offsets.tolist())
+    for start, length in zip(sequences.starts.tolist(), sequences.lengths.tolist(), strict=True):
+        assert 2 <= length <= sequence_length
+        assert not borders & set(range(start + 1, start + length))
+    dropped = sum(n % sequence_length == 1 for n in lengths)
+    assert int(sequences.lengths.sum()) == corpus.num_tokens - dropped
+
+
+@given(st.lists(st.integers(0, 90), min_size=1, max_size=60), st.integers(2, 20))
+def test_holding_out_loses_nothing(lengths, sequence_length):
+    corpus = corpus_of(lengths)
+    total = len(cut_sequences(corpus, sequence_length))
+    train, evaluation = hold_out_evaluation(corpus, sequence_length=sequence_length)
+    if evaluation is None:
+        assert total < 2
+        return
+    assert np.concatenate([train.tokens, evaluation.tokens]).tolist() == corpus.tokens.tolist()
+    assert train.offsets[-1] == train.num_tokens
+    assert evaluation.offsets[-1] == evaluation.num_tokens
+    kept, held = (len(cut_sequences(part, sequence_length)) for part in (train, evaluation))
+    assert kept >= 1
+    assert 1 <= held <= max(1, min(64, round(total * 0.02)))
+    assert kept + held == total
+
+
+def test_histogram_estimates():
+    corpus = corpus_of([8] * 30 + [16] * 10 + [1] * 3)
+    histogram = length_histogram(corpus, 16)
+    assert histogram == LengthHistogram.from_json(histogram.to_json())
+    assert (histogram.num_sequences, histogram.mean, histogram.longest) == (40, 10.0, 16)
+    assert histogram.packed_rows_per_sequence() == pytest.approx((15 + 10) / 40, abs=0.05)
+    assert histogram.packed_tokens_ratio() == pytest.approx(1.0, abs=0.05)
+    assert histogram.padded_tokens_ratio(1) == 1.0
+    assert 1.0 < histogram.padded_tokens_ratio(16) < histogram.padded_tokens_ratio(64) <= 1.7
+    long = length_histogram(corpus_of([3000, 1777, 2]), 4096)
+    assert len(long.counts) == 3
+    assert long.num_tokens == 4779
+
+
+def test_longest_and_synthetic_batches():
+    sequences = cut_sequences(corpus_of([3] * 30 + [16]), 16)
+    source = BatchSource(sequences=sequences, global_batch=31, layout=Layout(micro_batch=4))
+    assert longest_batch(source).input_ids.shape == (4, 16)
+    for packing in (False, True):
+        micro = synthetic_batch(Layout(micro_batch=3, packing=packing), sequence_length=16, vocab_size=50)
+        assert micro.input_ids.shape == (3, 16)
+        assert micro.num_tokens == 48
+        assert (micro.position_ids is not None) == packing
+
+
+def source_of(**changes):
+    options = {"global_batch": 2, "layout": Layout(micro_batch=1), "sequences": cut_sequences(corpus_of([8] * 3), 8)}
+    return BatchSource(**{**options, **changes})
+
+
+@pytest.mark.parametrize(
+    ("request_it", "words"),
+    [
+        (lambda: source_of(global_batch=9), ["3 sequences", "9", "smaller global batch"]),
+        (lambda: source_of(global_batch=0), ["global_batch=0"]),
+        (
+            lambda: source_of(objective=SEQ2SEQ, layout=Layout(micro_batch=1, packing=True)),
+            ["seq2seq-lm", "packing=False"],
+        ),
+        (lambda: source_of(objective=MASKED, layout=Layout(micro_batch=1, mask_padding=False)), ["mask_padding=True"]),
+        (lambda: next(source_of().batches(Position(batch=1))), ["batch=1", "resume with"]),
+        (lambda: Layout(micro_batch=1, rank=2, world_size=2), ["rank=2", "world_size=2"]),
+        (lambda: Objective(kind="masked-lm"), ["mask_token_id", "causal-lm"]),
+        (lambda: cut_sequences(corpus_of([8]), 1), ["sequence_length=1"]),
+        (lambda: cut_sequences(corpus_of([8]), 64, longest_allowed=32), ["64", "32"]),
+        (lambda: check_vocabulary(corpus_of([8]), 17), ["17", "0 to 16", "tokenizer"]),
+        (lambda: TokenizedCorpus.from_documents([np.array([3, -100])]), ["-100"]),
+        (lambda: length_histogram(corpus_of([1]), 8), ["no sequence"]),
+        (lambda: LengthHistogram(sequence_length=8, lengths=(), counts=(), num_tokens=0), ["0 lengths"]),
+    ],
+)
+def test_wrong_requests(request_it, words):
+    with pytest.raises(RequestError) as caught:
+        request_it()
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_vocabulary_and_types():
+    check_vocabulary(corpus_of([8]), 18)
+    assert corpus_of([8]).tokens.dtype == np.uint16
+    assert TokenizedCorpus.from_documents([np.array([65536])]).tokens.dtype == np.int32
+    assert objective_for("causal-lm", None, vocab_size=5).pad_token_id == 0
+
+
+def test_planning_batches_needs_no_torch():
+    code = "import sys, upshift.training.batches; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
+        == "set()"
+    )
