@@ -95,7 +95,8 @@ def _with(host: Host, measured: Measured) -> Host:
 def _this_machine(host: Host) -> Cpu:
     here = detect()
     same_cpu = here.cpu is not None and host.cpu is not None and here.cpu.model_name == host.cpu.model_name
-    same_gpu = host.gpu is None or (here.gpu is not None and host.gpu.name == here.gpu.name)
+    gpu_names = {gpu.name for gpu in (here.gpu, *here.mixed_gpus) if gpu is not None}
+    same_gpu = host.gpu is None or host.gpu.name in gpu_names
     if host.cpu is None or host.num_nodes != 1 or not same_cpu or not same_gpu:
         raise RequestError(f"host {host.name!r} is not this machine ({platform.node()}); probe the result of detect()")
     return host.cpu
@@ -123,8 +124,7 @@ def _torch_settings(num_threads: int) -> Iterator[None]:
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     torch.set_num_threads(num_threads)
     try:
-        with torch.inference_mode():
-            yield
+        yield
     finally:
         torch.set_num_threads(threads)
         torch.set_float32_matmul_precision(precision)

@@ -1,0 +1,99 @@
+"""Turns measurements at several (batch, sequence) points into exact polynomials."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from upshift.models.profile import PassCost, Polynomial, Segment
+from upshift.models.tracker import Interval
+
+Point = tuple[int, int]
+# Where two events of a segment compete for its peak, the polynomials are compared on this grid.
+GRID_BATCHES = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 64, 128, 256, 1024)
+GRID_STEPS = 12
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """Intervals by name, as one point gave them."""
+
+    forward: dict[str, Interval]
+    backward: dict[str, Interval]
+    accumulating: dict[str, Interval]
+
+
+def fit_segment(points: Sequence[Point], measurements: Sequence[Measurement], name: str) -> Segment:
+    return Segment(
+        forward=_fit_pass(points, [_with_between(m.forward, name) for m in measurements]),
+        backward=_fit_pass(points, [m.backward.get(f"backward {name}") for m in measurements]),
+        backward_accumulating=_fit_pass(points, [m.accumulating.get(f"backward {name}") for m in measurements]),
+    )
+
+
+def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
+    """A layer's forward reaches up to the entry of the next layer."""
+    own, after = forward.get(f"forward {name}"), forward.get(f"forward between {name}")
+    if own is None or after is None:
+        return own
+    return Interval(
+        entered=own.entered,
+        operators=own.operators + after.operators,
+        live=own.live + after.live,
+        left=after.left,
+        matmul_flops=own.matmul_flops + after.matmul_flops,
+        attention_flops=own.attention_flops + after.attention_flops,
+        moved_bytes=own.moved_bytes + after.moved_bytes,
+        matmul_bytes=own.matmul_bytes + after.matmul_bytes,
+        num_kernels=own.num_kernels + after.num_kernels,
+    )
+
+
+def _fit_pass(points: Sequence[Point], intervals: Sequence[Interval | None]) -> PassCost:
+    present = [interval if interval is not None else Interval(entered=0) for interval in intervals]
+    return PassCost(
+        left=fit_single(points, [i.left - i.entered for i in present]),
+        rise=_fit_rise(points, present),
+        matmul_flops=fit_single(points, [i.matmul_flops for i in present]),
+        attention_flops=fit_single(points, [i.attention_flops for i in present]),
+        moved_bytes=fit_single(points, [i.moved_bytes for i in present]),
+        matmul_bytes=fit_single(points, [i.matmul_bytes for i in present]),
+        num_kernels=max(i.num_kernels for i in present),
+    )
+
+
+def fit_single(points: Sequence[Point], values: Sequence[float]) -> Polynomial:
+    return _polynomial(_solve(points, np.asarray(values, dtype=np.float64)))
+
+
+def _fit_rise(points: Sequence[Point], intervals: Sequence[Interval]) -> tuple[Polynomial, ...]:
+    """The upper envelope of every operator's live bytes; falls back to the highest one where the operators differ."""
+    if len({tuple(interval.operators) for interval in intervals}) == 1:
+        live = np.array([[value - i.entered for value in i.live] for i in intervals], dtype=np.float64)
+    else:
+        live = np.array([[max(i.live, default=i.entered) - i.entered] for i in intervals], dtype=np.float64)
+    if live.shape[1] == 0:
+        return ()
+    coefficients = _solve(points, live)
+    sequences = np.linspace(1, max(sequence for _, sequence in points), GRID_STEPS)
+    grid = np.array([_monomials(batch, sequence) for batch in GRID_BATCHES for sequence in sequences])
+    winners = np.unique(np.argmax(grid @ coefficients, axis=1))
+    return tuple(_polynomial(coefficients[:, winner]) for winner in winners)
+
+
+def _monomials(batch: float, sequence: float) -> list[float]:
+    return [1.0, batch, sequence, batch * sequence, sequence * sequence, batch * sequence * sequence]
+
+
+def _solve(points: Sequence[Point], values: np.ndarray) -> np.ndarray:
+    matrix = np.array([_monomials(*point) for point in points])
+    scale = np.abs(matrix).max(axis=0)
+    solution = np.linalg.solve(matrix / scale, values)
+    return (solution.T / scale).T
+
+
+def _polynomial(coefficients: np.ndarray) -> Polynomial:
+    """Sizes are whole multiples of a byte; what is left of rounding is cut off."""
+    return Polynomial(*(float(round(value, 6)) + 0.0 for value in coefficients))

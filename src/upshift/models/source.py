@@ -1,0 +1,109 @@
+"""Where a model comes from: a local Hugging Face directory, a config.json, or a hub id. Reads JSON and headers, never weights."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import struct
+from pathlib import Path
+from typing import Any
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.settings import read_settings
+from upshift.value import Value
+
+
+class ModelSource(Value):
+    """A model's configuration and, where it is on disk, its directory."""
+
+    reference: str  # as the user wrote it
+    directory: Path | None  # None for a config that stands alone
+    config: dict[str, Any]
+
+    @property
+    def model_hash(self) -> str:
+        """Stable short hash of everything in the config that can change the computation."""
+        cosmetic = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
+        kept = {key: value for key, value in self.config.items() if key not in cosmetic}
+        kept["architectures"] = self.config.get("architectures")
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def find_model(reference: str) -> ModelSource:
+    """Resolve a local directory, a config.json or a hub id. Raises RequestError with the next step."""
+    path = Path(reference)
+    if path.is_dir():
+        return ModelSource(reference=reference, directory=path, config=_read_config(path / "config.json", reference))
+    if path.is_file():
+        directory = path.parent if path.name == "config.json" else None
+        return ModelSource(reference=reference, directory=directory, config=_read_config(path, reference))
+    if path.suffix == ".json" or reference.startswith((".", "/", "~")) or reference.count("/") != 1:
+        raise RequestError(
+            f"model {reference!r} does not exist; give a Hugging Face directory, a config.json, or a hub id such as org/name"
+        )
+    return _from_hub(reference)
+
+
+def _read_config(path: Path, reference: str) -> dict[str, Any]:
+    if not path.is_file():
+        raise RequestError(f"{reference!r} has no config.json; give a directory written by save_pretrained, or a config.json")
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RequestError(f"{path} is not valid JSON ({error}); save the model's config again") from None
+    if not isinstance(config, dict) or "model_type" not in config:
+        raise RequestError(f"{path} has no \"model_type\"; it must be a transformers config.json")
+    return config
+
+
+def _from_hub(reference: str) -> ModelSource:
+    try:
+        from huggingface_hub import hf_hub_download
+        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+    except ImportError:
+        raise MissingExtra(library="huggingface_hub", extra="hub", purpose=f"model {reference!r}") from None
+    offline = read_settings().hub_offline
+    try:
+        path = Path(hf_hub_download(reference, "config.json", local_files_only=offline))
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
+        reason = "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)" if offline else (
+            f"could not be read from the hub ({type(error).__name__})"
+        )
+        raise RequestError(f"model {reference!r} is no local path and {reason}; give a local directory or config.json") from None
+    return ModelSource(reference=reference, directory=path.parent, config=_read_config(path, reference))
+
+
+def check_weights(directory: Path) -> tuple[Path, ...]:
+    """The safetensors files of a model directory, each with a whole header and its full length.
+
+    Raises RequestError naming the first missing or truncated file. Reads headers only.
+    """
+    index = directory / "model.safetensors.index.json"
+    if index.is_file():
+        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+        files = tuple(directory / name for name in names)
+    else:
+        files = (directory / "model.safetensors",)
+    for file in files:
+        if not file.is_file():
+            raise RequestError(
+                f"{directory} has no {file.name}; give a directory with safetensors weights, or --from-config for random weights"
+            )
+        _check_safetensors(file)
+    return files
+
+
+def _check_safetensors(file: Path) -> None:
+    size = file.stat().st_size
+    with file.open("rb") as handle:
+        prefix = handle.read(8)
+        header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        header = handle.read(header_size) if 8 + header_size <= size else b""
+    try:
+        tensors = json.loads(header)
+    except (UnicodeDecodeError, json.JSONDecodeError):
+        raise RequestError(f"{file} has no whole safetensors header ({size} bytes); copy or save the file again") from None
+    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
+    expected = 8 + header_size + max(ends, default=0)
+    if size != expected:
+        raise RequestError(f"{file} is truncated: {size} bytes where its header says {expected}; copy or save the file again")

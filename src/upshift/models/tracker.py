@@ -1,0 +1,141 @@
+"""Counts live bytes and work, operator by operator, while a model runs on fake (or real) tensors."""
+
+from __future__ import annotations
+
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+ATEN = torch.ops.aten
+
+
+@dataclass(slots=True)
+class Interval:
+    """What happened between two borders: live bytes at entry and after every operator, and the work done."""
+
+    entered: int
+    operators: list[str] = field(default_factory=list)
+    live: list[int] = field(default_factory=list)
+    left: int = 0
+    matmul_flops: int = 0
+    attention_flops: int = 0
+    moved_bytes: int = 0
+    matmul_bytes: int = 0
+    num_kernels: int = 0
+
+
+def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
+    """FLOPs of a fused attention operator, causal counted as half; None for any other operator."""
+    packet = function._overloadpacket
+    forward = {
+        ATEN._scaled_dot_product_flash_attention_for_cpu: 4,
+        ATEN._scaled_dot_product_flash_attention: 4,
+        ATEN._scaled_dot_product_efficient_attention: 6,
+    }
+    backward = {
+        ATEN._scaled_dot_product_flash_attention_for_cpu_backward: 7,
+        ATEN._scaled_dot_product_flash_attention_backward: 11,
+        ATEN._scaled_dot_product_efficient_attention_backward: 11,
+    }
+    if packet in forward:
+        query, key, value = args[:3]
+        flops = sdpa_flop_count(query.shape, key.shape, value.shape)
+        causal = _argument(function, "is_causal", args, kwargs)
+    elif packet in backward:
+        grad, query, key, value = args[:4]
+        flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+        causal = _argument(function, "is_causal", args, kwargs)
+    else:
+        return None
+    return int(flops // 2 if causal else flops)
+
+
+def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.name == name:
+            return kwargs.get(name, args[position] if position < len(args) else argument.default_value)
+    return None
+
+
+class LiveTracker(TorchDispatchMode):
+    """While active, keeps the sum of bytes of all storages that operators returned and that are still referenced.
+
+    ``border(name)`` closes the current interval and opens the named one; a name may be opened again (a second pass).
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.live_bytes = 0
+        self.intervals: list[tuple[str, Interval]] = []
+        self._sizes: dict[int, int] = {}
+        self._current: Interval | None = None
+
+    def border(self, name: str | None) -> None:
+        if self._current is not None:
+            self._current.left = self.live_bytes
+        self._current = None
+        if name is not None:
+            self._current = Interval(entered=self.live_bytes)
+            self.intervals.append((name, self._current))
+
+    def forget(self) -> None:
+        self.border(None)
+        self.intervals = []
+
+    def adopt(self, tensors: Any) -> None:
+        """Count tensors that were made before the tracker was active."""
+        for leaf in tree_leaves(tensors):
+            if isinstance(leaf, torch.Tensor):
+                self._add(leaf)
+
+    def _add(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._sizes:
+            self._sizes[key] = storage.nbytes()
+            self.live_bytes += self._sizes[key]
+            weakref.finalize(storage, self._remove, key)
+
+    def _remove(self, key: int) -> None:
+        self.live_bytes -= self._sizes.pop(key, 0)
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        result = function(*args, **kwargs)
+        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        for leaf in outputs:
+            self._add(leaf)
+        if self._current is not None:
+            self._record(self._current, function, args, kwargs, result, outputs)
+        return result
+
+    def _record(self, interval: Interval, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]) -> None:
+        interval.operators.append(str(function))
+        interval.live.append(self.live_bytes)
+        if function.is_view or not outputs:
+            return
+        interval.num_kernels += 1
+        touched = outputs + [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        num_bytes = sum(_touched_bytes(tensor) for tensor in touched)
+        attention = _attention_flops(function, args, kwargs)
+        if attention is not None:
+            interval.attention_flops += attention
+            interval.matmul_bytes += num_bytes
+        elif function._overloadpacket in flop_registry:
+            interval.matmul_flops += int(flop_registry[function._overloadpacket](*args, **kwargs, out_val=result))
+            interval.matmul_bytes += num_bytes
+        elif function is not ATEN.empty.memory_format:
+            interval.moved_bytes += num_bytes
+
+
+def _touched_bytes(tensor: torch.Tensor) -> int:
+    """Bytes a kernel reads of a tensor: an expanded dimension is read once."""
+    elements = 1
+    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
+        elements *= size if stride else 1
+    return elements * tensor.element_size()

@@ -1,0 +1,118 @@
+"""The real probe on the machine of the test."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from upshift.errors import RequestError
+from upshift.hardware import Host, describe, detect
+from upshift.hardware import probe as probe_module
+from upshift.hardware.probe import measure, probe
+from upshift.units import MIB
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    folder = tmp_path_factory.mktemp("cache")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("UPSHIFT_CACHE", str(folder))
+        yield folder
+
+
+@pytest.fixture(scope="module")
+def probed(cache: Path) -> Host:
+    return measure(detect())
+
+
+def test_everything_is_measured_in_time(probed: Host) -> None:
+    measured = probed.measured
+    assert measured is not None
+    assert measured.probe_seconds < 20  # 6 s alone on two cores; other work may run beside
+    for rate in (measured.cpu.fp32, measured.cpu.fp32_medium, measured.cpu.bf16, measured.cpu.fp16):
+        assert rate is not None
+        assert 1e8 < rate < 1e15
+    assert 1e8 < (measured.cpu.memory_bytes_per_second or 0) < 1e13
+    assert 1e-8 < measured.dispatch_seconds < 1e-3
+    assert 0 <= (measured.first_touch_seconds_per_byte or 0) < 1e-7
+    assert 100 * MIB < (measured.base_resident_bytes or 0) < 2048 * MIB
+    assert measured.compiler is not None
+    assert measured.torch_version == torch.__version__
+    assert probed.cpu is not None
+    assert measured.num_threads == probed.cpu.usable_cores
+    assert probed.origin["measured"] == "probe"
+    assert probed.fingerprint == detect().fingerprint
+    assert Host.from_json(probed.to_json()) == probed
+
+
+def test_the_cache_is_used_and_mended(probed: Host, cache: Path, monkeypatch: pytest.MonkeyPatch,
+                                      caplog: pytest.LogCaptureFixture) -> None:  # fmt: skip
+    (path,) = (cache / "probe").iterdir()
+    assert path.name.startswith(probed.fingerprint)
+    calls = []
+
+    def counted(host: Host, *, budget_seconds: float) -> Host:
+        calls.append(host)
+        return probed
+
+    monkeypatch.setattr(probe_module, "probe", counted)
+    assert measure(detect()).measured == probed.measured
+    assert not calls
+    measure(detect(), refresh=True)
+    assert len(calls) == 1
+    path.write_text('{"half": ')
+    with caplog.at_level(logging.WARNING):
+        assert measure(detect()).measured == probed.measured
+    assert len(calls) == 2
+    assert "probing again" in caplog.text
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+    measure(detect())
+    assert len(calls) == 2
+
+
+def test_torch_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(probe_module, "_base_process", lambda *_, **__: {"resident_bytes": None, "compiler": None})
+    threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    try:
+        torch.set_num_threads(1)
+        torch.set_float32_matmul_precision("high")
+        measured = probe(detect(), budget_seconds=1).measured
+        assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == (1, "high")
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_float32_matmul_precision(precision)
+    assert measured is not None
+    assert measured.probe_seconds < 5
+
+
+def test_torch_settings_are_restored_after_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    def failing(*_: object, **__: object) -> None:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(probe_module, "_base_process", lambda *_, **__: {})
+    monkeypatch.setattr(probe_module, "_dispatch_seconds", failing)
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    with pytest.raises(RuntimeError, match="planted"):
+        probe(detect(), budget_seconds=1)
+    assert (torch.get_num_threads(), torch.get_float32_matmul_precision()) == before
+
+
+def test_another_machine_is_refused(cache: Path) -> None:
+    for host in (describe("8xh100"), detect().changed(num_nodes=2)):
+        with pytest.raises(RequestError, match="not this machine"):
+            measure(host)
+    with pytest.raises(RequestError, match="budget_seconds=0"):
+        probe(detect(), budget_seconds=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_the_gpu_is_measured(probed: Host) -> None:
+    measured = probed.measured
+    assert measured is not None
+    assert measured.gpu is not None
+    assert (measured.gpu.bf16 or 0) > (measured.cpu.bf16 or 0)
+    assert (measured.host_to_device_bytes_per_second or 0) > 1e8

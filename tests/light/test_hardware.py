@@ -1,0 +1,512 @@
+"""Hosts: described exactly or refused, detected from planted files and a planted NVML, the same after JSON."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upshift.errors import RequestError
+from upshift.hardware import (
+    GPUS,
+    Cpu,
+    Gpu,
+    Host,
+    Link,
+    Measured,
+    Rates,
+    collective,
+    describe,
+    detect,
+    gemm_efficiency,
+    memory_efficiency,
+)
+from upshift.hardware.cgroup import read_limits
+from upshift.hardware.nvml import find_gpus
+from upshift.hardware.table import ALIASES, AMBIGUOUS, COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY, NVML_NAMES
+from upshift.units import GIB, MIB
+
+# --- described hosts -------------------------------------------------------------------------------------------------
+
+
+@given(
+    nodes=st.integers(1, 999), gpus=st.integers(1, 999), name=st.sampled_from([*GPUS, *ALIASES]), upper=st.booleans()
+)
+def test_describe_reads_every_form(nodes: int, gpus: int, name: str, upper: bool) -> None:
+    forms = {name: (1, 1), f"{gpus}x{name}": (1, gpus), f" {nodes}x{gpus}x{name}\n": (nodes, gpus)}
+    for text, counts in forms.items():
+        host = describe(text.upper() if upper else text)
+        assert (host.num_nodes, host.gpus_per_node) == counts
+        assert host.num_devices == counts[0] * counts[1]
+        assert host.gpu == GPUS[ALIASES.get(name, name)].gpu
+        assert host.device == "cuda"
+        assert host.inter_node is None  # unknown, not guessed
+
+
+@given(st.text(max_size=40))
+def test_describe_answers_any_text_with_a_host_or_one_line(text: str) -> None:
+    try:
+        describe(text)
+    except RequestError as error:
+        assert len(str(error).splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "text", ["h10", "h100x", "h1000", "xh100", "l40", "l4s", "rtx4090", "nvidia h100", "0xh100", "8x", "", "8x8x8xh100",
+             "-1xh100", "1.5xh100", "8 x h100", "h100 80gb", "٨xh100", "a\nb", "nul\0.json", "no such file.json"]
+)  # fmt: skip
+def test_describe_refuses_near_misses(text: str) -> None:
+    with pytest.raises(RequestError):
+        describe(text)
+
+
+def test_similar_names_are_different_products() -> None:
+    names = ("l4", "l40s", "a10", "a10g", "a100-40gb", "h100", "h100-pcie")
+    peaks = [describe(name).gpu.peak for name in names]  # type: ignore[union-attr]
+    assert len({peak.to_json() for peak in peaks if peak}) == len(names)
+
+
+@pytest.mark.parametrize("name", AMBIGUOUS)
+def test_an_ambiguous_name_lists_the_choices(name: str) -> None:
+    with pytest.raises(RequestError) as caught:
+        describe(f"8x{name}")
+    assert all(choice in str(caught.value) and choice in GPUS for choice in AMBIGUOUS[name])
+
+
+def test_describe_reads_a_host_file(tmp_path: Path) -> None:
+    host = describe("2x8xh100").changed(inter_node=Link(name="8x InfiniBand NDR", bytes_per_second=400e9))
+    path = tmp_path / "Host.JSON"
+    path.write_text(host.to_json())
+    assert describe(str(path)) == host
+    path.write_text(host.to_json().replace('"num_nodes"', '"nodes"'))
+    with pytest.raises(RequestError, match="num_nodes"):
+        describe(str(path))
+
+
+# --- the table -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", GPUS)
+def test_rows_have_a_source_and_consistent_figures(key: str) -> None:
+    gpu, source = GPUS[key].gpu, GPUS[key].source
+    peak = gpu.peak
+    assert peak is not None
+    assert source.startswith("NVIDIA")
+    assert gpu.table_key == key == key.lower()
+    assert NVML_NAMES[gpu.name] == key
+    assert 15 * GIB <= (gpu.memory_bytes or 0) < 200 * GIB
+    assert 0.3e12 <= (peak.memory_bytes_per_second or 0) <= 8e12
+    for precision in ("fp32", "fp32_medium", "bf16", "fp16", "fp8", "int8"):
+        assert (peak.matrix(precision) is not None) == gpu.supports(precision), precision
+    tensor_rates = [rate for rate in (peak.fp32_medium, peak.bf16, peak.fp8, peak.int8) if rate is not None]
+    assert tensor_rates == sorted(tensor_rates)
+    assert peak.fp16 is not None
+    assert peak.fp32 is not None
+    assert peak.fp16 >= 1.9 * peak.fp32
+    assert peak.bf16 in (None, peak.fp16)
+    assert (gpu.nvlink_bytes_per_second is None) == (gpu.nvlink_links == 0)
+
+
+def test_figures_are_dense() -> None:
+    dense = {"a100-80gb": 312, "h100-sxm": 989.5, "h200": 989.5, "b200": 2250, "l40s": 362, "l4": 121, "rtx-4090": 165}
+    for key, tera in dense.items():
+        peak = GPUS[key].gpu.peak
+        assert peak is not None
+        assert peak.bf16 == pytest.approx(tera * 1e12, rel=0.01)
+
+
+def test_efficiency_classes_and_unknowns() -> None:
+    assert gemm_efficiency("h100-sxm", 1e10) == 0.72
+    assert gemm_efficiency("h100-sxm", 9.99e9) == 0.49
+    assert gemm_efficiency("h100-sxm", 5e15) == 0.84
+    assert gemm_efficiency("h100-sxm", 1e8) is None
+    assert gemm_efficiency("a100-80gb", 2e13) is None
+    assert gemm_efficiency("t4", 1e12) is None
+    assert memory_efficiency("l40s") == 0.75
+    assert memory_efficiency("v100-16gb") is None
+    assert all(key in GPUS and len(row) == len(GEMM_CLASSES) for key, row in GEMM_EFFICIENCY.items())
+    assert all(key in GPUS and len(row) == 4 for key, row in COLLECTIVES.items())
+    all_reduce = collective("h100-sxm", "all_reduce")
+    assert all_reduce is not None
+    assert (all_reduce.latency_seconds, all_reduce.bytes_per_second) == (20e-6, 218e9)
+    assert collective("l40s", "all_gather") is None
+
+
+def test_links_of_described_hosts() -> None:
+    nvlink, pcie = describe("8xh100").intra_node, describe("8xl40s").intra_node
+    assert nvlink is not None
+    assert pcie is not None
+    assert nvlink.bytes_per_second == 450e9
+    assert pcie.bytes_per_second == pytest.approx(31.5e9, rel=0.01)
+    assert not pcie.measured
+    assert describe("h100").intra_node is None
+
+
+# --- the values ------------------------------------------------------------------------------------------------------
+
+rates = st.none() | st.floats(1e-3, 1e16)
+counts = st.integers(1, 10**6)
+sizes = st.none() | st.integers(0, 2**50)
+seconds = st.floats(0, 1e6)
+names = st.text(max_size=12)
+all_rates = st.builds(Rates, fp32=rates, bf16=rates, fp8=rates, memory_bytes_per_second=rates)
+cpus = st.builds(
+    Cpu, model_name=st.none() | names, architecture=st.sampled_from([None, "x86_64", "aarch64"]), usable_cores=counts,
+    isa=st.none() | st.sampled_from([(), ("avx2", "avx512f"), ("neon",)]), memory_bytes=sizes, free_memory_bytes=sizes,
+    physical_cores=st.none() | counts, numa_nodes=st.none() | counts, l2_total_bytes=sizes, l3_total_bytes=sizes,
+)  # fmt: skip
+gpus = st.builds(
+    Gpu, name=names, memory_bytes=sizes, peak=st.none() | all_rates,
+    compute_capability=st.none() | st.tuples(st.integers(1, 20), st.integers(0, 9)),
+)  # fmt: skip
+measurements = st.builds(
+    Measured, cpu=all_rates, gpu=st.none() | all_rates, num_threads=counts, dispatch_seconds=seconds,
+    first_touch_seconds_per_byte=st.none() | seconds, base_resident_bytes=sizes, probe_seconds=seconds,
+)  # fmt: skip
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> Host:
+    mixed = tuple(draw(st.lists(gpus, max_size=3)))
+    gpu = None if mixed else draw(st.none() | gpus)
+    return Host(
+        name=draw(names),
+        num_nodes=draw(counts),
+        cpu=draw(cpus) if gpu is None and not mixed else draw(st.none() | cpus),
+        gpu=gpu,
+        mixed_gpus=mixed,
+        gpus_per_node=len(mixed) if gpu is None else draw(counts),
+        inter_node=draw(st.none() | st.builds(Link, name=names, bytes_per_second=st.floats(1, 1e13))),
+        measured=draw(st.none() | measurements),
+        origin=draw(st.dictionaries(names, names, max_size=2)),
+    )
+
+
+@given(hosts())
+def test_hosts_survive_json(host: Host) -> None:
+    again = Host.from_json(host.to_json())
+    assert again == host
+    assert again.fingerprint == host.fingerprint
+    assert host.supports("fp32") is True
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        '{"name": "x"}',
+        '{"name": "x", "gpus_per_node": 2}',
+        '{"name": "x", "gpus_per_node": 2, "gpu": {"name": "y", "memory_bytes": 1}, "num_nodes": 0}',
+        '{"name": "x", "gpu": {"name": "y", "memory_bytes": 1}}',
+        '{"name": "x", "gpus_per_node": 1, "gpu": {"name": "y", "memory_bytes": 1, "peak": {"bf16": -1}}}',
+        '{"name": "x", "gpus_per_node": 2, "mixed_gpus": [{"name": "y", "memory_bytes": 1}]}',
+    ],
+)
+def test_impossible_hosts_are_refused(text: str) -> None:
+    with pytest.raises(RequestError):
+        Host.from_json(text)
+
+
+def test_fingerprint_is_of_the_hardware() -> None:
+    host = describe("8xh100")
+    gpu = host.gpu
+    assert gpu is not None
+    assert host.fingerprint == describe("8xH100-SXM").fingerprint
+    assert host.fingerprint == "19cf5de70606d905"  # stable over processes; a new field changes it: caches then refill
+    assert host.changed(gpu=gpu.changed(free_memory_bytes=7, peak=None), origin={}).fingerprint == host.fingerprint
+    others = [describe(text) for text in ("4xh100", "2x8xh100", "8xh200", "8xa100-40gb", "8xa100-80gb")]
+    link = Link(name="Ethernet", bytes_per_second=1e9)
+    others.append(host.changed(inter_node=link))
+    assert len({other.fingerprint for other in [host, *others]}) == len(others) + 1
+
+
+def test_supports() -> None:
+    assert [describe("t4").supports(p) for p in ("bf16", "fp16", "int8")] == [False, True, True]
+    assert [describe("v100-16gb").supports(p) for p in ("bf16", "fp16", "int8")] == [False, True, False]
+    with_fp8 = {name for name in GPUS if describe(name).supports("fp8")}
+    assert with_fp8 == {"l4", "l40s", "rtx-4090", "rtx-5090", "h100-sxm", "h100-pcie", "h200", "b200"}
+    unknown = Gpu(name="new", memory_bytes=None)
+    assert Host(name="x", gpu=unknown, gpus_per_node=1).supports("bf16") is None
+    t4 = GPUS["t4"].gpu
+    mixed = Host(name="x", mixed_gpus=(t4, GPUS["l4"].gpu), gpus_per_node=2)
+    assert mixed.supports("bf16") is False
+    assert mixed.supports("fp16") is True
+    assert Host(name="x", mixed_gpus=(t4, unknown), gpus_per_node=2).supports("fp16") is None
+
+
+# --- planted machines ------------------------------------------------------------------------------------------------
+
+
+def plant(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        path = root / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return root
+
+
+def cpu_files(*, cpus: int, threads_per_core: int = 1, flags: str = "flags : avx2 avx512f amx_bf16") -> dict[str, str]:
+    files = {
+        "proc/cpuinfo": f"processor : 0\nmodel name : Planted CPU: fast\n{flags}\n\nprocessor : 1\nmodel name : B\n",
+        "proc/meminfo": f"MemTotal: {64 * 2**20} kB\nMemFree: 1 kB\nMemAvailable: {48 * 2**20} kB\nHugePages: 0\n",
+        "sys/devices/system/node/node0/cpulist": f"0-{cpus - 1}\n",
+        "sys/devices/system/node/node1/cpulist": "\n",  # memory only
+    }
+    for cpu in range(cpus):
+        folder = f"sys/devices/system/cpu/cpu{cpu}"
+        core = cpu // threads_per_core
+        files[f"{folder}/topology/physical_package_id"] = "0\n"
+        files[f"{folder}/topology/core_id"] = f"{core}\n"
+        for index, level, size, shared in ((1, 2, "1024K", core), (2, 3, "32M", "all")):
+            files[f"{folder}/cache/index{index}/level"] = f"{level}\n"
+            files[f"{folder}/cache/index{index}/size"] = f"{size}\n"
+            files[f"{folder}/cache/index{index}/shared_cpu_list"] = f"{shared}\n"
+    return files
+
+
+def test_detect_reads_planted_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "x86_64")
+    plant(tmp_path, cpu_files(cpus=8, threads_per_core=2))
+    host = detect(tmp_path, nvml=None, affinity={0, 1, 2, 5})
+    cpu = host.cpu
+    assert cpu is not None
+    assert (cpu.model_name, cpu.architecture) == ("Planted CPU: fast", "x86_64")
+    assert (cpu.physical_cores, cpu.usable_cores, cpu.numa_nodes) == (4, 3, 1)  # 0 and 1 are one core's threads
+    assert (cpu.l2_total_bytes, cpu.l3_total_bytes) == (4 * MIB, 32 * MIB)
+    assert cpu.isa == ("avx2", "avx512f", "amx_bf16")
+    assert (cpu.memory_bytes, cpu.free_memory_bytes) == (64 * GIB, 48 * GIB)
+    assert (host.device, host.gpu, host.num_devices) == ("cpu", None, 1)
+    assert host.supports("bf16") is True
+    assert host.supports("fp16") is False
+    fields = {f"cpu.{name}" for name in Cpu.model_fields} - {"cpu.architecture"}
+    assert fields <= set(host.origin)
+
+
+def test_detect_on_aarch64_and_without_any_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(platform, "machine", lambda: "arm64")
+    files = cpu_files(cpus=2, flags="Features : asimd bf16 sve2")
+    arm = detect(plant(tmp_path / "arm", files), nvml=None, affinity={1})
+    assert arm.cpu is not None
+    assert arm.cpu.isa == ("neon", "neon_bf16", "sve2")
+    assert arm.supports("fp32_medium") is None
+    bare = detect(tmp_path / "macos", nvml=None)
+    assert bare.cpu is not None
+    assert bare.cpu.isa is bare.cpu.model_name is bare.cpu.l3_total_bytes is None
+    assert bare.supports("bf16") is None
+    assert bare.cpu.usable_cores >= 1
+
+
+V2_MOUNT = "30 23 0:26 / /sys/fs/cgroup rw,nosuid shared:4 - cgroup2 cgroup2 rw,nsdelegate\n"
+
+
+def test_cgroup_v2_takes_the_tightest_ancestor(tmp_path: Path) -> None:
+    group = "sys/fs/cgroup/kubepods/pod1"
+    plant(tmp_path, cpu_files(cpus=8) | {
+        "proc/self/mountinfo": V2_MOUNT,
+        "proc/self/cgroup": "0::/kubepods/pod1/box\n",
+        f"{group}/box/cpu.max": "max 100000\n",
+        f"{group}/cpu.max": "250000 100000\n",
+        "sys/fs/cgroup/kubepods/cpu.max": "600000 100000\n",
+        f"{group}/box/memory.max": f"{8 * GIB}\n",
+        f"{group}/box/memory.current": f"{3 * GIB}\n",
+        f"{group}/box/memory.stat": f"anon 1\ninactive_file {1 * GIB}\nactive_file 5\n",
+        f"{group}/memory.max": f"{16 * GIB}\n",
+        f"{group}/memory.current": f"{15 * GIB}\n",
+        "sys/fs/cgroup/kubepods/memory.max": "max\n",
+    })  # fmt: skip
+    assert read_limits(tmp_path) == (2.5, 8 * GIB, 1 * GIB)  # least left in the parent
+    host = detect(tmp_path, nvml=None, affinity=range(8))
+    assert host.cpu is not None
+    assert host.cpu.usable_cores == 2
+    assert (host.cpu.memory_bytes, host.cpu.free_memory_bytes) == (8 * GIB, 1 * GIB)
+    assert host.origin["cpu.memory_bytes"] == "cgroup limit"
+    assert "2.5" in host.origin["cpu.usable_cores"]
+
+
+def test_cgroup_v1_in_a_container(tmp_path: Path) -> None:
+    """Docker without a cgroup namespace: the mount's root is the container's group, so files lie at the mount point."""
+    unlimited = 9223372036854771712
+    plant(tmp_path, {
+        "proc/self/mountinfo": "1 0 8:1 / / rw - ext4 /dev/sda rw\n"
+        "35 31 0:32 /docker/abc /sys/fs/cgroup/memory ro - cgroup cgroup rw,memory\n"
+        "36 31 0:33 / /sys/fs/cgroup/cpu,cpuacct rw master:9 - cgroup cgroup rw,cpu,cpuacct\n"
+        "41 31 0:38 / /sys/fs/cgroup/unified rw - cgroup2 cgroup2 rw\n",
+        "proc/self/cgroup": "4:memory:/docker/abc\n3:cpu,cpuacct:/docker/abc\n1:name=systemd:/a:b\n0::/\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{2 * GIB}\n",
+        "sys/fs/cgroup/memory/memory.usage_in_bytes": f"{GIB}\n",
+        "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_quota_us": "50000\n",
+        "sys/fs/cgroup/cpu,cpuacct/docker/abc/cpu.cfs_period_us": "100000\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
+        "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
+    })  # fmt: skip
+    assert read_limits(tmp_path) == (0.5, 2 * GIB, GIB)
+    host = detect(tmp_path, nvml=None, affinity={0, 1})
+    assert host.cpu is not None
+    assert host.cpu.usable_cores == 1  # half a core is still one thread
+    plant(tmp_path, {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{unlimited}\n"})
+    assert read_limits(tmp_path).memory_bytes is None
+
+
+def test_no_cgroups_is_no_limit(tmp_path: Path) -> None:
+    assert read_limits(tmp_path) == (None, None, None)
+    assert read_limits(plant(tmp_path, {"proc/self/mountinfo": V2_MOUNT})) == (None, None, None)
+
+
+# --- planted NVML ----------------------------------------------------------------------------------------------------
+
+
+class FakeNvml:
+    """Answers for GPUs given as (name, free bytes); whatever a GPU does not know raises, as the driver does."""
+
+    class NVMLError(Exception):
+        pass
+
+    NVML_DEVICE_MIG_ENABLE = 1
+    NVML_FEATURE_ENABLED = 1
+    NVML_NVLINK_MAX_LINKS = 36
+
+    def __init__(self, *gpus: tuple[str, int], links: int = 0, mig: bool = False, driver: bool = True) -> None:
+        self.gpus, self.links, self.mig, self.driver, self.is_open = gpus, links, mig, driver, False
+
+    def nvmlInit(self) -> None:
+        if not self.driver:
+            raise self.NVMLError("Driver Not Loaded")
+        self.is_open = True
+
+    def nvmlShutdown(self) -> None:
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self) -> int:
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index: int) -> tuple[str, int, int]:
+        assert self.is_open
+        return (*self.gpus[index], index)
+
+    def nvmlDeviceGetName(self, handle: Any) -> str | bytes:
+        return handle[0].encode() if handle[2] else handle[0]  # both kinds of bindings
+
+    def nvmlDeviceGetUUID(self, handle: Any) -> str:
+        return f"GPU-{handle[2]}f00"
+
+    def nvmlDeviceGetMemoryInfo(self, handle: Any) -> Any:
+        return SimpleNamespace(total=80 * GIB, free=handle[1])
+
+    def nvmlDeviceGetMigMode(self, handle: Any) -> list[int]:
+        if not self.mig:
+            raise self.NVMLError("Not Supported")
+        return [1, 1]
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle: Any) -> int:
+        return 7
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle: Any, index: int) -> tuple[str, int, int]:
+        if index < 2:
+            raise self.NVMLError("Not Found")
+        return (f"{handle[0]} MIG 1g.10gb", 9 * GIB, 0)
+
+    def nvmlDeviceGetCudaComputeCapability(self, handle: Any) -> tuple[int, int]:
+        return (9, 0)
+
+    def nvmlDeviceGetMaxPcieLinkGeneration(self, handle: Any) -> int:
+        return 5
+
+    def nvmlDeviceGetMaxPcieLinkWidth(self, handle: Any) -> int:
+        raise self.NVMLError("Not Supported")
+
+    def nvmlDeviceGetNvLinkState(self, handle: Any, link: int) -> int:
+        if link >= 18:
+            raise self.NVMLError("Invalid Argument")
+        return int(link < self.links)
+
+    def nvmlDeviceGetNvLinkVersion(self, handle: Any, link: int) -> int:
+        return 6
+
+
+H100 = "NVIDIA H100 80GB HBM3"
+
+
+def test_nvml_equal_gpus_with_the_least_free_memory(tmp_path: Path) -> None:
+    nvml = FakeNvml((H100, 70 * GIB), (H100, 30 * GIB), links=18)
+    host = detect(tmp_path, nvml=nvml)
+    assert not nvml.is_open
+    assert host.gpus_per_node == host.num_devices == 2
+    assert host.gpu is not None
+    assert (host.gpu.table_key, host.gpu.memory_bytes, host.gpu.free_memory_bytes) == ("h100-sxm", 80 * GIB, 30 * GIB)
+    assert host.gpu.peak == GPUS["h100-sxm"].gpu.peak
+    assert host.gpu.nvlink_bytes_per_second == GPUS["h100-sxm"].gpu.nvlink_bytes_per_second
+    assert host.intra_node is not None
+    assert host.host_to_device is None  # its PCIe width is unknown
+    assert host.origin["gpu.peak"].startswith("table: NVIDIA H100")
+
+
+@pytest.mark.parametrize("name", ["NVIDIA H100", "NVIDIA H100 80GB HBM3 ", "nvidia h100 80gb hbm3", "NVIDIA H20", ""])
+def test_nvml_unknown_names_have_no_peak(tmp_path: Path, name: str) -> None:
+    gpu = detect(tmp_path, nvml=FakeNvml((name, GIB))).gpu
+    assert gpu is not None
+    assert gpu.peak is gpu.table_key is None
+    assert gpu.nvlink_links == 0
+
+
+def test_nvml_different_gpus_are_not_merged(tmp_path: Path) -> None:
+    host = detect(tmp_path, nvml=FakeNvml((H100, GIB), ("NVIDIA L4", GIB)))
+    assert host.gpu is None
+    assert [gpu.table_key for gpu in host.mixed_gpus] == ["h100-sxm", "l4"]
+    assert (host.device, host.num_devices) == ("cuda", 2)
+
+
+def test_nvml_mig_is_one_instance_without_peak(tmp_path: Path) -> None:
+    host = detect(tmp_path, nvml=FakeNvml((H100, GIB), (H100, GIB), mig=True))
+    assert host.gpu is not None
+    assert (host.gpus_per_node, host.gpu.name, host.gpu.peak) == (1, f"{H100} MIG 1g.10gb", None)
+
+
+def test_nvml_absent_or_without_driver(tmp_path: Path) -> None:
+    assert "not installed" in detect(tmp_path, nvml=None).origin["gpu"]
+    host = detect(tmp_path, nvml=FakeNvml((H100, GIB), driver=False))
+    assert host.gpus_per_node == 0
+    assert "Driver Not Loaded" in host.origin["gpu"]
+
+
+@pytest.mark.parametrize(
+    ("visible", "indices"),
+    [
+        (None, [0, 1, 2]),
+        ("", []),
+        ("-1", []),
+        ("2,0", [2, 0]),
+        ("1,9,0", [1]),
+        ("GPU-2f, 1", [2, 1]),
+        ("GPU-", []),  # the beginning of several
+        ("x", []),
+    ],
+)
+def test_visible_devices(visible: str | None, indices: list[int]) -> None:
+    nvml = FakeNvml(*[(H100, index * GIB) for index in range(3)])
+    found, _ = find_gpus(nvml, visible)
+    assert [gpu.free_memory_bytes for gpu in found] == [index * GIB for index in indices]
+
+
+# --- this machine ----------------------------------------------------------------------------------------------------
+
+
+def test_detect_here() -> None:
+    host = detect()
+    assert host.cpu is not None
+    assert host.cpu.usable_cores >= 1
+    assert (host.cpu.free_memory_bytes or 0) <= (host.cpu.memory_bytes or 0)
+    assert detect().fingerprint == host.fingerprint
+    assert Host.from_json(host.to_json()) == host
+
+
+def test_import_is_light() -> None:
+    code = "import sys, upshift.hardware; print(sorted({'torch', 'psutil', 'pynvml', 'numpy'} & set(sys.modules)))"
+    path = f"import sys; sys.path[:] = {sys.path!r}; "
+    done = subprocess.run([sys.executable, "-c", path + code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
