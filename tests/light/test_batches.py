@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from upshift.errors import RequestError
 from upshift.training.batch_layout import Layout, lay_out
-from upshift.training.batch_lengths import LengthHistogram
+from upshift.planning.lengths import LengthHistogram
 from upshift.training.batch_objective import IGNORED, Objective, objective_for
-from upshift.training.batch_packing import pack_rows
+from upshift.planning.packing import pack_rows
 from upshift.training.batches import (
     BatchSource,
     GlobalBatch,

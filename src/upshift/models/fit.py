@@ -43,6 +43,7 @@ def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
         operators=own.operators + after.operators,
         live=own.live + after.live,
         left=after.left,
+        released=own.released + after.released,
         matmul_flops=own.matmul_flops + after.matmul_flops,
         attention_flops=own.attention_flops + after.attention_flops,
         moved_bytes=own.moved_bytes + after.moved_bytes,
@@ -55,6 +56,7 @@ def _fit_pass(points: Sequence[Point], intervals: Sequence[Interval | None]) -> 
     present = [interval if interval is not None else Interval(entered=0) for interval in intervals]
     return PassCost(
         left=fit_single(points, [i.left - i.entered for i in present]),
+        released=fit_single(points, [i.released for i in present]),
         rise=_fit_rise(points, present),
         matmul_flops=fit_single(points, [i.matmul_flops for i in present]),
         attention_flops=fit_single(points, [i.attention_flops for i in present]),

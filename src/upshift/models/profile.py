@@ -51,6 +51,7 @@ class PassCost(Value):
     """One direction (forward or backward) of one segment. Bytes are relative to what is live when the segment is entered."""
 
     left: Polynomial  # bytes that stay live when the segment is left (negative where the backward pass frees)
+    released: Polynomial  # of those, bytes that go when the whole forward pass ends (autocast's copies of weights)
     rise: tuple[Polynomial, ...]  # upper envelope of live bytes while the segment runs
     matmul_flops: Polynomial  # executed, recomputation included; one multiply-add = 2 FLOPs
     attention_flops: Polynomial  # executed by fused attention kernels; a causal kernel counts half
@@ -81,6 +82,7 @@ class StepTrace(Value):
     attention: str  # sdpa | eager
     masked: bool  # an explicit attention mask (padding or packing) is built
     gaps: tuple[Segment, ...]  # before, between and after the stacks: len(stacks) + 1
+    gaps_recomputed: tuple[Segment, ...]  # beside recomputed layers, which hold other tensors at the border
     chunked_gap: Segment | None  # the last gap with the loss computed in chunks; None where the head cannot be split
     stacks: tuple[StackTrace, ...]
 

@@ -87,6 +87,7 @@ class Tracer:
             model.gradient_checkpointing_disable()
         head = chunked_head(model, chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
         with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:
+            tracker.adopt((list(model.parameters()), list(model.buffers())))
             inputs = sample_inputs(model, self.objective, batch=batch, sequence=sequence, masked=variant.masked)
             with segment_borders(model, self.stacks, tracker) as border:
                 passes = []
@@ -94,6 +95,7 @@ class Tracer:
                     border("forward", 0)
                     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.precision == "bf16"):
                         loss = model(**inputs).loss
+                        tracker.release()
                     border("backward", None)
                     (loss * 0.5).backward()
                     del loss
@@ -128,7 +130,7 @@ def _append(first: Interval, second: Interval) -> None:
     first.operators += second.operators
     first.live += [live + shift for live in second.live]
     first.left = second.left + shift
-    for field in ("matmul_flops", "attention_flops", "moved_bytes", "matmul_bytes", "num_kernels"):
+    for field in ("released", "matmul_flops", "attention_flops", "moved_bytes", "matmul_bytes", "num_kernels"):
         setattr(first, field, getattr(first, field) + getattr(second, field))
 
 
@@ -210,11 +212,10 @@ def trace_model(
     try:
         model = tracer.model(torch.float32)
         reason = _chunking(tracer, points[0])
-        steps, total = [], len(variants) * 2 * len(points)
+        steps, total = [], len(variants) * len(points)
         for number, variant in enumerate(variants):
-            steps.append(
-                _trace_step(tracer, variant, points, reason is None, lambda done, n=number: progress(n * 2 * len(points) + done, total))
-            )
+            before = number * len(points)
+            steps.append(_trace_step(tracer, variant, points, reason is None, lambda done, n=before: progress(n + done, total)))
         flops = _forward_flops(tracer, points)
         kv = _kv_elements(tracer, points)
     except RequestError:
@@ -253,33 +254,31 @@ def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
 def _trace_step(
     tracer: Tracer, variant: Variant, points: list[tuple[int, int]], chunked: bool, progress: Callable[[int], None]
 ) -> StepTrace:
-    """Two runs cover all mixtures: plain layers with the plain head, recomputed layers with the chunked head."""
+    """Plain, with every layer recomputed where the model offers it, and with the loss in chunks where that is legal."""
     recompute = tracer.model(torch.float32).supports_gradient_checkpointing
-    plain, other = [], []
+    plain, recomputed, in_chunks = [], [], []
     for done, (batch, sequence) in enumerate(points):
-        progress(2 * done)
+        progress(done)
         plain.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=False, chunked=False))
-        if recompute or chunked:
-            progress(2 * done + 1)
-            other.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=recompute, chunked=chunked))
-    progress(2 * len(points))
-    stacks = []
-    for number, stack in enumerate(tracer.stacks):
-        names = [f"layer {number} {position}" for position in range(len(stack.kept))]
-        stacks.append(
-            StackTrace(
-                plain=tuple(fit_segment(points, plain, name) for name in names),
-                recomputed=tuple(fit_segment(points, other, name) for name in names) if recompute else (),
-            )
-        )
-    last_gap = f"gap {len(tracer.stacks)}"
+        if recompute:
+            recomputed.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=True, chunked=False))
+        if chunked:
+            in_chunks.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=False, chunked=True))
+    progress(len(points))
+
+    def fit(measurements: list[Measurement], names: list[str]) -> tuple[Segment, ...]:
+        return tuple(fit_segment(points, measurements, name) for name in names if measurements)
+
+    layers = [[f"layer {n} {position}" for position in range(len(stack.kept))] for n, stack in enumerate(tracer.stacks)]
+    gaps = [f"gap {number}" for number in range(len(tracer.stacks) + 1)]
     return StepTrace(
         precision=variant.precision,
         attention=variant.attention,
         masked=variant.masked,
-        gaps=tuple(fit_segment(points, plain, f"gap {number}") for number in range(len(tracer.stacks) + 1)),
-        chunked_gap=fit_segment(points, other, last_gap) if chunked else None,
-        stacks=tuple(stacks),
+        gaps=fit(plain, gaps),
+        gaps_recomputed=fit(recomputed, gaps),
+        chunked_gap=next(iter(fit(in_chunks, gaps[-1:])), None),
+        stacks=tuple(StackTrace(plain=fit(plain, names), recomputed=fit(recomputed, names)) for names in layers),
     )
 
 

@@ -22,6 +22,7 @@ class Interval:
     operators: list[str] = field(default_factory=list)
     live: list[int] = field(default_factory=list)
     left: int = 0
+    released: int = 0
     matmul_flops: int = 0
     attention_flops: int = 0
     moved_bytes: int = 0
@@ -66,6 +67,8 @@ class LiveTracker(TorchDispatchMode):
     """While active, keeps the sum of bytes of all storages that operators returned and that are still referenced.
 
     ``border(name)`` closes the current interval and opens the named one; a name may be opened again (a second pass).
+    ``release()`` closes it and, at the next border, books every byte that was freed meanwhile on the interval that
+    had allocated it: autocast drops its copies of the weights when it ends, all layers' at once.
     """
 
     def __init__(self) -> None:
@@ -73,15 +76,22 @@ class LiveTracker(TorchDispatchMode):
         self.live_bytes = 0
         self.intervals: list[tuple[str, Interval]] = []
         self._sizes: dict[int, int] = {}
+        self._owners: dict[int, Interval | None] = {}
         self._current: Interval | None = None
+        self._releasing = False
 
     def border(self, name: str | None) -> None:
         if self._current is not None:
             self._current.left = self.live_bytes
         self._current = None
+        self._releasing = False
         if name is not None:
             self._current = Interval(entered=self.live_bytes)
             self.intervals.append((name, self._current))
+
+    def release(self) -> None:
+        self.border(None)
+        self._releasing = True
 
     def forget(self) -> None:
         self.border(None)
@@ -98,11 +108,15 @@ class LiveTracker(TorchDispatchMode):
         key = storage._cdata
         if key not in self._sizes:
             self._sizes[key] = storage.nbytes()
+            self._owners[key] = self._current
             self.live_bytes += self._sizes[key]
             weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        self.live_bytes -= self._sizes.pop(key, 0)
+        size, owner = self._sizes.pop(key, 0), self._owners.pop(key, None)
+        self.live_bytes -= size
+        if self._releasing and owner is not None:
+            owner.released += size
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from upshift.training.batch_layout import Layout, RowGroup
 from upshift.training.batch_objective import IGNORED, Objective
-from upshift.training.batch_packing import round_up
+from upshift.planning.packing import round_up
 from upshift.training.tokens import Sequences
 
 if TYPE_CHECKING:

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
-from upshift.training.batch_packing import pack_rows, round_up
+from upshift.planning.packing import pack_rows, round_up
 from upshift.value import Value
 
 Count = Annotated[int, Field(ge=1)]

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.training.batch_lengths import MAX_BUCKETS, LengthHistogram
+from upshift.planning.lengths import MAX_BUCKETS, LengthHistogram
 
 EVALUATION_SHARE = 0.02
 MAX_EVALUATION_SEQUENCES = 64

@@ -13,7 +13,7 @@ from functools import cached_property
 from pydantic import model_validator
 
 from upshift.errors import RequestError
-from upshift.training.batch_packing import pack_rows, round_up
+from upshift.planning.packing import pack_rows, round_up
 from upshift.value import Value
 
 SAMPLE_SEQUENCES = 1024

@@ -1,0 +1,191 @@
+"""Predicted memory of a training step, by phase and part, by walking the profile's segments.
+
+Allocated bytes are exact where the traced operators are those that run (COSTS.md D2, D3): eager kernels on one device.
+Ignored: scratch inside kernels (under 1.1 % of the peak where measured), and what torch.compile saves by fusing: a
+compiled plan is predicted as if it were not, which is an upper bound.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from math import prod
+
+from upshift.models.profile import ModelProfile, PassCost, Segment, StepTrace, highest
+from upshift.planning.plan import Plan
+from upshift.planning.workload import Workload
+
+PARTS = ("weights", "gradients", "optimizer", "batch", "activations", "loss", "workspace")
+PHASES = ("forward", "backward", "optimizer")
+ADAMW_8BIT_BLOCK = 256  # torchao.optim: elements that share one fp32 scale
+
+
+@dataclass
+class Peak:
+    """The highest moment of a phase, and what it is made of."""
+
+    total: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def offer(self, parts: dict[str, float]) -> None:
+        total = sum(parts.values())
+        if total > self.total:
+            self.total, self.parts = total, parts
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A segment where it stands in the full model."""
+
+    segment: Segment
+    parameters: int
+    is_loss: bool
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """Bytes by phase, of one process."""
+
+    phases: dict[str, Peak]
+
+    @property
+    def peak(self) -> float:
+        return max(peak.total for peak in self.phases.values())
+
+    @property
+    def peak_phase(self) -> str:
+        return max(self.phases, key=lambda name: self.phases[name].total)
+
+
+def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
+    """The trace that this plan's tensors follow; None where the profile has none (the plan cannot be predicted)."""
+    masked = plan.packing and workload.lengths is not None
+    if profile.objective != "causal-lm" and workload.lengths is not None:
+        masked = True  # right padding must be masked where attention looks at later positions
+    return profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked)
+
+
+def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[Placed]:
+    """Every segment of the full model in forward order, the first ``activation_checkpointing`` layers recomputed."""
+    outside = profile.parameters.total - profile.parameters.layers
+    head = profile.parameters.head or (profile.parameters.embedding if profile.parameters.tied else 0)
+    placed: list[Placed] = []
+    to_recompute, recompute = plan.activation_checkpointing, plan.activation_checkpointing > 0
+    last = len(profile.stacks)
+    for number in range(last):
+        gap = trace.gaps_recomputed[number] if recompute else trace.gaps[number]
+        placed.append(Placed(gap, outside - head if number == 0 else 0, False))
+        stack, traced = profile.stacks[number], trace.stacks[number]
+        for index in stack.assignment:
+            recompute = to_recompute > 0
+            to_recompute -= recompute
+            segment = traced.recomputed[index] if recompute else traced.plain[index]
+            placed.append(Placed(segment, stack.layer_parameters[index], False))
+    gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
+    if plan.loss_chunk_tokens and trace.chunked_gap is not None:
+        gap = trace.chunked_gap
+    placed.append(Placed(gap, head if last else outside, True))
+    return placed
+
+
+def predict_memory(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, *, sequence_length: int | None = None
+) -> StepMemory:
+    """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists)."""
+    batch, sequence = plan.per_device_train_batch_size, sequence_length or plan.sequence_length
+    placed = place_segments(profile, trace, plan)
+    accumulating = plan.gradient_accumulation_steps > 1
+    gradients = float(profile.parameters.total * plan.parameter_bytes)
+    resident = {
+        "weights": float(profile.parameters.total * plan.parameter_bytes + profile.parameters.buffers_bytes),
+        "optimizer": optimizer_state_bytes(profile, plan),
+        "batch": batch_bytes(profile, plan, batch, sequence),
+    }
+    phases = {name: Peak() for name in PHASES}
+    live = 0.0
+    held = {"activations": 0.0, "loss": 0.0}
+    for item in placed:
+        cost = item.segment.forward
+        _offer(phases["forward"], resident, held, gradients if accumulating else 0.0, cost, item, batch, sequence)
+        held["loss" if item.is_loss else "activations"] += cost.left.at(batch, sequence)
+    live = held["activations"] + held["loss"] - sum(item.segment.forward.released.at(batch, sequence) for item in placed)
+    _walk_backward(phases["backward"], resident, placed, live, gradients, accumulating, batch, sequence)
+    step = {**resident, "gradients": gradients, "workspace": optimizer_workspace_bytes(profile, plan)}
+    if plan.gradient_accumulation_steps == 1:
+        step["batch"] = resident["batch"]
+    phases["optimizer"].offer(step)
+    return StepMemory(phases=phases)
+
+
+def _offer(
+    peak: Peak, resident: dict[str, float], held: dict[str, float], gradients: float, cost: PassCost, item: Placed,
+    batch: int, sequence: int,
+) -> None:
+    rise = max(highest(cost.rise, batch, sequence), 0.0)
+    own = "loss" if item.is_loss else "workspace"
+    parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
+    parts[own] = parts.get(own, 0.0) + rise
+    peak.offer(parts)
+
+
+def _walk_backward(
+    peak: Peak, resident: dict[str, float], placed: list[Placed], live: float, gradients: float, accumulating: bool,
+    batch: int, sequence: int,
+) -> None:
+    """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist."""
+    born = gradients if accumulating else 0.0
+    per_parameter = gradients / max(sum(item.parameters for item in placed), 1)
+    for item in reversed(placed):
+        cost = item.segment.backward_accumulating if accumulating else item.segment.backward
+        rise = max(highest(cost.rise, batch, sequence), 0.0)
+        born_here = 0.0 if accumulating else born
+        activations = max(live - born_here, 0.0)
+        parts = {**resident, "gradients": born, "activations": activations, "loss": 0.0, "workspace": 0.0}
+        parts["loss" if item.is_loss else "workspace"] += rise
+        peak.offer(parts)
+        live += cost.left.at(batch, sequence)
+        if not accumulating:
+            born += item.parameters * per_parameter
+
+
+def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) -> float:
+    """Token ids and labels (int64), and position ids or a mask where the plan passes one. Images: the trace's own input."""
+    if profile.objective == "image-classification":
+        return 0.0
+    tensors = 3 if plan.packing or profile.objective != "causal-lm" else 2
+    return 8.0 * batch * sequence * tensors
+
+
+def optimizer_state_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """State as the optimizer allocates it: one fp32 step count a tensor, then its moments."""
+    parameters = profile.parameters
+    steps = 4.0 * parameters.num_tensors
+    if plan.optim in ("adamw_torch_fused", "adamw_torch"):
+        return steps + 2.0 * parameters.total * plan.parameter_bytes
+    if plan.optim == "adamw_torch_8bit":
+        return steps + sum(shape.count * _eight_bit_state(shape.elements, plan.parameter_bytes) for shape in parameters.shapes)
+    return steps + sum(shape.count * _adafactor_state(shape.shape) * plan.parameter_bytes for shape in parameters.shapes)
+
+
+def _eight_bit_state(elements: int, parameter_bytes: int) -> float:
+    """torchao keeps small tensors (under 4,096 elements, or not whole blocks) in the parameter's own precision."""
+    if elements < 4096 or elements % ADAMW_8BIT_BLOCK:
+        return 2.0 * elements * parameter_bytes
+    return 2.0 * (elements + 4 * elements / ADAMW_8BIT_BLOCK + 4 * 256)
+
+
+def _adafactor_state(shape: tuple[int, ...]) -> float:
+    """Row and column second moments of matrices, the full one of vectors (torch.optim.Adafactor)."""
+    if len(shape) < 2:
+        return float(prod(shape))
+    outer = prod(shape[:-2])
+    return float(outer * (shape[-2] + shape[-1]))
+
+
+def optimizer_workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """Temporaries at the height of the update: none when fused, a copy of every parameter when foreach (COSTS.md D1)."""
+    parameters = profile.parameters
+    if plan.optim == "adamw_torch_fused":
+        return 0.0
+    if plan.optim == "adamw_torch":
+        return float(parameters.total * plan.parameter_bytes)
+    return 2.0 * parameters.largest * plan.parameter_bytes if plan.optim == "adafactor" else 4.0 * 4 * parameters.largest

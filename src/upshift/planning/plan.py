@@ -1,0 +1,95 @@
+"""Plan: every choice that changes how a training job runs, and nothing else."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from upshift.models.profile import TracedPrecision
+from upshift.value import Value
+
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights"]
+Attention = Literal["sdpa", "eager"]
+Compile = Literal["off", "layer", "model"]
+Optimizer = Literal["adamw_torch_fused", "adamw_torch", "adafactor", "adamw_torch_8bit"]
+HostMemory = Literal["system", "keep"]
+
+# Choices that change the mathematics, by the name the user allows them with.
+CHANGES_MATHEMATICS: dict[str, str] = {
+    "bf16-weights": "weights, gradients and optimizer state in bf16; no fp32 master copy",
+    "8bit-optimizer": "AdamW state quantized to 8 bits",
+    "adafactor": "factored second moments instead of AdamW's",
+}
+
+
+class Plan(Value):
+    """The fields carry the names of transformers.TrainingArguments where one exists."""
+
+    device: Literal["cpu", "cuda"]
+    host: str = Field(description="fingerprint of the host that it was made for")
+    model: str = Field(description="hash of the model config that it was made for")
+    sequence_length: int = Field(gt=0)
+    precision: Precision = Field(
+        "fp32",
+        description="tf32: fp32 weights with cheaper fp32 matrix products (TF32 on GPUs; oneDNN on CPUs, which is "
+        "fp32-accurate where the CPU has no AMX); bf16, fp16: autocast over fp32 weights; bf16-weights: all in bf16",
+    )
+    per_device_train_batch_size: int = Field(gt=0, description="micro-batch: sequences (rows, when packing) at once")
+    gradient_accumulation_steps: int = Field(1, gt=0)
+    packing: bool = Field(False, description="several sequences in one row, each attending to itself only")
+    activation_checkpointing: int = Field(0, ge=0, description="recompute this many of the layers")
+    attention: Attention = "sdpa"
+    torch_compile: Compile = "off"
+    optim: Optimizer = "adamw_torch_fused"
+    loss_chunk_tokens: int = Field(0, ge=0, description="0: the model's own loss over all logits at once")
+    num_processes: int = Field(1, gt=0)
+    threads_per_process: int = Field(1, gt=0, description="CPU threads of each process")
+    host_memory: HostMemory = Field("system", description="keep: freed host memory stays with the process (glibc)")
+
+    @property
+    def global_batch(self) -> int:
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+
+    @property
+    def changes_mathematics(self) -> tuple[str, ...]:
+        """The names, for ``--allow``, of its choices that change the mathematics."""
+        changes = []
+        if self.precision == "bf16-weights":
+            changes.append("bf16-weights")
+        if self.optim == "adamw_torch_8bit":
+            changes.append("8bit-optimizer")
+        if self.optim == "adafactor":
+            changes.append("adafactor")
+        return tuple(changes)
+
+    @property
+    def traced_precision(self) -> TracedPrecision:
+        """Which trace has this plan's tensor sizes: fp16 autocast has those of bf16, tf32 those of fp32."""
+        if self.precision in ("fp32", "tf32"):
+            return "fp32"
+        return "bf16-pure" if self.precision == "bf16-weights" else "bf16"
+
+    @property
+    def parameter_bytes(self) -> int:
+        return 2 if self.precision == "bf16-weights" else 4
+
+    def label(self) -> str:
+        """One short line: ``bf16 · 4 x 2 · layer compile · adamw_torch_fused``."""
+        parts = [self.precision, f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"]
+        if self.num_processes > 1:
+            parts.append(f"{self.num_processes} processes x {self.threads_per_process} threads")
+        if self.activation_checkpointing:
+            parts.append(f"recompute {self.activation_checkpointing}")
+        if self.attention != "sdpa":
+            parts.append(f"{self.attention} attention")
+        if self.torch_compile != "off":
+            parts.append(f"compile {self.torch_compile}")
+        if self.loss_chunk_tokens:
+            parts.append("chunked loss")
+        if self.packing:
+            parts.append("packed")
+        if self.host_memory != "system":
+            parts.append("keep memory")
+        parts.append(self.optim)
+        return " · ".join(parts)
