@@ -1,0 +1,86 @@
+"""Record: one result row. Predicted and measured have the same fields, so that the prediction error is always visible."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import Field
+
+from upshift.value import Value
+
+Tier = Literal["measured", "calibrated", "traced", "transferred", "formula"]
+
+
+class Spread(Value):
+    """Quantiles of repeated samples."""
+
+    p20: float
+    p50: float
+    p80: float
+    num_samples: int = 1
+    num_warmup: int = 0
+
+    @classmethod
+    def of(cls, samples: list[float], *, num_warmup: int = 0) -> Spread:
+        ordered = sorted(samples)
+
+        def quantile(share: float) -> float:
+            position = share * (len(ordered) - 1)
+            low = int(position)
+            high = min(low + 1, len(ordered) - 1)
+            return ordered[low] + (ordered[high] - ordered[low]) * (position - low)
+
+        return cls(p20=quantile(0.2), p50=quantile(0.5), p80=quantile(0.8), num_samples=len(ordered), num_warmup=num_warmup)
+
+
+class Numbers(Value):
+    """What a plan costs and brings, predicted or measured. None is unknown, never zero."""
+
+    peak_gib: float | None = Field(None, description="allocated tensors at the highest moment of a step, one process")
+    resident_gib: float | None = Field(None, description="highest memory of the process (host) or the device in use")
+    step_ms: Spread | None = Field(None, description="one optimizer step: a whole global batch")
+    tokens_per_second: float | None = Field(None, description="real tokens, padding not counted")
+    loss: float | None = None
+    evaluation_loss: float | None = None
+    memory: dict[str, dict[str, float]] = Field(default_factory=dict, description="GiB by phase and part")
+    binding_term: str | None = Field(None, description="what a faster machine would have to be faster at")
+    model_flops_per_second: float | None = None
+    one_time_seconds: float | None = Field(None, description="compilation and first-step costs")
+    tier: Tier = "measured"
+    interval: tuple[float, float] | None = Field(None, description="factor range of step_ms that should hold the truth")
+
+
+class Environment(Value):
+    """Where and when: enough to repeat the row, nothing that names a person or a path."""
+
+    time: str
+    host: str
+    host_fingerprint: str
+    processor: str | None
+    num_cores: int | None
+    python: str
+    versions: dict[str, str]
+    commit: str | None = None
+
+
+class Record(Value):
+    kind: Literal["train", "trial", "benchmark"]
+    name: str
+    plan: dict[str, Any]
+    predicted: Numbers | None
+    measured: Numbers | None
+    baseline: Numbers | None = Field(None, description="the plain default, or the peer, in the same run")
+    baseline_name: str | None = None
+    flop_convention: str
+    environment: Environment
+    checkpoint: str | None = None
+    failure: str | None = Field(None, description="why there are no measured numbers")
+    details: dict[str, Any] = Field(default_factory=dict)
+
+    def prediction_error(self, field: str) -> float | None:
+        """predicted / measured - 1, of ``peak_gib``, ``resident_gib``, ``tokens_per_second`` or ``step_ms`` (its median)."""
+        if self.predicted is None or self.measured is None:
+            return None
+        pair = [getattr(numbers, field) for numbers in (self.predicted, self.measured)]
+        predicted, measured = (value.p50 if isinstance(value, Spread) else value for value in pair)
+        return None if predicted is None or not measured else predicted / measured - 1
