@@ -4,7 +4,8 @@ UpshiftError            exit 1  something failed that is not the user's request
 ├── RequestError        exit 2  the request was wrong: names the value, the valid set and the next step
 │   └── MissingExtra    exit 2  an optional library is needed for what was asked
 ├── NothingFits         exit 3  no plan fits; carries the nearest plan that would
-└── JobFailed           exit 1  the job itself failed (a worker died, the loss became NaN, the disk is full)
+├── JobFailed           exit 1  the job itself failed (a worker died, the loss became NaN, the disk is full)
+└── Interrupted         exit 130  the user or the system asked it to stop; the message says how to continue
 """
 
 from __future__ import annotations
@@ -35,3 +36,9 @@ class NothingFits(UpshiftError):
 
 class JobFailed(UpshiftError):
     """The job started and could not finish; the message says what is safe on disk."""
+
+
+class Interrupted(UpshiftError):
+    """SIGINT or SIGTERM stopped the job after a whole step. The message says what is saved and how to continue."""
+
+    exit_code = 130

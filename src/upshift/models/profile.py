@@ -141,6 +141,7 @@ class Declares(Value):
     no_split_modules: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
+    gradient_checkpointing_per_layer: bool = False  # each layer can be told apart, so k of L can be recomputed
     position_ids: bool = False  # the forward takes position_ids, so sequences can be packed into one row
     can_generate: bool = False
 

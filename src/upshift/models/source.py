@@ -89,11 +89,11 @@ def check_weights(directory: Path) -> tuple[Path, ...]:
             raise RequestError(
                 f"{directory} has no {file.name}; give a directory with safetensors weights, or --from-config for random weights"
             )
-        _check_safetensors(file)
+        check_safetensors(file)
     return files
 
 
-def _check_safetensors(file: Path) -> None:
+def check_safetensors(file: Path) -> None:
     size = file.stat().st_size
     with file.open("rb") as handle:
         prefix = handle.read(8)

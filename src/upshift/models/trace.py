@@ -10,7 +10,6 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from typing import Any
 from unittest import mock
 
@@ -19,9 +18,10 @@ import transformers
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import PretrainedConfig, PreTrainedModel, masking_utils
+from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.errors import RequestError
-from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
+from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, find_stacks, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head, why_not_chunked
 from upshift.models.fit import Measurement, fit_segment, fit_single
 from upshift.models.profile import (
@@ -35,22 +35,14 @@ from upshift.models.profile import (
     Stack,
     StackTrace,
     StepTrace,
-    TracedPrecision,
 )
+from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource
+from upshift.models.store import Variant
 from upshift.models.tracker import Interval, LiveTracker
 
 LOSS_CHUNK_TOKENS = 512  # the plan's default; chunk size moves the peak by chunk x vocabulary only
 BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
-
-
-@dataclass(frozen=True)
-class Variant:
-    """One way to run the step: what must be traced apart because kernels or saved tensors differ."""
-
-    precision: TracedPrecision
-    attention: str
-    masked: bool
 
 
 class Tracer:
@@ -81,10 +73,7 @@ class Tracer:
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
         model = self.model(dtype)
         model.set_attn_implementation(variant.attention)
-        if recompute:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        elif model.is_gradient_checkpointing:
-            model.gradient_checkpointing_disable()
+        recompute_layers(model, None if recompute else 0)
         head = chunked_head(model, chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
         with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:
             tracker.adopt((list(model.parameters()), list(model.buffers())))
@@ -212,6 +201,7 @@ def trace_model(
     try:
         model = tracer.model(torch.float32)
         reason = _chunking(tracer, points[0])
+        variants = tuple(variant for variant in variants if variant.attention in attention_kernels(model))
         steps, total = [], len(variants) * len(points)
         for number, variant in enumerate(variants):
             before = number * len(points)
@@ -294,8 +284,7 @@ def _forward_flops(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial:
     model = tracer.model(torch.float32)
     if "sdpa" in attention_kernels(model):
         model.set_attn_implementation("sdpa")
-    if model.is_gradient_checkpointing:
-        model.gradient_checkpointing_disable()
+    recompute_layers(model, 0)
     model.eval()
     totals = []
     for batch, sequence in points:
@@ -390,6 +379,9 @@ def _declares(model: PreTrainedModel) -> Declares:
         no_split_modules=tuple(sorted(model._no_split_modules or ())),
         attention_kernels=attention_kernels(model),
         gradient_checkpointing=bool(model.supports_gradient_checkpointing),
+        gradient_checkpointing_per_layer=all(
+            isinstance(layer, GradientCheckpointingLayer) for _, stack in find_stacks(model) for layer in stack
+        ),
         position_ids="position_ids" in inspect.signature(model.forward).parameters,
         can_generate=bool(model.can_generate()),
     )

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from math import prod
 
-from upshift.models.profile import ModelProfile, PassCost, Segment, StepTrace, highest
+from upshift.models.profile import ModelProfile, Segment, StepTrace, highest
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
@@ -34,10 +34,12 @@ class Peak:
 
 @dataclass(frozen=True)
 class Placed:
-    """A segment where it stands in the full model."""
+    """A run of ``count`` equal segments where it stands in the full model. What a segment leaves is the same for each of
+    them, so the highest of a run is its first or its last."""
 
     segment: Segment
-    parameters: int
+    count: int
+    parameters: int  # of one of them
     is_loss: bool
 
 
@@ -71,20 +73,31 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[
     placed: list[Placed] = []
     to_recompute, recompute = plan.activation_checkpointing, plan.activation_checkpointing > 0
     last = len(profile.stacks)
-    for number in range(last):
+    for number, stack in enumerate(profile.stacks):
         gap = trace.gaps_recomputed[number] if recompute else trace.gaps[number]
-        placed.append(Placed(gap, outside - head if number == 0 else 0, False))
-        stack, traced = profile.stacks[number], trace.stacks[number]
-        for index in stack.assignment:
+        placed.append(Placed(gap, 1, outside - head if number == 0 else 0, False))
+        traced = trace.stacks[number]
+        for index, count in _runs(stack.assignment, to_recompute):
             recompute = to_recompute > 0
-            to_recompute -= recompute
+            to_recompute = max(to_recompute - count, 0)
             segment = traced.recomputed[index] if recompute else traced.plain[index]
-            placed.append(Placed(segment, stack.layer_parameters[index], False))
+            placed.append(Placed(segment, count, stack.layer_parameters[index], False))
     gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
         gap = trace.chunked_gap
-    placed.append(Placed(gap, head if last else outside, True))
+    placed.append(Placed(gap, 1, head if last else outside, True))
     return placed
+
+
+def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
+    """(traced layer, how many in a row), cut where recomputation ends."""
+    runs: list[tuple[int, int]] = []
+    for layer, index in enumerate(assignment):
+        if runs and runs[-1][0] == index and layer != to_recompute:
+            runs[-1] = (index, runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
 
 
 def predict_memory(
@@ -93,38 +106,37 @@ def predict_memory(
     """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists)."""
     batch, sequence = plan.per_device_train_batch_size, sequence_length or plan.sequence_length
     placed = place_segments(profile, trace, plan)
-    accumulating = plan.gradient_accumulation_steps > 1
     gradients = float(profile.parameters.total * plan.parameter_bytes)
     resident = {
         "weights": float(profile.parameters.total * plan.parameter_bytes + profile.parameters.buffers_bytes),
         "optimizer": optimizer_state_bytes(profile, plan),
         "batch": batch_bytes(profile, plan, batch, sequence),
     }
+    accumulating = plan.gradient_accumulation_steps > 1
     phases = {name: Peak() for name in PHASES}
-    live = 0.0
-    held = {"activations": 0.0, "loss": 0.0}
-    for item in placed:
-        cost = item.segment.forward
-        _offer(phases["forward"], resident, held, gradients if accumulating else 0.0, cost, item, batch, sequence)
-        held["loss" if item.is_loss else "activations"] += cost.left.at(batch, sequence)
-    live = held["activations"] + held["loss"] - sum(item.segment.forward.released.at(batch, sequence) for item in placed)
+    live = _walk_forward(phases["forward"], resident, placed, gradients if accumulating else 0.0, batch, sequence)
     _walk_backward(phases["backward"], resident, placed, live, gradients, accumulating, batch, sequence)
-    step = {**resident, "gradients": gradients, "workspace": optimizer_workspace_bytes(profile, plan)}
-    if plan.gradient_accumulation_steps == 1:
-        step["batch"] = resident["batch"]
-    phases["optimizer"].offer(step)
+    phases["optimizer"].offer({**resident, "gradients": gradients, "workspace": optimizer_workspace_bytes(profile, plan)})
     return StepMemory(phases=phases)
 
 
-def _offer(
-    peak: Peak, resident: dict[str, float], held: dict[str, float], gradients: float, cost: PassCost, item: Placed,
-    batch: int, sequence: int,
-) -> None:
-    rise = max(highest(cost.rise, batch, sequence), 0.0)
-    own = "loss" if item.is_loss else "workspace"
-    parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
-    parts[own] = parts.get(own, 0.0) + rise
-    peak.offer(parts)
+def _walk_forward(
+    peak: Peak, resident: dict[str, float], placed: list[Placed], gradients: float, batch: int, sequence: int
+) -> float:
+    """Returns what is live when the forward pass has ended."""
+    held = {"activations": 0.0, "loss": 0.0}
+    released = 0.0
+    for item in placed:
+        cost, own = item.segment.forward, "loss" if item.is_loss else "activations"
+        rise, left = max(highest(cost.rise, batch, sequence), 0.0), cost.left.at(batch, sequence)
+        for before in {0, item.count - 1}:
+            parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
+            parts[own] += before * left
+            parts["loss" if item.is_loss else "workspace"] += rise
+            peak.offer(parts)
+        held[own] += item.count * left
+        released += item.count * cost.released.at(batch, sequence)
+    return held["activations"] + held["loss"] - released
 
 
 def _walk_backward(
@@ -133,18 +145,20 @@ def _walk_backward(
 ) -> None:
     """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist."""
     born = gradients if accumulating else 0.0
-    per_parameter = gradients / max(sum(item.parameters for item in placed), 1)
+    per_parameter = gradients / max(sum(item.count * item.parameters for item in placed), 1)
     for item in reversed(placed):
         cost = item.segment.backward_accumulating if accumulating else item.segment.backward
-        rise = max(highest(cost.rise, batch, sequence), 0.0)
-        born_here = 0.0 if accumulating else born
-        activations = max(live - born_here, 0.0)
-        parts = {**resident, "gradients": born, "activations": activations, "loss": 0.0, "workspace": 0.0}
-        parts["loss" if item.is_loss else "workspace"] += rise
-        peak.offer(parts)
-        live += cost.left.at(batch, sequence)
-        if not accumulating:
-            born += item.parameters * per_parameter
+        rise, left = max(highest(cost.rise, batch, sequence), 0.0), cost.left.at(batch, sequence)
+        own = 0.0 if accumulating else item.parameters * per_parameter
+        for before in {0, item.count - 1}:
+            gradients_now = born + before * own
+            total = live + before * left + (born if accumulating else 0.0)
+            parts = {**resident, "gradients": gradients_now, "activations": max(total - gradients_now, 0.0)}
+            parts |= {"loss": 0.0, "workspace": 0.0}
+            parts["loss" if item.is_loss else "workspace"] += rise
+            peak.offer(parts)
+        live += item.count * left
+        born += item.count * own
 
 
 def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) -> float:

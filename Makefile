@@ -1,0 +1,56 @@
+# Two commands: `make demo` and `make test`. Each makes .venv with what it needs the first time, from the pinned
+# versions in constraints.txt. Another interpreter: make test PYTHON=python3.12
+
+PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
+	$$name -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$name; break; }; done)
+VENV := .venv
+BIN := $(VENV)/bin
+PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
+
+# The layers that plan without torch are typed strictly.
+UPSHIFT := src/upshift
+HARDWARE := $(filter-out %/probe.py %/base_process.py, $(wildcard $(UPSHIFT)/hardware/*.py))
+TYPED := $(addprefix $(UPSHIFT)/, errors.py units.py value.py settings.py record.py models/profile.py models/source.py planning) \
+	$(HARDWARE)
+
+.PHONY: help demo test light check clean
+
+help:
+	@echo "make demo   install the core and run upshift demo"
+	@echo "make test   install the core, the extras and the tools; lint, types, every test that this machine can run"
+	@echo "make light  only the tests that need no torch"
+	@echo "make clean  remove .venv, caches and builds"
+
+demo: $(VENV)/.core
+	$(BIN)/upshift demo
+
+test: check
+	$(BIN)/python -m pytest
+
+light: $(VENV)/.dev
+	$(BIN)/python -m pytest tests/light
+
+check: $(VENV)/.dev
+	$(BIN)/ruff check .
+	$(BIN)/mypy --follow-imports=silent $(TYPED)
+
+$(VENV)/.made:
+	@test -n "$(PYTHON)" || { echo "Upshift needs Python 3.11 or newer and found none; name one: make PYTHON=python3.12" >&2; exit 2; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+		echo "Upshift needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) --version 2>&1)" >&2; exit 2; }
+	@# Some systems ship pip and venv without ensurepip; then the system's pip installs pip.
+	$(PYTHON) -m venv $(VENV) || { $(PYTHON) -m venv --clear --without-pip $(VENV) && \
+		$(PYTHON) -m pip --python $(BIN)/python install pip; }
+	@touch $@
+
+$(VENV)/.core: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e .
+	@touch $@
+
+$(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP_INSTALL) -e '.[dev]'
+	@touch $(VENV)/.core $@
+
+clean:
+	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

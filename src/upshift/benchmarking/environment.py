@@ -1,0 +1,47 @@
+"""Where and when a row was made."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+from datetime import UTC, datetime
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from upshift.hardware.spec import Host
+from upshift.record import Environment
+
+LIBRARIES = ("upshift", "torch", "transformers", "accelerate", "torchao", "numpy")
+
+
+def library_versions() -> dict[str, str]:
+    """Installed versions, without importing anything."""
+    found = {}
+    for name in LIBRARIES:
+        try:
+            found[name] = version(name)
+        except PackageNotFoundError:
+            continue
+    return found
+
+
+def environment(host: Host) -> Environment:
+    return Environment(
+        time=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=host.name,
+        host_fingerprint=host.fingerprint,
+        processor=host.cpu.model_name if host.cpu else None,
+        num_cores=host.cpu.usable_cores if host.cpu else None,
+        python=platform.python_version(),
+        versions=library_versions(),
+        commit=_commit(),
+    )
+
+
+def _commit() -> str | None:
+    """The source's commit, when it runs from a checkout."""
+    root = Path(__file__).parents[3]
+    if not (root / ".git").exists():
+        return None
+    answer = subprocess.run(["git", "-C", str(root), "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False)
+    return answer.stdout.strip() or None

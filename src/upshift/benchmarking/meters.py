@@ -1,0 +1,123 @@
+"""Memory meters: bytes that the tensor allocator handed out, and bytes that the process occupies."""
+
+from __future__ import annotations
+
+import resource
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+
+@dataclass
+class AllocatedPeak:
+    """Filled when the meter's context closes; None where nothing was allocated in it."""
+
+    bytes: int | None = None
+
+
+@contextmanager
+def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPeak]:
+    """Highest allocated bytes while open. ``resident_bytes``: tensors that exist already (CPU only; CUDA counts them itself).
+
+    On the CPU the allocator's own events are read through torch's profiler, which slows what it watches: never time it.
+    """
+    import torch
+
+    peak = AllocatedPeak()
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+        yield peak
+        peak.bytes = torch.cuda.max_memory_allocated()
+        return
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        yield peak
+    events = [event for event in profiler.profiler.kineto_results.events() if event.name() == "[memory]"]
+    live = highest = 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        live += event.nbytes()
+        highest = max(highest, live)
+    peak.bytes = resident_bytes + highest if events else None
+
+
+def tensor_bytes(*groups: object) -> int:
+    """Bytes of the distinct storages among models, optimizers and tensors."""
+    import torch
+
+    storages: dict[int, int] = {}
+
+    def add(value: object) -> None:
+        if isinstance(value, torch.Tensor):
+            storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+        elif isinstance(value, torch.nn.Module):
+            for tensor in (*value.parameters(), *value.buffers(), *(p.grad for p in value.parameters())):
+                add(tensor)
+        elif isinstance(value, torch.optim.Optimizer):
+            for state in value.state.values():
+                for tensor in state.values():
+                    add(tensor)
+
+    for group in groups:
+        add(group)
+    return sum(storages.values())
+
+
+def resident_bytes() -> int:
+    """What the process occupies now."""
+    return int(psutil.Process().memory_info().rss)
+
+
+def reset_resident_peak() -> None:
+    """Start a new peak where the kernel offers it (Linux)."""
+    path = Path("/proc/self/clear_refs")
+    if path.exists():
+        path.write_text("5")
+
+
+def resident_peak_bytes() -> int:
+    """Highest occupied bytes since the process started, or since ``reset_resident_peak``."""
+    status = Path("/proc/self/status")
+    if status.exists():
+        for line in status.read_text().splitlines():
+            if line.startswith("VmHWM:"):
+                return int(line.split()[1]) * 1024
+    scale = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+@dataclass(frozen=True)
+class MemorySample:
+    seconds: float
+    phase: str
+    resident: int
+
+
+@dataclass
+class MemoryRecorder:
+    """Samples the process's memory in the background, labelled with the phase that runs."""
+
+    interval_seconds: float = 0.25
+    samples: list[MemorySample] = field(default_factory=list)
+    phase: str = "load"
+
+    def __post_init__(self) -> None:
+        self._stop = threading.Event()
+        self._start = time.perf_counter()
+        self._thread = threading.Thread(target=self._run, daemon=True)
+
+    def __enter__(self) -> MemoryRecorder:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._stop.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._stop.wait(self.interval_seconds):
+            self.samples.append(MemorySample(time.perf_counter() - self._start, self.phase, resident_bytes()))

@@ -1,0 +1,119 @@
+"""What the report page of one run says, as plain data. None is unknown, never zero; loss is per token.
+
+Nothing here knows how a run is planned or trained: whoever writes a page copies the numbers in.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import NonNegativeFloat
+
+from upshift.value import Value
+
+Role = Literal["default", "chosen", "other"]
+Status = Literal["chosen", "tried", "candidate", "rejected"]
+Point = tuple[NonNegativeFloat, float | None]
+"""(tokens trained so far, loss)"""
+
+
+class Fact(Value):
+    label: str
+    text: str
+
+
+class ComparisonRow(Value):
+    """One plan as measured. The first row with role ``default`` is what the others are compared with."""
+
+    plan: str
+    role: Role = "other"
+    tokens_per_second: float | None = None
+    step_ms: float | None = None
+    peak_gib: float | None = None
+    resident_gib: float | None = None
+    held_out_loss: float | None = None
+
+
+class PredictionRow(Value):
+    """One quantity of the chosen plan, predicted before the run and measured in it."""
+
+    quantity: str
+    unit: str = ""
+    predicted: float | None = None
+    measured: float | None = None
+
+    @property
+    def error(self) -> float | None:
+        """predicted / measured - 1."""
+        return None if self.predicted is None or not self.measured else self.predicted / self.measured - 1
+
+
+class LossCurve(Value):
+    """One plan's loss over tokens. The page draws ``training`` lightly as given and boldly as a moving mean."""
+
+    name: str
+    training: tuple[Point, ...] = ()
+    held_out: tuple[Point, ...] = ()
+
+
+class MemorySample(Value):
+    """Memory at one moment. A part that is not listed takes no memory at that moment."""
+
+    seconds: NonNegativeFloat
+    phase: str
+    parts: dict[str, NonNegativeFloat] = {}
+    resident_gib: NonNegativeFloat | None = None
+
+
+class MemoryLife(Value):
+    """Memory of the process over the whole run, and the predicted highest moment, process base included."""
+
+    samples: tuple[MemorySample, ...] = ()
+    predicted_peak_gib: NonNegativeFloat | None = None
+
+
+class Candidate(Value):
+    """One plan that was considered: where it was predicted to be and, if it was tried, where it turned out to be."""
+
+    label: str
+    status: Status = "candidate"
+    tokens_per_second: NonNegativeFloat | None = None
+    peak_gib: NonNegativeFloat | None = None
+    measured_tokens_per_second: NonNegativeFloat | None = None
+    measured_peak_gib: NonNegativeFloat | None = None
+    changes_mathematics: bool = False
+    reason: str = ""
+
+
+class Reason(Value):
+    """One choice of the plan, and what its runner-up would have cost."""
+
+    choice: str
+    value: str
+    why: str
+    runner_up: str | None = None
+    runner_up_cost: str | None = None
+
+
+class Sample(Value):
+    """Text that the trained model wrote."""
+
+    prompt: str
+    text: str
+
+
+class RunPage(Value):
+    title: str
+    summary: str
+    facts: tuple[Fact, ...] = ()
+    comparison: tuple[ComparisonRow, ...] = ()
+    predictions: tuple[PredictionRow, ...] = ()
+    reasons: tuple[Reason, ...] = ()
+    candidates: tuple[Candidate, ...] = ()
+    memory_limit_gib: NonNegativeFloat | None = None
+    memory: MemoryLife = MemoryLife()
+    loss_curves: tuple[LossCurve, ...] = ()
+    samples: tuple[Sample, ...] = ()
+    commands: tuple[str, ...] = ()
+    environment: tuple[Fact, ...] = ()
+    flop_convention: str | None = None

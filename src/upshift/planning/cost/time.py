@@ -1,0 +1,160 @@
+"""Predicted time of an optimizer step, term by term, from the profile's counts and the host's rates.
+
+t = matrix products / rate + attention / its rate + moved bytes / bandwidth + kernels x dispatch + update + page faults +
+gradient exchange (COSTS.md D4). Measured rates where the host was probed, else the datasheet's times the efficiency that
+such parts reach. A trial corrects the sum; the terms stay what explains it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from upshift.hardware import gemm_efficiency, memory_efficiency
+from upshift.hardware.spec import Host
+from upshift.hardware.spec import Precision as MatrixPrecision
+from upshift.models.profile import ModelProfile, StepTrace
+from upshift.planning.cost.memory import place_segments
+from upshift.planning.plan import Plan
+from upshift.planning.workload import Workload
+
+MATRIX_PRECISION: dict[str, MatrixPrecision] = {
+    "fp32": "fp32", "tf32": "fp32_medium", "bf16": "bf16", "fp16": "fp16", "bf16-weights": "bf16",
+}  # fmt: skip
+# Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
+# share of the fp32 matrix rate, in fp32 and bf16 alike.
+CPU_ATTENTION_SHARE = 0.4
+GPU_ATTENTION_SHARE = 0.6  # of the matrix rate; FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
+DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
+GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
+COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
+COMPILE_SECONDS = {"off": 0.0, "layer": 15.0, "model": 45.0}
+DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
+UPDATE_BYTES = {"adamw_torch_fused": 7.0, "adamw_torch": 16.0, "adafactor": 12.0, "adamw_torch_8bit": 5.0}  # words a parameter
+CLIP_WORDS = 2.0  # norm reads, scaling writes
+GIGABIT_BYTES = 5e9  # gradient exchange between processes of one host, through shared memory
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one process of the plan has to itself."""
+
+    matrix: float
+    attention: float
+    memory: float
+    dispatch: float
+    first_touch: float
+
+
+@dataclass(frozen=True)
+class StepTime:
+    terms: dict[str, float]  # seconds of one optimizer step
+    one_time: float
+
+    @property
+    def total(self) -> float:
+        return sum(self.terms.values())
+
+    @property
+    def binding_term(self) -> str:
+        return max(self.terms, key=lambda name: self.terms[name])
+
+
+def rates_for(host: Host, plan: Plan, *, flops_per_gemm: float) -> Rates | None:
+    """None where the host's rate in this precision is unknown: such a plan cannot be ranked."""
+    measured, precision = host.measured, MATRIX_PRECISION[plan.precision]
+    if plan.device == "cuda":
+        return _gpu_rates(host, precision, flops_per_gemm)
+    if measured is None or host.cpu is None:
+        return None
+    matrix, fp32 = measured.cpu.matrix(precision), measured.cpu.fp32
+    memory = measured.cpu.memory_bytes_per_second
+    if matrix is None or fp32 is None or memory is None:
+        return None
+    share = min(plan.threads_per_process / measured.num_threads, 1.0)
+    return Rates(
+        matrix=matrix * share,
+        attention=CPU_ATTENTION_SHARE * fp32 * share,
+        memory=memory / plan.num_processes,
+        dispatch=measured.dispatch_seconds * DISPATCHES_PER_KERNEL,
+        first_touch=measured.first_touch_seconds_per_byte or 0.0,
+    )
+
+
+def _gpu_rates(host: Host, precision: MatrixPrecision, flops_per_gemm: float) -> Rates | None:
+    gpu, measured = host.gpu, host.measured
+    if gpu is None:
+        return None
+    dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
+    if measured is not None and measured.gpu is not None:
+        matrix, memory = measured.gpu.matrix(precision), measured.gpu.memory_bytes_per_second
+    elif gpu.peak is not None:
+        key = gpu.table_key or ""
+        peak, bandwidth = gpu.peak.matrix(precision), gpu.peak.memory_bytes_per_second
+        matrix = peak * (gemm_efficiency(key, flops_per_gemm) or DEFAULT_GEMM_EFFICIENCY) if peak else None
+        memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY) if bandwidth else None
+    else:
+        return None
+    if matrix is None or memory is None:
+        return None
+    return Rates(matrix, GPU_ATTENTION_SHARE * matrix, memory, dispatch, 0.0)
+
+
+def micro_batch_terms(profile: ModelProfile, trace: StepTrace, plan: Plan, rates: Rates) -> dict[str, float]:
+    """Seconds of forward and backward of one full-length micro-batch."""
+    batch, sequence = plan.per_device_train_batch_size, plan.sequence_length
+    matmul = attention = moved = kernels = kept = 0.0
+    for item in place_segments(profile, trace, plan):
+        for cost in (item.segment.forward, item.segment.backward_accumulating):
+            matmul += item.count * cost.matmul_flops.at(batch, sequence)
+            attention += item.count * cost.attention_flops.at(batch, sequence)
+            moved += item.count * cost.moved_bytes.at(batch, sequence)
+            kernels += item.count * cost.num_kernels
+        kept += item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
+    if plan.torch_compile != "off":
+        moved, kernels = moved * COMPILED_MOVED_SHARE, kernels * COMPILED_KERNEL_SHARE
+    terms = {
+        "matrix products": matmul / rates.matrix,
+        "attention": attention / rates.attention,
+        "memory traffic": moved / rates.memory,
+        "page faults": 0.0 if plan.host_memory == "keep" else kept * rates.first_touch,
+    }
+    if plan.device == "cuda":  # the host queues kernels while the device computes: only what is not hidden counts
+        terms["dispatch"] = max(kernels * rates.dispatch - sum(terms.values()), 0.0)
+    else:
+        terms["dispatch"] = kernels * rates.dispatch
+    return terms
+
+
+def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: Workload, host: Host) -> StepTime | None:
+    """Seconds of one optimizer step over the whole global batch; None where a rate is unknown."""
+    tokens = plan.per_device_train_batch_size * plan.sequence_length
+    flops_per_gemm = 2.0 * tokens * max(profile.hidden_size or 1, 1) ** 2
+    rates = rates_for(host, plan, flops_per_gemm=flops_per_gemm)
+    if rates is None:
+        return None
+    micro_batches = full_micro_batches(plan, workload)
+    terms = {name: seconds * micro_batches for name, seconds in micro_batch_terms(profile, trace, plan, rates).items()}
+    words = UPDATE_BYTES[plan.optim] + CLIP_WORDS
+    terms["update"] = profile.parameters.total * plan.parameter_bytes * words / rates.memory
+    if plan.num_processes > 1:
+        terms["gradient exchange"] = 2.0 * profile.parameters.total * plan.parameter_bytes / GIGABIT_BYTES
+    return StepTime(terms=terms, one_time=COMPILE_SECONDS[plan.torch_compile])
+
+
+def full_micro_batches(plan: Plan, workload: Workload) -> float:
+    """How many full-length micro-batches a process computes in a step; a fraction where sequences are shorter."""
+    sequences = workload.global_batch / plan.num_processes
+    if workload.lengths is None:
+        return sequences / plan.per_device_train_batch_size
+    if plan.packing:
+        rows = sequences * workload.lengths.packed_rows_per_sequence(global_batch=workload.global_batch)
+        return max(rows / plan.per_device_train_batch_size, 1.0)
+    ratio = workload.lengths.padded_tokens_ratio(plan.per_device_train_batch_size, global_batch=workload.global_batch)
+    padded = sequences * workload.lengths.mean * ratio
+    return padded / (plan.per_device_train_batch_size * plan.sequence_length)
+
+
+def tokens_per_step(workload: Workload) -> float:
+    """Real tokens of a global batch."""
+    mean = workload.lengths.mean if workload.lengths else workload.sequence_length
+    return workload.global_batch * mean

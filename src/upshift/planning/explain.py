@@ -1,0 +1,95 @@
+"""Says why: what each choice of the best plan brings, what the runner-up would cost, and what more memory would give."""
+
+from __future__ import annotations
+
+from upshift.hardware.spec import Host
+from upshift.planning.cost.resident import memory_limit
+from upshift.planning.plan import Plan
+from upshift.planning.rank import Candidate, Ranking, Rejected
+from upshift.units import GIB, format_bytes
+from upshift.value import Value
+
+EXPLAINED = (
+    "precision", "per_device_train_batch_size", "activation_checkpointing", "attention", "torch_compile", "optim",
+    "loss_chunk_tokens", "packing", "num_processes", "host_memory",
+)  # fmt: skip
+BECAUSE = {
+    "precision": "rate of matrix products and bytes moved",
+    "per_device_train_batch_size": "kernel sizes against memory; accumulated to the same global batch",
+    "activation_checkpointing": "layers computed twice to hold fewer activations",
+    "attention": "time and memory of the attention kernel at this length",
+    "torch_compile": "fused kernels against the time to compile",
+    "optim": "time and temporaries of the update",
+    "loss_chunk_tokens": "the logits of the whole batch never stand in memory",
+    "packing": "no computation on padding",
+    "num_processes": "one process with many threads against several with few",
+    "host_memory": "no page faults for memory that comes back every step",
+}
+EXTRA_MEMORY_BYTES = 8 * GIB
+MAX_REJECTED = 200
+
+
+class Reason(Value):
+    choice: str
+    value: str
+    why: str
+    runner_up: str | None = None
+    runner_up_cost: str | None = None
+
+
+def reasons(ranking: Ranking) -> tuple[Reason, ...]:
+    """One row a choice: the best plan that differs in it, and how much slower or bigger it is."""
+    best = ranking.candidates[0]
+    rows = []
+    for name in EXPLAINED:
+        value = getattr(best.plan, name)
+        other = next((c for c in ranking.candidates if getattr(c.plan, name) != value), None)
+        blocked = next((c for c in ranking.too_big if getattr(c.plan, name) != value), None) if other is None else None
+        if other is None and blocked is None:
+            continue
+        rows.append(
+            Reason(
+                choice=name,
+                value=str(value),
+                why=BECAUSE[name],
+                runner_up=str(getattr((other or blocked).plan, name)),  # type: ignore[union-attr]
+                runner_up_cost=_cost(best, other) if other else "does not fit",
+            )
+        )
+    return tuple(rows)
+
+
+def _cost(best: Candidate, other: Candidate) -> str:
+    speed = other.tokens_per_second / best.tokens_per_second - 1
+    memory = other.memory.peak - best.memory.peak
+    sign = "+" if memory >= 0 else "-"
+    return f"{speed:+.1%} tokens/s, {sign}{format_bytes(abs(memory))}"
+
+
+def shadow_price(ranking: Ranking, host: Host) -> str | None:
+    """What 8 GiB more would bring: the fastest plan that is too big by no more than that."""
+    if not ranking.candidates:
+        return None
+    best = ranking.candidates[0]
+    reachable = []
+    for candidate in ranking.too_big:
+        limit = memory_limit(candidate.plan, host)
+        if limit is not None and candidate.resident <= limit + EXTRA_MEMORY_BYTES:
+            reachable.append(candidate)
+    fastest = max(reachable, key=lambda c: c.tokens_per_second, default=None)
+    if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:
+        return "8 GiB more memory would not make it faster"
+    gain = fastest.tokens_per_second / best.tokens_per_second - 1
+    return f"8 GiB more memory would give {gain:+.1%} tokens/s ({fastest.plan.label()})"
+
+
+def representative(rejected: list[Rejected]) -> list[Rejected]:
+    """At most 200 rejections, every kind of reason among them."""
+    by_kind: dict[tuple[str, Plan | str], Rejected] = {}
+    for entry in rejected:
+        by_kind.setdefault((entry.reason.split(" (")[-1], entry.plan.precision), entry)
+    chosen = list(by_kind.values())[:MAX_REJECTED]
+    known = {id(entry) for entry in chosen}
+    step = max(len(rejected) // MAX_REJECTED, 1)
+    chosen += [entry for entry in rejected[::step] if id(entry) not in known]
+    return chosen[:MAX_REJECTED]

@@ -1,0 +1,194 @@
+"""Host + ModelProfile + Workload -> ranked plans: the door to this package."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upshift.errors import NothingFits, RequestError
+from upshift.hardware import describe, detect
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
+from upshift.models.source import ModelSource, find_model
+from upshift.models.store import Variant, profile_model
+from upshift.planning.cost.resident import memory_limit
+from upshift.planning.explain import Reason, reasons, representative, shadow_price
+from upshift.planning.plan import Plan
+from upshift.planning.presets import plain_default
+from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan, rank_plans
+from upshift.planning.space import EAGER_ATTENTION_LIMIT, check_allow, enumerate_plans, parse_fixed
+from upshift.planning.workload import Workload
+from upshift.record import Numbers
+from upshift.units import format_bytes
+
+Progress = Callable[[int, int], None]
+MAX_SHOWN_PLANS = 50
+
+
+@dataclass(frozen=True)
+class Planning:
+    """Everything that a request led to."""
+
+    host: Host
+    profile: ModelProfile
+    workload: Workload
+    ranking: Ranking
+    default: Candidate
+
+    @property
+    def best(self) -> Plan:
+        return self.ranking.candidates[0].plan
+
+    @property
+    def reasons(self) -> tuple[Reason, ...]:
+        return reasons(self.ranking)
+
+    @property
+    def shadow_price(self) -> str | None:
+        return shadow_price(self.ranking, self.host)
+
+    def numbers(self, candidate: Candidate) -> Numbers:
+        """A candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
+        workload = self.workload
+        per_sequence = self.profile.train_flops(1, workload.sequence_length)
+        share = (workload.lengths.mean / workload.sequence_length) if workload.lengths else 1.0
+        return candidate.numbers(model_flops_per_step=per_sequence * workload.global_batch * share)
+
+    def document(self) -> dict[str, Any]:
+        """The JSON document of ``upshift plan --json``."""
+        shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
+        plans = [
+            {"plan": c.plan.model_dump(mode="json"), "predicted": self.numbers(c).model_dump(mode="json"), "reasons": []}
+            for c in shown
+        ]
+        if plans:
+            plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
+        return {
+            "host": self.host.model_dump(mode="json"),
+            "model": self.profile.model_dump(mode="json", exclude={"steps"}),
+            "workload": self.workload.model_dump(mode="json"),
+            "plans": plans,
+            "default": {"plan": self.default.plan.model_dump(mode="json"), "predicted": self.numbers(self.default).model_dump(mode="json")},
+            "rejected": [
+                {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
+            ],
+            "num_candidates": len(self.ranking.candidates),
+            "num_rejected": len(self.ranking.rejected),
+            "shadow_price": self.shadow_price,
+        }
+
+
+def find_host(on: str | None, *, probe: bool = True) -> Host:
+    """The described host, else this machine; probed (and the probe cached) where its rates are needed."""
+    if on is not None:
+        host = describe(on)
+        if host.num_devices > 1 or host.num_nodes > 1:
+            raise RequestError(f"--on {on!r} has {host.num_devices} devices; this version plans for one, such as 1x{host.gpu.table_key if host.gpu else 'h100'}")
+        return host
+    host = detect()
+    if host.mixed_gpus:
+        raise RequestError(f"this machine has different GPUs ({', '.join(g.name for g in host.mixed_gpus)}); hide all but one kind with CUDA_VISIBLE_DEVICES")
+    if not probe:
+        return host
+    from upshift.hardware.probe import measure
+
+    return measure(host)
+
+
+def variants_for(host: Host, workload: Workload, source: ModelSource) -> tuple[Variant, ...]:
+    """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask."""
+    precisions = ["fp32"]
+    if host.supports("bf16") or host.supports("fp16"):
+        precisions.append("bf16")
+    if "bf16-weights" in workload.allow:
+        precisions.append("bf16-pure")
+    kernels = ["sdpa"] if workload.sequence_length > EAGER_ATTENTION_LIMIT else ["sdpa", "eager"]
+    masks = (False, True) if workload.lengths is not None else (False,)
+    return tuple(Variant(p, a, m) for p in precisions for a in kernels for m in masks)  # type: ignore[arg-type]
+
+
+def plan_training(
+    source: ModelSource,
+    host: Host,
+    workload: Workload,
+    *,
+    fixed: tuple[str, ...] = (),
+    progress: Progress = lambda done, total: None,
+) -> Planning:
+    """Rank the space. Raises RequestError for a wrong request, NothingFits with the nearest plan that would."""
+    profile = profile_model(
+        source,
+        sequence_length=workload.sequence_length,
+        variants=variants_for(host, workload, source),
+        progress=progress,
+    )
+    if profile.max_positions is not None and workload.sequence_length > profile.max_positions:
+        raise RequestError(
+            f"--sequence-length {workload.sequence_length} is longer than the model's {profile.max_positions} positions; "
+            f"use at most {profile.max_positions}"
+        )
+    chosen = parse_fixed(fixed, host, profile, workload)
+    ranking = rank_plans(
+        enumerate_plans(host, profile, workload, fixed=chosen), host=host, profile=profile, workload=workload
+    )
+    default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
+    if not ranking.candidates:
+        _refuse(ranking, host)
+    if isinstance(default, Rejected):
+        raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
+    return Planning(host, profile, workload, ranking, default)
+
+
+def _refuse(ranking: Ranking, host: Host) -> None:
+    if not ranking.too_big:
+        reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
+        raise RequestError(f"no plan for {host.name}: {reason}")
+    nearest = ranking.too_big[0]
+    limit = memory_limit(nearest.plan, host) or 0.0
+    raise NothingFits(
+        f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
+        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use a shorter --sequence-length, "
+        "--allow bf16-weights,8bit-optimizer, or a larger device"
+    )
+
+
+def plan(
+    model: str,
+    *,
+    sequence_length: int,
+    global_batch: int,
+    on: str | None = None,
+    allow: tuple[str, ...] = (),
+    fixed: tuple[str, ...] = (),
+    total_steps: int = 1000,
+) -> Planning:
+    """Ranked training plans for a model on a host. ``on``: a described host such as "1xh100"; None: this machine."""
+    workload = Workload(
+        sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
+    )
+    return plan_training(find_model(model), find_host(on), workload, fixed=fixed)
+
+
+def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
+    """The plan of a file: one Plan, or the best of a document written by ``upshift plan --json``.
+
+    Raises RequestError for an unknown key, and for a plan made for another model or other hardware.
+    """
+    import json
+
+    try:
+        document = json.loads(path.read_text())
+    except OSError as error:
+        raise RequestError(f"cannot read plan {path}: {error.strerror}; write one with  upshift plan ... --json > {path.name}") from None
+    except ValueError as error:
+        raise RequestError(f"plan {path} is not valid JSON ({error}); write one with  upshift plan ... --json > {path.name}") from None
+    if isinstance(document, dict) and isinstance(document.get("plans"), list) and document["plans"]:
+        document = document["plans"][0]["plan"]
+    found = Plan.from_json(json.dumps(document), origin=str(path))
+    if found.host != host.fingerprint:
+        raise RequestError(f"plan {path} was made for other hardware ({found.host}; this is {host.fingerprint}); plan again here")
+    if found.model != source.model_hash:
+        raise RequestError(f"plan {path} was made for another model ({found.model}; this is {source.model_hash}); plan again for it")
+    return found

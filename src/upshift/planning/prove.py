@@ -1,0 +1,176 @@
+"""Chooses which plans to try, learns from each trial, and keeps the fastest that computes the same loss."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from upshift.errors import JobFailed
+from upshift.planning.plan import Plan
+from upshift.planning.rank import COST_KEY, Candidate
+from upshift.planning.trial import TrialResult
+from upshift.planning.workload import Workload
+from upshift.record import Numbers, Spread
+from upshift.units import gib
+
+LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
+# How much two plans that differ in a field may differ in speed: a correction learned on one is trusted less on the other.
+FIELD_WEIGHTS = {
+    "precision": 4.0, "torch_compile": 3.0, "attention": 3.0, "num_processes": 3.0, "packing": 2.0, "activation_checkpointing": 1.0,
+    "loss_chunk_tokens": 1.0, "optim": 1.0, "per_device_train_batch_size": 0.5, "host_memory": 0.5,
+}  # fmt: skip
+SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
+
+
+@dataclass
+class Tried:
+    candidate: Candidate
+    results: list[TrialResult] = field(default_factory=list)
+    wrong_loss: bool = False
+
+    @property
+    def ok(self) -> bool:
+        return any(result.failure is None for result in self.results) and not self.wrong_loss
+
+    @property
+    def best(self) -> TrialResult:
+        """The fastest look: what slowed another one was not the plan."""
+        good = [result for result in self.results if result.tokens_per_second]
+        return max(good, key=lambda result: result.tokens_per_second or 0.0) if good else self.results[-1]
+
+    @property
+    def failure(self) -> str | None:
+        return "its loss differs from the plain default's" if self.wrong_loss else self.best.failure
+
+    def whole_run_speed(self, workload: Workload) -> float:
+        """Tokens per second with one-time costs spread over the run."""
+        best = self.best
+        if not self.ok or best.step_seconds is None or not best.tokens_per_second:
+            return 0.0
+        spread = (best.one_time_seconds or 0.0) / workload.total_steps
+        return best.tokens_per_second * best.step_seconds.p50 / (best.step_seconds.p50 + spread)
+
+    def numbers(self) -> Numbers:
+        best = self.best
+        return Numbers(
+            peak_gib=gib(best.peak_bytes) if best.peak_bytes else None,
+            resident_gib=gib(best.resident_bytes) if best.resident_bytes else None,
+            step_ms=_in_ms(best.step_seconds),
+            tokens_per_second=best.tokens_per_second,
+            loss=best.check_loss,
+            one_time_seconds=best.one_time_seconds,
+        )
+
+
+def _in_ms(seconds: Spread | None) -> Spread | None:
+    if seconds is None:
+        return None
+    return seconds.changed(p20=1000 * seconds.p20, p50=1000 * seconds.p50, p80=1000 * seconds.p80)
+
+
+@dataclass
+class Proof:
+    default: Tried
+    tried: list[Tried]
+    chosen: Tried
+
+    def corrected(self) -> Candidate:
+        """The chosen plan as predicted after the trials, for the run that follows."""
+        return self.chosen.candidate
+
+
+def prove(
+    candidates: list[Candidate],
+    default: Candidate,
+    *,
+    workload: Workload,
+    run: Callable[[Plan, float], TrialResult],
+    budget_seconds: float,
+    on_trial: Callable[[Tried], None] = lambda tried: None,
+) -> Proof:
+    """Try the plain default, then what looks best after each correction, until the budget is spent.
+
+    ``run(plan, limit_seconds)`` measures one plan. Raises JobFailed when nothing runs, the default included.
+    """
+    deadline = time.monotonic() + budget_seconds
+    tried: list[Tried] = []
+
+    def look(candidate: Candidate) -> None:
+        known = next((t for t in tried if _key(t.candidate.plan) == _key(candidate.plan)), None)
+        entry = known or Tried(candidate)
+        entry.results.append(run(candidate.plan, max(deadline - time.monotonic(), 0.25 * budget_seconds)))
+        if known is None:
+            tried.append(entry)
+        entry.wrong_loss = _differs(entry, tried[0])
+        on_trial(entry)
+
+    look(default)
+    longest = tried[0].best.wall_seconds
+    reserve = 0.0
+    while candidates and deadline - time.monotonic() > longest * 0.5 + reserve:
+        best_left = _next(candidates, tried)
+        if best_left is None:
+            break
+        look(best_left)
+        longest = max(longest, tried[-1].best.wall_seconds)
+        reserve = min(longest, 0.2 * budget_seconds)
+    for entry in sorted(tried[1:], key=lambda t: -t.whole_run_speed(workload))[:SECOND_LOOKS]:
+        if entry.ok and deadline - time.monotonic() > 0:
+            look(entry.candidate)
+    working = [entry for entry in tried if entry.ok]
+    if not working:
+        raise JobFailed(f"no plan ran; the plain default failed with: {tried[0].failure}")
+    return Proof(default=tried[0], tried=tried, chosen=max(working, key=lambda t: t.whole_run_speed(workload)))
+
+
+def _differs(entry: Tried, default: Tried) -> bool:
+    ours, theirs = entry.best.check_loss, default.best.check_loss
+    return ours is not None and theirs is not None and abs(ours - theirs) > LOSS_TOLERANCE * abs(theirs)
+
+
+def _next(candidates: list[Candidate], tried: list[Tried]) -> Candidate | None:
+    """The untried plan with the best corrected speed; one that resembles a failed trial counts as failed."""
+    seen = {_key(entry.candidate.plan) for entry in tried}
+    best, best_speed = None, 0.0
+    for candidate in candidates:
+        if _key(candidate.plan) in seen:
+            continue
+        speed = candidate.tokens_per_second * correction(candidate, tried)
+        if speed > best_speed:
+            best, best_speed = candidate, speed
+    return best
+
+
+def correction(candidate: Candidate, tried: list[Tried]) -> float:
+    """Measured over predicted speed of the plans tried so far, the nearest counting most (COSTS.md D8: residual correction)."""
+    total = weight_sum = 0.0
+    for entry in tried:
+        distance = sum(
+            weight for name, weight in FIELD_WEIGHTS.items() if getattr(entry.candidate.plan, name) != getattr(candidate.plan, name)
+        )
+        weight = 1.0 / (0.25 + distance) ** 2
+        speed = entry.best.tokens_per_second if entry.ok else None
+        total += weight * ((speed or 0.0) / entry.candidate.tokens_per_second)
+        weight_sum += weight
+    return total / weight_sum if weight_sum else 1.0
+
+
+def _key(plan: Plan) -> tuple[object, ...]:
+    return tuple(getattr(plan, name) for name in COST_KEY)
+
+
+def after_trial(entry: Tried) -> Candidate:
+    """The candidate with the trial's numbers in place of the predicted ones."""
+    candidate, best = entry.candidate, entry.best
+    if best.step_seconds is None:
+        return candidate
+    factor = best.step_seconds.p50 / candidate.time.total
+    terms = {name: seconds * factor for name, seconds in candidate.time.terms.items()}
+    return replace(
+        candidate,
+        time=replace(candidate.time, terms=terms, one_time=best.one_time_seconds or 0.0),
+        tokens_per_second=best.tokens_per_second or candidate.tokens_per_second,
+        resident=best.resident_bytes or candidate.resident,
+        tier="calibrated",
+    )

@@ -1,0 +1,189 @@
+"""The plan space: every legal combination of choices for one device kind, around what the user fixed."""
+
+from __future__ import annotations
+
+import itertools
+import platform
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any, get_args, get_type_hints
+
+from pydantic import ValidationError
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
+from upshift.planning.cost.time import MATRIX_PRECISION
+from upshift.planning.plan import CHANGES_MATHEMATICS, Plan, Precision
+from upshift.planning.workload import Workload
+from upshift.value import first_problem
+
+LOSS_CHUNK_TOKENS = 512
+EAGER_ATTENTION_LIMIT = 2048  # longer, and its score matrices alone rule it out
+WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
+FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length")
+WRITTEN_BY_UPSHIFT = FIXED_BY_REQUEST + ("gradient_accumulation_steps", "threads_per_process")
+
+
+def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
+    """The values each field may take here. An empty list cannot happen: the plain value is always legal."""
+    layers = profile.num_layers
+    quarters = sorted({round(layers * share / 4) for share in range(5)})
+    recompute = quarters if profile.declares.gradient_checkpointing_per_layer else [0, layers]
+    attention = [name for name in ("sdpa", "eager") if any(step.attention == name for step in profile.steps)]
+    if workload.sequence_length > EAGER_ATTENTION_LIMIT and "sdpa" in attention:
+        attention.remove("eager")
+    return {
+        "precision": _precisions(host, workload),
+        "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
+        "attention": attention,
+        "torch_compile": ["off", "layer", "model"] if _can_compile(host) else ["off"],
+        "optim": _optimizers(workload),
+        "loss_chunk_tokens": [0, LOSS_CHUNK_TOKENS] if _can_chunk(profile) else [0],
+        "packing": [False, True] if _worth_packing(profile, workload) else [False],
+        "num_processes": _process_counts(host, workload),
+        "host_memory": ["keep", "system"] if host.device == "cpu" and _is_glibc() else ["system"],
+    }
+
+
+def enumerate_plans(
+    host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any] | None = None
+) -> Iterator[Plan]:
+    """Every legal plan, deterministic order. Raises RequestError where ``fixed`` leaves none."""
+    fixed = fixed or {}
+    values = choices(host, profile, workload)
+    for field in values:
+        if field in fixed:
+            values[field] = [fixed[field]]
+    base = {"device": host.device, "host": host.fingerprint, "model": profile.model_hash, "sequence_length": workload.sequence_length}
+    cores = host.cpu.usable_cores if host.cpu else 1
+    names = list(values)
+    for combination in itertools.product(*values.values()):
+        chosen = dict(zip(names, combination, strict=True))
+        per_process, rest = divmod(workload.global_batch, chosen["num_processes"])
+        if rest:
+            continue
+        threads = max(cores // chosen["num_processes"], 1)
+        for micro_batch in _micro_batches(per_process, fixed):
+            yield Plan.model_construct(
+                **base,
+                **chosen,
+                per_device_train_batch_size=micro_batch,
+                gradient_accumulation_steps=per_process // micro_batch,
+                threads_per_process=fixed.get("threads_per_process", threads),
+            )
+
+
+def _micro_batches(per_process: int, fixed: dict[str, Any]) -> list[int]:
+    if "per_device_train_batch_size" in fixed:
+        return [fixed["per_device_train_batch_size"]]
+    if "gradient_accumulation_steps" in fixed:
+        return [per_process // fixed["gradient_accumulation_steps"]]
+    return [size for size in range(1, per_process + 1) if per_process % size == 0]
+
+
+def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
+    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here."""
+    fixed: dict[str, Any] = {}
+    settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
+    hints = get_type_hints(Plan)
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in settable:
+            raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
+        fixed[name] = _parse_value(name, text, hints[name])
+    _check_batches(fixed, workload)
+    legal = choices(host, profile, workload)
+    for name, value in fixed.items():
+        if name == "activation_checkpointing" and legal[name] != [0]:
+            if value > profile.num_layers or (not profile.declares.gradient_checkpointing_per_layer and value not in legal[name]):
+                raise RequestError(f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute")
+        elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
+            raise RequestError(f"--set {name}={value} is not possible here; use one of {', '.join(map(str, legal[name]))}{_why(name, value, profile, workload)}")
+    return fixed
+
+
+def _parse_value(name: str, text: str, hint: Any) -> Any:
+    options = get_args(hint)
+    try:
+        plan = Plan(device="cpu", host="", model="", sequence_length=1, **{"per_device_train_batch_size": 1, name: text})
+    except ValidationError as error:
+        valid = f"; use one of {', '.join(map(str, options))}" if options else ""
+        raise RequestError(f"--set {first_problem(Plan, error)}{valid}") from None
+    return getattr(plan, name)
+
+
+def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:
+    parts = 1
+    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"):
+        parts *= fixed.get(name, 1)
+    total = workload.global_batch
+    if total % parts or ("per_device_train_batch_size" in fixed and "gradient_accumulation_steps" in fixed and total % parts):
+        divisors = [size for size in range(1, total + 1) if total % size == 0]
+        raise RequestError(
+            f"{' x '.join(f'{k}={v}' for k, v in fixed.items() if k in ('per_device_train_batch_size', 'gradient_accumulation_steps', 'num_processes'))}"
+            f" does not divide the global batch of {total} sequences; use divisors of it: {', '.join(map(str, divisors[:16]))}"
+        )
+
+
+def _why(name: str, value: Any, profile: ModelProfile, workload: Workload) -> str:
+    if name == "loss_chunk_tokens":
+        return f" ({profile.chunked_loss_reason})"
+    needed = {"bf16-weights": "bf16-weights", "adamw_torch_8bit": "8bit-optimizer", "adafactor": "adafactor"}.get(str(value))
+    if needed and needed not in workload.allow:
+        return f" (it changes the mathematics; add --allow {needed})"
+    return ""
+
+
+def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in CHANGES_MATHEMATICS:
+            raise RequestError(f"--allow {name!r} is unknown; the choices that change the mathematics are {', '.join(CHANGES_MATHEMATICS)}")
+    return names
+
+
+def _precisions(host: Host, workload: Workload) -> list[Precision]:
+    """Those the host has instructions for. Where AMX would compute ``medium`` in bf16, tf32 is not fp32-accurate: left out."""
+    amx = host.device == "cpu" and host.cpu is not None and host.cpu.isa is not None and "amx_bf16" in host.cpu.isa
+    found: list[Precision] = ["fp32"]
+    if not amx and host.supports(MATRIX_PRECISION["tf32"]):
+        found.append("tf32")
+    found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]  # type: ignore[misc]
+    if "bf16-weights" in workload.allow and "bf16" in found:
+        found.append("bf16-weights")
+    return found
+
+
+def _optimizers(workload: Workload) -> list[str]:
+    found = ["adamw_torch_fused", "adamw_torch"]
+    if "adafactor" in workload.allow:
+        found.append("adafactor")
+    if "8bit-optimizer" in workload.allow and find_spec("torchao") is not None:
+        found.append("adamw_torch_8bit")
+    return found
+
+
+def _can_compile(host: Host) -> bool:
+    return host.device == "cuda" or bool(host.measured and host.measured.compiler)
+
+
+def _can_chunk(profile: ModelProfile) -> bool:
+    return any(step.chunked_gap is not None for step in profile.steps)
+
+
+def _worth_packing(profile: ModelProfile, workload: Workload) -> bool:
+    lengths = workload.lengths
+    legal = profile.objective == "causal-lm" and profile.declares.position_ids
+    return legal and lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+
+
+def _process_counts(host: Host, workload: Workload) -> list[int]:
+    if host.device != "cpu" or host.cpu is None:
+        return [1]
+    cores = host.cpu.usable_cores
+    candidates = {1, host.cpu.numa_nodes or 1, *({2} if cores >= 2 else set())}
+    return sorted(count for count in candidates if cores % count == 0 and workload.global_batch % count == 0)
+
+
+def _is_glibc() -> bool:
+    return platform.libc_ver()[0] == "glibc"

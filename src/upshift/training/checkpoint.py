@@ -1,0 +1,127 @@
+"""Checkpoints: a run that stops at any moment, killed or out of disk, continues from the newest whole one bit for bit.
+
+`checkpoint-<step>` is a Hugging Face directory (weights, config, tokenizer) and also holds optimizer.safetensors,
+rng.safetensors and upshift_state.json. Nothing is pickled. One process saves; every process loads.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from transformers import PreTrainedModel
+
+from upshift.training.checkpoint_files import (
+    FoundCheckpoints,
+    check_checkpoint,
+    check_room,
+    file_sizes,
+    find_checkpoints,
+    newest_checkpoint,
+    put_in_place,
+    remove_leftovers,
+    remove_older,
+    write_latest,
+    writing,
+)
+from upshift.training.checkpoint_json import decode, encode
+from upshift.training.checkpoint_model import extra_bytes, model_bytes, read_weights, save_model, write_model
+from upshift.training.checkpoint_optimizer import optimizer_bytes, read_optimizer, write_optimizer
+from upshift.training.checkpoint_output import check_output_directory
+from upshift.training.checkpoint_rng import RngState, capture_rng, read_rng, restore_rng, seed_rng, write_rngs
+from upshift.training.checkpoint_state import SavedState, TrainState
+
+__all__ = [
+    "FoundCheckpoints",
+    "RngState",
+    "SavedState",
+    "TrainState",
+    "capture_rng",
+    "check_checkpoint",
+    "check_output_directory",
+    "find_checkpoints",
+    "load_checkpoint",
+    "newest_checkpoint",
+    "save_checkpoint",
+    "save_model",
+]
+
+
+class Restorable(Protocol):
+    """A learning-rate schedule or a gradient scaler."""
+
+    def load_state_dict(self, state_dict: dict[str, Any], /) -> Any: ...
+
+
+def save_checkpoint(
+    directory: Path,
+    *,
+    model: PreTrainedModel,
+    tokenizer: Any | None,
+    optimizer: torch.optim.Optimizer,
+    scheduler_state: dict[str, Any],
+    scaler_state: dict[str, Any] | None,
+    state: TrainState,
+    rngs: Sequence[RngState] | None = None,
+    keep: int = 2,
+) -> Path:
+    """Writes `directory/checkpoint-<step>` and then removes the oldest, so that `keep` (at least 2) remain.
+
+    `rngs`: of all ranks in order, where there are several; otherwise this process's own. Raises JobFailed, naming the
+    checkpoint that is still loadable, when the disk is too full or a write fails.
+    """
+    name = f"checkpoint-{state.step}"
+    final, temporary = directory / name, directory / f"{name}.tmp"
+    rngs = rngs or [capture_rng(model.device)]
+    with writing(directory, name=name, temporary=temporary):
+        directory.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(directory)
+        need = model_bytes(model) + optimizer_bytes(optimizer) + extra_bytes(tokenizer)
+        check_room(directory, name=name, need=need)
+        temporary.mkdir()
+        write_model(temporary, model, tokenizer, original_names=False)
+        saved_optimizer = write_optimizer(temporary, optimizer, model)
+        write_rngs(temporary, rngs)
+        saved = SavedState(
+            train=state,
+            optimizer=saved_optimizer,
+            scheduler=encode(scheduler_state),
+            scaler=encode(scaler_state),
+            files=file_sizes(temporary),
+        )
+        saved.write(temporary)
+        put_in_place(temporary, final)
+        remove_older(directory, newest=final, keep=keep)
+        write_latest(directory, name)
+    return final
+
+
+def load_checkpoint(
+    directory: Path,
+    *,
+    model: PreTrainedModel,
+    optimizer: torch.optim.Optimizer,
+    scheduler: Restorable | None = None,
+    scaler: Restorable | None = None,
+    rank: int = 0,
+) -> TrainState:
+    """Restores everything in place from one checkpoint directory, random number generators last.
+
+    A rank that did not exist when the checkpoint was saved gets a seed made of the run's seed, the step and the rank.
+    Raises RequestError when the checkpoint is not whole or is of another model or optimizer.
+    """
+    saved = check_checkpoint(directory)
+    read_weights(directory, model)
+    read_optimizer(directory, saved.optimizer, optimizer, model)
+    if scheduler is not None:
+        scheduler.load_state_dict(decode(saved.scheduler))
+    if scaler is not None and saved.scaler is not None:
+        scaler.load_state_dict(decode(saved.scaler))
+    rng = read_rng(directory, rank=rank)
+    if rng is not None:
+        restore_rng(rng, model.device)
+    else:
+        seed_rng(saved.train.seed, saved.train.step, rank)
+    return saved.train

@@ -1,0 +1,201 @@
+"""Checkpoint directories on disk: which are whole, how one is put in place, and what happens when the disk is full.
+
+A checkpoint is written as `checkpoint-<step>.tmp`, synced and renamed, so that at every moment each `checkpoint-<step>`
+is whole. `checkpoint-<step>.replaced` exists only while a checkpoint of the same step takes its place. Needs no torch.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import re
+import shutil
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from safetensors import SafetensorError
+
+from upshift.errors import JobFailed, RequestError
+from upshift.models.source import check_safetensors, check_weights
+from upshift.training.checkpoint_state import STATE_NAME, SavedState
+from upshift.units import format_bytes
+
+logger = logging.getLogger(__name__)
+
+CHECKPOINT = re.compile(r"checkpoint-(\d+)(\.replaced)?")
+TEMPORARY_CHECKPOINT = re.compile(r"checkpoint-\d+(\.replaced)?(\.removed)?\.tmp")
+LATEST_NAME = "latest"
+MIN_KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
+
+
+@dataclass(frozen=True, kw_only=True)
+class FoundCheckpoints:
+    newest: Path | None  # the newest whole one
+    damaged: tuple[tuple[Path, str], ...]  # those that are newer but not whole, with the reason
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest whole checkpoint in `directory`; logs a warning for each newer one that is damaged."""
+    found = find_checkpoints(directory)
+    for _, reason in found.damaged:
+        logger.warning("skipped a damaged checkpoint: %s", reason)
+    return found.newest
+
+
+def find_checkpoints(directory: Path) -> FoundCheckpoints:
+    damaged: list[tuple[Path, str]] = []
+    for path in _candidates(directory):
+        reason = _damage(path)
+        if reason is None:
+            return FoundCheckpoints(newest=path, damaged=tuple(damaged))
+        damaged.append((path, reason))
+    return FoundCheckpoints(newest=None, damaged=tuple(damaged))
+
+
+def check_checkpoint(directory: Path) -> SavedState:
+    """Its state, once every file is known to be there in full length. Raises RequestError. Reads no tensors."""
+    saved = SavedState.read(directory)
+    for name, expected in saved.files.items():
+        file = directory / name
+        size = file.stat().st_size if file.is_file() else None
+        if size != expected:
+            problem = "is missing" if size is None else f"has {size} bytes, not {expected}"
+            raise RequestError(f"{file} {problem}; resume from another checkpoint")
+        if file.suffix == ".safetensors":
+            check_safetensors(file)
+    check_weights(directory)
+    return saved
+
+
+def step_of(path: Path) -> int | None:
+    match = CHECKPOINT.fullmatch(path.name)
+    return int(match[1]) if match else None
+
+
+def _candidates(directory: Path) -> list[Path]:
+    """Newest first; a replaced one comes after the one that replaced it."""
+    if not directory.is_dir():
+        return []
+    found = [path for path in directory.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
+
+
+def _damage(path: Path) -> str | None:
+    try:
+        check_checkpoint(path)
+    except RequestError as error:
+        return str(error)
+    return None
+
+
+def check_room(directory: Path, *, name: str, need: int) -> None:
+    """Raises JobFailed when the disk has less than `need` bytes free."""
+    free = shutil.disk_usage(directory).free
+    if free < need:
+        raise JobFailed(
+            f"{name} needs {format_bytes(need)} and {directory} has {format_bytes(free)} free; "
+            f"{still_loadable(directory)}"
+        )
+
+
+def still_loadable(directory: Path) -> str:
+    newest = find_checkpoints(directory).newest
+    return "there is no earlier checkpoint" if newest is None else f"{newest.name} is still loadable"
+
+
+@contextmanager
+def writing(directory: Path, *, name: str, temporary: Path) -> Iterator[None]:
+    """While open, `temporary` is being written; any error removes it, and a failed write becomes JobFailed."""
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
+        if isinstance(error, OSError) and error.errno == errno.ENOSPC:
+            reason = "the disk is full"
+        raise JobFailed(f"{name} could not be written to {directory}: {reason}; {still_loadable(directory)}") from error
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def file_sizes(directory: Path) -> dict[str, int]:
+    files = sorted(path for path in directory.rglob("*") if path.is_file() and path.name != STATE_NAME)
+    return {path.relative_to(directory).as_posix(): path.stat().st_size for path in files}
+
+
+def sync_tree(directory: Path) -> None:
+    """Files, then the directories that name them: a rename must not reach the disk before the contents."""
+    # safetensors lets only the owner read its files, whatever the umask says.
+    mode = stat.S_IMODE((directory / "config.json").stat().st_mode)
+    for path in directory.glob("*.safetensors"):
+        path.chmod(mode)
+    for path in [*directory.rglob("*"), directory]:
+        _sync(path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def remove_leftovers(directory: Path) -> None:
+    """What a killed process left half-written or half-deleted."""
+    for path in directory.iterdir():
+        if TEMPORARY_CHECKPOINT.fullmatch(path.name):
+            shutil.rmtree(path)
+
+
+def put_in_place(temporary: Path, final: Path) -> None:
+    """Rename, so that at every moment either the old or the new directory is there whole."""
+    sync_tree(temporary)
+    replaced = final.with_name(f"{final.name}.replaced")
+    if final.exists():
+        if _damage(final) is None:
+            _remove(replaced)
+            final.rename(replaced)
+        else:
+            _remove(final)
+    temporary.rename(final)
+    _sync(final.parent)
+    _remove(replaced)
+
+
+def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
+    """Keeps `newest` and the newest whole ones before it, `keep` in all; later steps are not touched."""
+    step = step_of(newest)
+    older = [path for path in _candidates(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
+    kept = 1
+    for path in older:
+        if kept < max(keep, MIN_KEPT) and _damage(path) is None:
+            kept += 1
+        else:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Deletes a checkpoint under a name that never counts as one: a half-deleted directory is no candidate."""
+    if path.exists():
+        doomed = path.with_name(f"{path.name}.removed.tmp")
+        path.rename(doomed)
+        shutil.rmtree(doomed)
+
+
+def write_latest(directory: Path, name: str) -> None:
+    replace_text(directory / LATEST_NAME, f"{name}\n")
+
+
+def replace_text(path: Path, text: str) -> None:
+    """The file holds the old text or the new one at every moment."""
+    temporary = path.with_name(f"{path.name}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
+    temporary.replace(path)
+    _sync(path.parent)

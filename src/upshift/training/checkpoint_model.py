@@ -1,0 +1,150 @@
+"""The model's part of a checkpoint, and the final model: plain Hugging Face directories, weights as safetensors.
+
+Checkpoints keep the model's own tensor names, so that weights go back in place one by one; the final model is in the
+format that the architecture is published in. Both are read by from_pretrained.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import logging as transformers_logging
+
+from upshift.errors import RequestError
+from upshift.models.source import check_weights
+from upshift.training.checkpoint_files import check_room, file_sizes, replace_text, sync_tree, writing
+from upshift.training.checkpoint_optimizer import plain_name
+from upshift.units import MIB
+
+MODEL_LIST_NAME = "upshift_model.json"  # the files of the final model, so that only those are ever replaced
+MODEL_TEMPORARY = "model.tmp"
+MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host memory at once
+JSON_BYTES = MIB  # config, state and file headers
+TOKENIZER_ENTRY_BYTES = 128
+
+
+def save_model(directory: Path, model: PreTrainedModel, tokenizer: Any | None) -> None:
+    """The final Hugging Face directory. Raises JobFailed when it cannot be written, RequestError over a user's file.
+
+    Files move into place one by one, config.json last: a directory without it is no model to any reader.
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    check_room(directory, name="the final model", need=model_bytes(model) + extra_bytes(tokenizer))
+    temporary = directory / MODEL_TEMPORARY
+    with writing(directory, name="the final model", temporary=temporary):
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir()
+        write_model(temporary, model, tokenizer, original_names=True)
+        sync_tree(temporary)
+        _move_into(directory, temporary)
+
+
+def _move_into(directory: Path, temporary: Path) -> None:
+    names = list(file_sizes(temporary))
+    before = model_files(directory)
+    foreign = [name for name in names if (directory / name).exists() and name not in before]
+    if foreign:
+        raise RequestError(f"{directory / foreign[0]} is not from Upshift and stays; choose another output directory")
+    (directory / "config.json").unlink(missing_ok=True)
+    replace_text(directory / MODEL_LIST_NAME, json.dumps(sorted({*names, *before})))
+    for name in set(before) - set(names):
+        (directory / name).unlink(missing_ok=True)
+    for name in sorted(names, key=lambda name: name == "config.json"):
+        (directory / name).parent.mkdir(parents=True, exist_ok=True)
+        (temporary / name).replace(directory / name)
+    shutil.rmtree(temporary)
+    replace_text(directory / MODEL_LIST_NAME, json.dumps(names))
+
+
+def model_files(directory: Path) -> list[str]:
+    """The files of the final model that save_model wrote, or was writing, into `directory`."""
+    path = directory / MODEL_LIST_NAME
+    if not path.is_file():
+        return []
+    names = json.loads(path.read_bytes())
+    inside = directory.resolve()
+    return [name for name in names if (inside / name).resolve().is_relative_to(inside)]
+
+
+def write_model(directory: Path, model: PreTrainedModel, tokenizer: Any | None, *, original_names: bool) -> None:
+    if getattr(model, "_hf_peft_config_loaded", False):
+        raise RequestError("a model with adapters cannot be saved whole; merge the adapters first")
+    with _no_progress_bars():
+        model.save_pretrained(
+            directory,
+            state_dict={plain_name(name): tensor for name, tensor in model.state_dict().items()},
+            max_shard_size=MAX_SHARD_SIZE,
+            save_original_format=original_names,
+        )
+    if tokenizer is not None:
+        _write_tokenizer(directory, tokenizer)
+
+
+def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
+    try:
+        tokenizer.save_pretrained(directory)
+    except Exception as error:
+        # The Rust library has no class for its I/O errors; a subclass of Exception is Python's, with its own handler.
+        if type(error) is not Exception:
+            raise
+        raise OSError(f"the tokenizer: {error}") from error
+
+
+@contextmanager
+def _no_progress_bars() -> Iterator[None]:
+    shown = transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    try:
+        yield
+    finally:
+        if shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+
+
+def model_bytes(model: PreTrainedModel) -> int:
+    """Of the weights on disk: tied tensors once."""
+    unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in model.state_dict().values()}
+    return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
+
+
+def extra_bytes(tokenizer: Any | None) -> int:
+    return JSON_BYTES + (len(tokenizer) * TOKENIZER_ENTRY_BYTES if tokenizer is not None else 0)
+
+
+def read_weights(directory: Path, model: PreTrainedModel) -> None:
+    """Copies the weights into the model's own tensors, bit for bit. Raises RequestError if the model is another one."""
+    targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
+    filled: set[int] = set()
+    for path in check_weights(directory):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118 - not a dict
+                _copy(file.get_tensor(name), name=name, targets=targets, directory=directory)
+                filled.add(targets[name].data_ptr())
+    not_saved = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
+    for name, tensor in targets.items():
+        # A tied weight is saved under one of its names.
+        if tensor.data_ptr() not in filled and not any(pattern.search(name) for pattern in not_saved):
+            raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
+
+
+def _copy(source: Tensor, *, name: str, targets: dict[str, Tensor], directory: Path) -> None:
+    target = targets.get(name)
+    if target is None:
+        raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")
+    if source.shape != target.shape or source.dtype != target.dtype:
+        raise RequestError(
+            f"{directory} has weight {name} as {tuple(source.shape)} {source.dtype}, the model as "
+            f"{tuple(target.shape)} {target.dtype}; resume with the model and precision of that run"
+        )
+    with torch.no_grad():
+        target.copy_(source)

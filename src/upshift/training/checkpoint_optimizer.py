@@ -1,0 +1,174 @@
+"""An optimizer's state as safetensors and JSON: tensors by `<parameter name>.<state key>`, no pickle.
+
+torch's own state_dict numbers the parameters and load_state_dict casts state to the parameter's dtype; here names
+decide and every bit is kept. Options that only say how a step is computed (fused, foreach ...) stay as the running
+optimizer has them, so a run may resume with another implementation of the same optimizer.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from upshift.errors import RequestError
+from upshift.training.checkpoint_json import decode, encode
+from upshift.training.checkpoint_state import SavedGroup, SavedOptimizer, SavedSubclass
+
+IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
+MAX_FILE_BYTES = 4 * 10**9  # safetensors wants every tensor of one file in host memory at once
+REBUILDABLE = "torchao."  # the only package whose tensor classes a checkpoint may name
+
+
+def plain_name(name: str) -> str:
+    """Without what torch.compile puts into names when it wraps a module instead of compiling it in place."""
+    return name.replace("_orig_mod.", "")
+
+
+def parameter_names(model: nn.Module) -> dict[Tensor, str]:
+    return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
+
+
+def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
+    names = parameter_names(model)
+    tensors: dict[str, Tensor] = {}
+    numbers: dict[str, dict[str, Any]] = {}
+    subclasses: dict[str, SavedSubclass] = {}
+    for parameter, state in optimizer.state.items():
+        for key, value in state.items():
+            full_name = f"{names[parameter]}.{key}"
+            if not isinstance(value, Tensor):
+                numbers.setdefault(names[parameter], {})[key] = encode(value)
+            elif type(value) in (Tensor, nn.Parameter):
+                tensors[full_name] = value.detach()
+            else:
+                subclasses[full_name], parts = _take_apart(value, optimizer)
+                tensors |= {f"{full_name}.{part}": tensor for part, tensor in parts.items()}
+    _write_tensors(directory, tensors)
+    return SavedOptimizer(
+        optimizer_class=type(optimizer).__name__,
+        groups=tuple(_saved_group(group, names) for group in optimizer.param_groups),
+        numbers=numbers,
+        subclasses=subclasses,
+    )
+
+
+def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
+    values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
+    return sum(value.numel() * value.element_size() for value in values)
+
+
+def _saved_group(group: dict[str, Any], names: dict[Tensor, str]) -> SavedGroup:
+    options = {
+        key: encode(value) for key, value in group.items() if key != "params" and key not in IMPLEMENTATION_OPTIONS
+    }
+    return SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=options)
+
+
+def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
+    files: list[list[str]] = [[]]
+    size = 0
+    for name, tensor in tensors.items():
+        num_bytes = tensor.numel() * tensor.element_size()
+        if files[-1] and size + num_bytes > MAX_FILE_BYTES:
+            files.append([])
+            size = 0
+        files[-1].append(name)
+        size += num_bytes
+    for number, members in enumerate(files, start=1):
+        suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
+        contents = {name: tensors[name].contiguous() for name in members}
+        save_file(contents, directory / f"optimizer{suffix}.safetensors")
+
+
+def _take_apart(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedSubclass, dict[str, Tensor]]:
+    kind = type(value)
+    class_name = f"{kind.__module__}.{kind.__qualname__}"
+    refusal = RequestError(
+        f"the state of optimizer {type(optimizer).__name__} is in tensors of {class_name}, which cannot be saved; "
+        "use adamw_torch_fused, adamw_torch, adafactor or adamw_torch_8bit"
+    )
+    if not class_name.startswith(REBUILDABLE):
+        raise refusal
+    part_names, context = value.__tensor_flatten__()  # type: ignore[attr-defined]
+    parts = {name: getattr(value, name) for name in part_names}
+    if any(type(part) is not Tensor for part in parts.values()):
+        raise refusal
+    return SavedSubclass(tensor_class=class_name, parts=tuple(part_names), context=encode(context)), parts
+
+
+def _put_together(saved: SavedSubclass, parts: dict[str, Tensor]) -> Tensor:
+    module_name, _, name = saved.tensor_class.rpartition(".")
+    kind = getattr(importlib.import_module(module_name), name, None) if module_name.startswith(REBUILDABLE) else None
+    if not (isinstance(kind, type) and issubclass(kind, Tensor)):
+        raise RequestError(f"the checkpoint names tensor class {saved.tensor_class!r}; only those of torchao are known")
+    tensor: Tensor = kind.__tensor_unflatten__(parts, decode(saved.context), None, None)  # type: ignore[attr-defined]
+    return tensor
+
+
+def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
+    """Restores state and options in place. Raises RequestError if the optimizer is not the one that was saved."""
+    if saved.optimizer_class != type(optimizer).__name__:
+        raise RequestError(
+            f"{directory} was trained with {saved.optimizer_class}, this run uses {type(optimizer).__name__}; "
+            "resume with the optim that the run was started with"
+        )
+    names = parameter_names(model)
+    _restore_options(directory, saved, optimizer, names)
+    parameters = {name: parameter for parameter, name in names.items()}
+    groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
+    optimizer.state.clear()
+    for name, values in saved.numbers.items():
+        optimizer.state[parameters[name]].update(decode(values))
+    for name, key, tensor in _read_tensors(directory, saved):
+        parameter = parameters[name]
+        optimizer.state[parameter][key] = _placed(tensor, key, parameter, groups[parameter])
+
+
+def _restore_options(
+    directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
+) -> None:
+    current = [tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
+    if current != [group.parameters for group in saved.groups]:
+        raise RequestError(
+            f"{directory} has other parameter groups than this run's optimizer; "
+            "resume with the model and the optimizer settings that the run was started with"
+        )
+    for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
+        for key, value in decode(saved_group.options).items():
+            if isinstance(group.get(key), Tensor):
+                group[key].fill_(value)  # in place: compiled steps hold this tensor
+            else:
+                group[key] = tuple(value) if isinstance(group.get(key), tuple) else value
+
+
+def _read_tensors(directory: Path, saved: SavedOptimizer) -> Iterator[tuple[str, str, Tensor]]:
+    """(parameter name, state key, tensor), one at a time, subclasses put together again."""
+    partial: dict[str, dict[str, Tensor]] = {full_name: {} for full_name in saved.subclasses}
+    for path in sorted(directory.glob("optimizer*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for full_name in file.keys():  # noqa: SIM118 - not a dict
+                tensor = file.get_tensor(full_name)
+                owner, _, part = full_name.rpartition(".")
+                if owner in partial:
+                    partial[owner][part] = tensor
+                    if len(partial[owner]) < len(saved.subclasses[owner].parts):
+                        continue
+                    full_name, tensor = owner, _put_together(saved.subclasses[owner], partial.pop(owner))
+                name, _, key = full_name.rpartition(".")
+                yield name, key, tensor
+
+
+def _placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+    """On the device where the optimizer looks for it: step counters are on the host unless a kernel reads them."""
+    if key == "step" and not (group.get("fused") or group.get("capturable")):
+        return tensor
+    if type(tensor) is Tensor and tensor.shape == parameter.shape:
+        return torch.empty_like(parameter, dtype=tensor.dtype, requires_grad=False).copy_(tensor)
+    return tensor.to(parameter.device)

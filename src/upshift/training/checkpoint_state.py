@@ -1,0 +1,79 @@
+"""What a checkpoint says in JSON: where the training stands, and all that is not a tensor."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import Field, ValidationError
+
+from upshift.errors import RequestError
+from upshift.training.batches import Position
+from upshift.value import Value, first_problem
+
+STATE_NAME = "upshift_state.json"
+
+
+class TrainState(Value):
+    """Where a training run stands, apart from tensors. Two runs with the same one continue the same way."""
+
+    step: Annotated[int, Field(ge=0)]  # optimizer steps done
+    position: Position  # of the next global batch
+    seed: int
+    tokens_seen: Annotated[int, Field(ge=0)]
+    plan: dict[str, Any]
+    loss_curve: tuple[float, ...] = ()  # of each step so far
+    best_evaluation_loss: float | None = None
+    versions: dict[str, str] = Field(default_factory=dict)
+
+
+class SavedGroup(Value):
+    """One parameter group: the names of its parameters and its options."""
+
+    parameters: tuple[str, ...]
+    options: dict[str, Any]
+
+
+class SavedSubclass(Value):
+    """How to rebuild a state tensor that consists of several plain ones."""
+
+    tensor_class: str
+    parts: tuple[str, ...]
+    context: list[Any]
+
+
+class SavedOptimizer(Value):
+    optimizer_class: str
+    groups: tuple[SavedGroup, ...]
+    numbers: dict[str, dict[str, Any]]  # parameter name -> state key -> a state value that is no tensor
+    subclasses: dict[str, SavedSubclass]  # by `<parameter name>.<state key>`
+
+
+class SavedState(Value):
+    """The file upshift_state.json. It is written last, so a directory that has it whole was written whole."""
+
+    format: int = 1
+    train: TrainState
+    optimizer: SavedOptimizer
+    scheduler: dict[str, Any]
+    scaler: dict[str, Any] | None
+    files: dict[str, int]  # size in bytes of every other file
+
+    def write(self, directory: Path) -> None:
+        # Not to_json: pydantic turns an infinity inside Any (ReduceLROnPlateau starts with one) into null.
+        (directory / STATE_NAME).write_text(json.dumps(self.model_dump(), indent=1), encoding="utf-8")
+
+    @classmethod
+    def read(cls, directory: Path) -> SavedState:
+        path = directory / STATE_NAME
+        try:
+            return cls.model_validate(json.loads(path.read_bytes()))
+        except OSError as error:
+            raise RequestError(f"{path} cannot be read ({error.strerror}); resume from another checkpoint") from None
+        except (UnicodeDecodeError, json.JSONDecodeError):
+            raise RequestError(f"{path} is not whole; resume from another checkpoint") from None
+        except ValidationError as error:
+            raise RequestError(
+                f"{path} is no state of this version ({first_problem(cls, error)}); resume from another checkpoint"
+            ) from None

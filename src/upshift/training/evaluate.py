@@ -1,0 +1,31 @@
+"""Held-out loss."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from transformers import PreTrainedModel
+
+from upshift.planning.plan import Plan
+from upshift.training.batch_fill import to_tensors
+from upshift.training.batches import GlobalBatch
+from upshift.training.prepare import autocast, computing, extra_inputs
+
+
+def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
+    """Mean loss over all label tokens, dropout off; the model is left in training mode."""
+    extra = extra_inputs(model)
+    total, num_labels = 0.0, 0
+    model.eval()
+    try:
+        with torch.no_grad(), computing(model, plan):
+            for micro_batch in (m for batch in batches for m in batch.micro_batches):
+                if micro_batch.num_label_tokens:
+                    with autocast(plan):
+                        loss = model(**to_tensors(micro_batch, plan.device), **extra).loss
+                    total += float(loss) * micro_batch.num_label_tokens
+                    num_labels += micro_batch.num_label_tokens
+    finally:
+        model.train()
+    return total / max(num_labels, 1)

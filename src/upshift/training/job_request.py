@@ -1,0 +1,30 @@
+"""Job: everything a process needs to run one training, except the tokens. Round-trips through JSON."""
+
+from __future__ import annotations
+
+from pydantic import Field
+
+from upshift.planning.plan import Plan
+from upshift.record import Numbers
+from upshift.training.arguments import Arguments
+from upshift.value import Value
+
+
+class Job(Value):
+    model_reference: str
+    from_config: bool = Field(False, description="random weights instead of the model's own")
+    plan: Plan
+    arguments: Arguments
+    data: str = Field(description="path, as the user gave it")
+    text_column: str | None = None
+    global_batch: int = Field(gt=0, description="sequences per optimizer step")
+    output: str
+    overwrite: bool = False
+    resume: bool = Field(False, description="continue from the output's newest checkpoint; start where there is none")
+    predicted: Numbers | None = None
+    baseline: Numbers | None = None
+    baseline_name: str | None = None
+    model_flops_per_token: float | None = None
+    stop_after_tokens: int | None = Field(None, gt=0, description="end early; the schedule stays that of max_steps")
+    stop_after_seconds: float | None = Field(None, gt=0, description="of optimizer steps, in this process; end early")
+    evaluate_at_tokens: tuple[int, ...] = Field((), description="evaluate as soon as that many tokens were seen")

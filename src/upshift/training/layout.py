@@ -1,0 +1,37 @@
+"""From a plan and a model to the layout and objective of its batches."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from upshift.errors import RequestError
+from upshift.models.build import choose_class, read_config
+from upshift.models.source import ModelSource
+from upshift.planning.plan import Plan
+from upshift.training.batch_layout import Layout
+from upshift.training.batch_objective import Objective, objective_for
+
+PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a compiled layer is compiled anew for a new width, so widths are fewer
+
+
+def layout_for(plan: Plan, objective: Objective, *, rank: int = 0) -> Layout:
+    return Layout(
+        micro_batch=plan.per_device_train_batch_size,
+        packing=plan.packing,
+        pad_multiple=min(COMPILED_PAD_MULTIPLE if plan.torch_compile != "off" else PAD_MULTIPLE, plan.sequence_length),
+        mask_padding=objective.kind != "causal-lm",  # causal attention never looks at padding on its right
+        rank=rank,
+        world_size=plan.num_processes,
+    )
+
+
+def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
+    """Without a tokenizer (trials on synthetic tokens) a masked-lm masks with token 0."""
+    config = read_config(source)
+    _, kind = choose_class(config, source.reference)
+    if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):
+        raise RequestError(f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm")
+    vocab_size = config.get_text_config().vocab_size
+    if tokenizer is None:
+        return Objective(kind=kind, vocab_size=vocab_size, mask_token_id=0 if kind == "masked-lm" else None)
+    return objective_for(kind, tokenizer, vocab_size=vocab_size)

@@ -1,0 +1,308 @@
+"""The training loop. There is one; CPU, GPU, one process and several differ only by the Plan."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+from upshift.benchmarking.environment import library_versions
+from upshift.benchmarking.meters import MemoryRecorder, MemorySample
+from upshift.errors import Interrupted, JobFailed, UpshiftError
+from upshift.models.source import find_model
+from upshift.record import Numbers
+from upshift.training.batches import BatchSource, GlobalBatch, Position, evaluation_batches
+from upshift.training.checkpoint import TrainState, capture_rng, load_checkpoint, newest_checkpoint, save_checkpoint, save_model
+from upshift.training.checkpoint_files import still_loadable
+from upshift.training.checkpoint_rng import seed_rng
+from upshift.training.evaluate import evaluate
+from upshift.training.job_data import TrainingData
+from upshift.training.job_request import Job
+from upshift.training.layout import layout_for
+from upshift.training.loop_events import Evaluated, Event, Finished, OnEvent, Saved, Started, StepDone
+from upshift.training.loop_measure import StepMeter
+from upshift.training.loop_run import RUN_NAME, Run
+from upshift.training.loop_stop import StopRequest
+from upshift.training.prepare import load_or_build, prepare, set_process
+from upshift.training.processes import rank_environment
+from upshift.training.step import Stepper
+from upshift.units import gib
+
+REASONS = ("", "tokens", "seconds", "interrupted")  # why to stop before max_steps; the later one wins
+LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
+
+
+@dataclass(frozen=True, kw_only=True)
+class Outcome:
+    """Of a run that ended as it should, on every rank; the numbers are the rank's own."""
+
+    reason: str  # finished, tokens or seconds
+    measured: Numbers
+    loss_curve: list[tuple[int, float]]  # tokens, loss
+    evaluations: tuple[tuple[int, int, float], ...]  # step, tokens, loss
+    memory_samples: list[MemorySample]
+    resumed_step: int
+    seconds: float
+
+
+def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest) -> Outcome:
+    """Run the job in this process, as one rank. Raises Interrupted after a checkpoint, JobFailed, RequestError."""
+    rank, _ = rank_environment()
+    recorder = MemoryRecorder()
+    with _out_of_memory_in_words(Path(job.output)), recorder if rank == 0 else contextlib.nullcontext():
+        return TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder).run()
+
+
+class TrainingLoop:
+    def __init__(
+        self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder
+    ) -> None:
+        self.start = time.perf_counter()
+        self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
+        self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
+        self._on_event = on_event
+        self.layout = layout_for(self.plan, data.objective, rank=rank)
+        self.source = BatchSource(
+            sequences=data.training, global_batch=job.global_batch, layout=self.layout,
+            objective=data.objective, seed=self.arguments.seed,
+        )  # fmt: skip
+        self.run_file = Run.from_file(self.output / RUN_NAME)
+        self.checkpoint = newest_checkpoint(self.output) if job.resume else None
+        set_process(self.plan)
+        self._load()
+        self.resumed_step = self.step
+        self.saved_step = self.step
+        self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.step)
+
+    def _load(self) -> None:
+        seed = self.arguments.seed
+        source = find_model(str(self.checkpoint) if self.checkpoint else self.job.model_reference)
+        from_config = self.job.from_config and self.checkpoint is None
+        model = prepare(load_or_build(source, self.plan, from_config=from_config, seed=seed), self.plan)
+        self.stepper = Stepper(model, self.plan, self.arguments)
+        self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
+        self.losses: list[float] = []
+        self.evaluations = list(self.run_file.evaluations)
+        if self.checkpoint is None:
+            seed_rng(seed, 0, self.rank)
+            return
+        state = load_checkpoint(
+            self.checkpoint, model=model, optimizer=self.stepper.optimizer, scheduler=self.stepper.schedule,
+            scaler=self.stepper.scaler, rank=self.rank,
+        )  # fmt: skip
+        self.step, self.position = state.step, state.position
+        self.tokens += self.run_file.tokens
+        self.losses = list(state.loss_curve)
+
+    def run(self) -> Outcome:
+        parameters = sum(parameter.numel() for parameter in self.stepper.model.parameters())
+        resumed = str(self.checkpoint) if self.checkpoint else None
+        label, max_steps = self.plan.label(), self.arguments.max_steps
+        self._tell(Started(self.step, max_steps, self.tokens[-1], parameters, label, resumed))
+        reason = self._steps()
+        if reason == "interrupted":
+            self._interrupt()
+        self._evaluate()
+        self._save_model()
+        seconds = time.perf_counter() - self.start
+        self._tell(Finished(self.step, self.tokens[-1], seconds, reason))
+        return Outcome(
+            reason=reason,
+            measured=self._numbers(),
+            loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
+            evaluations=tuple(self.evaluations),
+            memory_samples=self.recorder.samples,
+            resumed_step=self.resumed_step,
+            seconds=seconds,
+        )
+
+    def _steps(self) -> str:
+        batches = self.source.batches(self.position)
+        self.recorder.phase = "first step"
+        while self.step < self.arguments.max_steps:
+            reason = self._reason_to_stop()
+            if reason:
+                return reason
+            self._one_step(batches)
+            self.recorder.phase = "steady"
+            if self._evaluation_is_due():
+                self._evaluate()
+            if self.arguments.save_steps and self.step % self.arguments.save_steps == 0:
+                self._save()
+        return "finished"
+
+    def _one_step(self, batches: Iterator[GlobalBatch]) -> None:
+        start = time.perf_counter()
+        batch = next(batches)
+        try:
+            outcome = self.meter.step(self.stepper, batch)
+        except JobFailed as error:
+            raise JobFailed(f"step {self.step + 1}: {error}; {still_loadable(self.output)}") from None
+        self.meter.add(outcome.num_tokens, time.perf_counter() - start)
+        self.step += 1
+        self.position = batch.next_position
+        self.tokens.append(self.tokens[-1] + outcome.num_tokens)
+        self.losses.append(outcome.loss)
+        self._tell(
+            StepDone(
+                step=self.step,
+                max_steps=self.arguments.max_steps,
+                tokens=self.tokens[-1],
+                loss=outcome.loss,
+                learning_rate=outcome.learning_rate,
+                gradient_norm=outcome.gradient_norm,
+                tokens_per_second=self.meter.recent_tokens_per_second,
+                seconds_left=self._seconds_left(),
+                resident_bytes=self.meter.resident_now(),
+            )
+        )
+
+    def _reason_to_stop(self) -> str:
+        """The same on every rank: the clock and the signals of rank 0 decide."""
+        number = 0
+        if self.job.stop_after_tokens and self.tokens[-1] >= self.job.stop_after_tokens:
+            number = 1
+        if self.job.stop_after_seconds and self.rank == 0 and self.meter.seconds >= self.job.stop_after_seconds:
+            number = 2
+        if self.stop.requested and self.rank == 0:
+            number = 3
+        if self.plan.num_processes > 1:
+            decision = torch.tensor(number, device=self.plan.device)
+            dist.all_reduce(decision, op=dist.ReduceOp.MAX)
+            number = int(decision)
+        return REASONS[number]
+
+    def _seconds_left(self) -> float:
+        """Until the first of the ends that were asked for."""
+        steps = float(self.arguments.max_steps - self.step)
+        if self.job.stop_after_tokens:
+            steps = min(steps, (self.job.stop_after_tokens - self.tokens[-1]) * self.step / self.tokens[-1])
+        seconds = steps * self.meter.recent_step_seconds
+        if self.job.stop_after_seconds:
+            seconds = min(seconds, self.job.stop_after_seconds - self.meter.seconds)
+        return max(seconds, 0.0)
+
+    def _evaluation_is_due(self) -> bool:
+        crossed = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
+        return crossed or bool(self.arguments.eval_steps and self.step % self.arguments.eval_steps == 0)
+
+    def _evaluate(self) -> None:
+        if self.data.evaluation is None or (self.evaluations and self.evaluations[-1][0] == self.step):
+            return
+        phase, self.recorder.phase = self.recorder.phase, "evaluation"
+        batches = evaluation_batches(
+            self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
+        )
+        loss = evaluate(self.stepper.model, self.plan, batches)
+        self.evaluations.append((self.step, self.tokens[-1], loss))
+        self.recorder.phase = phase
+        self._tell(Evaluated(self.step, self.tokens[-1], loss))
+
+    def _interrupt(self) -> None:
+        done = f"interrupted after step {self.step} of {self.arguments.max_steps}"
+        if self.step == 0:
+            raise Interrupted(f"{done}; nothing is saved, start again")
+        self._save()
+        raise Interrupted(f"{done}; checkpoint-{self.step} is saved in {self.output}, continue with --resume")
+
+    def _save(self) -> None:
+        if self.saved_step == self.step:
+            return
+        rngs = [capture_rng(self.stepper.model.device)]
+        if self.plan.num_processes > 1:
+            gathered = [None] * self.plan.num_processes
+            dist.all_gather_object(gathered, rngs[0])
+            rngs = gathered  # type: ignore[assignment]
+        state = TrainState(
+            step=self.step,
+            position=self.position,
+            seed=self.arguments.seed,
+            tokens_seen=self.tokens[-1],
+            plan=self.plan.model_dump(),
+            loss_curve=tuple(self.losses),
+            best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
+            versions=library_versions(),
+        )
+        stepper = self.stepper
+        with self._on_rank_0("save") as mine:
+            if mine:
+                self._write_run()
+                path = save_checkpoint(
+                    self.output, model=stepper.model, tokenizer=self.data.tokenizer, optimizer=stepper.optimizer,
+                    scheduler_state=stepper.schedule_state(),
+                    scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None,
+                    state=state, rngs=rngs,
+                )  # fmt: skip
+                self._tell(Saved(str(path), self.step))
+        self.saved_step = self.step
+
+    def _save_model(self) -> None:
+        with self._on_rank_0("save") as mine:
+            if mine:
+                save_model(self.output, self.stepper.model, self.data.tokenizer)
+                self._write_run(finished=True)
+                self._tell(Saved(str(self.output), self.step))
+
+    def _write_run(self, *, finished: bool = False) -> None:
+        """Before each checkpoint: a run file may be ahead of the newest checkpoint, never behind."""
+        changed = self.run_file.changed(
+            tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished
+        )
+        changed.write(self.output)
+
+    @contextmanager
+    def _on_rank_0(self, phase: str) -> Iterator[bool]:
+        """Work that one rank does while the others wait; when it fails, all of them fail, with its words."""
+        before, self.recorder.phase = self.recorder.phase, phase
+        failure: UpshiftError | None = None
+        try:
+            yield self.rank == 0
+        except UpshiftError as error:
+            failure = error
+        self.recorder.phase = before
+        if self.plan.num_processes > 1:
+            words: list[str | None] = [str(failure) if failure else None]
+            dist.broadcast_object_list(words, src=0)
+            if failure is None and words[0] is not None:
+                failure = JobFailed(words[0])
+        if failure is not None:
+            raise failure
+
+    def _numbers(self) -> Numbers:
+        speed, per_token = self.meter.tokens_per_second, self.job.model_flops_per_token
+        last = self.losses[-LOSS_STEPS:]
+        return Numbers(
+            peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
+            resident_gib=gib(self.meter.resident_peak()),
+            step_ms=self.meter.step_ms,
+            tokens_per_second=speed,
+            loss=sum(last) / len(last) if last else None,
+            evaluation_loss=self.evaluations[-1][2] if self.evaluations else None,
+            model_flops_per_second=speed * per_token if speed and per_token else None,
+            one_time_seconds=self.meter.one_time_seconds,
+        )
+
+    def _tell(self, event: Event) -> None:
+        if self.rank == 0:
+            self._on_event(event)
+
+
+@contextmanager
+def _out_of_memory_in_words(output: Path) -> Iterator[None]:
+    """torch has no type for the CPU allocator's refusal; its own words are fixed in c10/core/CPUAllocator.cpp."""
+    try:
+        yield
+    except (MemoryError, RuntimeError) as error:
+        refused = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator: can't allocate" in str(error)
+        if not refused:
+            raise
+        raise JobFailed(
+            f"out of memory ({' '.join(str(error).split())[:160]}); {still_loadable(output)}; "
+            "let `upshift plan` choose again, with less memory in use by others"
+        ) from error

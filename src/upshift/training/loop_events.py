@@ -1,0 +1,66 @@
+"""What a running job tells: frozen values for one callback; as JSON lines where the job runs in other processes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+
+
+@dataclass(frozen=True)
+class Started:
+    step: int  # optimizer steps done before; more than 0 when resumed
+    max_steps: int
+    tokens: int
+    num_parameters: int
+    plan_label: str
+    resumed_from: str | None  # the checkpoint's path
+
+
+@dataclass(frozen=True)
+class StepDone:
+    step: int
+    max_steps: int
+    tokens: int  # seen so far, padding not counted
+    loss: float
+    learning_rate: float
+    gradient_norm: float | None
+    tokens_per_second: float  # over the last steps; real tokens
+    seconds_left: float
+    resident_bytes: int  # of this process; on a GPU, in use on the device
+
+
+@dataclass(frozen=True)
+class Evaluated:
+    step: int
+    tokens: int
+    loss: float
+
+
+@dataclass(frozen=True)
+class Saved:
+    path: str
+    step: int
+
+
+@dataclass(frozen=True)
+class Finished:
+    step: int
+    tokens: int
+    seconds: float
+    reason: str  # finished, or the early end that was asked for: tokens, seconds
+
+
+Event = Started | StepDone | Evaluated | Saved | Finished
+OnEvent = Callable[[Event], None]
+_CLASSES = {kind.__name__: kind for kind in (Started, StepDone, Evaluated, Saved, Finished)}
+
+
+def event_to_json(event: Event) -> str:
+    return json.dumps({"event": type(event).__name__, **asdict(event)})
+
+
+def event_from_json(line: str) -> Event:
+    fields = json.loads(line)
+    event: Event = _CLASSES[fields.pop("event")](**fields)
+    return event

@@ -1,0 +1,117 @@
+"""What a training run measures of itself: step times, speed, and the memory of one early step."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import AbstractContextManager
+
+import torch
+
+from upshift.benchmarking.meters import (
+    AllocatedPeak,
+    allocated_peak,
+    reset_resident_peak,
+    resident_bytes,
+    resident_peak_bytes,
+    tensor_bytes,
+)
+from upshift.record import Spread
+from upshift.training.batches import GlobalBatch
+from upshift.training.prepare import computing
+from upshift.training.step import StepOutcome, Stepper
+
+NUM_WARMUP = 2  # steps that allocate, compile and tune
+WINDOW_STEPS = 20
+WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
+
+
+class StepMeter:
+    """Counts from this process's first step: a resumed run warms up again."""
+
+    def __init__(self, device: str, *, planned_steps: int) -> None:
+        self.device = device
+        self.watched = min(NUM_WARMUP + 1, planned_steps)  # the step whose memory is watched
+        self.count = 0
+        self.seconds = 0.0
+        self.first_seconds: float | None = None
+        self.steady: list[tuple[int, float]] = []  # tokens, seconds
+        self.peak_bytes: int | None = None
+        self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
+        self._resident_peak = 0
+        reset_resident_peak()
+
+    def step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
+        if self.count + 1 == self.watched:
+            return self._watched_step(stepper, batch)
+        return stepper.step(batch)
+
+    def add(self, tokens: int, seconds: float) -> None:
+        self.count += 1
+        self.seconds += seconds
+        if self.count == 1:
+            self.first_seconds = seconds
+        if self.count == 2 and self.watched != 2:
+            self._window.clear()  # the first step compiles
+        if self.count == 1 or self.count != self.watched:
+            self._window.append((tokens, seconds))
+        if self.count > NUM_WARMUP + 1:
+            self.steady.append((tokens, seconds))
+
+    def _watched_step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
+        """``Stepper.step`` under the allocator's meter; its events are kept in memory, so only a part is watched."""
+        self._resident_peak = resident_peak_bytes()
+        total = torch.zeros((), device=self.device)
+        with computing(stepper.model, stepper.plan):
+            with self._watch(stepper) as first:
+                for micro_batch in batch.micro_batches[:WATCHED_MICRO_BATCHES]:
+                    total += stepper.accumulate(micro_batch, batch.num_label_tokens)
+            for micro_batch in batch.micro_batches[WATCHED_MICRO_BATCHES:]:
+                total += stepper.accumulate(micro_batch, batch.num_label_tokens)
+        with self._watch(stepper) as second:
+            outcome = stepper.update(total, batch.num_tokens)
+        self.peak_bytes = max(first.bytes or 0, second.bytes or 0) or None
+        if self.device == "cpu":
+            reset_resident_peak()  # what watching itself took is not the run's
+        return outcome
+
+    def _watch(self, stepper: Stepper) -> AbstractContextManager[AllocatedPeak]:
+        return allocated_peak(self.device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer))
+
+    @property
+    def recent_tokens_per_second(self) -> float:
+        tokens, seconds = (sum(column) for column in zip(*self._window, strict=True)) if self._window else (0, 0.0)
+        return tokens / seconds if seconds else 0.0
+
+    @property
+    def recent_step_seconds(self) -> float:
+        return sum(seconds for _, seconds in self._window) / max(len(self._window), 1)
+
+    @property
+    def step_ms(self) -> Spread | None:
+        if not self.steady:
+            return None
+        return Spread.of([seconds * 1000 for _, seconds in self.steady], num_warmup=NUM_WARMUP + 1)
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        seconds = sum(seconds for _, seconds in self.steady)
+        return sum(tokens for tokens, _ in self.steady) / seconds if seconds else None
+
+    @property
+    def one_time_seconds(self) -> float | None:
+        spread = self.step_ms
+        if spread is None or self.first_seconds is None:
+            return None
+        return max(self.first_seconds - spread.p50 / 1000, 0.0)
+
+    def resident_now(self) -> int:
+        return _device_bytes() if self.device == "cuda" else resident_bytes()
+
+    def resident_peak(self) -> int:
+        # torch's CUDA allocator gives nothing back, so what is in use at the end is the highest.
+        return _device_bytes() if self.device == "cuda" else max(self._resident_peak, resident_peak_bytes())
+
+
+def _device_bytes() -> int:
+    free, total = torch.cuda.mem_get_info()
+    return total - free

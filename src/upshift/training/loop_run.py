@@ -1,0 +1,96 @@
+"""upshift_run.json, beside the checkpoints: what the run was asked for, and how far it came. Decides what may resume."""
+
+from __future__ import annotations
+
+import zlib
+from pathlib import Path
+
+import numpy as np
+
+from upshift.errors import RequestError
+from upshift.training.arguments import Arguments
+from upshift.training.checkpoint_files import find_checkpoints, replace_text, writing
+from upshift.training.checkpoint_state import SavedState
+from upshift.training.job_request import Job
+from upshift.training.tokens import Sequences
+from upshift.value import Value
+
+RUN_NAME = "upshift_run.json"
+OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp")
+CHANGEABLE = ("max_steps", "eval_steps", "save_steps")  # arguments that a resumed run may have anew
+
+
+class Run(Value):
+    model: str  # the plan's hash of the model's config
+    data: str  # fingerprint of the training sequences
+    global_batch: int
+    sequence_length: int
+    arguments: Arguments
+    finished: bool = False
+    tokens: tuple[int, ...] = ()  # seen after each step
+    evaluations: tuple[tuple[int, int, float], ...] = ()  # step, tokens, loss
+
+    def write(self, directory: Path) -> None:
+        with writing(directory, name=RUN_NAME, temporary=directory / f"{RUN_NAME}.tmp"):
+            replace_text(directory / RUN_NAME, self.to_json())
+
+    def cut(self, step: int) -> Run:
+        """As it was after ``step``: the file may be ahead of the checkpoint."""
+        kept = tuple(entry for entry in self.evaluations if entry[0] <= step)
+        return self.changed(tokens=self.tokens[:step], evaluations=kept, finished=False)
+
+
+def new_run(job: Job, sequences: Sequences) -> Run:
+    return Run(
+        model=job.plan.model,
+        data=fingerprint(sequences),
+        global_batch=job.global_batch,
+        sequence_length=job.plan.sequence_length,
+        arguments=job.arguments,
+    )
+
+
+def open_run(job: Job, sequences: Sequences) -> None:
+    """Writes the file of a new run, or checks that this job may resume the one in the output directory."""
+    directory, run = Path(job.output), new_run(job, sequences)
+    path = directory / RUN_NAME
+    before = Run.from_file(path) if path.exists() else None
+    checkpoint = find_checkpoints(directory).newest if job.resume else None
+    if checkpoint is None:
+        if before is not None and before.finished:
+            raise RequestError(
+                f"the run in {directory} is finished and has no checkpoint to resume from; "
+                "use --overwrite to train again, or another output directory"
+            )
+        run.write(directory)
+        return
+    if before is None:
+        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; give the directory of the whole run")
+    _check_same(before, run, directory)
+    state = SavedState.read(checkpoint).train
+    if state.step > job.arguments.max_steps:
+        raise RequestError(
+            f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; use {state.step} or more"
+        )
+    before.cut(state.step).changed(arguments=job.arguments).write(directory)
+
+
+def _check_same(before: Run, run: Run, directory: Path) -> None:
+    """Another plan may go on with a run; other data, another model or other mathematics may not."""
+    pairs = [(name, getattr(before, name), getattr(run, name)) for name in ("global_batch", "sequence_length", "model", "data")]
+    pairs += [
+        (name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE
+    ]
+    for name, old, new in pairs:
+        if old != new:
+            raise RequestError(
+                f"{name}={new} differs from the run in {directory}, which has {name}={old}; "
+                "resume with the value of that run, or start anew in another output directory"
+            )
+
+
+def fingerprint(sequences: Sequences) -> str:
+    checksum = 0
+    for array in (sequences.tokens, sequences.starts, sequences.lengths):
+        checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
+    return f"{len(sequences)} sequences {checksum:08x}"

@@ -1,0 +1,82 @@
+"""Turns a model into one that runs the way the plan says. One function, one order: attention, recompute, compile."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from upshift.errors import RequestError
+from upshift.models.build import build_model, choose_class, find_stacks, read_config
+from upshift.models.chunked_loss import chunked_head
+from upshift.models.recompute import recompute_layers
+from upshift.models.source import ModelSource, check_weights
+from upshift.planning.plan import Plan
+from upshift.training.host_memory import keep_freed_memory
+
+
+def set_process(plan: Plan) -> None:
+    """Choices that belong to the whole process; called before tensors exist."""
+    if plan.host_memory == "keep":
+        keep_freed_memory()
+    if plan.device == "cpu":
+        torch.set_num_threads(plan.threads_per_process)
+    torch.set_float32_matmul_precision(("high" if plan.device == "cuda" else "medium") if plan.precision == "tf32" else "highest")
+
+
+def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> PreTrainedModel:
+    """The trainable model in the plan's weight precision, on the host."""
+    dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
+    config = read_config(source)
+    model_class, _ = choose_class(config, source.reference)
+    if from_config:
+        torch.manual_seed(seed)
+        return build_model(config, model_class, dtype=dtype)
+    if source.directory is None:
+        raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
+    check_weights(source.directory)
+    model: PreTrainedModel = model_class.from_pretrained(source.directory, dtype=dtype, use_safetensors=True)
+    return model.train()
+
+
+def prepare(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
+    """Apply the plan to ``model`` in place and move it to the plan's device."""
+    model.to(plan.device)  # type: ignore[arg-type]
+    if plan.attention != model.config._attn_implementation:
+        model.set_attn_implementation(plan.attention)
+    recompute_layers(model, plan.activation_checkpointing)
+    compile_layers(model, plan)
+    return model
+
+
+def compile_layers(model: PreTrainedModel, plan: Plan) -> None:
+    if plan.torch_compile == "layer":
+        for _, stack in find_stacks(model):
+            for layer in stack:
+                layer.compile()
+    elif plan.torch_compile == "model":
+        model.compile()
+
+
+@contextmanager
+def computing(model: nn.Module, plan: Plan) -> Iterator[None]:
+    """While open, the model's loss is computed the way the plan says."""
+    head = chunked_head(model, chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else contextlib.nullcontext()
+    with head:
+        yield
+
+
+def autocast(plan: Plan) -> torch.autocast:
+    """For the forward pass only: the backward pass runs in the precisions that the forward pass chose."""
+    dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
+    return torch.autocast(plan.device, dtype=dtype, enabled=plan.precision in ("bf16", "fp16"))
+
+
+def extra_inputs(model: PreTrainedModel) -> dict[str, bool]:
+    """A key-value cache in training costs memory and makes transformers ignore packed position ids."""
+    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}

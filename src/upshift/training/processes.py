@@ -1,0 +1,75 @@
+"""Several processes on one host: starts the other ranks, joins them in a group, ends them together."""
+
+from __future__ import annotations
+
+import os
+import socket
+import traceback
+from collections.abc import Callable
+from typing import TypeVar
+
+import torch.distributed as dist
+
+from upshift.errors import JobFailed
+from upshift.planning.plan import Plan
+
+Request = TypeVar("Request")
+Result = TypeVar("Result")
+_rank_and_size: list[tuple[int, int]] = []  # set once in a forked rank, before anything else runs there
+
+
+def rank_environment() -> tuple[int, int]:
+    """This process's rank and the number of ranks."""
+    return _rank_and_size[0] if _rank_and_size else (0, 1)
+
+
+def join_processes(plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
+    """Run ``work(request)`` in ``plan.num_processes`` processes; returns rank 0's result.
+
+    The other ranks are forked, so no thread pool may exist yet: call it before the first tensor operation.
+    """
+    if plan.num_processes == 1:
+        return work(request)
+    port = _free_port()
+    children = [_fork_rank(rank, port, plan, work, request) for rank in range(1, plan.num_processes)]
+    try:
+        return _run_rank(0, port, plan, work, request)
+    finally:
+        failed = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+        if any(failed):
+            raise JobFailed(f"{sum(map(bool, failed))} of {plan.num_processes} processes failed (exit codes {failed})")
+
+
+def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> int:
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        _run_rank(rank, port, plan, work, request)
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
+    _rank_and_size[:] = [(rank, plan.num_processes)]
+    dist.init_process_group(
+        "nccl" if plan.device == "cuda" else "gloo",
+        init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=plan.num_processes,
+    )  # fmt: skip
+    try:
+        result = work(request)
+        dist.barrier()
+        return result
+    finally:
+        dist.destroy_process_group()
+        _rank_and_size.clear()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])

@@ -1,0 +1,106 @@
+"""One optimizer step over one global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import PreTrainedModel
+
+from upshift.errors import JobFailed
+from upshift.planning.plan import Plan
+from upshift.training.arguments import Arguments
+from upshift.training.batch_fill import MicroBatch, to_tensors
+from upshift.training.batches import GlobalBatch
+from upshift.training.optimizers import build_optimizer, build_schedule
+from upshift.training.prepare import autocast, computing, extra_inputs
+
+GRADIENT_BUCKET_ELEMENTS = 2**23  # gradients summed over processes in flat buckets of this size
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    loss: float  # mean over the label tokens of the whole global batch
+    gradient_norm: float | None
+    learning_rate: float
+    num_tokens: int
+
+
+class Stepper:
+    """Holds what changes from step to step: weights, optimizer, schedule, loss scale."""
+
+    def __init__(self, model: PreTrainedModel, plan: Plan, arguments: Arguments) -> None:
+        self.model, self.plan, self.arguments = model, plan, arguments
+        self.optimizer = build_optimizer(model, plan, arguments)
+        self.schedule = build_schedule(self.optimizer, arguments)
+        self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
+        self._extra = extra_inputs(model)
+
+    def step(self, batch: GlobalBatch) -> StepOutcome:
+        """Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout."""
+        total = torch.zeros((), device=self.plan.device)
+        with computing(self.model, self.plan):
+            for micro_batch in batch.micro_batches:
+                total += self.accumulate(micro_batch, batch.num_label_tokens)
+        return self.update(total, batch.num_tokens)
+
+    def accumulate(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
+        """Forward and backward of one micro-batch; returns its share of the global batch's mean loss."""
+        if micro_batch.num_label_tokens == 0:
+            return torch.zeros((), device=self.plan.device)
+        inputs = to_tensors(micro_batch, self.plan.device)
+        with autocast(self.plan):
+            loss = self.model(**inputs, **self._extra).loss
+        share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
+        self.scaler.scale(share).backward()
+        return share.detach()
+
+    def update(self, total: torch.Tensor, num_tokens: int) -> StepOutcome:
+        if self.plan.num_processes > 1:
+            self._sum_gradients(total)
+        self.scaler.unscale_(self.optimizer)
+        norm = None
+        if self.arguments.max_grad_norm:
+            norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm))
+        loss = float(total)
+        if loss != loss:
+            raise JobFailed("the loss became NaN; lower the learning rate, or use bf16 or fp32 instead of fp16")
+        self.scaler.step(self.optimizer)
+        self.scaler.update()
+        learning_rate = float(self.schedule.get_last_lr()[0])
+        self.schedule.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return StepOutcome(loss=loss, gradient_norm=norm, learning_rate=learning_rate, num_tokens=num_tokens)
+
+    def _sum_gradients(self, total: torch.Tensor) -> None:
+        """Sum over processes, in flat buckets: each process has its share of the global mean, so no division."""
+        gradients = []
+        for parameter in self.model.parameters():
+            if parameter.requires_grad:
+                if parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
+                gradients.append(parameter.grad)
+        bucket: list[torch.Tensor] = []
+        size = 0
+        for gradient in gradients:
+            bucket.append(gradient)
+            size += gradient.numel()
+            if size >= GRADIENT_BUCKET_ELEMENTS:
+                _sum_bucket(bucket)
+                bucket, size = [], 0
+        if bucket:
+            _sum_bucket(bucket)
+        dist.all_reduce(total)
+
+    def schedule_state(self) -> dict[str, Any]:
+        state: dict[str, Any] = self.schedule.state_dict()
+        return {key: value for key, value in state.items() if isinstance(value, (int, float, list))}
+
+
+def _sum_bucket(bucket: list[torch.Tensor]) -> None:
+    flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    dist.all_reduce(flat)
+    for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        gradient.copy_(summed.view_as(gradient))

@@ -1,0 +1,161 @@
+"""One trial: the plan on the real model for a few seconds, longest micro-batch first."""
+
+from __future__ import annotations
+
+import resource
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import psutil
+import torch
+
+from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes, tensor_bytes
+from upshift.benchmarking.timer import time_once
+from upshift.models.source import find_model
+from upshift.planning.plan import Plan
+from upshift.planning.trial import TrialRequest, TrialResult
+from upshift.record import Spread
+from upshift.training.arguments import Arguments
+from upshift.training.batch_fill import MicroBatch
+from upshift.training.batch_objective import Objective
+from upshift.training.batches import BatchSource, GlobalBatch, evaluation_batches
+from upshift.training.evaluate import evaluate
+from upshift.training.layout import layout_for, objective_of
+from upshift.training.prepare import computing, load_or_build, prepare, set_process
+from upshift.training.processes import join_processes, rank_environment
+from upshift.training.step import Stepper
+from upshift.training.tokens import Sequences, TokenizedCorpus, cut_sequences
+
+MEMORY_SHARE = 0.95  # of what is free at the start; beyond it an allocation fails inside the trial, not in the system
+CHECK_SEQUENCES = 4
+MIN_SAMPLES, MAX_SAMPLES = 2, 24
+
+
+def main(request_path: str, answer_path: str) -> None:
+    request = TrialRequest.from_file(Path(request_path))
+    start = time.perf_counter()
+    try:
+        result = join_processes(request.plan, run_trial, request)
+    except (torch.OutOfMemoryError, MemoryError) as error:
+        result = TrialResult(failure=_one_line(error), out_of_memory=True)
+    except Exception as error:  # a trial is asked "does this run?"; every kind of no is an answer, with its words
+        result = TrialResult(failure=_one_line(error), out_of_memory=_says_out_of_memory(error))
+    result = result.changed(wall_seconds=time.perf_counter() - start)
+    Path(answer_path).write_text(result.to_json())
+
+
+def run_trial(request: TrialRequest) -> TrialResult:
+    rank, world_size = rank_environment()
+    plan = request.plan
+    _limit_memory(plan)
+    set_process(plan)
+    base = resident_bytes()
+    reset_resident_peak()
+    source = find_model(request.model_reference)
+    model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), plan)
+    objective = Objective.model_validate(request.objective) if request.objective else objective_of(source)
+    sequences = _sequences(request, vocab_size=objective.vocab_size or 2)
+    layout = layout_for(plan, objective, rank=rank)
+    batch = next(
+        BatchSource(
+            sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
+        ).batches()
+    )
+    first = replace(
+        sequences, starts=sequences.starts[:CHECK_SEQUENCES], lengths=sequences.lengths[:CHECK_SEQUENCES]
+    )
+    check = evaluate(model, plan, evaluation_batches(first, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective))
+    torch.manual_seed(request.seed)
+    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed))
+    return _measure(stepper, batch, request, base=base, check=check)
+
+
+def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest, *, base: int, check: float) -> TrialResult:
+    """Warm-up, a step under the allocator's meter, then timed micro-batches and timed updates."""
+    plan = request.plan
+    chosen = _spread(batch.micro_batches)
+    zero = torch.zeros(())
+
+    def accumulate(micro_batch: MicroBatch) -> None:
+        stepper.accumulate(micro_batch, batch.num_label_tokens)
+
+    with computing(stepper.model, plan):
+        first = time_once(lambda: accumulate(chosen[0]), device=plan.device)
+        first_update = time_once(lambda: stepper.update(zero.clone(), 0), device=plan.device)
+        for micro_batch in {m.input_ids.shape: m for m in chosen[1:]}.values():  # other shapes compile apart
+            first += time_once(lambda m=micro_batch: accumulate(m), device=plan.device)
+        stepper.optimizer.zero_grad(set_to_none=True)
+        with allocated_peak(plan.device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
+            for micro_batch in chosen[:2]:
+                accumulate(micro_batch)
+            stepper.update(zero.clone(), 0)
+        micro, tokens, padded = _time_micro_batches(stepper, chosen, accumulate, seconds=request.seconds)
+        updates = [time_once(lambda: stepper.update(zero.clone(), 0), device=plan.device) for _ in range(2)]
+    total_padded = sum(m.num_padded_tokens for m in batch.micro_batches)
+    scale = total_padded / max(padded / len(micro), 1)  # micro-batches of average size in a whole step
+    steps = [seconds * scale + min(updates) for seconds in micro]
+    average = sum(micro) / len(micro) * scale + min(updates)
+    return TrialResult(
+        step_seconds=Spread.of(steps, num_warmup=1).changed(p50=average),
+        update_seconds=min(updates),
+        tokens_per_second=batch.num_tokens / average,
+        one_time_seconds=max(first - sum(micro) / len(micro), 0.0) + max(first_update - min(updates), 0.0),
+        peak_bytes=peak.bytes,
+        resident_bytes=resident_peak_bytes(),
+        base_resident_bytes=base,
+        check_loss=check,
+    )
+
+
+def _time_micro_batches(
+    stepper: Stepper, chosen: list[MicroBatch], accumulate: object, *, seconds: float
+) -> tuple[list[float], int, int]:
+    """Seconds of each timed micro-batch, and the tokens, real and padded, that they held."""
+    samples: list[float] = []
+    tokens = padded = 0
+    while len(samples) < MAX_SAMPLES and (len(samples) < max(MIN_SAMPLES, len(chosen)) or sum(samples) < seconds):
+        if len(samples) >= MIN_SAMPLES and sum(samples) > 2 * seconds:
+            break
+        micro_batch = chosen[len(samples) % len(chosen)]
+        samples.append(time_once(lambda m=micro_batch: accumulate(m), device=stepper.plan.device))  # type: ignore[operator]
+        tokens += micro_batch.num_tokens
+        padded += micro_batch.num_padded_tokens
+    return samples, tokens, padded
+
+
+def _spread(micro_batches: tuple[MicroBatch, ...] | list[MicroBatch]) -> list[MicroBatch]:
+    """At most four micro-batches: the largest first, then evenly through the sizes."""
+    ordered = sorted((m for m in micro_batches if m.num_label_tokens), key=lambda m: -m.num_padded_tokens)
+    if len(ordered) <= 4:
+        return ordered
+    return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]
+
+
+def _sequences(request: TrialRequest, *, vocab_size: int) -> Sequences:
+    length = request.plan.sequence_length
+    if request.sample is not None:
+        with np.load(request.sample) as arrays:
+            return cut_sequences(TokenizedCorpus(tokens=arrays["tokens"], offsets=arrays["offsets"]), length)
+    generator = np.random.default_rng(request.seed)
+    count = max(request.global_batch, CHECK_SEQUENCES)
+    documents = [generator.integers(0, vocab_size, size=length).astype(np.int32) for _ in range(count)]
+    return cut_sequences(TokenizedCorpus.from_documents(documents), length)
+
+
+def _limit_memory(plan: Plan) -> None:
+    """Make the allocator refuse before the system starts to kill."""
+    free = psutil.virtual_memory().available
+    used = resident_bytes()
+    limit = int(used + free * MEMORY_SHARE / plan.num_processes)
+    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+
+
+def _says_out_of_memory(error: Exception) -> bool:
+    """torch has no type for the CPU allocator's refusal; its own words are fixed in c10/core/CPUAllocator.cpp."""
+    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
+
+
+def _one_line(error: BaseException) -> str:
+    return f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"

@@ -1,0 +1,32 @@
+"""What every test has: no network, a cache folder of its own, and property tests that time does not fail."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import hypothesis
+import pytest
+
+# Another process on the machine must not fail a test, and a failure must come back on every machine.
+hypothesis.settings.register_profile("house", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("house")
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("HF_HUB_OFFLINE", "1")
+        patch.setenv("UPSHIFT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    on_gpu = [item for item in items if item.path.is_relative_to(Path(__file__).parent / "gpu")]
+    if not on_gpu:
+        return
+    import torch  # not before: the light tests run where torch is not installed
+
+    if not torch.cuda.is_available():
+        for item in on_gpu:
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA GPU"))

@@ -1,0 +1,93 @@
+"""The report page in a real browser: every plot is drawn, nothing fails, and nothing is loaded."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from upshift.benchmarking.page import (
+    Candidate,
+    ComparisonRow,
+    LossCurve,
+    MemoryLife,
+    MemorySample,
+    RunPage,
+    Sample,
+    write_run_page,
+)
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
+FLAGS = (
+    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
+    "--disable-background-networking", "--disable-component-update", "--disable-sync",
+    "--virtual-time-budget=8000", "--enable-logging=stderr",
+)  # fmt: skip
+HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
+
+
+def browser() -> str:
+    found = next((path for path in map(shutil.which, NAMES) if path), None)
+    if found is None:
+        pytest.skip(f"no browser on this machine: looked for {', '.join(NAMES)}")
+    return found
+
+
+def opened(page: Path, profile: Path) -> tuple[str, list[str]]:
+    """The page after its scripts ran, and what they said on the console."""
+    command = [browser(), *FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
+    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
+
+
+def made_up_page() -> RunPage:
+    memory = [
+        MemorySample(seconds=at, phase="load" if at < 5 else "steady", parts={"weights": 0.4, HOSTILE: at % 7 / 7},
+                     resident_gib=2.0)
+        for at in range(60)
+    ]  # fmt: skip
+    plans = [
+        Candidate(label=f"{HOSTILE} {index}", tokens_per_second=100.0 + index * 37 % 900,
+                  peak_gib=0.5 + index * 13 % 97, status="candidate" if index % 5 else "rejected",
+                  changes_mathematics=index % 3 == 0)
+        for index in range(4000)
+    ]  # fmt: skip
+    chosen = Candidate(label="chosen", status="chosen", tokens_per_second=950.0, peak_gib=3.0,
+                       measured_tokens_per_second=940.0, measured_peak_gib=3.1)  # fmt: skip
+    losses = [(float(at), 3 + math.exp(-at / 9)) for at in range(90)]
+    return RunPage(
+        title="A made-up run",
+        summary=HOSTILE,
+        comparison=(ComparisonRow(plan=HOSTILE, role="default", tokens_per_second=3.0),),
+        candidates=(*plans, chosen),
+        memory_limit_gib=40.0,
+        memory=MemoryLife(samples=tuple(memory), predicted_peak_gib=1.5),
+        loss_curves=(LossCurve(name=HOSTILE, training=tuple(losses), held_out=((0, 4), (90, 3))),),
+        samples=(Sample(prompt="Once", text=HOSTILE),),
+    )
+
+
+def test_plots_are_drawn_without_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_run_page(page, made_up_page())
+    document, said = opened(page, tmp_path / "profile")
+    assert said == []
+    assert 'data-plots="3"' in document
+    assert "<title>A made-up run</title>" in document
+    drawn = document[document.index("<body") :].split('<figure><div class="plot')[1:]
+    assert [part.count('class="main-svg"') >= 1 for part in drawn] == [True] * 3
+    plans, memory, loss = drawn
+    assert plans.count('class="point"') > 1000
+    assert memory.count('class="fills"') >= 2 and 'class="js-line"' in memory
+    assert loss.count('class="js-line"') >= 3
+
+
+def test_page_without_plots_opens(tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    write_run_page(page, RunPage(title="Empty", summary="Nothing was measured."))
+    document, said = opened(page, tmp_path / "profile")
+    assert said == []
+    assert "Memory was not sampled in this run." in document

@@ -1,0 +1,362 @@
+"""The rules of the house, each checked on the source itself. A failure names the file, the line and the rule."""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+PACKAGE = SOURCE / "upshift"
+
+PUBLIC_NAMES = ["Host", "ModelProfile", "Plan", "Record", "Workload", "describe", "detect", "inspect", "plan", "train"]
+
+# Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
+FLOORS = (
+    ("errors", "units", "value"),
+    ("models", "record", "settings"),
+    ("hardware", "benchmarking"),
+    ("planning", "loading", "debugging"),
+    ("training", "inference", "xla", "launching"),
+    ("cli", "tuning"),
+    ("__init__", "__main__"),  # the package's own two doors
+)
+FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
+SIDEWAYS = {  # the only imports within one floor
+    ("value", "errors"): "a value that cannot be read is a RequestError",
+    ("models", "settings"): "settings is the only reader of the environment",
+    ("benchmarking", "hardware"): "a result row names the host that it was measured on",
+}
+
+HEAVY = ("torch", "transformers")
+HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
+    "upshift.models.build",
+    "upshift.models.chunked_loss",
+    "upshift.models.fit",
+    "upshift.models.recompute",
+    "upshift.models.trace",
+    "upshift.models.tracker",
+    "upshift.hardware.base_process",
+    "upshift.hardware.probe",
+}
+HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported
+NO_NUMPY_PACKAGES = {"errors", "units", "value", "models", "record", "settings", "planning"}  # beside HEAVY_MODULES
+
+MAX_FILE_LINES = 300
+MAX_FUNCTION_LINES = 50
+LONGER: dict[str, str] = {}  # "file" or "file:function" -> why it may be longer
+MAX_CONTRIBUTING_LINES = 80
+MAX_IMPORT_MS = 100
+MACHINE_TEXT = {
+    "an absolute path of a machine": re.compile(r"(?<![\w.])/(?:work|root|home)/"),
+    "a registry address": re.compile(
+        r"in[d]ex-url|find-l[i]nks|[p]ypi\.org/simple|download\.[p]ytorch\.org|fi[l]e:///"
+    ),
+}
+
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+
+
+def sources(*packages: str) -> list[Path]:
+    """All files of src/upshift, or those of some of its folders and files."""
+    files = sorted(PACKAGE.rglob("*.py"))
+    return [file for file in files if not packages or place(file) in packages]
+
+
+def place(file: Path) -> str:
+    """The folder or file of src/upshift that it belongs to: a name in FLOORS."""
+    return file.relative_to(PACKAGE).parts[0].removesuffix(".py")
+
+
+def module_of(file: Path) -> str:
+    name = ".".join(file.relative_to(SOURCE).with_suffix("").parts)
+    return name.removesuffix(".__init__")
+
+
+def at(file: Path, line: int) -> str:
+    return f"{file.relative_to(ROOT)}:{line}"
+
+
+@cache
+def tree(file: Path) -> ast.Module:
+    return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
+
+
+def lines(file: Path) -> list[str]:
+    return file.read_text(encoding="utf-8").splitlines()
+
+
+@cache
+def modules() -> dict[str, Path]:
+    return {module_of(file): file for file in sources()}
+
+
+def imported(node: ast.stmt, file: Path) -> list[str]:
+    """What a statement imports, by full name: upshift.models.profile for ``from upshift.models import profile``."""
+    if isinstance(node, ast.Import):
+        return [alias.name for alias in node.names]
+    if not isinstance(node, ast.ImportFrom):
+        return []
+    base = node.module or ""
+    if node.level:
+        package = module_of(file).split(".") if file.name == "__init__.py" else module_of(file).split(".")[:-1]
+        base = ".".join([*package[: len(package) - node.level + 1], *([base] if base else [])])
+    if base.split(".")[0] != "upshift":
+        return [base]
+    names = [f"{base}.{alias.name}" for alias in node.names]
+    is_module = [name in modules() or (PACKAGE.parent / Path(*name.split("."))).is_dir() for name in names]
+    return [name if known else base for name, known in zip(names, is_module, strict=True)]
+
+
+def all_imports(file: Path) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree(file)):
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, name) for name in imported(node, file))
+
+
+def first_imports(file: Path) -> Iterator[tuple[int, str]]:
+    """What is imported when the file is: not inside functions, not for the type checker only."""
+    waiting: list[ast.AST] = [tree(file)]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, Function | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            waiting.extend(node.orelse)
+            continue
+        if isinstance(node, ast.Import | ast.ImportFrom):
+            yield from ((node.lineno, name) for name in imported(node, file))
+        waiting.extend(ast.iter_child_nodes(node))
+
+
+def way_to(module: str, libraries: tuple[str, ...]) -> str | None:
+    """How importing this module of ours imports one of the libraries; None: it does not."""
+    waiting, seen = [(module, "")], set()
+    while waiting:
+        name, way = waiting.pop(0)
+        if name in seen:
+            continue
+        seen.add(name)
+        if "." in name:
+            waiting.append((name.rpartition(".")[0], way))  # its package is imported before it
+        if name not in modules():
+            continue
+        for line, target in sorted(first_imports(modules()[name])):
+            here = f"{way}{at(modules()[name], line)}"
+            if target.split(".")[0] in libraries:
+                return f"{here} imports {target}"
+            if target.split(".")[0] == "upshift":
+                waiting.append((target, f"{here} -> "))
+    return None
+
+
+def functions(file: Path) -> Iterator[Function]:
+    return (node for node in ast.walk(tree(file)) if isinstance(node, Function))
+
+
+def refuse(broken: list[str], rule: str) -> None:
+    if broken:
+        pytest.fail(f"{rule}:\n  " + "\n  ".join(broken), pytrace=False)
+
+
+def test_every_file_has_a_floor() -> None:
+    refuse(
+        sorted({f"src/upshift/{place(file)}" for file in sources() if place(file) not in FLOOR}),
+        "not on any floor; add the name to FLOORS",
+    )
+
+
+def test_every_folder_is_a_package() -> None:
+    folders = {file.parent for file in sources()}
+    refuse(
+        sorted(str(folder.relative_to(ROOT)) for folder in folders if not (folder / "__init__.py").is_file()),
+        "no __init__.py",
+    )
+
+
+def test_imports_go_down() -> None:
+    broken = []
+    for file in sources():
+        here = place(file)
+        for line, name in all_imports(file):
+            parts = name.split(".")
+            if parts[0] != "upshift":
+                continue
+            there = parts[1] if len(parts) > 1 else "__init__"
+            if here == there or (here, there) in SIDEWAYS or FLOOR.get(there, 99) < FLOOR.get(here, 0):
+                continue
+            floors = f"{here} (floor {FLOOR.get(here)}) imports {there} (floor {FLOOR.get(there)})"
+            broken.append(f"{at(file, line)} {floors}")
+    refuse(broken, "a file imports only from its own package and from floors below")
+
+
+def test_the_exceptions_are_needed() -> None:
+    names = [(place(file), name.split(".")) for file in sources() for _, name in all_imports(file)]
+    seen = {(here, parts[1]) for here, parts in names if parts[0] == "upshift" and len(parts) > 1}
+    refuse([f"{one} -> {other}" for one, other in SIDEWAYS if (one, other) not in seen], "in SIDEWAYS and not used")
+    refuse(sorted(HEAVY_MODULES - modules().keys()), "in HEAVY_MODULES and not there")
+
+
+@pytest.mark.parametrize("library", HEAVY)
+def test_light_files_import_without(library: str) -> None:
+    light = [file for file in sources() if place(file) not in HEAVY_PACKAGES and module_of(file) not in HEAVY_MODULES]
+    ways = {file: way_to(module_of(file), (library,)) for file in light}
+    refuse(
+        [f"{file.relative_to(ROOT)}: {way}" for file, way in ways.items() if way],
+        f"imports {library} when it is imported; import it in the function that needs it",
+    )
+
+
+def test_planning_imports_without_numpy() -> None:
+    light = [file for file in sources(*NO_NUMPY_PACKAGES) if module_of(file) not in HEAVY_MODULES]
+    ways = {file: way_to(module_of(file), ("numpy",)) for file in light}
+    refuse(
+        [f"{file.relative_to(ROOT)}: {way}" for file, way in ways.items() if way],
+        "imports numpy when it is imported; import it in the function that needs it",
+    )
+
+
+def test_light_tests_import_without_torch() -> None:
+    broken = [
+        f"{at(file, line)} imports {name}"
+        for file in sorted((ROOT / "tests" / "light").rglob("*.py"))
+        for line, name in first_imports(file)
+        if name.split(".")[0] in HEAVY or (name.startswith("upshift") and way_to(name, HEAVY))
+    ]
+    refuse(broken, "a light test needs no torch")
+
+
+def test_import_is_cheap() -> None:
+    child = (
+        "import sys, time; sys.path.insert(0, sys.argv[1]); start = time.perf_counter(); import upshift; "
+        "print(1000 * (time.perf_counter() - start), *(name for name in sys.argv[2:] if name in sys.modules))"
+    )
+    command = [sys.executable, "-c", child, str(SOURCE), *HEAVY]
+    outputs = [subprocess.run(command, capture_output=True, text=True, check=True).stdout.split() for _ in range(5)]
+    assert [output[1:] for output in outputs] == [[]] * 5, "`import upshift` imports a heavy library"
+    fastest = min(float(output[0]) for output in outputs)
+    assert fastest < MAX_IMPORT_MS, f"`import upshift` takes {fastest:.0f} ms"
+
+
+def test_public_names() -> None:
+    import upshift
+
+    assert sorted(upshift.__all__) == PUBLIC_NAMES
+    assert [name for name in PUBLIC_NAMES if name not in dir(upshift)] == []
+
+
+def test_only_settings_reads_the_environment() -> None:
+    names = {"environ", "environb", "getenv", "getenvb", "putenv", "unsetenv"}
+    broken = []
+    for file in sources():
+        if module_of(file) == "upshift.settings":
+            continue
+        for node in ast.walk(tree(file)):
+            attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
+            direct = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {n.name for n in node.names}
+            if attribute or direct:
+                broken.append(at(file, node.lineno))
+    refuse(broken, "only settings.py reads environment variables; add a field to Settings")
+
+
+def test_files_are_short() -> None:
+    counts = {str(file.relative_to(PACKAGE)): len(lines(file)) for file in sources()}
+    long = {name: count for name, count in counts.items() if count > MAX_FILE_LINES and name not in LONGER}
+    refuse([f"src/upshift/{name}: {count}" for name, count in long.items()], f"over {MAX_FILE_LINES} lines")
+
+
+def test_functions_are_short() -> None:
+    broken = []
+    for file in sources():
+        for node in functions(file):
+            count = (node.end_lineno or node.lineno) - node.lineno + 1
+            if count > MAX_FUNCTION_LINES and f"{file.relative_to(PACKAGE)}:{node.name}" not in LONGER:
+                broken.append(f"{at(file, node.lineno)} {node.name}: {count}")
+    refuse(broken, f"over {MAX_FUNCTION_LINES} lines")
+
+
+def test_broad_handlers_say_why() -> None:
+    broken = []
+    for file in sources():
+        for node in ast.walk(tree(file)):
+            if not isinstance(node, ast.ExceptHandler):
+                continue
+            caught = "" if node.type is None else ast.unparse(node.type)
+            broad = node.type is None or re.search(r"\b(Base)?Exception\b", caught)
+            passes_on = isinstance(node.body[-1], ast.Raise) and node.body[-1].exc is None
+            if broad and not passes_on and "#" not in lines(file)[node.lineno - 1]:
+                broken.append(f"{at(file, node.lineno)} except {caught}")
+    refuse(broken, "a broad handler says its reason in a comment on the same line, or raises on")
+
+
+def calls(file: Path, is_it: Callable[[ast.Call], bool]) -> Iterator[ast.Call]:
+    return (node for node in ast.walk(tree(file)) if isinstance(node, ast.Call) and is_it(node))
+
+
+def test_only_the_command_line_prints() -> None:
+    def prints(call: ast.Call) -> bool:
+        return isinstance(call.func, ast.Name) and call.func.id == "print"
+
+    broken = [at(file, call.lineno) for file in sources() if place(file) != "cli" for call in calls(file, prints)]
+    refuse(broken, "only cli prints")
+
+
+def test_every_module_says_what_it_is() -> None:
+    broken = [str(file.relative_to(ROOT)) for file in sources() if not ast.get_docstring(tree(file))]
+    refuse(broken, "no docstring at the top")
+
+
+def repository_files() -> list[Path]:
+    """Everything that is, or is about to be, in the repository."""
+    command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
+    try:
+        names = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\0")
+    except (OSError, subprocess.CalledProcessError):
+        pytest.skip("not a git checkout")
+    return [ROOT / name for name in names if name and (ROOT / name).is_file()]
+
+
+def test_nothing_names_a_machine() -> None:
+    broken = []
+    for file in repository_files():
+        try:
+            text = file.read_text(encoding="utf-8")
+        except UnicodeDecodeError:
+            continue  # a picture
+        for what, pattern in MACHINE_TEXT.items():
+            for match in pattern.finditer(text):
+                broken.append(f"{at(file, text.count(chr(10), 0, match.start()) + 1)} {what}")
+    refuse(broken, "the repository names no machine and no registry")
+
+
+def test_links_between_pages_lead_somewhere() -> None:
+    broken = []
+    for file in repository_files():
+        if file.suffix != ".md":
+            continue
+        for number, line in enumerate(lines(file), start=1):
+            for target in re.findall(r"\]\(([^)#\s]+)", line):
+                if "://" not in target and not target.startswith("mailto:") and not (file.parent / target).exists():
+                    broken.append(f"{at(file, number)} {target}")
+    refuse(broken, "a link leads nowhere")
+
+
+@pytest.mark.parametrize("name", ["LICENSE", "CHANGELOG.md", "CONTRIBUTING.md"])
+def test_the_house_has(name: str) -> None:
+    assert (ROOT / name).is_file()
+
+
+def test_licence_is_apache_2() -> None:
+    text = (ROOT / "LICENSE").read_text(encoding="utf-8")
+    assert "Apache License" in text and "END OF TERMS AND CONDITIONS" in text
+
+
+def test_contributing_fits_a_page() -> None:
+    assert len(lines(ROOT / "CONTRIBUTING.md")) < MAX_CONTRIBUTING_LINES

@@ -1,0 +1,254 @@
+"""Every value that crosses a package border: back from JSON as it was, unknown keys refused, frozen."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from functools import cache
+from pathlib import Path
+from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_type_hints
+
+import annotated_types
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from pydantic import ValidationError
+from pydantic.fields import FieldInfo
+
+from upshift.errors import RequestError
+from upshift.hardware import Cpu, Gpu, Host
+from upshift.planning.lengths import LengthHistogram
+from upshift.value import Value
+
+SOURCE = Path(__file__).parents[2] / "src"
+MAX_ITEMS = 2  # of a generated tuple or dict; a ModelProfile nests five deep
+
+# Imports every module with torch and transformers refused, and prints the values that could still be imported.
+FIND = """
+import importlib, inspect, json, sys
+from pathlib import Path
+class Refused(ImportError): pass
+class Refuse:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in ("torch", "transformers"):
+            raise Refused(name)
+sys.meta_path.insert(0, Refuse())
+sys.path.insert(0, sys.argv[1])
+from upshift.value import Value
+found, broken = set(), []
+source = Path(sys.argv[1])
+for file in sorted(source.glob("upshift/**/*.py")):
+    name = ".".join(file.relative_to(source).with_suffix("").parts).removesuffix(".__init__")
+    if file.stem == "__main__":
+        continue
+    try:
+        module = importlib.import_module(name)
+    except Refused:
+        continue
+    except Exception as error:
+        broken.append(f"{name}: {error!r}")
+        continue
+    for cls in vars(module).values():
+        if inspect.isclass(cls) and issubclass(cls, Value) and cls is not Value and cls.__module__ == name:
+            found.add((name, cls.__qualname__))
+print(json.dumps({"found": sorted(found), "broken": broken}))
+"""
+
+
+def find() -> tuple[list[type[Value]], list[str]]:
+    command = [sys.executable, "-c", FIND, str(SOURCE)]
+    answer = json.loads(subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True).stdout)
+    return [getattr(importlib.import_module(module), name) for module, name in answer["found"]], answer["broken"]
+
+
+VALUES, BROKEN = find()
+
+
+def numbers(kind: type[int] | type[float], bounds: list[Any]) -> st.SearchStrategy[Any]:
+    """Integers of 64 bits, or finite floats, within annotated bounds."""
+    low: Any = None
+    high: Any = None
+    open_low = open_high = False
+    for bound in bounds:
+        if isinstance(bound, annotated_types.Ge | annotated_types.Gt):
+            low, open_low = getattr(bound, "ge", getattr(bound, "gt", None)), isinstance(bound, annotated_types.Gt)
+        elif isinstance(bound, annotated_types.Le | annotated_types.Lt):
+            high, open_high = getattr(bound, "le", getattr(bound, "lt", None)), isinstance(bound, annotated_types.Lt)
+        else:
+            raise TypeError(f"no strategy for the bound {bound!r}")
+    if kind is int:
+        least = -(2**63) if low is None else low + open_low
+        return st.integers(least, 2**63 - 1 if high is None else high - open_high)
+    edges = {"exclude_min": open_low, "exclude_max": open_high}
+    return st.floats(low, high, allow_nan=False, allow_infinity=False, **edges)
+
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | numbers(int, []) | numbers(float, []) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=MAX_ITEMS) | st.dictionaries(st.text(max_size=5), inner, max_size=MAX_ITEMS),
+    max_leaves=4,
+)
+PLAIN: dict[Any, st.SearchStrategy[Any]] = {
+    str: st.text(max_size=10),
+    bool: st.booleans(),
+    Path: st.text(st.characters(codec="utf-8", exclude_characters="\0"), max_size=10).map(Path),
+    Any: JSON_VALUES,
+    types.NoneType: st.none(),
+    None: st.none(),
+}
+
+
+def bounds_of(annotations: tuple[Any, ...]) -> list[Any]:
+    """The numeric bounds of an Annotated, whose Field carries its own."""
+    fields = [item.metadata if isinstance(item, FieldInfo) else [item] for item in annotations]
+    return [bound for bounds in fields for bound in bounds]
+
+
+def of(annotation: Any, bounds: list[Any] | None = None) -> st.SearchStrategy[Any]:
+    """Instances of any annotation that a value uses; an annotation it does not know is an error, not a guess."""
+    origin, arguments = get_origin(annotation), get_args(annotation)
+    if origin is Annotated:
+        return of(arguments[0], bounds_of(arguments[1:]))
+    if annotation in (int, float):
+        return numbers(annotation, bounds or [])
+    if origin in (Union, types.UnionType):
+        return st.one_of([of(part, bounds if part in (int, float) else None) for part in arguments])
+    if bounds:
+        raise TypeError(f"no strategy for {annotation!r} with {bounds}")
+    if annotation in PLAIN:
+        return PLAIN[annotation]
+    if origin is Literal:
+        return st.sampled_from(arguments)
+    if origin in (tuple, list, dict):
+        return container(origin, arguments)
+    if isinstance(annotation, type) and issubclass(annotation, Value):
+        return st.deferred(lambda: instances(annotation))
+    if isinstance(annotation, type) and issubclass(annotation, tuple):  # a NamedTuple, such as Polynomial
+        return st.builds(annotation, **{name: of(hint) for name, hint in get_type_hints(annotation).items()})
+    raise TypeError(f"no strategy for {annotation!r}; add one")
+
+
+def container(origin: Any, arguments: tuple[Any, ...]) -> st.SearchStrategy[Any]:
+    if origin is dict:
+        return st.dictionaries(of(arguments[0]), of(arguments[1]), max_size=MAX_ITEMS)
+    if origin is list:
+        return st.lists(of(arguments[0]), max_size=MAX_ITEMS)
+    if arguments[-1] is Ellipsis:
+        return st.lists(of(arguments[0]), max_size=MAX_ITEMS).map(tuple)
+    return st.tuples(*map(of, arguments))
+
+
+def fields_of(cls: type[Value], **instead: st.SearchStrategy[Any]) -> st.SearchStrategy[dict[str, Any]]:
+    strategies = {name: of(field.annotation, field.metadata) for name, field in cls.model_fields.items()}
+    return st.fixed_dictionaries({**strategies, **instead})
+
+
+@st.composite
+def hosts(draw: st.DrawFn) -> Host:
+    """A host with equal GPUs, with mixed ones, or with a CPU only."""
+    gpus, mixed = draw(st.integers(0, 2)), draw(st.booleans())
+    parts: dict[str, st.SearchStrategy[Any]] = {
+        "cpu": instances(Cpu) if gpus == 0 else st.none() | instances(Cpu),
+        "gpus_per_node": st.just(gpus),
+        "gpu": instances(Gpu) if gpus and not mixed else st.none(),
+        "mixed_gpus": st.tuples(*[instances(Gpu)] * (gpus if mixed else 0)),
+    }
+    return Host(**draw(fields_of(Host, **parts)))
+
+
+@st.composite
+def histograms(draw: st.DrawFn) -> LengthHistogram:
+    pairs = draw(st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 2**40)), min_size=1, max_size=5))
+    lengths, counts = zip(*pairs, strict=True)
+    instead = {"lengths": st.just(lengths), "counts": st.just(counts)}
+    return LengthHistogram(**draw(fields_of(LengthHistogram, **instead)))
+
+
+SPECIAL: dict[type[Value], Callable[[], st.SearchStrategy[Any]]] = {Host: hosts, LengthHistogram: histograms}
+
+
+@cache
+def instances(cls: type[Value]) -> st.SearchStrategy[Any]:
+    """Valid instances; where fields must agree with each other, those that do."""
+    if cls in SPECIAL:
+        return SPECIAL[cls]()
+    return fields_of(cls).map(lambda fields: valid(cls, fields)).filter(lambda value: value is not None)
+
+
+def valid(cls: type[Value], fields: dict[str, Any]) -> Value | None:
+    try:
+        return cls(**fields)
+    except RequestError:
+        return None
+    except ValidationError as error:
+        if all(problem["type"] == "value_error" for problem in error.errors()):  # a check of the class's own
+            return None
+        raise
+
+
+every_value = pytest.mark.parametrize("cls", VALUES, ids=lambda cls: f"{cls.__module__}.{cls.__qualname__}")
+few = settings(max_examples=20, suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large])
+one = settings(few, max_examples=1)
+
+
+def test_every_light_module_imports() -> None:
+    assert BROKEN == []
+
+
+def test_the_nouns_are_found() -> None:
+    assert {"Host", "ModelProfile", "Workload", "Plan", "Record"} <= {cls.__name__ for cls in VALUES}
+
+
+@every_value
+@few
+@given(data=st.data())
+def test_json_round_trip(cls: type[Value], data: st.DataObject) -> None:
+    value = data.draw(instances(cls))
+    assert cls.from_json(value.to_json()) == value
+    assert cls.from_json(value.to_json(indent=2)) == value
+    assert cls.from_json(json.dumps(json.loads(value.to_json()))) == value  # through any other JSON library
+
+
+@every_value
+@one
+@given(data=st.data())
+def test_unknown_key_is_refused(cls: type[Value], data: st.DataObject) -> None:
+    document = {**json.loads(data.draw(instances(cls)).to_json()), "no_such_key": 1}
+    with pytest.raises(RequestError) as refused:
+        cls.from_json(json.dumps(document), origin="the file")
+    message = str(refused.value)
+    assert message.startswith(f"the file is not a valid {cls.__name__}: unknown key 'no_such_key'")
+    assert message.endswith("the keys are " + ", ".join(sorted(cls.model_fields)))
+    assert "\n" not in message
+
+
+@every_value
+@one
+@given(data=st.data())
+def test_frozen(cls: type[Value], data: st.DataObject) -> None:
+    value = data.draw(instances(cls))
+    for name in cls.model_fields:
+        with pytest.raises(ValidationError, match="frozen"):
+            setattr(value, name, getattr(value, name))
+    with pytest.raises(ValidationError):
+        value.no_such_field = 1
+    with pytest.raises(TypeError):
+        cls(*(getattr(value, name) for name in cls.model_fields))  # keywords only
+    assert value.changed() == value
+
+
+@pytest.mark.parametrize("text", ["", "[]", "null", "{", "1e999", '{"p20": 1, "p50": "one", "p80": 3}', '{"p20": NaN}'])
+def test_damaged_text_is_one_line(text: str) -> None:
+    cls = next(cls for cls in VALUES if cls.__name__ == "Spread")
+    with pytest.raises(RequestError) as refused:
+        cls.from_json(text, origin="the file")
+    assert str(refused.value).startswith("the file is not a valid Spread: ") and "\n" not in str(refused.value)
+
+
+def test_a_file_that_is_not_there(tmp_path: Path) -> None:
+    with pytest.raises(RequestError, match="cannot read .*no.json: No such file or directory; give the path of a Host"):
+        Host.from_file(tmp_path / "no.json")
