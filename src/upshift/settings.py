@@ -27,3 +27,9 @@ def read_settings() -> Settings:
         rank=int(env.get("RANK", "0")),
         world_size=int(env.get("WORLD_SIZE", "1")),
     )
+
+
+def quiet_libraries() -> None:
+    """Libraries that print from C++ read these when they are loaded; called once, by a program's entry point."""
+    for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
+        os.environ.setdefault(name, value)

@@ -8,7 +8,7 @@ import struct
 from pathlib import Path
 from typing import Any
 
-from upshift.errors import MissingExtra, RequestError
+from upshift.errors import RequestError
 from upshift.settings import read_settings
 from upshift.value import Value
 
@@ -57,11 +57,9 @@ def _read_config(path: Path, reference: str) -> dict[str, Any]:
 
 
 def _from_hub(reference: str) -> ModelSource:
-    try:
-        from huggingface_hub import hf_hub_download
-        from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
-    except ImportError:
-        raise MissingExtra(library="huggingface_hub", extra="hub", purpose=f"model {reference!r}") from None
+    from huggingface_hub import hf_hub_download  # comes with transformers
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     offline = read_settings().hub_offline
     try:
         path = Path(hf_hub_download(reference, "config.json", local_files_only=offline))

@@ -104,9 +104,11 @@ def variants_for(host: Host, workload: Workload, source: ModelSource) -> tuple[V
         precisions.append("bf16")
     if "bf16-weights" in workload.allow:
         precisions.append("bf16-pure")
-    kernels = ["sdpa"] if workload.sequence_length > EAGER_ATTENTION_LIMIT else ["sdpa", "eager"]
-    masks = (False, True) if workload.lengths is not None else (False,)
-    return tuple(Variant(p, a, m) for p in precisions for a in kernels for m in masks)  # type: ignore[arg-type]
+    packed = workload.lengths is not None
+    variants = [Variant(p, "sdpa", m) for p in precisions for m in ((False, True) if packed else (False,))]  # type: ignore[arg-type]
+    if workload.sequence_length <= EAGER_ATTENTION_LIMIT:
+        variants += [Variant(p, "eager", False) for p in precisions]  # type: ignore[arg-type]
+    return tuple(variants)
 
 
 def plan_training(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 import torch
+import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from upshift.planning.plan import Plan
@@ -14,7 +15,7 @@ from upshift.training.prepare import autocast, computing, extra_inputs
 
 
 def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
-    """Mean loss over all label tokens, dropout off; the model is left in training mode."""
+    """Mean loss over all label tokens of all ranks, dropout off; the model is left in training mode."""
     extra = extra_inputs(model)
     total, num_labels = 0.0, 0
     model.eval()
@@ -28,4 +29,8 @@ def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch])
                     num_labels += micro_batch.num_label_tokens
     finally:
         model.train()
+    if plan.num_processes > 1:
+        sums = torch.tensor([total, num_labels], dtype=torch.float64, device=plan.device)
+        dist.all_reduce(sums)
+        total, num_labels = float(sums[0]), int(sums[1])
     return total / max(num_labels, 1)

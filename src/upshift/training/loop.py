@@ -9,16 +9,20 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-import torch.distributed as dist
-
 from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
-from upshift.errors import Interrupted, JobFailed, UpshiftError
+from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
 from upshift.training.batches import BatchSource, GlobalBatch, Position, evaluation_batches
-from upshift.training.checkpoint import TrainState, capture_rng, load_checkpoint, newest_checkpoint, save_checkpoint, save_model
+from upshift.training.checkpoint import (
+    TrainState,
+    capture_rng,
+    load_checkpoint,
+    newest_checkpoint,
+    save_checkpoint,
+    save_model,
+)
 from upshift.training.checkpoint_files import still_loadable
 from upshift.training.checkpoint_rng import seed_rng
 from upshift.training.evaluate import evaluate
@@ -27,6 +31,7 @@ from upshift.training.job_request import Job
 from upshift.training.layout import layout_for
 from upshift.training.loop_events import Evaluated, Event, Finished, OnEvent, Saved, Started, StepDone
 from upshift.training.loop_measure import StepMeter
+from upshift.training.loop_ranks import gather, highest, on_rank_0, out_of_memory_in_words
 from upshift.training.loop_run import RUN_NAME, Run
 from upshift.training.loop_stop import StopRequest
 from upshift.training.prepare import load_or_build, prepare, set_process
@@ -55,7 +60,7 @@ def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest)
     """Run the job in this process, as one rank. Raises Interrupted after a checkpoint, JobFailed, RequestError."""
     rank, _ = rank_environment()
     recorder = MemoryRecorder()
-    with _out_of_memory_in_words(Path(job.output)), recorder if rank == 0 else contextlib.nullcontext():
+    with out_of_memory_in_words(Path(job.output)), recorder if rank == 0 else contextlib.nullcontext():
         return TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder).run()
 
 
@@ -172,11 +177,7 @@ class TrainingLoop:
             number = 2
         if self.stop.requested and self.rank == 0:
             number = 3
-        if self.plan.num_processes > 1:
-            decision = torch.tensor(number, device=self.plan.device)
-            dist.all_reduce(decision, op=dist.ReduceOp.MAX)
-            number = int(decision)
-        return REASONS[number]
+        return REASONS[highest(number, self.plan)]
 
     def _seconds_left(self) -> float:
         """Until the first of the ends that were asked for."""
@@ -195,13 +196,12 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         if self.data.evaluation is None or (self.evaluations and self.evaluations[-1][0] == self.step):
             return
-        phase, self.recorder.phase = self.recorder.phase, "evaluation"
         batches = evaluation_batches(
             self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
         )
-        loss = evaluate(self.stepper.model, self.plan, batches)
+        with self._phase("evaluation"):
+            loss = evaluate(self.stepper.model, self.plan, batches)
         self.evaluations.append((self.step, self.tokens[-1], loss))
-        self.recorder.phase = phase
         self._tell(Evaluated(self.step, self.tokens[-1], loss))
 
     def _interrupt(self) -> None:
@@ -214,11 +214,7 @@ class TrainingLoop:
     def _save(self) -> None:
         if self.saved_step == self.step:
             return
-        rngs = [capture_rng(self.stepper.model.device)]
-        if self.plan.num_processes > 1:
-            gathered = [None] * self.plan.num_processes
-            dist.all_gather_object(gathered, rngs[0])
-            rngs = gathered  # type: ignore[assignment]
+        rngs = gather(capture_rng(self.stepper.model.device), self.plan)
         state = TrainState(
             step=self.step,
             position=self.position,
@@ -230,8 +226,8 @@ class TrainingLoop:
             versions=library_versions(),
         )
         stepper = self.stepper
-        with self._on_rank_0("save") as mine:
-            if mine:
+        with on_rank_0(self.plan), self._phase("save"):
+            if self.rank == 0:
                 self._write_run()
                 path = save_checkpoint(
                     self.output, model=stepper.model, tokenizer=self.data.tokenizer, optimizer=stepper.optimizer,
@@ -243,8 +239,8 @@ class TrainingLoop:
         self.saved_step = self.step
 
     def _save_model(self) -> None:
-        with self._on_rank_0("save") as mine:
-            if mine:
+        with on_rank_0(self.plan), self._phase("save"):
+            if self.rank == 0:
                 save_model(self.output, self.stepper.model, self.data.tokenizer)
                 self._write_run(finished=True)
                 self._tell(Saved(str(self.output), self.step))
@@ -255,24 +251,6 @@ class TrainingLoop:
             tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished
         )
         changed.write(self.output)
-
-    @contextmanager
-    def _on_rank_0(self, phase: str) -> Iterator[bool]:
-        """Work that one rank does while the others wait; when it fails, all of them fail, with its words."""
-        before, self.recorder.phase = self.recorder.phase, phase
-        failure: UpshiftError | None = None
-        try:
-            yield self.rank == 0
-        except UpshiftError as error:
-            failure = error
-        self.recorder.phase = before
-        if self.plan.num_processes > 1:
-            words: list[str | None] = [str(failure) if failure else None]
-            dist.broadcast_object_list(words, src=0)
-            if failure is None and words[0] is not None:
-                failure = JobFailed(words[0])
-        if failure is not None:
-            raise failure
 
     def _numbers(self) -> Numbers:
         speed, per_token = self.meter.tokens_per_second, self.job.model_flops_per_token
@@ -288,21 +266,12 @@ class TrainingLoop:
             one_time_seconds=self.meter.one_time_seconds,
         )
 
+    @contextmanager
+    def _phase(self, phase: str) -> Iterator[None]:
+        before, self.recorder.phase = self.recorder.phase, phase
+        yield
+        self.recorder.phase = before
+
     def _tell(self, event: Event) -> None:
         if self.rank == 0:
             self._on_event(event)
-
-
-@contextmanager
-def _out_of_memory_in_words(output: Path) -> Iterator[None]:
-    """torch has no type for the CPU allocator's refusal; its own words are fixed in c10/core/CPUAllocator.cpp."""
-    try:
-        yield
-    except (MemoryError, RuntimeError) as error:
-        refused = isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "DefaultCPUAllocator: can't allocate" in str(error)
-        if not refused:
-            raise
-        raise JobFailed(
-            f"out of memory ({' '.join(str(error).split())[:160]}); {still_loadable(output)}; "
-            "let `upshift plan` choose again, with less memory in use by others"
-        ) from error

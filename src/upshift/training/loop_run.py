@@ -1,4 +1,4 @@
-"""upshift_run.json, beside the checkpoints: what the run was asked for, and how far it came. Decides what may resume."""
+"""upshift_run.json, beside the checkpoints: what the run was asked for and how far it came. Decides what may resume."""
 
 from __future__ import annotations
 
@@ -70,14 +70,16 @@ def open_run(job: Job, sequences: Sequences) -> None:
     state = SavedState.read(checkpoint).train
     if state.step > job.arguments.max_steps:
         raise RequestError(
-            f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; use {state.step} or more"
+            f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; "
+            f"use {state.step} or more"
         )
     before.cut(state.step).changed(arguments=job.arguments).write(directory)
 
 
 def _check_same(before: Run, run: Run, directory: Path) -> None:
     """Another plan may go on with a run; other data, another model or other mathematics may not."""
-    pairs = [(name, getattr(before, name), getattr(run, name)) for name in ("global_batch", "sequence_length", "model", "data")]
+    names = ("global_batch", "sequence_length", "model", "data")
+    pairs = [(name, getattr(before, name), getattr(run, name)) for name in names]
     pairs += [
         (name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE
     ]
@@ -92,5 +94,5 @@ def _check_same(before: Run, run: Run, directory: Path) -> None:
 def fingerprint(sequences: Sequences) -> str:
     checksum = 0
     for array in (sequences.tokens, sequences.starts, sequences.lengths):
-        checksum = zlib.crc32(np.ascontiguousarray(array), checksum)
+        checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"

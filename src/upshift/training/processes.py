@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import torch.distributed as dist
 
-from upshift.errors import JobFailed
+from upshift.errors import JobFailed, UpshiftError
 from upshift.planning.plan import Plan
 
 Request = TypeVar("Request")
@@ -33,11 +33,29 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
     port = _free_port()
     children = [_fork_rank(rank, port, plan, work, request) for rank in range(1, plan.num_processes)]
     try:
-        return _run_rank(0, port, plan, work, request)
-    finally:
-        failed = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
-        if any(failed):
-            raise JobFailed(f"{sum(map(bool, failed))} of {plan.num_processes} processes failed (exit codes {failed})")
+        result = _run_rank(0, port, plan, work, request)
+    except RuntimeError as error:
+        failed = _wait(children)
+        if failed and "gloo" in str(error):  # this rank only lost its peers: the cause is theirs
+            raise _ranks_failed(failed, plan) from error
+        raise
+    except BaseException:  # the others fail with this rank, whose words are the ones to show
+        _wait(children)
+        raise
+    failed = _wait(children)
+    if failed:
+        raise _ranks_failed(failed, plan)
+    return result
+
+
+def _wait(children: list[int]) -> list[int]:
+    """The exit codes that are not 0, once all have ended."""
+    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+    return [code for code in codes if code]
+
+
+def _ranks_failed(codes: list[int], plan: Plan) -> JobFailed:
+    return JobFailed(f"{len(codes)} of {plan.num_processes} processes failed (exit codes {codes})")
 
 
 def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> int:
@@ -48,6 +66,8 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
     try:
         _run_rank(rank, port, plan, work, request)
         code = 0
+    except UpshiftError:
+        pass  # rank 0 fails with the same words
     except BaseException:
         traceback.print_exc()
     finally:

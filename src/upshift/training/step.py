@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,8 +66,9 @@ class Stepper:
         if self.arguments.max_grad_norm:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm))
         loss = float(total)
-        if loss != loss:
-            raise JobFailed("the loss became NaN; lower the learning rate, or use bf16 or fp32 instead of fp16")
+        if not math.isfinite(loss):
+            what = "NaN" if math.isnan(loss) else "infinite"
+            raise JobFailed(f"the loss became {what}; lower the learning rate, or use bf16 or fp32 instead of fp16")
         self.scaler.step(self.optimizer)
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])

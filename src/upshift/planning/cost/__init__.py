@@ -1,0 +1,1 @@
+"""What a plan costs: allocated memory, held memory, time."""

@@ -63,6 +63,8 @@ def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrac
     masked = plan.packing and workload.lengths is not None
     if profile.objective != "causal-lm" and workload.lengths is not None:
         masked = True  # right padding must be masked where attention looks at later positions
+    if plan.attention == "eager":
+        masked = False  # it builds its mask in any case
     return profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked)
 
 

@@ -1,0 +1,137 @@
+"""``upshift train``: plans, proves, trains, saves."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from upshift.cli import show
+from upshift.cli.plan import Allow, GlobalBatch, Json, Model, SequenceLength, Set, split
+from upshift.units import GIB, format_bytes, format_seconds
+
+
+def command(
+    model: Model,
+    data: Annotated[str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="where the trained model goes")] = Path("upshift-output"),
+    sequence_length: SequenceLength = 512,
+    global_batch: GlobalBatch = 8,
+    max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="optimizer steps; default: one epoch")] = None,
+    epochs: Annotated[float, typer.Option("--epochs", min=0.001)] = 1.0,
+    learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0)] = 5e-5,
+    warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0)] = 0,
+    weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
+    max_grad_norm: Annotated[float, typer.Option("--max-grad-norm", min=0.0)] = 1.0,
+    lr_scheduler_type: Annotated[str, typer.Option("--lr-scheduler-type")] = "linear",
+    seed: Annotated[int, typer.Option("--seed")] = 42,
+    eval_steps: Annotated[int, typer.Option("--eval-steps", min=0)] = 0,
+    save_steps: Annotated[int, typer.Option("--save-steps", min=0)] = 0,
+    from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
+    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
+    set_: Set = None,
+    allow: Allow = "",
+    trial_seconds: Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")] = 60.0,
+    overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
+    resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in the output directory")] = False,
+    as_json: Json = False,
+) -> None:
+    """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
+    from upshift.training.run import train
+
+    with RunDisplay(quiet=as_json) as display:
+        record = train(
+            model, data, output=output, sequence_length=sequence_length, global_batch=global_batch,
+            overwrite=overwrite, resume=resume, watcher=display.watcher,
+            arguments={
+                "max_steps": max_steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "weight_decay": weight_decay,
+                "max_grad_norm": max_grad_norm, "lr_scheduler_type": lr_scheduler_type, "seed": seed, "eval_steps": eval_steps,
+                "save_steps": save_steps,
+            },
+            epochs=epochs, plan_file=plan, fixed=tuple(set_ or ()), allow=split(allow), from_config=from_config,
+            text_column=text_column, trial_seconds=trial_seconds,
+        )  # fmt: skip
+    if as_json:
+        sys.stdout.write(record.to_json() + "\n")
+        return
+    show.out.print(show.prediction_table(record.predicted, record.measured))
+    show.out.print(f"Held-out loss {show.number(record.measured.evaluation_loss, 4)}. Model saved in {output}")
+
+
+class RunDisplay:
+    """Bars and lines of a run on standard error: tokenizing, tracing, trials, training."""
+
+    def __init__(self, *, quiet: bool = False) -> None:
+        from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+        self.quiet = quiet
+        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
+        self.progress = Progress(*columns, console=show.err, transient=True, disable=quiet)
+        self._tasks: dict[str, Any] = {}
+        self.predicted_bytes: float | None = None
+
+    def __enter__(self) -> RunDisplay:
+        self.progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.progress.stop()
+
+    @property
+    def watcher(self) -> Any:
+        from upshift.training.run import Watcher
+
+        return Watcher(
+            tokenizing=lambda done, total: self._show("Tokenizing", done, total),
+            tracing=lambda done, total: self._show("Tracing the model", done, total),
+            planned=self._planned,
+            trying=lambda plan: self._show(f"Trial {plan.label()}"[:90], None, None, key="trial"),
+            tried=self._tried,
+            ready=self._ready,
+            event=self._event,
+        )
+
+    def _show(self, title: str, done: float | None, total: float | None, *, text: str = "", key: str | None = None) -> None:
+        name = key or title
+        if name not in self._tasks:
+            for task in self._tasks.values():
+                self.progress.update(task, visible=False)
+            self._tasks[name] = self.progress.add_task(title, total=total, text=text)
+        self.progress.update(self._tasks[name], description=title, completed=done or 0, total=total, text=text)
+
+    def _planned(self, planning: Any) -> None:
+        best = planning.ranking.candidates[0]
+        self._print(
+            f"[dim]{len(planning.ranking.candidates):,} plans fit {planning.host.name}; best predicted: {best.plan.label()}, "
+            f"{best.tokens_per_second:,.0f} tokens/s[/dim]"
+        )
+
+    def _tried(self, tried: Any) -> None:
+        said = f"{tried.best.tokens_per_second:,.0f} tokens/s" if tried.ok else f"[red]{tried.failure}[/red]"
+        self._print(f"[dim]tried {tried.candidate.plan.label()}: {said}[/dim]")
+
+    def _ready(self, prepared: Any) -> None:
+        held = prepared.predicted.resident_gib
+        self.predicted_bytes = held * GIB if held else None
+        self._print(f"[bold]Plan: {prepared.plan.label()}[/bold]")
+
+    def _event(self, event: Any) -> None:
+        kind = type(event).__name__
+        if kind == "StepDone":
+            held = format_bytes(event.resident_bytes)
+            against = f" of {format_bytes(self.predicted_bytes)} predicted" if self.predicted_bytes else ""
+            text = f"loss {event.loss:.3f} · {event.tokens_per_second:,.0f} tokens/s · {held}{against} · {format_seconds(event.seconds_left)} left"
+            self._show(f"Step {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key="train")
+        elif kind == "Evaluated":
+            self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
+        elif kind == "Saved":
+            self._print(f"[dim]saved {event.path}[/dim]")
+        elif kind == "Started" and event.resumed_from:
+            self._print(f"[dim]resumed from {event.resumed_from} after step {event.step}[/dim]")
+
+    def _print(self, text: str) -> None:
+        if not self.quiet:
+            self.progress.console.print(text, highlight=False)

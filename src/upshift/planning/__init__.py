@@ -1,0 +1,1 @@
+"""Host + ModelProfile + Workload -> Plan: the space, its costs, the ranking, the trials, the reasons."""

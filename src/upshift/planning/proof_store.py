@@ -1,0 +1,68 @@
+"""Remembers what trials said, so that the same job on the same machine with the same libraries is not tried twice."""
+
+from __future__ import annotations
+
+import hashlib
+from importlib.metadata import version
+from pathlib import Path
+
+from upshift.errors import RequestError
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.prove import Proof, Tried
+from upshift.planning.rank import Candidate, cost_plan
+from upshift.planning.trial import TrialResult
+from upshift.settings import read_settings
+from upshift.value import Value
+
+FORMAT = "1"
+
+
+class StoredTrial(Value):
+    plan: Plan
+    results: tuple[TrialResult, ...]
+    wrong_loss: bool
+
+
+class StoredProof(Value):
+    """The plain default comes first."""
+
+    tried: tuple[StoredTrial, ...]
+    chosen: int
+
+
+def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool) -> Path:
+    versions = [version(name) for name in ("torch", "transformers")]
+    text = repr((FORMAT, planning.host.fingerprint, planning.profile.key, planning.workload.to_json(), sorted(fixed), from_config, versions))
+    return read_settings().cache_dir / "trials" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
+
+
+def store_proof(path: Path, proof: Proof) -> None:
+    tried = tuple(
+        StoredTrial(plan=Plan.model_validate(t.candidate.plan.model_dump()), results=tuple(t.results), wrong_loss=t.wrong_loss)
+        for t in proof.tried
+    )
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen)).to_json())
+    temporary.replace(path)
+
+
+def recall_proof(path: Path, planning: Planning) -> Proof | None:
+    """None where nothing is stored, or what is stored no longer fits the memory that is free now."""
+    if not path.is_file():
+        return None
+    try:
+        stored = StoredProof.from_file(path)
+    except RequestError:
+        path.unlink()  # another version's, or cut short
+        return None
+    tried = []
+    for entry in stored.tried:
+        candidate = cost_plan(entry.plan, host=planning.host, profile=planning.profile, workload=planning.workload)
+        if not isinstance(candidate, Candidate):
+            return None
+        tried.append(Tried(candidate, list(entry.results), entry.wrong_loss))
+    chosen = tried[stored.chosen]
+    fits = any(c.plan == chosen.candidate.plan for c in planning.ranking.candidates)
+    return Proof(default=tried[0], tried=tried, chosen=chosen) if fits or stored.chosen == 0 else None

@@ -1,0 +1,139 @@
+"""Runs one training job, from checked request to Record: in this process or in several. How to train is the loop's."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+from upshift.benchmarking.environment import environment
+from upshift.benchmarking.meters import MemorySample
+from upshift.errors import RequestError
+from upshift.hardware.detect import detect
+from upshift.models.source import check_weights, find_model
+from upshift.record import Record
+from upshift.settings import read_settings
+from upshift.training.checkpoint import check_output_directory
+from upshift.training.job_data import TrainingData, prepare_data, write_sample
+from upshift.training.job_processes import main, run_in_processes
+from upshift.training.job_request import Job
+from upshift.training.loop import Outcome, train
+from upshift.training.loop_events import Event, OnEvent
+from upshift.training.loop_run import OWN_FILES, open_run
+from upshift.training.loop_stop import StopRequest
+
+__all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job", "write_sample"]
+
+logger = logging.getLogger(__name__)
+
+RECORDS_NAME = "records.jsonl"
+MAX_MEMORY_SAMPLES = 400
+SCHEDULES = (
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
+)  # fmt: skip
+FLOP_CONVENTION = (
+    "model FLOPs: matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
+    "backward = 2 x forward, recomputation not counted"
+)
+
+
+def _ignore(event: Event) -> None:
+    pass
+
+
+def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_process: bool = False) -> Record:
+    """Train, save the final model into ``job.output``, and return the measured Record.
+
+    ``fresh_process``: in a process of its own, so that its memory is the job's alone and this process keeps its settings.
+
+    Raises RequestError before anything is written, Interrupted after SIGINT or SIGTERM, JobFailed with what is safe.
+    """
+    _check(job, data)
+    output = Path(job.output)
+    check_output_directory(output, overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
+    open_run(job, data.training)
+    if fresh_process or job.plan.num_processes > 1:
+        record = run_in_processes(job, data, on_event)
+    else:
+        with StopRequest() as stop:
+            record = run_rank(job, data, on_event, stop)
+    append_record(record)
+    return record
+
+
+def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:
+    return _record(job, data, train(job, data, on_event=on_event, stop=stop))
+
+
+def _check(job: Job, data: TrainingData) -> None:
+    """All that can be known to be wrong before files are touched."""
+    source = find_model(job.model_reference)
+    if not job.from_config and source.directory is not None:
+        check_weights(source.directory)
+    schedule = job.arguments.lr_scheduler_type
+    if schedule not in SCHEDULES:
+        raise RequestError(f"lr_scheduler_type={schedule!r} is not one of {', '.join(SCHEDULES)}")
+    planned, prepared = job.plan.sequence_length, data.training.sequence_length
+    if planned != prepared:
+        raise RequestError(f"the plan's sequence_length={planned} is not the data's {prepared}; use the same for both")
+    if len(data.training) < job.global_batch:
+        raise RequestError(
+            f"the data has {len(data.training)} sequences of up to {prepared} tokens, one global batch takes "
+            f"{job.global_batch}; use a smaller global batch or more data"
+        )
+
+
+def _record(job: Job, data: TrainingData, outcome: Outcome) -> Record:
+    return Record(
+        kind="train",
+        name=str(find_model(job.model_reference).config["model_type"]),
+        plan=job.plan.model_dump(),
+        predicted=job.predicted,
+        measured=outcome.measured,
+        baseline=job.baseline,
+        baseline_name=job.baseline_name,
+        flop_convention=FLOP_CONVENTION,
+        environment=environment(detect()),
+        checkpoint=job.output,
+        details=_details(job, data, outcome),
+    )
+
+
+def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
+    return {
+        "arguments": job.arguments.model_dump(),
+        "global_batch": job.global_batch,
+        "objective": data.objective.kind,
+        "end": outcome.reason,
+        "steps": len(outcome.loss_curve),
+        "resumed_from_step": outcome.resumed_step,
+        "total_seconds": outcome.seconds,
+        "loss_curve": [list(point) for point in outcome.loss_curve],
+        "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
+        "memory_samples": [[s.seconds, s.phase, s.resident] for s in thinned(outcome.memory_samples)],
+    }
+
+
+def thinned(samples: list[MemorySample]) -> list[MemorySample]:
+    """At most MAX_MEMORY_SAMPLES; of each stretch the highest, so that peaks stay."""
+    stretch = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
+    return [
+        max(samples[start : start + stretch], key=lambda sample: sample.resident)
+        for start in range(0, len(samples), stretch)
+    ]
+
+
+def append_record(record: Record) -> None:
+    """To the local calibration, which holds no path of the user's. A cache that cannot be written fails no job."""
+    path = read_settings().cache_dir / RECORDS_NAME
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with path.open("a", encoding="utf-8") as file:
+            file.write(record.changed(checkpoint=None).to_json() + "\n")
+    except OSError as error:
+        logger.warning("the record was not kept in %s: %s", path, error.strerror)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), run_rank)

@@ -1,0 +1,155 @@
+"""From a data path to tokenized sequences, checked against the model; once, for the plan and for the run."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from upshift.errors import RequestError
+from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.source import ModelSource
+from upshift.planning.lengths import LengthHistogram
+from upshift.training.batch_objective import Objective, objective_for
+from upshift.training.corpus import CorpusSummary, read_corpus
+from upshift.training.layout import objective_of
+from upshift.training.tokenizer import Progress, load_tokenizer, tokenize_corpus
+from upshift.training.tokens import Sequences, TokenizedCorpus, check_vocabulary, cut_sequences, length_histogram
+
+ARRAYS = ("tokens", "starts", "lengths")
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class TrainingData:
+    training: Sequences
+    evaluation: Sequences | None  # None: too little data to hold any out
+    objective: Objective
+    histogram: LengthHistogram
+    summary: CorpusSummary
+    tokenizer: Any | None  # None: the data was tokenized already and the model has none
+
+
+def prepare_data(
+    source: ModelSource,
+    data_path: Path | str,
+    *,
+    tokenizer: Any | None = None,
+    sequence_length: int,
+    text_column: str | None = None,
+    progress: Progress | None = None,
+) -> TrainingData:
+    """Raises RequestError over data that the model cannot be trained on. ``tokenizer``: None takes the model's own."""
+    corpus = read_corpus(data_path, text_column=text_column)
+    tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
+    objective = _objective(source, tokenizer)
+    training, evaluation = tokenize_corpus(corpus, tokenizer, sequence_length=sequence_length, progress=progress)
+    longest = longest_sequence(source)
+    for tokenized in (training, evaluation):
+        if tokenized is not None:
+            check_vocabulary(tokenized, objective.vocab_size or 0)
+    cut = cut_sequences(training, sequence_length, longest_allowed=longest)
+    held_out = None if evaluation is None else cut_sequences(evaluation, sequence_length)
+    return TrainingData(
+        training=cut,
+        evaluation=held_out if held_out is not None and len(held_out) else None,
+        objective=objective,
+        histogram=length_histogram(training, sequence_length),
+        summary=corpus.summary,
+        tokenizer=tokenizer,
+    )
+
+
+def _own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
+    on_disk = Path(source.reference).exists()
+    if on_disk and source.directory is None:
+        if needed:
+            raise RequestError(
+                f"{source.reference} is a config without a tokenizer beside it; "
+                "give a model directory with a tokenizer, or data with a column input_ids"
+            )
+        return None
+    try:
+        return load_tokenizer(source.directory if on_disk and source.directory else source.reference)
+    except RequestError:
+        if needed:
+            raise
+        return None
+
+
+def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
+    objective = objective_of(source, tokenizer=tokenizer)
+    if tokenizer is None:  # objective_of masks with token 0 then, which is for trials only
+        objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0)
+    if objective.pad_token_id >= (objective.vocab_size or 0):
+        return objective.changed(pad_token_id=0)  # padding is never a label nor attended to, but it is embedded
+    return objective
+
+
+def longest_sequence(source: ModelSource) -> int | None:
+    """The most tokens that the model has positions for; None where it sets no limit."""
+    config = read_config(source)
+    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
+    if limit is None:
+        return None
+    with torch.device("meta"):
+        model = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
+    tokens = model.get_input_embeddings()
+    for module in model.modules():
+        if not isinstance(module, nn.Embedding) or module is tokens or module.padding_idx is None:
+            continue
+        if module.num_embeddings == limit:
+            return limit - module.padding_idx - 1  # the positions of real tokens start behind that of padding
+    return limit
+
+
+def write_sample(sequences: Sequences, path: Path, num_sequences: int) -> None:
+    """A random sample for trials, each sequence a document, so that cutting them again gives the same sequences."""
+    chosen = np.random.default_rng(0).permutation(len(sequences))[:num_sequences].tolist()
+    documents = [sequences.tokens[sequences.starts[i] : sequences.starts[i] + sequences.lengths[i]] for i in chosen]
+    sample = TokenizedCorpus.from_documents(documents)
+    with path.open("wb") as file:  # given a name, numpy would add a suffix
+        np.savez(file, tokens=sample.tokens, offsets=sample.offsets)
+
+
+def save_data(data: TrainingData, folder: Path) -> None:
+    """For the processes of a run; ``load_data`` maps the arrays, so that all ranks share one copy in memory."""
+    for name, sequences in (("training", data.training), ("evaluation", data.evaluation)):
+        if sequences is not None:
+            for array in ARRAYS:
+                np.save(folder / f"{name}.{array}.npy", getattr(sequences, array))
+    values = {
+        "sequence_length": data.training.sequence_length,
+        "objective": data.objective.model_dump(),
+        "histogram": data.histogram.model_dump(),
+        "summary": data.summary.model_dump(),
+    }
+    (folder / "data.json").write_text(json.dumps(values), encoding="utf-8")
+    if data.tokenizer is not None:
+        data.tokenizer.save_pretrained(folder / "tokenizer")
+
+
+def load_data(folder: Path) -> TrainingData:
+    """Without the tokenizer: loading one may start threads, and processes are yet to be forked."""
+    values = json.loads((folder / "data.json").read_bytes())
+
+    def sequences(name: str) -> Sequences | None:
+        if not (folder / f"{name}.tokens.npy").exists():
+            return None
+        arrays = {array: np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS}
+        return Sequences(**arrays, sequence_length=values["sequence_length"])
+
+    training = sequences("training")
+    assert training is not None
+    return TrainingData(
+        training=training,
+        evaluation=sequences("evaluation"),
+        objective=Objective.model_validate(values["objective"]),
+        histogram=LengthHistogram.model_validate(values["histogram"]),
+        summary=CorpusSummary.model_validate(values["summary"]),
+        tokenizer=None,
+    )

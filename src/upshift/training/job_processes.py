@@ -1,0 +1,92 @@
+"""A job of several processes. A fresh Python process forks the ranks: in the caller's, thread pools may exist already,
+and those do not survive a fork.
+
+The fresh process stands in a session of its own, so that Ctrl-C reaches the caller alone, which passes it on once.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+from upshift import errors
+from upshift.errors import Interrupted, JobFailed, UpshiftError
+from upshift.record import Record
+from upshift.training.job_data import TrainingData, load_data, save_data
+from upshift.training.job_request import Job
+from upshift.training.loop_events import Event, OnEvent, event_from_json, event_to_json
+from upshift.training.loop_stop import StopRequest
+from upshift.training.processes import join_processes, rank_environment
+from upshift.training.tokenizer import load_tokenizer
+
+RunRank = Callable[[Job, TrainingData, OnEvent, StopRequest], Record]
+JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
+
+
+def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
+    """In the caller: start the process, pass its events on, give back what rank 0 gave."""
+    with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
+        folder = Path(name)
+        save_data(data, folder)
+        (folder / JOB).write_text(job.to_json(), encoding="utf-8")
+        process = subprocess.Popen(
+            [sys.executable, "-m", "upshift.training.job", name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            text=True, start_new_session=True,
+        )  # fmt: skip
+        assert process.stdout is not None
+        with StopRequest(on_request=partial(process.send_signal, signal.SIGINT)) as stop:
+            try:
+                for line in process.stdout:
+                    on_event(event_from_json(line))
+                process.wait()
+            finally:
+                if process.poll() is None:
+                    os.killpg(process.pid, signal.SIGKILL)
+                    process.wait()
+                process.stdout.close()
+        return _result(folder, process.returncode, interrupted=stop.requested)
+
+
+def _result(folder: Path, exit_code: int, *, interrupted: bool) -> Record:
+    path = folder / RESULT
+    if not path.exists():
+        if interrupted:
+            raise Interrupted("interrupted before the first step; nothing new is saved, start again")
+        raise JobFailed(f"the process that runs the job died (exit code {exit_code}); remove the cause, then --resume")
+    answer = json.loads(path.read_bytes())
+    if "error" in answer:
+        raise getattr(errors, answer["error"])(answer["message"])
+    return Record.from_json(path.read_bytes(), origin="the job's result")
+
+
+def main(folder: Path, run_rank: RunRank) -> None:
+    """In the fresh process. Events are lines on its standard output; what libraries print goes to standard error."""
+    events = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+
+    def tell(event: Event) -> None:
+        events.write(event_to_json(event) + "\n")
+        events.flush()
+
+    def work(job: Job) -> Record:
+        data = load_data(folder)
+        if rank_environment()[0] == 0 and (folder / TOKENIZER).exists():
+            data = replace(data, tokenizer=load_tokenizer(folder / TOKENIZER))
+        return run_rank(job, data, tell, stop)
+
+    job = Job.from_file(folder / JOB)
+    with StopRequest(notice=False) as stop:
+        try:
+            answer = join_processes(job.plan, work, job).to_json()
+        except UpshiftError as error:
+            kind = type(error) if type(error) in (errors.RequestError, Interrupted) else JobFailed
+            answer = json.dumps({"error": kind.__name__, "message": str(error)})
+    (folder / RESULT).write_text(answer, encoding="utf-8")

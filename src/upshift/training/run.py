@@ -1,0 +1,238 @@
+"""The whole road for training: data, plan, trials, run, Record. What ``upshift train`` and ``upshift.train`` call."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from upshift.errors import RequestError
+from upshift.models.source import ModelSource, check_weights, find_model
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning, find_host, plan_training, read_plan
+from upshift.planning.proof_store import proof_path, recall_proof, store_proof
+from upshift.planning.prove import Proof, Tried, after_trial, prove
+from upshift.planning.rank import Candidate, cost_plan
+from upshift.planning.space import check_allow
+from upshift.planning.trial import TrialRequest, TrialResult, trial_server
+from upshift.planning.workload import Workload
+from upshift.record import Numbers, Record
+from upshift.training.arguments import Arguments
+from upshift.training.checkpoint import check_output_directory, find_checkpoints
+from upshift.training.checkpoint_state import SavedState
+from upshift.training.job import Job, TrainingData, prepare_data, run_job, write_sample
+from upshift.training.loop_events import OnEvent
+from upshift.training.loop_run import OWN_FILES
+
+TRIAL_SECONDS = 60.0
+CALIBRATED_INTERVAL = (0.8, 1.25)  # measured over predicted step time after a trial, on shared two-core machines (docs/log.md)
+TIMED_SECONDS = 2.0  # of one trial
+SAMPLE_BATCHES = 4
+START_LIMIT_SECONDS = 120.0  # a first compilation may take this long, whatever is left of the budget
+
+
+@dataclass(frozen=True)
+class Watcher:
+    """Callbacks for whoever shows progress; each does nothing by default."""
+
+    tokenizing: Callable[[int, int], None] = lambda done, total: None
+    tracing: Callable[[int, int], None] = lambda done, total: None
+    planned: Callable[[Planning], None] = lambda planning: None
+    trying: Callable[[Plan], None] = lambda plan: None
+    tried: Callable[[Tried], None] = lambda tried: None
+    ready: Callable[[Prepared], None] = lambda prepared: None
+    event: OnEvent = lambda event: None
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A run that is planned and proven, and not started."""
+
+    source: ModelSource
+    data: TrainingData
+    planning: Planning
+    proof: Proof | None
+    plan: Plan
+    predicted: Numbers
+    from_config: bool
+    data_path: str
+    text_column: str | None
+    details: dict[str, Any] = field(default_factory=dict)
+
+    def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **more: Any) -> Job:
+        workload, default = self.planning.workload, self.proof.default if self.proof else None
+        return Job(
+            model_reference=self.source.reference,
+            from_config=self.from_config,
+            plan=self.plan,
+            arguments=arguments,
+            data=self.data_path,
+            text_column=self.text_column,
+            global_batch=workload.global_batch,
+            output=str(output),
+            overwrite=overwrite,
+            resume=resume,
+            predicted=self.predicted,
+            baseline=default.numbers() if default and default.ok else None,
+            baseline_name="plain default (trial)" if default else None,
+            **more,
+        )
+
+
+def prepare_run(
+    model: str,
+    data_path: str,
+    *,
+    sequence_length: int,
+    global_batch: int,
+    max_steps: int | None = None,
+    epochs: float = 1.0,
+    plan_file: Path | None = None,
+    resume_from: Path | None = None,
+    fixed: tuple[str, ...] = (),
+    allow: tuple[str, ...] = (),
+    from_config: bool = False,
+    text_column: str | None = None,
+    tokenizer: Any = None,
+    trial_seconds: float = TRIAL_SECONDS,
+    watcher: Watcher | None = None,
+) -> tuple[Prepared, int]:
+    """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan."""
+    watcher = watcher or Watcher()
+    source = find_model(model)
+    check_allow(allow)
+    if not from_config:
+        if source.directory is None:
+            raise RequestError(f"{model!r} is a config without weights; add --from-config for random weights")
+        check_weights(source.directory)
+    data = prepare_data(
+        source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column, progress=watcher.tokenizing
+    )
+    host = find_host(None)
+    given = _given_plan(plan_file, resume_from, host=host, source=source)
+    steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
+    workload = Workload(
+        sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow
+    )
+    planning = plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing)
+    watcher.planned(planning)
+    if given is not None:
+        _check_given(given, workload)
+    proof = None
+    if given is None and trial_seconds > 0:
+        proof = _prove(source, data, planning, fixed, from_config, trial_seconds, watcher)
+    candidate = _candidate(planning, proof, given)
+    plan = Plan.model_validate(candidate.plan.model_dump())
+    prepared = Prepared(
+        source, data, planning, proof, plan, _predicted(planning, candidate, proof), from_config, data_path, text_column
+    )
+    return prepared, steps
+
+
+def train(
+    model: str,
+    data: str,
+    *,
+    output: str | Path,
+    sequence_length: int = 512,
+    global_batch: int = 8,
+    overwrite: bool = False,
+    resume: bool = False,
+    arguments: dict[str, Any] | None = None,
+    watcher: Watcher | None = None,
+    **request: Any,
+) -> Record:
+    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``."""
+    output = Path(output)
+    check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
+    given = dict(arguments or {})
+    prepared, steps = prepare_run(
+        model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=given.pop("max_steps", None),
+        resume_from=output if resume else None, watcher=watcher, **request,
+    )  # fmt: skip
+    watcher = watcher or Watcher()
+    watcher.ready(prepared)
+    job = prepared.job(Arguments(max_steps=steps, **given), output=output, overwrite=overwrite, resume=resume)
+    return run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
+
+
+def _lengths(data: TrainingData) -> Any:
+    """None where every sequence is full: nothing to pad or pack, and no mask to plan for."""
+    histogram = data.histogram
+    return None if histogram.mean >= histogram.sequence_length else histogram
+
+
+def _given_plan(plan_file: Path | None, resume_from: Path | None, *, host: Any, source: ModelSource) -> Plan | None:
+    if plan_file is not None:
+        return read_plan(plan_file, host=host, source=source)
+    checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
+    if checkpoint is None:
+        return None
+    plan = Plan.model_validate(SavedState.read(checkpoint).train.plan)
+    return plan if plan.host == host.fingerprint else None
+
+
+def _check_given(plan: Plan, workload: Workload) -> None:
+    for name, planned, asked in (
+        ("--sequence-length", plan.sequence_length, workload.sequence_length),
+        ("--global-batch", plan.global_batch, workload.global_batch),
+    ):
+        if planned != asked:
+            raise RequestError(f"{name} {asked} is not what the plan was made for ({planned}); use {name} {planned}, or plan again")
+    missing = [name for name in plan.changes_mathematics if name not in workload.allow]
+    if missing:
+        raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
+
+
+def _prove(
+    source: ModelSource, data: TrainingData, planning: Planning, fixed: tuple[str, ...], from_config: bool, seconds: float, watcher: Watcher
+) -> Proof:
+    path = proof_path(planning, fixed=fixed, from_config=from_config)
+    known = recall_proof(path, planning)
+    if known is not None:
+        for entry in known.tried:
+            watcher.tried(entry)
+        return known
+    global_batch = planning.workload.global_batch
+    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as folder, trial_server() as server:
+        sample = Path(folder) / "sample.npz"
+        write_sample(data.training, sample, SAMPLE_BATCHES * global_batch)
+
+        def run(plan: Plan, limit_seconds: float) -> TrialResult:
+            watcher.trying(plan)
+            return server.run(
+                TrialRequest(
+                    model_reference=source.reference,
+                    from_config=from_config,
+                    plan=Plan.model_validate(plan.model_dump()),
+                    global_batch=global_batch,
+                    seconds=min(TIMED_SECONDS, seconds / 10),
+                    limit_seconds=limit_seconds + START_LIMIT_SECONDS,
+                    sample=str(sample),
+                    objective=data.objective.model_dump(),
+                )
+            )
+
+        proof = prove(
+            planning.ranking.candidates, planning.default, workload=planning.workload, run=run, budget_seconds=seconds, on_trial=watcher.tried
+        )
+    store_proof(path, proof)
+    return proof
+
+
+def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:
+    if given is not None:
+        candidate = cost_plan(given, host=planning.host, profile=planning.profile, workload=planning.workload)
+        if not isinstance(candidate, Candidate):
+            raise RequestError(f"the given plan cannot run here: {candidate.reason}")
+        return candidate
+    return after_trial(proof.chosen) if proof is not None else planning.ranking.candidates[0]
+
+
+def _predicted(planning: Planning, candidate: Candidate, proof: Proof | None) -> Numbers:
+    numbers = planning.numbers(candidate)
+    if proof is None:
+        return numbers
+    return numbers.changed(tier="calibrated", interval=CALIBRATED_INTERVAL)
