@@ -1,2 +1,54 @@
-"""placeholder"""
-def command() -> None: ...
+"""``upshift demo``: the whole road once, on this machine, in a few minutes."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from upshift.cli import show
+from upshift.cli.train import RunDisplay
+from upshift.units import format_count, format_seconds
+
+
+def command(
+    output: Annotated[Path, typer.Option("--output", "-o", help="folder for the model and the report")] = Path("upshift-demo"),
+    quick: Annotated[bool, typer.Option("--quick", help="a fifth of the time, for a first look")] = False,
+) -> None:
+    """Detect, profile, plan, try, train about two minutes, evaluate, save, load back, generate, report."""
+    from upshift.cli.demo_page import write_page
+    from upshift.training.demo import Timing, prepare_demo, run_demo
+
+    start = time.perf_counter()
+    share = 0.2 if quick else 1.0
+    timing = Timing(trials=60 * share, baseline=60 * share, training=120 * share)
+    with RunDisplay() as display:
+        prepared = prepare_demo(output, timing=timing, watcher=display.watcher)
+        planning = prepared.planning
+        host = planning.host
+        show.err.print(
+            f"[dim]{planning.profile.architecture} with {format_count(planning.profile.parameters.total)} parameters; "
+            f"{prepared.data.summary.num_documents} files of Python's standard library; {host.cpu.usable_cores if host.cpu else '?'} cores[/dim]"
+        )
+        result = run_demo(
+            prepared, output, timing=timing,
+            on_baseline=display.named("Plain default", prepared.planning.default.resident),
+            on_chosen=display.named("Chosen plan", None),
+        )  # fmt: skip
+    _print(result)
+    page = write_page(result, output / "report.html")
+    show.out.print(f"Model: {result.model_directory}   Report: {page}   ({format_seconds(time.perf_counter() - start)})")
+
+
+def _print(result: Any) -> None:
+    prepared = result.prepared
+    show.out.print(show.plans_table(prepared.planning, rows=3))
+    if prepared.proof is not None:
+        show.out.print(show.trials_table(prepared.proof.tried, prepared.proof.chosen))
+    show.out.print("[bold]The trained model continues a prompt[/bold]")
+    show.out.print(result.text, markup=False, highlight=False, style="green")
+    show.out.print(show.prediction_table(result.chosen.predicted, result.chosen.measured))
+    equal = result.chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
+    show.out.print(show.comparison_table([("plain default", result.baseline.measured), ("chosen plan", equal)]))

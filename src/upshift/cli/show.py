@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
@@ -14,7 +15,7 @@ from rich.table import Table
 from upshift.planning.planner import Planning
 from upshift.planning.prove import Tried
 from upshift.record import Numbers
-from upshift.units import format_count, format_seconds
+from upshift.units import GIB, format_count, format_seconds
 
 out = Console()
 err = Console(stderr=True)
@@ -54,78 +55,78 @@ def percent(value: float | None) -> str:
     return "unknown" if value is None else f"{value:+.1%}"
 
 
-def plans_table(planning: Planning, *, rows: int) -> Table:
-    table = Table(title=f"Best of {len(planning.ranking.candidates):,} plans that fit ({len(planning.ranking.rejected):,} rejected)", title_justify="left")
-    table.add_column("#", justify="right")
-    table.add_column("plan", overflow="fold", ratio=1)
-    for name in ("tokens/s", "step ms", "peak GiB", "held GiB"):
+def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
+    """Text columns first, right-aligned number columns after; narrow enough for 80 columns."""
+    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    for name in columns:
+        table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None)
+    for name in numbers:
         table.add_column(name, justify="right")
-    table.add_column("bound by")
+    return table
+
+
+def plans_table(planning: Planning, *, rows: int) -> Table:
+    title = f"Best of {len(planning.ranking.candidates):,} plans that fit ({len(planning.ranking.rejected):,} rejected)"
+    wide = out.width >= 100
+    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=("tok/s", "step ms", "peak/held GiB"))
     shown = [(str(index), candidate) for index, candidate in enumerate(planning.ranking.candidates[:rows], start=1)]
     for label, candidate in [*shown, ("plain", planning.default)]:
         numbers = planning.numbers(candidate)
         table.add_row(
-            label, candidate.plan.label(), number(numbers.tokens_per_second), number(numbers.step_ms.p50 if numbers.step_ms else None),
-            gib(numbers.peak_gib), gib(numbers.resident_gib), numbers.binding_term, end_section=label == str(len(shown)),
+            label, candidate.plan.label(), *([numbers.binding_term] if wide else []), number(numbers.tokens_per_second),
+            number(numbers.step_ms.p50 if numbers.step_ms else None), f"{gib(numbers.peak_gib)}/{gib(numbers.resident_gib)}",
+            end_section=label == str(len(shown)),
         )  # fmt: skip
     return table
 
 
 def memory_table(numbers: Numbers) -> Table:
     parts = [part for part in next(iter(numbers.memory.values()), {}) if any(row.get(part, 0) > 0.0005 for row in numbers.memory.values())]
-    table = Table(title="Predicted memory of the best plan, GiB at the highest moment of each phase", title_justify="left")
-    table.add_column("phase")
-    for part in [*parts, "total"]:
-        table.add_column(part, justify="right")
+    table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*parts, "total"))
     for phase, row in numbers.memory.items():
         table.add_row(phase, *(f"{row.get(part, 0.0):.3f}" for part in parts), f"{sum(row.values()):.3f}")
     return table
 
 
 def reasons_table(planning: Planning) -> Table:
-    table = Table(title="Why, and what the runner-up would cost", title_justify="left")
-    for name in ("choice", "value", "runner-up", "its cost", "what it trades"):
-        table.add_column(name, overflow="fold")
+    wide = out.width >= 120
+    table = new_table("Why, and what the runner-up would cost", "choice", "value", "runner-up", "its cost", *(["it trades"] if wide else []))
     for reason in planning.reasons:
-        table.add_row(reason.choice, reason.value, reason.runner_up, reason.runner_up_cost, reason.why)
+        row = [reason.choice, reason.value, reason.runner_up, reason.runner_up_cost]
+        table.add_row(*row, *([reason.why] if wide else []))
     return table
 
 
 def rejected_table(planning: Planning, *, rows: int = 4) -> Table | None:
     if not planning.ranking.rejected:
         return None
-    table = Table(title="Some of the rejected", title_justify="left")
-    table.add_column("plan", overflow="fold", ratio=1)
-    table.add_column("why", overflow="fold", ratio=1)
+    table = new_table("Some of the rejected", "plan", "why")
     for entry in planning.ranking.rejected[:: max(len(planning.ranking.rejected) // rows, 1)][:rows]:
         table.add_row(entry.plan.label(), entry.reason)
     return table
 
 
 def trials_table(tried: list[Tried], chosen: Tried) -> Table:
-    table = Table(title="Trials", title_justify="left")
-    table.add_column("plan", overflow="fold", ratio=1)
-    for name in ("tokens/s", "predicted", "peak GiB", "predicted", "loss"):
-        table.add_column(name, justify="right")
+    table = new_table("Trials: measured (predicted)", "plan", numbers=("tok/s", "peak GiB", "loss"))
     for entry in tried:
         style = "bold" if entry is chosen else None
         if not entry.ok:
-            table.add_row(entry.candidate.plan.label(), entry.failure, "", "", "", "", style="dim")
+            table.add_row(f"{entry.candidate.plan.label()}: {entry.failure}", "", "", "", style="dim")
             continue
         numbers = entry.numbers()
         table.add_row(
-            entry.candidate.plan.label(), number(numbers.tokens_per_second), number(entry.candidate.tokens_per_second),
-            gib(numbers.peak_gib), gib(entry.candidate.memory.peak / 2**30), number(numbers.loss, 4), style=style,
+            entry.candidate.plan.label(),
+            f"{number(numbers.tokens_per_second)} ({number(entry.candidate.tokens_per_second)})",
+            f"{gib(numbers.peak_gib)} ({gib(entry.candidate.memory.peak / GIB)})", number(numbers.loss, 4), style=style,
         )  # fmt: skip
     return table
 
 
 def comparison_table(rows: list[tuple[str, Numbers]]) -> Table:
     """The first row is the baseline."""
-    table = Table(title="Plain default against the chosen plan", title_justify="left")
-    table.add_column("")
-    for name in ("tokens/s", "speed", "peak GiB", "process GiB", "held-out loss, same tokens"):
-        table.add_column(name, justify="right")
+    numbers_shown = ("tok/s", "speed", "peak GiB", "process GiB", "held-out loss*")
+    table = new_table("Plain default against the chosen plan", "", numbers=numbers_shown)
+    table.caption = "* after the same number of tokens"
     base = rows[0][1].tokens_per_second
     for name, numbers in rows:
         ratio = numbers.tokens_per_second / base if base and numbers.tokens_per_second else None
@@ -146,10 +147,7 @@ def prediction_rows(predicted: Numbers, measured: Numbers) -> list[tuple[str, fl
 
 
 def prediction_table(predicted: Numbers, measured: Numbers) -> Table:
-    table = Table(title="Predicted against measured", title_justify="left")
-    table.add_column("")
-    for name in ("predicted", "measured", "error"):
-        table.add_column(name, justify="right")
+    table = new_table("Predicted against measured", "", numbers=("predicted", "measured", "error"))
     for name, ours, real in prediction_rows(predicted, measured):
         digits = 2 if "GiB" in name else 0
         error = ours / real - 1 if ours is not None and real else None
@@ -158,14 +156,11 @@ def prediction_table(predicted: Numbers, measured: Numbers) -> Table:
 
 
 def inspection_tables(inspection: Any) -> list[Table]:
-    parts = Table(title=f"{inspection.architecture} · {inspection.objective} · {inspection.num_layers} layers", title_justify="left")
-    parts.add_column("parameters")
-    parts.add_column("count", justify="right")
+    title = f"{inspection.architecture} · {inspection.objective} · {inspection.num_layers} layers"
+    parts = new_table(title, "parameters", numbers=("count",))
     for part, count in inspection.parameters.items():
         parts.add_row(part, format_count(count))
-    costs = Table(title=f"One sequence of {inspection.sequence_length} tokens", title_justify="left")
-    costs.add_column("")
-    costs.add_column("", justify="right")
+    costs = new_table(f"One sequence of {inspection.sequence_length} tokens", "", "")
     costs.add_row("forward", f"{inspection.flops_forward / 1e9:,.1f} GFLOP")
     costs.add_row("forward + backward", f"{inspection.flops_train / 1e9:,.1f} GFLOP")
     for row in inspection.activations:
@@ -173,9 +168,7 @@ def inspection_tables(inspection: Any) -> list[Table]:
         costs.add_row(f"saved activations ({row.precision})", f"{row.whole_model / 2**20:,.1f} MiB{recomputed}; {row.per_layer / 2**20:,.2f} MiB a layer")
     if inspection.kv_bytes is not None:
         costs.add_row("keys and values, bf16", f"{inspection.kv_bytes / 2**20:,.2f} MiB; {inspection.kv_bytes_per_token / 2**10:,.2f} KiB a token")
-    declares = Table(title="What the model declares", title_justify="left")
-    declares.add_column("")
-    declares.add_column("", overflow="fold")
+    declares = new_table("What the model declares", "", "")
     for name, value in inspection.declares.items():
         text = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else ", ".join(value) if isinstance(value, (tuple, list)) else str(value)
         declares.add_row(name.replace("_", " "), text or "nothing")

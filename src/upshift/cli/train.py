@@ -118,13 +118,23 @@ class RunDisplay:
         self.predicted_bytes = held * GIB if held else None
         self._print(f"[bold]Plan: {prepared.plan.label()}[/bold]")
 
-    def _event(self, event: Any) -> None:
+    def named(self, name: str, predicted_bytes: float | None) -> Any:
+        """An event callback for one of several runs."""
+
+        def show_event(event: Any) -> None:
+            known, self.predicted_bytes = self.predicted_bytes, predicted_bytes or self.predicted_bytes
+            self._event(event, name=name)
+            self.predicted_bytes = known
+
+        return show_event
+
+    def _event(self, event: Any, *, name: str = "Step") -> None:
         kind = type(event).__name__
         if kind == "StepDone":
             held = format_bytes(event.resident_bytes)
             against = f" of {format_bytes(self.predicted_bytes)} predicted" if self.predicted_bytes else ""
             text = f"loss {event.loss:.3f} · {event.tokens_per_second:,.0f} tokens/s · {held}{against} · {format_seconds(event.seconds_left)} left"
-            self._show(f"Step {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key="train")
+            self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         elif kind == "Evaluated":
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
         elif kind == "Saved":

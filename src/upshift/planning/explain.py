@@ -63,7 +63,7 @@ def _cost(best: Candidate, other: Candidate) -> str:
     speed = other.tokens_per_second / best.tokens_per_second - 1
     memory = other.memory.peak - best.memory.peak
     sign = "+" if memory >= 0 else "-"
-    return f"{speed:+.1%} tokens/s, {sign}{format_bytes(abs(memory))}"
+    return f"{speed:+.1%}, {sign}{format_bytes(abs(memory))}"
 
 
 def shadow_price(ranking: Ranking, host: Host) -> str | None:

@@ -1,0 +1,219 @@
+"""Predicted against measured memory: what `upshift plan --set ...` says of a plan, and what a trial of it measures.
+
+    python benchmarks/cases/memory.py [--quick] [--write docs/accuracy.md]
+
+Each setting is planned with every choice fixed, then run as a trial in a process of its own. The time of a step is
+measured on the side, with two samples: enough for the factor that the first ranking may be off by.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import statistics
+import sys
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from shapes import SHAPES, TINY, write_config
+from transformers import PretrainedConfig
+
+from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.harness import format_table, percent
+from upshift.models.source import ModelSource, find_model
+from upshift.planning.planner import Planning, find_host, plan_training
+from upshift.planning.prove import Tried
+from upshift.planning.trial import TrialRequest, TrialServer, trial_server
+from upshift.planning.workload import Workload
+from upshift.record import Record
+from upshift.units import gib
+
+ROOT = Path(__file__).parents[1]
+COMMAND = "python benchmarks/cases/memory.py --write docs/accuracy.md"
+FIXED = {
+    "attention": "sdpa", "torch_compile": "off", "optim": "adamw_torch_fused", "loss_chunk_tokens": 0,
+    "num_processes": 1, "host_memory": "system",
+}  # fmt: skip
+ALLOCATED_GOAL, RESIDENT_GOAL = 0.02, 0.10
+TRIAL_SECONDS, LIMIT_SECONDS = 0.1, 300.0
+
+
+@dataclass(frozen=True)
+class Setting:
+    model: str
+    sequence_length: int
+    micro_batch: int
+    accumulation: int
+    precision: str
+    recompute: bool
+
+
+def settings(*, quick: bool) -> list[Setting]:
+    models, lengths = (["tiny"], [128]) if quick else (list(SHAPES), [128, 384])
+    batches = [(2, 2)] if quick else [(1, 1), (2, 2), (4, 1)]
+    combined = itertools.product(models, lengths, batches, ("fp32", "bf16"), (False, True))
+    return [Setting(m, length, micro, accumulation, p, r) for m, length, (micro, accumulation), p, r in combined]
+
+
+def plan_of(source: ModelSource, case: Case, setting: Setting) -> Planning:
+    workload = Workload(
+        sequence_length=setting.sequence_length, global_batch=setting.micro_batch * setting.accumulation
+    )
+    fixed = FIXED | {
+        "precision": setting.precision,
+        "per_device_train_batch_size": setting.micro_batch,
+        "gradient_accumulation_steps": setting.accumulation,
+        "activation_checkpointing": layers_of(source) if setting.recompute else 0,
+    }
+    return plan_training(source, case.host, workload, fixed=tuple(f"{name}={value}" for name, value in fixed.items()))
+
+
+def layers_of(source: ModelSource) -> int:
+    names = ("num_hidden_layers", "n_layer", "num_layers")
+    layers = next(source.config[name] for name in names if name in source.config)
+    return int(layers + source.config.get("num_decoder_layers", 0))
+
+
+def measure(case: Case, server: TrialServer, setting: Setting, source: ModelSource) -> Record:
+    planning = plan_of(source, case, setting)
+    candidate = planning.ranking.candidates[0]
+    plan = candidate.plan.model_validate(candidate.plan.model_dump())
+    request = TrialRequest(
+        model_reference=source.reference, from_config=True, plan=plan, global_batch=plan.global_batch,
+        seconds=TRIAL_SECONDS, limit_seconds=LIMIT_SECONDS, seed=case.settings["seed"],
+    )  # fmt: skip
+    tried = Tried(candidate, [server.run(request)])
+    details = {
+        "parameters": planning.profile.parameters.total,
+        "base_resident_gib": gib(tried.best.base_resident_bytes or 0) or None,
+    }
+    return case.add(
+        setting.model, plan=plan.model_dump(), predicted=planning.numbers(candidate),
+        measured=None if tried.failure else tried.numbers(), failure=tried.failure, details=details,
+    )  # fmt: skip
+
+
+def run(case: Case) -> list[Record]:
+    chosen = settings(quick=case.quick)
+    configs: dict[str, PretrainedConfig] = {"tiny": TINY, **SHAPES}
+    rows = []
+    with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder, trial_server() as server:
+        for number, setting in enumerate(chosen, start=1):
+            reference = write_config(configs[setting.model], Path(folder) / setting.model)
+            row = measure(case, server, setting, find_model(reference))
+            rows.append(row)
+            tell(f"{number}/{len(chosen)} {row.name} {label(row)}: {row.failure or percent(row.prediction_error('peak_gib'), digits=2)}")
+    return rows
+
+
+def label(row: Record) -> str:
+    plan = row.plan
+    batch = f"{plan['per_device_train_batch_size']} x {plan['gradient_accumulation_steps']}"
+    return f"{plan['sequence_length']} · {batch} · {plan['precision']} · recompute {plan['activation_checkpointing']}"
+
+
+HEADER = ("setting", "allocated MiB", "predicted", "error", "resident MiB", "predicted", "error", "step ms / predicted")
+
+
+def table(rows: list[Record], *, markdown: bool) -> str:
+    """The worst prediction of allocated memory first."""
+    good = [row for row in rows if row.measured and row.predicted]
+    good.sort(key=lambda row: -abs(row.prediction_error("peak_gib") or 0.0))
+    return format_table(HEADER, [_cells(row) for row in good], markdown=markdown)
+
+
+def _cells(row: Record) -> list[str]:
+    assert row.measured is not None and row.predicted is not None
+    measured, predicted = row.measured, row.predicted
+    cells = [f"{row.name.split('/')[1]} · {label(row)}"]
+    for field, digits in (("peak_gib", 2), ("resident_gib", 1)):
+        cells += [f"{1024 * getattr(numbers, field):.1f}" for numbers in (measured, predicted)]
+        cells.append(percent(row.prediction_error(field), digits=digits))
+    return [*cells, f"{time_factor(row):.2f}"]
+
+
+def time_factor(row: Record) -> float:
+    error = row.prediction_error("step_ms")
+    return float("nan") if error is None else 1 / (1 + error)
+
+
+def summary(rows: list[Record]) -> dict[str, object]:
+    good = [row for row in rows if row.measured]
+    worst = {}
+    for name, field in (("allocated", "peak_gib"), ("resident", "resident_gib")):
+        errors = sorted(abs(row.prediction_error(field) or 0.0) for row in good)
+        worst[name] = {"median": statistics.median(errors), "worst": errors[-1]} if errors else None
+    factors = sorted(time_factor(row) for row in good)
+    within = [abs(row.prediction_error("resident_gib") or 0.0) <= RESIDENT_GOAL for row in good]
+    return {
+        "case": "memory", "rows": len(rows), "failed": len(rows) - len(good), "errors": worst,
+        "resident_within_goal": sum(within) / len(within) if within else None,
+        "step_measured_over_predicted": {"lowest": factors[0], "median": statistics.median(factors), "highest": factors[-1]}
+        if factors else None,
+        "goal_reached": len(good) == len(rows) and bool(good) and worst["allocated"]["worst"] <= ALLOCATED_GOAL  # type: ignore[index]
+        and worst["resident"]["worst"] <= RESIDENT_GOAL,  # type: ignore[index]
+    }  # fmt: skip
+
+
+def by_model(rows: list[Record], *, markdown: bool) -> str:
+    cells = []
+    for name in dict.fromkeys(row.name.split("/")[1] for row in rows):
+        good = [row for row in rows if row.name.split("/")[1] == name and row.measured]
+        if not good:
+            continue
+        errors = {f: [abs(row.prediction_error(f) or 0.0) for row in good] for f in ("peak_gib", "resident_gib")}
+        worst = [f"{100 * max(errors[f]):.{d}f} %" for f, d in (("peak_gib", 2), ("resident_gib", 1))]
+        median = f"{100 * statistics.median(errors['resident_gib']):.1f} %"
+        cells.append([name, len(good), worst[0], median, worst[1]])
+    header = ("model", "settings", "allocated, worst", "resident, median", "resident, worst")
+    return format_table(header, cells, markdown=markdown)
+
+
+PAGE = """# Accuracy of predictions
+
+Made by `{command}` on {host} ({processor}, {cores} cores; torch {torch}, transformers {transformers}; {time}).
+The rows are in [benchmarks/results/memory.jsonl](../benchmarks/results/memory.jsonl).
+
+`upshift plan` predicts from a trace of the model on fake tensors, before anything ran. Here each of {rows} plans was predicted,
+then run as a trial in a process of its own. Allocated: the highest sum of live tensors in an optimizer step. Resident: the
+highest memory of the process. Every model has random weights; sequences are full-length.
+
+{summary}
+
+The time of a step before any trial was off by a factor of {low:.2f} to {high:.2f} (measured / predicted, median {median:.2f};
+two samples each, beside whatever else ran on the machine). Trials correct it: see
+[benchmarks/README.md](../benchmarks/README.md) for the regret of the plan that is chosen after them.
+
+## Every setting, the worst first
+A setting reads: sequence length · micro-batch x accumulation · precision · recomputed layers.
+
+{table}
+"""
+
+
+def page(rows: list[Record]) -> str:
+    env, totals = rows[0].environment, summary(rows)
+    factors: dict[str, float] = totals["step_measured_over_predicted"]  # type: ignore[assignment]
+    return PAGE.format(
+        command=COMMAND, host=env.host, processor=env.processor, cores=env.num_cores, torch=env.versions.get("torch"),
+        transformers=env.versions.get("transformers"), time=env.time, rows=len(rows), summary=by_model(rows, markdown=True),
+        low=factors["lowest"], high=factors["highest"], median=factors["median"], table=table(rows, markdown=True),
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this Markdown file")
+    options = parser.parse_args(arguments)
+    case = Case("memory", options.results, find_host(None), options.quick, {"seed": options.seed})
+    rows = run(case)
+    print(table(rows, markdown=False), by_model(rows, markdown=False), sep="\n\n")
+    if options.write:
+        options.write.write_text(page(rows), encoding="utf-8")
+    print(json.dumps(summary(rows)))
+    return 0 if any(row.measured for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,87 @@
+"""What every benchmark case has: its command line, the machine, and rows that carry both."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from upshift.benchmarking.environment import environment
+from upshift.benchmarking.harness import append_rows
+from upshift.hardware.spec import Host
+from upshift.record import Environment, Numbers, Record
+
+FLOP_CONVENTION = (
+    "model FLOPs: matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
+    "backward = 2 x forward, recomputation not counted"
+)
+
+
+def command_line(description: str, *, results: Path) -> argparse.ArgumentParser:
+    """The options that all cases share."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--quick", action="store_true", help="tiny settings: shows that the case runs, proves nothing")
+    parser.add_argument("--results", type=Path, default=results, help="folder of the JSONL rows, which are appended")
+    parser.add_argument("--seed", type=int, default=42)
+    return parser
+
+
+@dataclass
+class Case:
+    """Collects the rows of one run; each row names the case, its settings and the machine."""
+
+    name: str
+    results: Path  # the folder
+    host: Host
+    quick: bool
+    settings: dict[str, Any]
+    environment: Environment = field(init=False)
+    rows: list[Record] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.environment = environment(self.host)
+
+    @property
+    def path(self) -> Path:
+        return self.results / f"{self.name}.jsonl"
+
+    def add(
+        self,
+        name: str,
+        *,
+        plan: dict[str, Any],
+        measured: Numbers | None,
+        predicted: Numbers | None = None,
+        baseline: Numbers | None = None,
+        baseline_name: str | None = None,
+        failure: str | None = None,
+        details: dict[str, Any] | None = None,
+    ) -> Record:
+        """Make a row and append it at once: what was measured is kept when a later contender fails."""
+        row = Record(
+            kind="benchmark",
+            name=f"{self.name}/{name}",
+            plan=plan,
+            predicted=predicted,
+            measured=measured,
+            baseline=baseline,
+            baseline_name=baseline_name,
+            flop_convention=FLOP_CONVENTION,
+            environment=self.environment,
+            failure=failure,
+            details={"quick": self.quick, "settings": self.settings, **(details or {})},
+        )
+        self.rows.append(row)
+        append_rows(self.path, [row])
+        return row
+
+
+def tell(text: str) -> None:
+    """Progress, beside the results."""
+    sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+

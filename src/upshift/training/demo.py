@@ -1,0 +1,135 @@
+"""The demo's road: real text that every machine has, a tokenizer and a small model made on the spot, two runs, one page.
+
+The plain default runs first, for a while; the chosen plan then runs for longer and is evaluated when it has seen the same
+number of tokens. Both follow one learning-rate schedule, so that their losses can be compared.
+"""
+
+from __future__ import annotations
+
+import random
+import sysconfig
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig
+
+from upshift.planning.plan import Plan
+from upshift.record import Record
+from upshift.training.arguments import Arguments
+from upshift.training.job import run_job
+from upshift.training.loop_events import OnEvent
+from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.tokenizer import train_byte_level_bpe
+
+VOCAB_SIZE = 8192
+SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 16
+MAX_STEPS = 2000  # of the schedule; the demo's time ends earlier
+TOKENIZER_BYTES = 3_000_000
+CORPUS_BYTES = 12_000_000
+LEFT_OUT = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "idlelib")
+ARGUMENTS = {"learning_rate": 1e-3, "warmup_steps": 20, "lr_scheduler_type": "constant_with_warmup", "weight_decay": 0.01}
+PROMPT = "def read_text(path):\n"
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Seconds of each part."""
+
+    trials: float = 60.0
+    baseline: float = 60.0
+    training: float = 120.0
+
+
+@dataclass(frozen=True)
+class DemoResult:
+    prepared: Prepared
+    baseline: Record
+    baseline_tokens: int
+    chosen: Record
+    text: str
+    model_directory: Path
+
+    @property
+    def chosen_loss_at_equal_tokens(self) -> float | None:
+        for tokens, loss in self.chosen.details["evaluations"]:
+            if tokens >= self.baseline_tokens:
+                return float(loss)
+        return None
+
+
+def write_corpus(folder: Path) -> list[str]:
+    """Copy the standard library's source, without its tests, into ``folder``; returns the texts."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = [f for f in sorted(root.rglob("*.py")) if not set(LEFT_OUT) & set(f.relative_to(root).parts[:-1])]
+    random.Random(0).shuffle(files)
+    texts: list[str] = []
+    size = 0
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in files:
+        text = file.read_text(encoding="utf-8", errors="ignore")
+        if size + len(text) > CORPUS_BYTES or not text.strip():
+            continue
+        size += len(text)
+        (folder / "-".join(file.relative_to(root).with_suffix(".txt").parts)).write_text(text, encoding="utf-8")
+        texts.append(text)
+    return texts
+
+
+def write_model(folder: Path, texts: list[str]) -> Any:
+    """A Llama-style config of about 18 M parameters and its tokenizer; returns the tokenizer."""
+    sample, size = [], 0
+    for text in texts:
+        if size < TOKENIZER_BYTES:
+            sample.append(text)
+            size += len(text)
+    tokenizer = train_byte_level_bpe(sample, VOCAB_SIZE)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
+        num_key_value_heads=6, max_position_embeddings=1024, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+        bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    config.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> Prepared:
+    texts = write_corpus(folder / "text")
+    write_model(folder / "model", texts)
+    prepared, _ = prepare_run(
+        str(folder / "model"), str(folder / "text"), sequence_length=SEQUENCE_LENGTH, global_batch=GLOBAL_BATCH,
+        max_steps=MAX_STEPS, from_config=True, trial_seconds=timing.trials, watcher=watcher,
+    )  # fmt: skip
+    return prepared
+
+
+def run_demo(
+    prepared: Prepared, folder: Path, *, timing: Timing, on_baseline: OnEvent, on_chosen: OnEvent
+) -> DemoResult:
+    arguments = Arguments(max_steps=MAX_STEPS, eval_steps=0, **ARGUMENTS)
+    plain = Plan.model_validate(prepared.planning.default.plan.model_dump())
+    default = prepared.proof.default.numbers() if prepared.proof else None
+    baseline_run = replace(prepared, plan=plain, predicted=default or prepared.planning.numbers(prepared.planning.default))
+    baseline = run_job(
+        baseline_run.job(arguments, output=folder / "plain", overwrite=True, stop_after_seconds=timing.baseline),
+        prepared.data, on_event=on_baseline, fresh_process=True,
+    )  # fmt: skip
+    tokens = int(baseline.details["loss_curve"][-1][0])
+    chosen = run_job(
+        prepared.job(
+            arguments, output=folder / "trained", overwrite=True, stop_after_seconds=timing.training, evaluate_at_tokens=(tokens,)
+        ),
+        prepared.data, on_event=on_chosen, fresh_process=True,
+    )  # fmt: skip
+    text = generate(folder / "trained")
+    return DemoResult(prepared, baseline, tokens, chosen, text, folder / "trained")
+
+
+def generate(directory: Path) -> str:
+    """Load what was saved the way anyone would, and continue the prompt."""
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    inputs = tokenizer(PROMPT, return_tensors="pt")
+    tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False, repetition_penalty=1.2)
+    return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
