@@ -57,9 +57,7 @@ def settings(*, quick: bool) -> list[Setting]:
 
 
 def plan_of(source: ModelSource, case: Case, setting: Setting) -> Planning:
-    workload = Workload(
-        sequence_length=setting.sequence_length, global_batch=setting.micro_batch * setting.accumulation
-    )
+    workload = Workload(sequence_length=setting.sequence_length, global_batch=setting.micro_batch * setting.accumulation)
     fixed = FIXED | {
         "precision": setting.precision,
         "per_device_train_batch_size": setting.micro_batch,
@@ -103,7 +101,9 @@ def run(case: Case) -> list[Record]:
             reference = write_config(configs[setting.model], Path(folder) / setting.model)
             row = measure(case, server, setting, find_model(reference))
             rows.append(row)
-            tell(f"{number}/{len(chosen)} {row.name} {label(row)}: {row.failure or percent(row.prediction_error('peak_gib'), digits=2)}")
+            tell(
+                f"{number}/{len(chosen)} {row.name} {label(row)}: {row.failure or percent(row.prediction_error('peak_gib'), digits=2)}"
+            )
     return rows
 
 

@@ -15,7 +15,11 @@ from typing import Any
 
 import torch
 from transformers import (
-    DataCollatorForLanguageModeling, DataCollatorWithFlattening, Trainer, TrainerCallback, TrainingArguments,
+    DataCollatorForLanguageModeling,
+    DataCollatorWithFlattening,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
 )  # fmt: skip
 
 from upshift.benchmarking.meters import resident_peak_bytes
@@ -173,7 +177,9 @@ def held_out_loss(model: Any, data: TrainingData, plain: Plan) -> float | None:
     torch._dynamo.reset()
     layout = layout_for(plain, data.objective)
     global_batch = plain.per_device_train_batch_size
-    return evaluate(model, plain, evaluation_batches(data.evaluation, global_batch=global_batch, layout=layout, objective=data.objective))
+    return evaluate(
+        model, plain, evaluation_batches(data.evaluation, global_batch=global_batch, layout=layout, objective=data.objective)
+    )
 
 
 def main(path: str) -> None:

@@ -1,4 +1,4 @@
-"""Units, in one place. Memory is counted in bytes inside the library and shown in GiB (2**30); GB (10**9) is used for rates only."""
+"""Units, in one place. Memory is counted in bytes inside and shown in GiB (2**30); GB (10**9) is for rates only."""
 
 from __future__ import annotations
 

@@ -232,9 +232,7 @@ def test_a_checkpoint_is_a_hugging_face_directory(tmp_path: Path, kind: str) -> 
             return llama(tie_word_embeddings=False)
         sizes = {"num_hidden_layers": 1, "vocab_size": 64}
         if kind == "t5-tied":
-            return T5ForConditionalGeneration(
-                T5Config(d_model=32, d_ff=48, d_kv=8, num_layers=1, num_heads=2, vocab_size=64)
-            )
+            return T5ForConditionalGeneration(T5Config(d_model=32, d_ff=48, d_kv=8, num_layers=1, num_heads=2, vocab_size=64))
         heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "num_local_experts": 4}
         return MixtralForCausalLM(MixtralConfig(hidden_size=32, intermediate_size=48, **sizes, **heads))
 
@@ -386,9 +384,7 @@ def test_too_little_room_is_seen_before_writing(small_disk: Path) -> None:
     optimizer = adamw(model)
     save(small_disk, model, optimizer, 1)
     _leave_free(small_disk, 200_000)
-    with pytest.raises(
-        JobFailed, match=r"checkpoint-2 needs 1\.\d+ MiB and .* has 1\d\d KiB free; checkpoint-1 is still"
-    ):
+    with pytest.raises(JobFailed, match=r"checkpoint-2 needs 1\.\d+ MiB and .* has 1\d\d KiB free; checkpoint-1 is still"):
         save(small_disk, model, optimizer, 2)
     with pytest.raises(JobFailed, match="the final model needs .*checkpoint-1 is still loadable"):
         save_model(small_disk, model, None)
@@ -408,9 +404,7 @@ def test_a_full_disk_while_writing(small_disk: Path, monkeypatch: pytest.MonkeyP
         filler.unlink(missing_ok=True)
         free = usage(small_disk).f_bavail * usage(small_disk).f_frsize
         filler.write_bytes(b"x" * (free - int(size * share)))
-        with pytest.raises(
-            JobFailed, match="checkpoint-2 could not be written .*checkpoint-1 is still loadable"
-        ) as error:
+        with pytest.raises(JobFailed, match="checkpoint-2 could not be written .*checkpoint-1 is still loadable") as error:
             save(small_disk, run.model, run.optimizer, 2, tokenizer=tokenizer())
         failures.append(str(error.value))
         assert "\n" not in failures[-1]

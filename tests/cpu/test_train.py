@@ -148,9 +148,7 @@ SAME = {
 
 
 @pytest.mark.parametrize("name", SAME)
-def test_plans_train_alike(
-    name: str, home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path
-) -> None:
+def test_plans_train_alike(name: str, home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path) -> None:
     record = run_job(a_job(home, tmp_path, plan=a_plan(**SAME[name])), prepared("llama"))
     largest = difference(plain, record)
     print(f"{name}: {largest:.1e}")
@@ -168,9 +166,7 @@ def test_bf16_stays_near(
     assert largest < (1e-2 if precision == "bf16" else 5e-2)
 
 
-def test_compiled_layers_train_alike(
-    home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path
-) -> None:
+def test_compiled_layers_train_alike(home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path) -> None:
     if not compiler_works():
         pytest.skip("no C++ compiler that torch inductor can use")
     try:
@@ -339,9 +335,7 @@ def test_resume_of_a_finished_run_and_of_none(
     assert curve(longer)[:5] == curve(plain) and len(curve(longer)) == 6
 
 
-def test_early_ends_keep_the_schedule(
-    home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path
-) -> None:
+def test_early_ends_keep_the_schedule(home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path) -> None:
     data, target = prepared("llama"), int(curve(plain)[2][0])
     by_tokens = run_job(a_job(home, tmp_path / "tokens", stop_after_tokens=target), data)
     assert curve(by_tokens) == curve(plain)[:3] and by_tokens.details["end"] == "tokens"
@@ -402,9 +396,7 @@ def test_full_disk_leaves_the_previous_checkpoint(
 
 
 @pytest.mark.parametrize(("model", "kind"), [("bert", "masked-lm"), ("t5", "seq2seq-lm")])
-def test_other_objectives(
-    model: str, kind: str, home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path
-) -> None:
+def test_other_objectives(model: str, kind: str, home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
     data = prepared(model)
     assert data.objective.kind == kind
     record = run_job(a_job(home, tmp_path, model=model, max_steps=2), data)
@@ -431,9 +423,7 @@ def test_wrong_requests(home: Path, prepared: Callable[[str], TrainingData], tmp
     small = LlamaConfig(vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=2)
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(RequestError, match="the model's vocabulary has 100"):
-        prepare_data(
-            find_model(str(tmp_path / "small")), home / "data.jsonl", tokenizer=data.tokenizer, sequence_length=LENGTH
-        )
+        prepare_data(find_model(str(tmp_path / "small")), home / "data.jsonl", tokenizer=data.tokenizer, sequence_length=LENGTH)
 
 
 def test_longest_sequence_counts_reserved_positions(tmp_path: Path) -> None:
@@ -450,6 +440,7 @@ def test_sample_for_trials_keeps_sequences(prepared: Callable[[str], TrainingDat
     write_sample(training, tmp_path / "sample", 20)
     with np.load(tmp_path / "sample") as arrays:
         again = cut_sequences(TokenizedCorpus(tokens=arrays["tokens"], offsets=arrays["offsets"]), LENGTH)
+
     def pieces(sequences: Any) -> list[bytes]:
         spans = zip(sequences.starts, sequences.lengths, strict=True)
         return [sequences.tokens[start : start + length].tobytes() for start, length in spans]

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.training.batch_layout import Layout, lay_out
 from upshift.planning.lengths import LengthHistogram
-from upshift.training.batch_objective import IGNORED, Objective, objective_for
 from upshift.planning.packing import pack_rows
+from upshift.training.batch_layout import Layout, lay_out
+from upshift.training.batch_objective import IGNORED, Objective, objective_for
 from upshift.training.batches import (
     BatchSource,
     GlobalBatch,
@@ -51,9 +51,7 @@ layouts = st.builds(
 def corpus_of(lengths: list[int]) -> TokenizedCorpus:
     """Token value = position in the corpus, so that a token says where it came from."""
     ends = np.cumsum(lengths)
-    return TokenizedCorpus.from_documents(
-        [np.arange(end - n, end) + 10 for n, end in zip(lengths, ends.tolist(), strict=True)]
-    )
+    return TokenizedCorpus.from_documents([np.arange(end - n, end) + 10 for n, end in zip(lengths, ends.tolist(), strict=True)])
 
 
 def ranks(lengths: list[int], shape: tuple[int, bool, int, int], objective: Objective = CAUSAL) -> list[BatchSource]:
@@ -65,9 +63,7 @@ def ranks(lengths: list[int], shape: tuple[int, bool, int, int], objective: Obje
             global_batch=5,
             seed=3,
             objective=objective,
-            layout=Layout(
-                micro_batch=micro_batch, packing=packing, pad_multiple=pad_multiple, rank=rank, world_size=world_size
-            ),
+            layout=Layout(micro_batch=micro_batch, packing=packing, pad_multiple=pad_multiple, rank=rank, world_size=world_size),
         )
         for rank in range(world_size)
     ]
@@ -214,9 +210,7 @@ def test_masking_follows_the_sequence_and_bert_shares():
 def test_special_tokens_are_never_masked():
     objective = MASKED.changed(mask_probability=1.0)
     tokens = TokenizedCorpus.from_documents([np.array([2, 50, 51, 2])])
-    micro = next(
-        evaluation_batches(cut_sequences(tokens, 8), global_batch=4, layout=Layout(micro_batch=1), objective=objective)
-    )
+    micro = next(evaluation_batches(cut_sequences(tokens, 8), global_batch=4, layout=Layout(micro_batch=1), objective=objective))
     assert micro.micro_batches[0].labels[0, :4].tolist() == [IGNORED, 50, 51, IGNORED]
 
 
@@ -335,7 +329,4 @@ def test_vocabulary_and_types():
 
 def test_planning_batches_needs_no_torch():
     code = "import sys, upshift.training.batches; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
-    assert (
-        subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
-        == "set()"
-    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"

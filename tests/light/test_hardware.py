@@ -36,9 +36,7 @@ from upshift.units import GIB, MIB
 # --- described hosts -------------------------------------------------------------------------------------------------
 
 
-@given(
-    nodes=st.integers(1, 999), gpus=st.integers(1, 999), name=st.sampled_from([*GPUS, *ALIASES]), upper=st.booleans()
-)
+@given(nodes=st.integers(1, 999), gpus=st.integers(1, 999), name=st.sampled_from([*GPUS, *ALIASES]), upper=st.booleans())
 def test_describe_reads_every_form(nodes: int, gpus: int, name: str, upper: bool) -> None:
     forms = {name: (1, 1), f"{gpus}x{name}": (1, gpus), f" {nodes}x{gpus}x{name}\n": (nodes, gpus)}
     for text, counts in forms.items():

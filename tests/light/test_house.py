@@ -39,7 +39,9 @@ HEAVY = ("torch", "transformers")
 HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.build",
     "upshift.models.chunked_loss",
+    "upshift.models.describe",
     "upshift.models.fit",
+    "upshift.models.measure",
     "upshift.models.recompute",
     "upshift.models.trace",
     "upshift.models.tracker",
@@ -56,9 +58,7 @@ MAX_CONTRIBUTING_LINES = 80
 MAX_IMPORT_MS = 100
 MACHINE_TEXT = {
     "an absolute path of a machine": re.compile(r"(?<![\w.])/(?:work|root|home)/"),
-    "a registry address": re.compile(
-        r"in[d]ex-url|find-l[i]nks|[p]ypi\.org/simple|download\.[p]ytorch\.org|fi[l]e:///"
-    ),
+    "a registry address": re.compile(r"in[d]ex-url|find-l[i]nks|[p]ypi\.org/simple|download\.[p]ytorch\.org|fi[l]e:///"),
 }
 
 Function = ast.FunctionDef | ast.AsyncFunctionDef

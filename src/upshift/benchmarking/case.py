@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,5 +82,3 @@ def tell(text: str) -> None:
     """Progress, beside the results."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()
-
-

@@ -113,7 +113,10 @@ def format_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, mar
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []
     for row in cells:
-        padded = [cell.ljust(width) if not column else cell.rjust(width) for column, (cell, width) in enumerate(zip(row, widths, strict=True))]
+        padded = [
+            cell.ljust(width) if not column else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        ]
         lines.append(f"| {' | '.join(padded)} |" if markdown else "  ".join(padded).rstrip())
     if markdown:
         lines.insert(1, f"| {' | '.join(['---', *['---:'] * (len(header) - 1)])} |")

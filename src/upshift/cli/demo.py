@@ -26,12 +26,9 @@ def command(
     timing = Timing(trials=60 * share, baseline=60 * share, training=120 * share)
     with RunDisplay() as display:
         prepared = prepare_demo(output, timing=timing, watcher=display.watcher)
-        planning = prepared.planning
-        host = planning.host
-        show.err.print(
-            f"[dim]{planning.profile.architecture} with {format_count(planning.profile.parameters.total)} parameters; "
-            f"{prepared.data.summary.num_documents} files of Python's standard library; {host.cpu.usable_cores if host.cpu else '?'} cores[/dim]"
-        )
+        profile, files = prepared.planning.profile, prepared.data.summary.num_documents
+        what = f"{profile.architecture} with {format_count(profile.parameters.total)} parameters"
+        show.err.print(f"[dim]{what}; {files} files of Python's standard library[/dim]")
         result = run_demo(
             prepared, output, timing=timing,
             on_baseline=display.named("Plain default", prepared.planning.default.resident),

@@ -64,15 +64,21 @@ def _facts(result: Any) -> tuple[Fact, ...]:
     planning, environment = result.prepared.planning, result.chosen.environment
     return (
         Fact(label="machine", text=f"{environment.processor}, {environment.num_cores} cores"),
-        Fact(label="model", text=f"{planning.profile.architecture}, {format_count(planning.profile.parameters.total)} parameters"),
+        Fact(
+            label="model", text=f"{planning.profile.architecture}, {format_count(planning.profile.parameters.total)} parameters"
+        ),
         Fact(label="data", text=f"{result.prepared.data.summary.num_documents} files of Python's standard library"),
-        Fact(label="global batch", text=f"{planning.workload.global_batch} sequences of up to {planning.workload.sequence_length} tokens"),
+        Fact(
+            label="global batch",
+            text=f"{planning.workload.global_batch} sequences of up to {planning.workload.sequence_length} tokens",
+        ),
     )
 
 
 def _comparison(name: str, role: Any, numbers: Numbers) -> ComparisonRow:
+    step_ms = numbers.step_ms.p50 if numbers.step_ms else None
     return ComparisonRow(
-        plan=name, role=role, tokens_per_second=numbers.tokens_per_second, step_ms=numbers.step_ms.p50 if numbers.step_ms else None,
+        plan=name, role=role, tokens_per_second=numbers.tokens_per_second, step_ms=step_ms,
         peak_gib=numbers.peak_gib, resident_gib=numbers.resident_gib, held_out_loss=numbers.evaluation_loss,
     )  # fmt: skip
 
@@ -113,7 +119,9 @@ def _memory(record: Record) -> MemoryLife:
     base = min((resident for _, _, resident in record.details["memory_samples"]), default=0) / GIB
     for seconds, phase, resident in record.details["memory_samples"]:
         parts = {"load": {"weights": lasting.get("weights", 0.0)}, "first step": highest, "steady": highest}.get(phase, lasting)
-        samples.append(MemorySample(seconds=seconds, phase=phase, parts={"process base": base, **parts}, resident_gib=resident / GIB))
+        samples.append(
+            MemorySample(seconds=seconds, phase=phase, parts={"process base": base, **parts}, resident_gib=resident / GIB)
+        )
     return MemoryLife(samples=tuple(samples), predicted_peak_gib=held)
 
 

@@ -20,7 +20,10 @@ SequenceLength = Annotated[int, typer.Option("--sequence-length", min=2, help="t
 GlobalBatch = Annotated[int, typer.Option("--global-batch", min=1, help="sequences per optimizer step; no plan changes it")]
 On = Annotated[str | None, typer.Option("--on", help="a described host such as 1xh100; default: this machine")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="fix a field of the plan: field=value (repeatable)")]
-Allow = Annotated[str, typer.Option("--allow", help="choices that change the mathematics, comma-separated: bf16-weights,8bit-optimizer,adafactor")]
+Allow = Annotated[
+    str,
+    typer.Option("--allow", help="allowed to change the mathematics: bf16-weights,8bit-optimizer,adafactor"),
+]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
 
@@ -48,7 +51,8 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document()) + "\n")
         return
-    show.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], global batch {global_batch} x {sequence_length} tokens")
+    size = f"global batch {global_batch} x {sequence_length} tokens"
+    show.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
     show.out.print(show.plans_table(planning, rows=rows))
     show.out.print(show.memory_table(planning.numbers(planning.ranking.candidates[0])))
     show.out.print(show.reasons_table(planning))
@@ -57,7 +61,9 @@ def command(
         show.out.print(rejected)
     show.out.print(planning.shadow_price)
     low, high = planning.numbers(planning.ranking.candidates[0]).interval or (1.0, 1.0)
-    show.out.print(f"[dim]Times are predicted, untried: expect {low:.1f}x to {high:.1f}x. Held: what the process or device occupies.[/dim]")
+    show.out.print(
+        f"[dim]Times are predicted, untried: expect {low:.1f}x to {high:.1f}x. Held: what the process or device occupies.[/dim]"
+    )
 
 
 def split(text: str) -> tuple[str, ...]:

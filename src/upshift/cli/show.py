@@ -81,7 +81,11 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
 
 
 def memory_table(numbers: Numbers) -> Table:
-    parts = [part for part in next(iter(numbers.memory.values()), {}) if any(row.get(part, 0) > 0.0005 for row in numbers.memory.values())]
+    parts = [
+        part
+        for part in next(iter(numbers.memory.values()), {})
+        if any(row.get(part, 0) > 0.0005 for row in numbers.memory.values())
+    ]
     table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*parts, "total"))
     for phase, row in numbers.memory.items():
         table.add_row(phase, *(f"{row.get(part, 0.0):.3f}" for part in parts), f"{sum(row.values()):.3f}")
@@ -90,7 +94,9 @@ def memory_table(numbers: Numbers) -> Table:
 
 def reasons_table(planning: Planning) -> Table:
     wide = out.width >= 120
-    table = new_table("Why, and what the runner-up would cost", "choice", "value", "runner-up", "its cost", *(["it trades"] if wide else []))
+    table = new_table(
+        "Why, and what the runner-up would cost", "choice", "value", "runner-up", "its cost", *(["it trades"] if wide else [])
+    )
     for reason in planning.reasons:
         row = [reason.choice, reason.value, reason.runner_up, reason.runner_up_cost]
         table.add_row(*row, *([reason.why] if wide else []))
@@ -165,12 +171,24 @@ def inspection_tables(inspection: Any) -> list[Table]:
     costs.add_row("forward + backward", f"{inspection.flops_train / 1e9:,.1f} GFLOP")
     for row in inspection.activations:
         recomputed = "" if row.whole_model_recomputed is None else f", {row.whole_model_recomputed / 2**20:,.1f} MiB recomputed"
-        costs.add_row(f"saved activations ({row.precision})", f"{row.whole_model / 2**20:,.1f} MiB{recomputed}; {row.per_layer / 2**20:,.2f} MiB a layer")
+        costs.add_row(
+            f"saved activations ({row.precision})",
+            f"{row.whole_model / 2**20:,.1f} MiB{recomputed}; {row.per_layer / 2**20:,.2f} MiB a layer",
+        )
     if inspection.kv_bytes is not None:
-        costs.add_row("keys and values, bf16", f"{inspection.kv_bytes / 2**20:,.2f} MiB; {inspection.kv_bytes_per_token / 2**10:,.2f} KiB a token")
+        costs.add_row(
+            "keys and values, bf16",
+            f"{inspection.kv_bytes / 2**20:,.2f} MiB; {inspection.kv_bytes_per_token / 2**10:,.2f} KiB a token",
+        )
     declares = new_table("What the model declares", "", "")
     for name, value in inspection.declares.items():
-        text = ", ".join(f"{k}: {v}" for k, v in value.items()) if isinstance(value, dict) else ", ".join(value) if isinstance(value, (tuple, list)) else str(value)
+        text = (
+            ", ".join(f"{k}: {v}" for k, v in value.items())
+            if isinstance(value, dict)
+            else ", ".join(value)
+            if isinstance(value, (tuple, list))
+            else str(value)
+        )
         declares.add_row(name.replace("_", " "), text or "nothing")
     declares.add_row("loss in chunks", inspection.chunked_loss)
     return [parts, costs, declares]

@@ -15,7 +15,9 @@ from upshift.units import GIB, format_bytes, format_seconds
 
 def command(
     model: Model,
-    data: Annotated[str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")],
+    data: Annotated[
+        str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")
+    ],
     output: Annotated[Path, typer.Option("--output", "-o", help="where the trained model goes")] = Path("upshift-output"),
     sequence_length: SequenceLength = 512,
     global_batch: GlobalBatch = 8,
@@ -34,7 +36,9 @@ def command(
     plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
     set_: Set = None,
     allow: Allow = "",
-    trial_seconds: Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")] = 60.0,
+    trial_seconds: Annotated[
+        float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")
+    ] = 60.0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in the output directory")] = False,
     as_json: Json = False,
@@ -47,9 +51,9 @@ def command(
             model, data, output=output, sequence_length=sequence_length, global_batch=global_batch,
             overwrite=overwrite, resume=resume, watcher=display.watcher,
             arguments={
-                "max_steps": max_steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "weight_decay": weight_decay,
-                "max_grad_norm": max_grad_norm, "lr_scheduler_type": lr_scheduler_type, "seed": seed, "eval_steps": eval_steps,
-                "save_steps": save_steps,
+                "max_steps": max_steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "seed": seed,
+                "weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "lr_scheduler_type": lr_scheduler_type,
+                "eval_steps": eval_steps, "save_steps": save_steps,
             },
             epochs=epochs, plan_file=plan, fixed=tuple(set_ or ()), allow=split(allow), from_config=from_config,
             text_column=text_column, trial_seconds=trial_seconds,
@@ -57,8 +61,9 @@ def command(
     if as_json:
         sys.stdout.write(record.to_json() + "\n")
         return
-    show.out.print(show.prediction_table(record.predicted, record.measured))
-    show.out.print(f"Held-out loss {show.number(record.measured.evaluation_loss, 4)}. Model saved in {output}")
+    if record.predicted is not None and record.measured is not None:
+        show.out.print(show.prediction_table(record.predicted, record.measured))
+        show.out.print(f"Held-out loss {show.number(record.measured.evaluation_loss, 4)}. Model saved in {output}")
 
 
 class RunDisplay:
@@ -68,7 +73,12 @@ class RunDisplay:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
         self.quiet = quiet
-        columns = (TextColumn("{task.description}"), BarColumn(bar_width=24), TextColumn("{task.fields[text]}"), TimeElapsedColumn())
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(bar_width=24),
+            TextColumn("{task.fields[text]}"),
+            TimeElapsedColumn(),
+        )
         self.progress = Progress(*columns, console=show.err, transient=True, disable=quiet)
         self._tasks: dict[str, Any] = {}
         self.predicted_bytes: float | None = None
@@ -133,7 +143,8 @@ class RunDisplay:
         if kind == "StepDone":
             held = format_bytes(event.resident_bytes)
             against = f" of {format_bytes(self.predicted_bytes)} predicted" if self.predicted_bytes else ""
-            text = f"loss {event.loss:.3f} · {event.tokens_per_second:,.0f} tokens/s · {held}{against} · {format_seconds(event.seconds_left)} left"
+            speed, left = f"{event.tokens_per_second:,.0f} tokens/s", format_seconds(event.seconds_left)
+            text = f"loss {event.loss:.3f} · {speed} · {held}{against} · {left} left"
             self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         elif kind == "Evaluated":
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")

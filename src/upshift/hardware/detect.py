@@ -120,9 +120,7 @@ def _least(value: int, limit: int | None) -> int:
     return value if limit is None else min(value, limit)
 
 
-def _usable_cores(
-    cores: dict[int, tuple[str, str]], affinity: Collection[int] | None, limits: CgroupLimits
-) -> tuple[int, str]:
+def _usable_cores(cores: dict[int, tuple[str, str]], affinity: Collection[int] | None, limits: CgroupLimits) -> tuple[int, str]:
     allowed = set(affinity) if affinity is not None else _affinity()
     if allowed is None:
         usable, origin = _psutil_cores() or 1, "psutil"
@@ -190,4 +188,3 @@ def _memory(root: Path) -> tuple[int, int, str]:
         return kib["MemTotal:"] * KIB, kib["MemAvailable:"] * KIB, "/proc/meminfo"
     memory = importlib.import_module("psutil").virtual_memory()
     return memory.total, memory.available, "psutil"
-

@@ -88,7 +88,7 @@ class StepTrace(Value):
 
 
 class Stack(Value):
-    """A repeated run of layers, e.g. ``model.layers``. ``assignment[l]`` is the index into ``traced_layers`` that stands for layer l."""
+    """A repeated run of layers, e.g. ``model.layers``. ``assignment[l]``: which of ``traced_layers`` stands for layer l."""
 
     path: str
     traced_layers: tuple[int, ...]

@@ -52,7 +52,7 @@ def _read_config(path: Path, reference: str) -> dict[str, Any]:
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise RequestError(f"{path} is not valid JSON ({error}); save the model's config again") from None
     if not isinstance(config, dict) or "model_type" not in config:
-        raise RequestError(f"{path} has no \"model_type\"; it must be a transformers config.json")
+        raise RequestError(f'{path} has no "model_type"; it must be a transformers config.json')
     return config
 
 
@@ -64,8 +64,10 @@ def _from_hub(reference: str) -> ModelSource:
     try:
         path = Path(hf_hub_download(reference, "config.json", local_files_only=offline))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
-        reason = "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)" if offline else (
-            f"could not be read from the hub ({type(error).__name__})"
+        reason = (
+            "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)"
+            if offline
+            else (f"could not be read from the hub ({type(error).__name__})")
         )
         raise RequestError(f"model {reference!r} is no local path and {reason}; give a local directory or config.json") from None
     return ModelSource(reference=reference, directory=path.parent, config=_read_config(path, reference))

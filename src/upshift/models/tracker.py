@@ -128,7 +128,9 @@ class LiveTracker(TorchDispatchMode):
             self._record(self._current, function, args, kwargs, result, outputs)
         return result
 
-    def _record(self, interval: Interval, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]) -> None:
+    def _record(
+        self, interval: Interval, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]
+    ) -> None:
         interval.operators.append(str(function))
         interval.live.append(self.live_bytes)
         if function.is_view or not outputs:

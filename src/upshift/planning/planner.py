@@ -59,7 +59,7 @@ class Planning:
     def document(self) -> dict[str, Any]:
         """The JSON document of ``upshift plan --json``."""
         shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
-        plans = [
+        plans: list[dict[str, Any]] = [
             {"plan": c.plan.model_dump(mode="json"), "predicted": self.numbers(c).model_dump(mode="json"), "reasons": []}
             for c in shown
         ]
@@ -70,7 +70,10 @@ class Planning:
             "model": self.profile.model_dump(mode="json", exclude={"steps"}),
             "workload": self.workload.model_dump(mode="json"),
             "plans": plans,
-            "default": {"plan": self.default.plan.model_dump(mode="json"), "predicted": self.numbers(self.default).model_dump(mode="json")},
+            "default": {
+                "plan": self.default.plan.model_dump(mode="json"),
+                "predicted": self.numbers(self.default).model_dump(mode="json"),
+            },
             "rejected": [
                 {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
             ],
@@ -85,11 +88,13 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
     if on is not None:
         host = describe(on)
         if host.num_devices > 1 or host.num_nodes > 1:
-            raise RequestError(f"--on {on!r} has {host.num_devices} devices; this version plans for one, such as 1x{host.gpu.table_key if host.gpu else 'h100'}")
+            known = host.gpu.table_key if host.gpu else "h100"
+            raise RequestError(f"--on {on!r} has {host.num_devices} devices; this version plans for one, such as 1x{known}")
         return host
     host = detect()
     if host.mixed_gpus:
-        raise RequestError(f"this machine has different GPUs ({', '.join(g.name for g in host.mixed_gpus)}); hide all but one kind with CUDA_VISIBLE_DEVICES")
+        names = ", ".join(gpu.name for gpu in host.mixed_gpus)
+        raise RequestError(f"this machine has different GPUs ({names}); hide all but one kind with CUDA_VISIBLE_DEVICES")
     if not probe:
         return host
     from upshift.hardware.probe import measure
@@ -132,9 +137,7 @@ def plan_training(
             f"use at most {profile.max_positions}"
         )
     chosen = parse_fixed(fixed, host, profile, workload)
-    ranking = rank_plans(
-        enumerate_plans(host, profile, workload, fixed=chosen), host=host, profile=profile, workload=workload
-    )
+    ranking = rank_plans(enumerate_plans(host, profile, workload, fixed=chosen), host=host, profile=profile, workload=workload)
     default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
     if not ranking.candidates:
         _refuse(ranking, host)
@@ -183,14 +186,20 @@ def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
     try:
         document = json.loads(path.read_text())
     except OSError as error:
-        raise RequestError(f"cannot read plan {path}: {error.strerror}; write one with  upshift plan ... --json > {path.name}") from None
+        raise RequestError(
+            f"cannot read plan {path}: {error.strerror}; write one with  upshift plan ... --json > {path.name}"
+        ) from None
     except ValueError as error:
-        raise RequestError(f"plan {path} is not valid JSON ({error}); write one with  upshift plan ... --json > {path.name}") from None
+        raise RequestError(
+            f"plan {path} is not valid JSON ({error}); write one with  upshift plan ... --json > {path.name}"
+        ) from None
     if isinstance(document, dict) and isinstance(document.get("plans"), list) and document["plans"]:
         document = document["plans"][0]["plan"]
     found = Plan.from_json(json.dumps(document), origin=str(path))
     if found.host != host.fingerprint:
         raise RequestError(f"plan {path} was made for other hardware ({found.host}; this is {host.fingerprint}); plan again here")
     if found.model != source.model_hash:
-        raise RequestError(f"plan {path} was made for another model ({found.model}; this is {source.model_hash}); plan again for it")
+        raise RequestError(
+            f"plan {path} was made for another model ({found.model}; this is {source.model_hash}); plan again for it"
+        )
     return found

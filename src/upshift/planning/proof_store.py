@@ -33,7 +33,17 @@ class StoredProof(Value):
 
 def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool) -> Path:
     versions = [version(name) for name in ("torch", "transformers")]
-    text = repr((FORMAT, planning.host.fingerprint, planning.profile.key, planning.workload.to_json(), sorted(fixed), from_config, versions))
+    text = repr(
+        (
+            FORMAT,
+            planning.host.fingerprint,
+            planning.profile.key,
+            planning.workload.to_json(),
+            sorted(fixed),
+            from_config,
+            versions,
+        )
+    )
     return read_settings().cache_dir / "trials" / f"{hashlib.sha256(text.encode()).hexdigest()[:24]}.json"
 
 

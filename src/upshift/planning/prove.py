@@ -17,9 +17,17 @@ from upshift.units import gib
 LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
 # How much two plans that differ in a field may differ in speed: a correction learned on one is trusted less on the other.
 FIELD_WEIGHTS = {
-    "precision": 4.0, "torch_compile": 3.0, "attention": 3.0, "num_processes": 3.0, "packing": 2.0, "activation_checkpointing": 1.0,
-    "loss_chunk_tokens": 1.0, "optim": 1.0, "per_device_train_batch_size": 0.5, "host_memory": 0.5,
-}  # fmt: skip
+    "precision": 4.0,
+    "torch_compile": 3.0,
+    "attention": 3.0,
+    "num_processes": 3.0,
+    "packing": 2.0,
+    "activation_checkpointing": 1.0,
+    "loss_chunk_tokens": 1.0,
+    "optim": 1.0,
+    "per_device_train_batch_size": 0.5,
+    "host_memory": 0.5,
+}
 SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
 
 
@@ -74,10 +82,6 @@ class Proof:
     default: Tried
     tried: list[Tried]
     chosen: Tried
-
-    def corrected(self) -> Candidate:
-        """The chosen plan as predicted after the trials, for the run that follows."""
-        return self.chosen.candidate
 
 
 def prove(
@@ -147,7 +151,9 @@ def correction(candidate: Candidate, tried: list[Tried]) -> float:
     total = weight_sum = 0.0
     for entry in tried:
         distance = sum(
-            weight for name, weight in FIELD_WEIGHTS.items() if getattr(entry.candidate.plan, name) != getattr(candidate.plan, name)
+            weight
+            for name, weight in FIELD_WEIGHTS.items()
+            if getattr(entry.candidate.plan, name) != getattr(candidate.plan, name)
         )
         weight = 1.0 / (0.25 + distance) ** 2
         speed = entry.best.tokens_per_second if entry.ok else None

@@ -6,6 +6,7 @@ import itertools
 import platform
 from collections.abc import Iterator
 from importlib.util import find_spec
+from math import prod
 from typing import Any, get_args, get_type_hints
 
 from pydantic import ValidationError
@@ -21,8 +22,8 @@ from upshift.value import first_problem
 LOSS_CHUNK_TOKENS = 512
 EAGER_ATTENTION_LIMIT = 2048  # longer, and its score matrices alone rule it out
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
+BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length")
-WRITTEN_BY_UPSHIFT = FIXED_BY_REQUEST + ("gradient_accumulation_steps", "threads_per_process")
 
 
 def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
@@ -55,11 +56,16 @@ def enumerate_plans(
     for field in values:
         if field in fixed:
             values[field] = [fixed[field]]
-    base = {"device": host.device, "host": host.fingerprint, "model": profile.model_hash, "sequence_length": workload.sequence_length}
+    base: dict[str, Any] = {
+        "device": host.device,
+        "host": host.fingerprint,
+        "model": profile.model_hash,
+        "sequence_length": workload.sequence_length,
+    }
     cores = host.cpu.usable_cores if host.cpu else 1
     names = list(values)
     for combination in itertools.product(*values.values()):
-        chosen = dict(zip(names, combination, strict=True))
+        chosen: dict[str, Any] = dict(zip(names, combination, strict=True))
         per_process, rest = divmod(workload.global_batch, chosen["num_processes"])
         if rest:
             continue
@@ -97,9 +103,12 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
     for name, value in fixed.items():
         if name == "activation_checkpointing" and legal[name] != [0]:
             if value > profile.num_layers or (not profile.declares.gradient_checkpointing_per_layer and value not in legal[name]):
-                raise RequestError(f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute")
+                raise RequestError(
+                    f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute"
+                )
         elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
-            raise RequestError(f"--set {name}={value} is not possible here; use one of {', '.join(map(str, legal[name]))}{_why(name, value, profile, workload)}")
+            valid, why = ", ".join(map(str, legal[name])), _why(name, value, profile, workload)
+            raise RequestError(f"--set {name}={value} is not possible here; use one of {valid}{why}")
     return fixed
 
 
@@ -114,16 +123,17 @@ def _parse_value(name: str, text: str, hint: Any) -> Any:
 
 
 def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:
-    parts = 1
-    for name in ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes"):
-        parts *= fixed.get(name, 1)
+    factors = {name: fixed[name] for name in BATCH_FACTORS if name in fixed}
     total = workload.global_batch
-    if total % parts or ("per_device_train_batch_size" in fixed and "gradient_accumulation_steps" in fixed and total % parts):
+    if total % prod(factors.values()):
         divisors = [size for size in range(1, total + 1) if total % size == 0]
         raise RequestError(
-            f"{' x '.join(f'{k}={v}' for k, v in fixed.items() if k in ('per_device_train_batch_size', 'gradient_accumulation_steps', 'num_processes'))}"
-            f" does not divide the global batch of {total} sequences; use divisors of it: {', '.join(map(str, divisors[:16]))}"
+            f"{' x '.join(f'{name}={value}' for name, value in factors.items())} does not divide the global batch of {total} "
+            f"sequences; use divisors of it: {', '.join(map(str, divisors[:16]))}"
         )
+    if set(factors) == set(BATCH_FACTORS) and prod(factors.values()) != total:
+        product = " x ".join(map(str, factors.values()))
+        raise RequestError(f"{product} sequences are not the global batch of {total}; leave one of them out")
 
 
 def _why(name: str, value: Any, profile: ModelProfile, workload: Workload) -> str:
@@ -138,7 +148,9 @@ def _why(name: str, value: Any, profile: ModelProfile, workload: Workload) -> st
 def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
         if name not in CHANGES_MATHEMATICS:
-            raise RequestError(f"--allow {name!r} is unknown; the choices that change the mathematics are {', '.join(CHANGES_MATHEMATICS)}")
+            raise RequestError(
+                f"--allow {name!r} is unknown; the choices that change the mathematics are {', '.join(CHANGES_MATHEMATICS)}"
+            )
     return names
 
 
@@ -148,7 +160,7 @@ def _precisions(host: Host, workload: Workload) -> list[Precision]:
     found: list[Precision] = ["fp32"]
     if not amx and host.supports(MATRIX_PRECISION["tf32"]):
         found.append("tf32")
-    found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]  # type: ignore[misc]
+    found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]
     if "bf16-weights" in workload.allow and "bf16" in found:
         found.append("bf16-weights")
     return found

@@ -37,7 +37,9 @@ class TrialRequest(Value):
     seconds: float = Field(gt=0, description="timed work; loading and compiling come on top, up to ``limit_seconds``")
     limit_seconds: float = Field(gt=0)
     sample: str | None = Field(None, description="npz with tokens and offsets; None: synthetic full-length sequences")
-    objective: dict[str, Any] | None = Field(None, description="the training objective; None: the model's own, without a tokenizer")
+    objective: dict[str, Any] | None = Field(
+        None, description="the training objective; None: the model's own, without a tokenizer"
+    )
     seed: int = 42
 
 
@@ -69,7 +71,9 @@ class TrialServer:
         path.write_text(request.to_json())
         answer = self._folder / f"result-{self._count}.json"
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"request": str(path), "answer": str(answer), "limit": request.limit_seconds}) + "\n")
+        self._process.stdin.write(
+            json.dumps({"request": str(path), "answer": str(answer), "limit": request.limit_seconds}) + "\n"
+        )
         self._process.stdin.flush()
         line = self._process.stdout.readline()
         if not line:

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
+from upshift.planning.packing import round_up
 from upshift.training.batch_layout import Layout, RowGroup
 from upshift.training.batch_objective import IGNORED, Objective
-from upshift.planning.packing import round_up
 from upshift.training.tokens import Sequences
 
 if TYPE_CHECKING:
@@ -57,15 +57,10 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None
     if device is None or torch.device(device).type == "cpu":
         return tensors
     pinned = torch.device(device).type == "cuda"
-    return {
-        name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned)
-        for name, tensor in tensors.items()
-    }
+    return {name: (tensor.pin_memory() if pinned else tensor).to(device, non_blocking=pinned) for name, tensor in tensors.items()}
 
 
-def fill(
-    group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int
-) -> MicroBatch:
+def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int) -> MicroBatch:
     """Fill one row group. The rows of the group hold ids of `sequences`."""
     if objective.kind == "causal-lm":
         return _fill_causal(group, sequences, layout, objective)
@@ -75,9 +70,7 @@ def fill(
         return _fill_seq2seq(ids, lengths, sequences, layout, objective)
     input_ids = _padded(sequences, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
     real = np.arange(group.width) < _column(lengths)
-    inputs, labels = objective.mask_tokens(
-        input_ids, real, ids if len(ids) else np.zeros(1, np.int64), seed=seed, epoch=epoch
-    )
+    inputs, labels = objective.mask_tokens(input_ids, real, ids if len(ids) else np.zeros(1, np.int64), seed=seed, epoch=epoch)
     return MicroBatch(
         input_ids=inputs,
         labels=labels,

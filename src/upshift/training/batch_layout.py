@@ -32,9 +32,7 @@ class Layout(Value):
     @model_validator(mode="after")
     def _check(self) -> Layout:
         if self.rank >= self.world_size:
-            raise RequestError(
-                f"rank={self.rank} is not in world_size={self.world_size}; use 0 to {self.world_size - 1}"
-            )
+            raise RequestError(f"rank={self.rank} is not in world_size={self.world_size}; use 0 to {self.world_size - 1}")
         return self
 
 

@@ -172,9 +172,7 @@ def longest_batch(source: BatchSource, *, num_global_batches: int = 16) -> Micro
     return fill(best, source.sequences, source.layout, source.objective, seed=source.seed, epoch=0)
 
 
-def synthetic_batch(
-    layout: Layout, *, sequence_length: int, vocab_size: int, objective: Objective | None = None
-) -> MicroBatch:
+def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, objective: Objective | None = None) -> MicroBatch:
     """A full-length micro-batch of random tokens; with packing, each row holds two sequences."""
     objective = objective or Objective()
     check_layout(layout, objective)
@@ -182,9 +180,7 @@ def synthetic_batch(
     shared = layout.packing and sequence_length >= 4
     row_lengths = [sequence_length // 2, sequence_length - sequence_length // 2] if shared else [sequence_length]
     lengths = np.array(row_lengths * layout.micro_batch, np.int64)
-    sequences = Sequences(
-        tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length
-    )
+    sequences = Sequences(tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=sequence_length)
     per_row = len(row_lengths)
     rows = tuple(tuple(range(row * per_row, (row + 1) * per_row)) for row in range(layout.micro_batch))
     return fill(RowGroup(rows, sequence_length), sequences, layout, objective, seed=0, epoch=0)

@@ -97,8 +97,7 @@ def check_room(directory: Path, *, name: str, need: int) -> None:
     free = shutil.disk_usage(directory).free
     if free < need:
         raise JobFailed(
-            f"{name} needs {format_bytes(need)} and {directory} has {format_bytes(free)} free; "
-            f"{still_loadable(directory)}"
+            f"{name} needs {format_bytes(need)} and {directory} has {format_bytes(free)} free; {still_loadable(directory)}"
         )
 
 

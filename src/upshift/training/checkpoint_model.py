@@ -93,8 +93,7 @@ def write_model(directory: Path, model: PreTrainedModel, tokenizer: Any | None, 
 def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
     try:
         tokenizer.save_pretrained(directory)
-    except Exception as error:
-        # The Rust library has no class for its I/O errors; a subclass of Exception is Python's, with its own handler.
+    except Exception as error:  # the Rust library has no class for its I/O errors; a subclass is Python's own
         if type(error) is not Exception:
             raise
         raise OSError(f"the tokenizer: {error}") from error

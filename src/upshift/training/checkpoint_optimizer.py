@@ -65,9 +65,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _saved_group(group: dict[str, Any], names: dict[Tensor, str]) -> SavedGroup:
-    options = {
-        key: encode(value) for key, value in group.items() if key != "params" and key not in IMPLEMENTATION_OPTIONS
-    }
+    options = {key: encode(value) for key, value in group.items() if key != "params" and key not in IMPLEMENTATION_OPTIONS}
     return SavedGroup(parameters=tuple(names[parameter] for parameter in group["params"]), options=options)
 
 
@@ -131,9 +129,7 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
         optimizer.state[parameter][key] = _placed(tensor, key, parameter, groups[parameter])
 
 
-def _restore_options(
-    directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]
-) -> None:
+def _restore_options(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
     current = [tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
     if current != [group.parameters for group in saved.groups]:
         raise RequestError(

@@ -104,9 +104,7 @@ def prepare_demo(folder: Path, *, timing: Timing, watcher: Watcher) -> Prepared:
     return prepared
 
 
-def run_demo(
-    prepared: Prepared, folder: Path, *, timing: Timing, on_baseline: OnEvent, on_chosen: OnEvent
-) -> DemoResult:
+def run_demo(prepared: Prepared, folder: Path, *, timing: Timing, on_baseline: OnEvent, on_chosen: OnEvent) -> DemoResult:
     arguments = Arguments(max_steps=MAX_STEPS, eval_steps=0, **ARGUMENTS)
     plain = Plan.model_validate(prepared.planning.default.plan.model_dump())
     default = prepared.proof.default.numbers() if prepared.proof else None
@@ -129,7 +127,7 @@ def run_demo(
 def generate(directory: Path) -> str:
     """Load what was saved the way anyone would, and continue the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
-    model = AutoModelForCausalLM.from_pretrained(directory).eval()
+    model = AutoModelForCausalLM.from_pretrained(directory).train(False)
     inputs = tokenizer(PROMPT, return_tensors="pt")
     tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False, repetition_penalty=1.2)
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))

@@ -18,7 +18,7 @@ def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch])
     """Mean loss over all label tokens of all ranks, dropout off; the model is left in training mode."""
     extra = extra_inputs(model)
     total, num_labels = 0.0, 0
-    model.eval()
+    model.train(False)
     try:
         with torch.no_grad(), computing(model, plan):
             for micro_batch in (m for batch in batches for m in batch.micro_batches):

@@ -119,8 +119,7 @@ def thinned(samples: list[MemorySample]) -> list[MemorySample]:
     """At most MAX_MEMORY_SAMPLES; of each stretch the highest, so that peaks stay."""
     stretch = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
     return [
-        max(samples[start : start + stretch], key=lambda sample: sample.resident)
-        for start in range(0, len(samples), stretch)
+        max(samples[start : start + stretch], key=lambda sample: sample.resident) for start in range(0, len(samples), stretch)
     ]
 
 

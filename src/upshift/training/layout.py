@@ -30,7 +30,9 @@ def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
     config = read_config(source)
     _, kind = choose_class(config, source.reference)
     if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):
-        raise RequestError(f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm")
+        raise RequestError(
+            f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm"
+        )
     vocab_size = config.get_text_config().vocab_size
     if tokenizer is None:
         return Objective(kind=kind, vocab_size=vocab_size, mask_token_id=0 if kind == "masked-lm" else None)

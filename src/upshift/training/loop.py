@@ -247,9 +247,7 @@ class TrainingLoop:
 
     def _write_run(self, *, finished: bool = False) -> None:
         """Before each checkpoint: a run file may be ahead of the newest checkpoint, never behind."""
-        changed = self.run_file.changed(
-            tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished
-        )
+        changed = self.run_file.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
         changed.write(self.output)
 
     def _numbers(self) -> Numbers:

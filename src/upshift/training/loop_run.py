@@ -70,8 +70,7 @@ def open_run(job: Job, sequences: Sequences) -> None:
     state = SavedState.read(checkpoint).train
     if state.step > job.arguments.max_steps:
         raise RequestError(
-            f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; "
-            f"use {state.step} or more"
+            f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; use {state.step} or more"
         )
     before.cut(state.step).changed(arguments=job.arguments).write(directory)
 
@@ -80,9 +79,7 @@ def _check_same(before: Run, run: Run, directory: Path) -> None:
     """Another plan may go on with a run; other data, another model or other mathematics may not."""
     names = ("global_batch", "sequence_length", "model", "data")
     pairs = [(name, getattr(before, name), getattr(run, name)) for name in names]
-    pairs += [
-        (name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE
-    ]
+    pairs += [(name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE]
     for name, old, new in pairs:
         if old != new:
             raise RequestError(

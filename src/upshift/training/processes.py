@@ -68,7 +68,7 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
         code = 0
     except UpshiftError:
         pass  # rank 0 fails with the same words
-    except BaseException:
+    except BaseException:  # a forked rank must end here, whatever happened, and never return into the parent's code
         traceback.print_exc()
     finally:
         os._exit(code)

@@ -101,14 +101,15 @@ def prepare_run(
 ) -> tuple[Prepared, int]:
     """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan."""
     watcher = watcher or Watcher()
-    source = find_model(model)
     check_allow(allow)
-    if not from_config:
-        if source.directory is None:
-            raise RequestError(f"{model!r} is a config without weights; add --from-config for random weights")
-        check_weights(source.directory)
+    source = _trainable(model, from_config=from_config)
     data = prepare_data(
-        source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column, progress=watcher.tokenizing
+        source,
+        data_path,
+        tokenizer=tokenizer,
+        sequence_length=sequence_length,
+        text_column=text_column,
+        progress=watcher.tokenizing,
     )
     host = find_host(None)
     given = _given_plan(plan_file, resume_from, host=host, source=source)
@@ -158,6 +159,16 @@ def train(
     return run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
 
 
+def _trainable(model: str, *, from_config: bool) -> ModelSource:
+    """The model's source, its weights whole unless they are to be random."""
+    source = find_model(model)
+    if not from_config:
+        if source.directory is None:
+            raise RequestError(f"{model!r} is a config without weights; add --from-config for random weights")
+        check_weights(source.directory)
+    return source
+
+
 def _lengths(data: TrainingData) -> Any:
     """None where every sequence is full: nothing to pad or pack, and no mask to plan for."""
     histogram = data.histogram
@@ -180,14 +191,22 @@ def _check_given(plan: Plan, workload: Workload) -> None:
         ("--global-batch", plan.global_batch, workload.global_batch),
     ):
         if planned != asked:
-            raise RequestError(f"{name} {asked} is not what the plan was made for ({planned}); use {name} {planned}, or plan again")
+            raise RequestError(
+                f"{name} {asked} is not what the plan was made for ({planned}); use {name} {planned}, or plan again"
+            )
     missing = [name for name in plan.changes_mathematics if name not in workload.allow]
     if missing:
         raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
 
 
 def _prove(
-    source: ModelSource, data: TrainingData, planning: Planning, fixed: tuple[str, ...], from_config: bool, seconds: float, watcher: Watcher
+    source: ModelSource,
+    data: TrainingData,
+    planning: Planning,
+    fixed: tuple[str, ...],
+    from_config: bool,
+    seconds: float,
+    watcher: Watcher,
 ) -> Proof:
     path = proof_path(planning, fixed=fixed, from_config=from_config)
     known = recall_proof(path, planning)
@@ -216,7 +235,12 @@ def _prove(
             )
 
         proof = prove(
-            planning.ranking.candidates, planning.default, workload=planning.workload, run=run, budget_seconds=seconds, on_trial=watcher.tried
+            planning.ranking.candidates,
+            planning.default,
+            workload=planning.workload,
+            run=run,
+            budget_seconds=seconds,
+            on_trial=watcher.tried,
         )
     store_proof(path, proof)
     return proof

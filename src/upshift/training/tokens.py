@@ -78,9 +78,7 @@ def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int, *, longest_a
     return Sequences(tokens=tokenized.tokens, starts=starts, lengths=lengths, sequence_length=sequence_length)
 
 
-def hold_out_evaluation(
-    tokenized: TokenizedCorpus, *, sequence_length: int
-) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
+def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
     """Split the last documents off for evaluation: about 2 % of the sequences, at least 1, at most 64.
 
     Whole documents where they fit in that number, else the tail of the last one. None out of fewer than two sequences.

@@ -63,9 +63,7 @@ def run_trial(request: TrialRequest) -> TrialResult:
             sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
         ).batches()
     )
-    first = replace(
-        sequences, starts=sequences.starts[:CHECK_SEQUENCES], lengths=sequences.lengths[:CHECK_SEQUENCES]
-    )
+    first = replace(sequences, starts=sequences.starts[:CHECK_SEQUENCES], lengths=sequences.lengths[:CHECK_SEQUENCES])
     check = evaluate(model, plan, evaluation_batches(first, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective))
     torch.manual_seed(request.seed)
     stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed))

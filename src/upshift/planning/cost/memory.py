@@ -102,9 +102,7 @@ def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int
     return runs
 
 
-def predict_memory(
-    profile: ModelProfile, trace: StepTrace, plan: Plan, *, sequence_length: int | None = None
-) -> StepMemory:
+def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, sequence_length: int | None = None) -> StepMemory:
     """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists)."""
     batch, sequence = plan.per_device_train_batch_size, sequence_length or plan.sequence_length
     placed = place_segments(profile, trace, plan)
@@ -142,8 +140,14 @@ def _walk_forward(
 
 
 def _walk_backward(
-    peak: Peak, resident: dict[str, float], placed: list[Placed], live: float, gradients: float, accumulating: bool,
-    batch: int, sequence: int,
+    peak: Peak,
+    resident: dict[str, float],
+    placed: list[Placed],
+    live: float,
+    gradients: float,
+    accumulating: bool,
+    batch: int,
+    sequence: int,
 ) -> None:
     """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist."""
     born = gradients if accumulating else 0.0

@@ -1,0 +1,89 @@
+"""What a model says of itself: parameters by part, sharding plans, kernels, position limit; and which module refused."""
+
+from __future__ import annotations
+
+import inspect
+
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from upshift.models.build import find_stacks
+from upshift.models.profile import Declares, Parameters, ParameterShape
+from upshift.models.source import ModelSource
+
+
+def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
+    return tuple(
+        name
+        for name, flag in (("sdpa", "_supports_sdpa"), ("eager", None), ("flash_attention_2", "_supports_flash_attn"))
+        if flag is None or getattr(model, flag, False)
+    )
+
+
+def count_parameters(model: PreTrainedModel, stack_paths: tuple[str, ...]) -> Parameters:
+    """By part, of the whole model (which may be on the meta device); tied parameters once."""
+    named = dict(model.named_parameters())
+    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
+    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    embedding_ids = {id(p) for p in embedding.parameters()} if embedding is not None else set()
+    head_ids = {id(p) for p in head.parameters()} if head is not None else set()
+    paths = tuple(path + "." for path in stack_paths)
+    parts = {"embedding": 0, "layers": 0, "head": 0, "other": 0}
+    shapes: dict[tuple[int, ...], int] = {}
+    for name, parameter in named.items():
+        part = (
+            "layers"
+            if name.startswith(paths)
+            else "embedding"
+            if id(parameter) in embedding_ids
+            else "head"
+            if id(parameter) in head_ids
+            else "other"
+        )
+        parts[part] += parameter.numel()
+        shapes[tuple(parameter.shape)] = shapes.get(tuple(parameter.shape), 0) + 1
+    return Parameters(
+        total=sum(parts.values()),
+        **parts,
+        buffers_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
+        tied=bool(embedding_ids & head_ids),
+        shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
+    )
+
+
+def declarations(model: PreTrainedModel) -> Declares:
+    return Declares(
+        tensor_parallel_plan=dict(getattr(model, "_tp_plan", None) or getattr(model.config, "base_model_tp_plan", None) or {}),
+        pipeline_parallel_plan=tuple(getattr(model.config, "base_model_pp_plan", None) or ()),
+        no_split_modules=tuple(sorted(model._no_split_modules or ())),
+        attention_kernels=attention_kernels(model),
+        gradient_checkpointing=bool(model.supports_gradient_checkpointing),
+        gradient_checkpointing_per_layer=all(
+            isinstance(layer, GradientCheckpointingLayer) for _, stack in find_stacks(model) for layer in stack
+        ),
+        position_ids="position_ids" in inspect.signature(model.forward).parameters,
+        can_generate=bool(model.can_generate()),
+    )
+
+
+def max_positions(config: PretrainedConfig) -> int | None:
+    text = config.get_text_config()
+    value = getattr(text, "max_position_embeddings", None)
+    return int(value) if isinstance(value, int) and value > 0 else None
+
+
+def why_untraceable(source: ModelSource, error: BaseException) -> str:
+    """Name the innermost module of transformers (or of torch) that the traceback went through."""
+    where, frame = "its forward", error.__traceback__
+    while frame is not None:
+        owner = frame.tb_frame.f_locals.get("self")
+        if isinstance(owner, nn.Module):
+            where = f"{type(owner).__name__} ({frame.tb_frame.f_code.co_filename.rsplit('/', 1)[-1]}:{frame.tb_lineno})"
+        frame = frame.tb_next
+    reason = " ".join(str(error).split())[:240]
+    return (
+        f"{source.reference!r} cannot be traced in {where}: {type(error).__name__}: {reason}; "
+        f"check the config's sizes, or report this architecture (transformers {transformers.__version__})"
+    )

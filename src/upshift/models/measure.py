@@ -1,0 +1,182 @@
+"""Runs one forward and backward of the cut model on fake tensors and books every operator on its segment.
+
+The tensors are fake CPU tensors: nothing is allocated, and fused attention keeps its flash-like memory (on ``meta`` it
+would be decomposed). Ignored: scratch inside kernels, measured below 1.1 % of the peak.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
+from transformers import PreTrainedModel, masking_utils
+
+from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
+from upshift.models.chunked_loss import chunked_head
+from upshift.models.fit import Measurement
+from upshift.models.recompute import recompute_layers
+from upshift.models.source import ModelSource
+from upshift.models.store import Variant
+from upshift.models.tracker import Interval, LiveTracker
+
+LOSS_CHUNK_TOKENS = 512  # the plan's default; chunk size moves the peak by chunk x vocabulary only
+
+
+class Tracer:
+    """Holds one fake model per parameter dtype and measures passes of it."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self.fake = FakeTensorMode()
+        self.config = read_config(source)
+        self.model_class, self.objective = choose_class(self.config, source.reference)
+        self.stacks: list[LayerStack] = []
+        self._models: dict[torch.dtype, PreTrainedModel] = {}
+
+    def model(self, dtype: torch.dtype) -> PreTrainedModel:
+        """The cut model in ``dtype``; built once."""
+        if dtype not in self._models:
+            config = read_config(self.source)
+            if hasattr(config, "use_cache"):
+                config.use_cache = False
+            with self.fake:
+                model = build_model(config, self.model_class, dtype=dtype)
+                self.stacks = cut_stacks(model)
+            self._models[dtype] = model
+        return self._models[dtype]
+
+    def measure(self, variant: Variant, *, batch: int, sequence: int, recompute: bool, chunked: bool) -> Measurement:
+        """Forward and backward twice (gradients born, then accumulated) after one untraced warm-up."""
+        dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
+        model = self.model(dtype)
+        model.set_attn_implementation(variant.attention)
+        recompute_layers(model, None if recompute else 0)
+        head = chunked_head(model, chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
+        with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:
+            tracker.adopt((list(model.parameters()), list(model.buffers())))
+            inputs = sample_inputs(model, self.objective, batch=batch, sequence=sequence, masked=variant.masked)
+            with segment_borders(model, self.stacks, tracker) as borders:
+                passes = []
+                for _ in range(2):
+                    borders.start("forward")
+                    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.precision == "bf16"):
+                        loss = model(**inputs).loss
+                        tracker.release()
+                    borders.start("backward")
+                    (loss * 0.5).backward()
+                    del loss
+                    tracker.border(None)
+                    passes.append(tracker.intervals)
+                    tracker.forget()
+            model.zero_grad(set_to_none=True)
+        return _collect(passes)
+
+
+def _collect(passes: list[list[tuple[str, Interval]]]) -> Measurement:
+    """Merge intervals of one name: a gap may be entered more than once."""
+    merged: list[dict[str, Interval]] = []
+    for intervals in passes:
+        by_name: dict[str, Interval] = {}
+        for name, interval in intervals:
+            if name in by_name:
+                _append(by_name[name], interval)
+            else:
+                by_name[name] = interval
+        merged.append(by_name)
+    first, second = merged
+    forward = {name: interval for name, interval in second.items() if name.startswith("forward")}
+    backward = {name: interval for name, interval in first.items() if name.startswith("backward")}
+    accumulating = {name: interval for name, interval in second.items() if name.startswith("backward")}
+    return Measurement(forward=forward, backward=backward, accumulating=accumulating)
+
+
+def _append(first: Interval, second: Interval) -> None:
+    """Continue ``first`` with ``second``; what another segment left in between is kept out of both."""
+    shift = first.left - second.entered
+    first.operators += second.operators
+    first.live += [live + shift for live in second.live]
+    first.left = second.left + shift
+    for field in ("released", "matmul_flops", "attention_flops", "moved_bytes", "matmul_bytes", "num_kernels"):
+        setattr(first, field, getattr(first, field) + getattr(second, field))
+
+
+class SegmentBorders:
+    """Hooks on the layers that tell the tracker which segment runs.
+
+    Forward borders are the layers' own entry and exit. Backward borders are the moments at which the gradient of a layer's
+    output is ready; recomputation runs inside its layer's backward segment.
+    """
+
+    def __init__(self, model: nn.Module, stacks: list[LayerStack], tracker: LiveTracker) -> None:
+        self._tracker, self._last_gap, self._forward = tracker, len(stacks), True
+        self._handles: list[Any] = []
+        for number, stack in enumerate(stacks):
+            layers = list(model.get_submodule(stack.path).children())
+            for position, layer in enumerate(layers):
+                before = f"gap {number}" if position == 0 else None
+                after = f"gap {number + 1}" if position == len(layers) - 1 else None
+                self._watch(layer, f"layer {number} {position}", before, after)
+
+    def start(self, phase: str) -> None:
+        """Enter ``forward`` at the first gap, or ``backward`` at the last."""
+        self._forward = phase == "forward"
+        self._tracker.border(f"{phase} gap {0 if self._forward else self._last_gap}")
+
+    def remove(self) -> None:
+        for handle in self._handles:
+            handle.remove()
+
+    def _watch(self, layer: nn.Module, label: str, gap_before: str | None, gap_after: str | None) -> None:
+        """``gap_before`` of a stack's first layer, ``gap_after`` of its last."""
+
+        def enter(module: Any, args: Any, kwargs: Any) -> None:
+            if self._forward:  # and not a recomputation
+                if gap_before is not None:
+                    _on_gradient(_first_tensor((args, kwargs)), lambda: self._tracker.border(f"backward {gap_before}"))
+                self._tracker.border(f"forward {label}")
+
+        def leave(module: Any, args: Any, kwargs: Any, output: Any) -> None:
+            if self._forward:
+                _on_gradient(_first_tensor(output), lambda: self._tracker.border(f"backward {label}"))
+                self._tracker.border(f"forward {gap_after or f'between {label}'}")
+
+        self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
+        self._handles.append(layer.register_forward_hook(leave, with_kwargs=True))
+
+
+@contextmanager
+def segment_borders(model: nn.Module, stacks: list[LayerStack], tracker: LiveTracker) -> Iterator[SegmentBorders]:
+    borders = SegmentBorders(model, stacks, tracker)
+    try:
+        yield borders
+    finally:
+        borders.remove()
+
+
+def _first_tensor(value: Any) -> torch.Tensor | None:
+    """The hidden states: the first floating tensor among a layer's arguments or results."""
+    for leaf in tree_leaves(value):
+        if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
+            return leaf
+    return None
+
+
+def _on_gradient(tensor: torch.Tensor | None, act: Callable[[], None]) -> None:
+    if tensor is not None and tensor.requires_grad:
+        tensor.register_hook(lambda gradient: act())  # type: ignore[no-untyped-call]
+
+
+@contextmanager
+def fake_masks(*, masked: bool) -> Iterator[None]:
+    """transformers looks at position values to find packed rows; fake tensors have none, so it is told what they would say."""
+    patch = nullcontext() if masked else mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None)
+    with patch, warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
