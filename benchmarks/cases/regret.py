@@ -29,7 +29,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.prove import Proof, Tried, prove
 from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.space import enumerate_plans
+from upshift.planning.space import enumerate_plans, parse_fixed
 from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 from upshift.planning.workload import Workload
 
@@ -40,9 +40,9 @@ LIMIT_SECONDS = 600.0
 Run = Callable[[Plan], TrialResult]
 
 
-def draw(planning: Planning, *, count: int, seed: int) -> list[Candidate]:
+def draw(planning: Planning, fixed: dict[str, Any], *, count: int, seed: int) -> list[Candidate]:
     """Plans of the whole space that can be costed; those that do not fit are drawn too."""
-    plans = list(enumerate_plans(planning.host, planning.profile, planning.workload))
+    plans = list(enumerate_plans(planning.host, planning.profile, planning.workload, fixed=fixed))
     random.Random(seed).shuffle(plans)
     drawn: list[Candidate] = []
     for plan in plans:
@@ -92,7 +92,8 @@ def outcome_of(samples: dict[str, list[float]], tried: dict[str, Tried], proof: 
     return {
         "case": "regret", "regret": medians["chosen"] / medians[best] - 1, "interval": [against.low - 1, against.high - 1],
         "best": tried[best].candidate.plan.label(), "chosen": proof.chosen.candidate.plan.label(),
-        "chosen_over_default": medians["chosen"] / medians["default"],
+        "default": proof.default.candidate.plan.label(),
+        "chosen_over_default": ratio(samples["chosen"], samples["default"]).model_dump(),
         "drawn_median_over_chosen": statistics.median(first) / medians["chosen"] if first else None,
         "plans": len(tried), "failed": sum(not t.ok for t in tried.values()), "trials_of_prove": len(proof.tried),
         "medians_ms": medians, "goal_reached": medians["chosen"] / medians[best] - 1 <= GOAL,
@@ -104,7 +105,7 @@ def run_case(case: Case, reference: str, options: Any) -> dict[str, Any]:
     workload = Workload(
         sequence_length=settings["sequence_length"], global_batch=settings["global_batch"], total_steps=TOTAL_STEPS
     )
-    planning = plan_training(find_model(reference), case.host, workload)
+    planning = plan_training(find_model(reference), case.host, workload, fixed=tuple(options.set))
     with trial_server() as server:
 
         def run(plan: Plan, limit_seconds: float = LIMIT_SECONDS) -> TrialResult:
@@ -121,7 +122,9 @@ def run_case(case: Case, reference: str, options: Any) -> dict[str, Any]:
             )
 
         tried: dict[str, Tried] = {}
-        for number, candidate in enumerate(draw(planning, count=settings["plans"], seed=options.seed), start=1):
+        fixed = parse_fixed(tuple(options.set), case.host, planning.profile, workload)
+        drawn = draw(planning, fixed, count=settings["plans"], seed=options.seed)
+        for number, candidate in enumerate(drawn, start=1):
             tried[f"drawn {number}"] = Tried(candidate, [run(candidate.plan)])
             keep(case, planning, tried[f"drawn {number}"], "drawn")
         proof = prove(
@@ -154,6 +157,7 @@ def report(samples: dict[str, list[float]], tried: dict[str, Tried], planning: P
 def parse(arguments: list[str] | None) -> Any:
     parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--plans", type=int, help="how many to draw; default 20, 4 with --quick")
+    parser.add_argument("--set", action="append", default=[], metavar="FIELD=VALUE", help="fix a field of every plan")
     parser.add_argument("--budget", type=float, help="seconds of prove; default 60, 10 with --quick")
     return parser.parse_args(arguments)
 
@@ -162,7 +166,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     settings = {"model": "llama-27m-gqa", "sequence_length": 256, "global_batch": 8, "seconds": 2.0, "rounds": 6, "finalists": 3}
     if options.quick:
-        settings = {"model": "tiny", "sequence_length": 128, "global_batch": 4, "seconds": 0.2, "rounds": 2, "finalists": 1}
+        settings = {"model": "tiny", "sequence_length": 128, "global_batch": 4, "seconds": 0.2, "rounds": 6, "finalists": 1}
     settings |= {
         "seed": options.seed, "plans": options.plans or (4 if options.quick else 20),
         "budget": options.budget or (10.0 if options.quick else 60.0),

@@ -60,8 +60,7 @@ def command(
         )  # fmt: skip
     if as_json:
         sys.stdout.write(record.to_json() + "\n")
-        return
-    if record.predicted is not None and record.measured is not None:
+    elif record.predicted is not None and record.measured is not None:
         show.out.print(show.prediction_table(record.predicted, record.measured))
         show.out.print(f"Held-out loss {show.number(record.measured.evaluation_loss, 4)}. Model saved in {output}")
 

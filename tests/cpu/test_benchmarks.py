@@ -1,0 +1,124 @@
+"""The benchmark cases run from end to end on tiny settings, and their comparisons can tell a gain from noise."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import random
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from upshift.benchmarking.compare import ratio, relative_error
+from upshift.benchmarking.harness import format_table, interleave, read_rows, run_fresh
+from upshift.errors import JobFailed, RequestError
+from upshift.record import Record
+
+CASES = Path(__file__).parents[2] / "benchmarks" / "cases"
+
+
+@pytest.fixture
+def case(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], ModuleType]:
+    monkeypatch.syspath_prepend(str(CASES))
+    return importlib.import_module
+
+
+def run(module: ModuleType, results: Path, capsys: pytest.CaptureFixture[str], *options: str) -> dict[str, Any]:
+    """The case's last line. It must have succeeded."""
+    assert module.main(["--quick", "--results", str(results), *options]) == 0
+    answer: dict[str, Any] = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
+    return answer
+
+
+def check_rows(path: Path) -> list[Record]:
+    rows = read_rows(path)
+    assert rows
+    for row in rows:
+        assert row.kind == "benchmark"
+        assert row.details["quick"] is True
+        assert row.environment.versions["torch"]
+        assert row.measured is not None or row.failure is not None or row.name.endswith("/summary")
+    return rows
+
+
+def test_memory(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    page = tmp_path / "accuracy.md"
+    answer = run(case("memory"), tmp_path, capsys, "--write", str(page))
+    rows = check_rows(tmp_path / "memory.jsonl")
+    assert answer["rows"] == len(rows) == 4 and answer["failed"] == 0
+    for row in rows:
+        error = row.prediction_error("peak_gib")
+        assert error is not None and abs(error) < 0.02, row.plan
+        assert row.measured is not None and (row.measured.resident_gib or 0) > (row.measured.peak_gib or 0)
+    assert "benchmarks/cases/memory.py --write" in page.read_text() and page.read_text().count("| tiny ") == 5
+
+
+def test_regret_and_twins(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run(case("regret"), tmp_path, capsys, "--plans", "2", "--budget", "1", "--set", "torch_compile=off")
+    rows = check_rows(tmp_path / "regret.jsonl")
+    assert [row.name for row in rows].count("regret/drawn") == 2
+    assert {"regret/chosen", "regret/default", "regret/summary"} <= {row.name for row in rows}
+    # Within this budget prove chooses the plain default: the same plan, run twice in turn.
+    twin = answer["chosen_over_default"]
+    assert answer["chosen"] == answer["default"] and twin["low"] <= 1 <= twin["high"]
+
+
+def test_trainer(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--full", "--contenders", "plain,upshift", "--trial-seconds", "1", "--set", "torch_compile=off", "--steps", "4")
+    answer = run(case("trainer"), tmp_path, capsys, *options)
+    rows = check_rows(tmp_path / "trainer.jsonl")
+    assert [row.name for row in rows] == ["trainer/plain", "trainer/upshift", "trainer/summary"]
+    assert answer["same_tokens"] and answer["loss_goal_reached"]
+    assert answer["largest_step_loss_difference"]["upshift"] < 1e-4  # the plain default, in fp32
+    assert answer["ratios"]["upshift/plain tokens_per_second"]["num_rounds"] == 1
+    for row in rows[:2]:
+        assert row.measured is not None and row.measured.tokens_per_second and row.measured.resident_gib
+
+
+def noisy(rng: random.Random, middle: float, slow_rounds: list[float]) -> list[float]:
+    return [middle * slow * rng.lognormvariate(0, 0.02) for slow in slow_rounds]
+
+
+def test_twins_are_twins_and_a_gain_is_seen() -> None:
+    rng, decided, seen, repeats = random.Random(1), 0, 0, 100
+    for number in range(repeats):
+        rounds = [rng.choice((1.0, 1.0, 3.0)) for _ in range(8)]  # the machine is slow for whole rounds
+        one, twin, faster = noisy(rng, 10, rounds), noisy(rng, 10, rounds), noisy(rng, 11, rounds)
+        decided += ratio(twin, one, seed=number).is_decided
+        seen += ratio(faster, one, seed=number).low > 1
+    assert decided <= 10 and seen >= 95
+
+
+def test_ratio_refuses() -> None:
+    with pytest.raises(RequestError, match="2 and 1 samples"):
+        ratio([1.0, 2.0], [1.0])
+    with pytest.raises(RequestError, match="above 0"):
+        ratio([1.0], [0.0])
+    assert relative_error(1.1, 1.0) == pytest.approx(0.1) and relative_error(None, 1.0) is None
+
+
+def test_interleave_takes_turns() -> None:
+    order: list[str] = []
+    results = interleave({name: lambda name=name: order.append(name) or name for name in "AB"}, rounds=2)  # type: ignore[misc]
+    assert order == ["A", "B", "A", "B"] and results == {"A": ["A", "A"], "B": ["B", "B"]}
+
+
+def test_run_fresh() -> None:
+    child = "import time; block = bytearray(50_000_000); time.sleep(0.5); print('noise'); print('{\"answer\": 1}')"
+    answer = run_fresh([sys.executable, "-c", child], timeout_seconds=30)
+    assert answer["answer"] == 1 and answer["tree_resident_bytes"] > 50_000_000
+    with pytest.raises(JobFailed, match="division"):
+        run_fresh([sys.executable, "-c", "1 / 0"], timeout_seconds=30)
+    with pytest.raises(JobFailed, match="longer than"):
+        run_fresh([sys.executable, "-c", "import time; time.sleep(30)"], timeout_seconds=0.3)
+    with pytest.raises(JobFailed, match="without a JSON line"):
+        run_fresh([sys.executable, "-c", "print('hello')"], timeout_seconds=30)
+
+
+def test_format_table() -> None:
+    assert format_table(("a", "b"), [("x", 1), ("yy", None)]).splitlines() == ["a   b", "x   1", "yy"]
+    assert format_table(("a", "b"), [("x", 1)], markdown=True).splitlines()[1] == "| --- | ---: |"

@@ -1,0 +1,204 @@
+"""The command line through its own door: results, and every wrong request as one clear line with its exit code."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig
+
+from upshift.cli.main import main
+from upshift.training.tokenizer import train_byte_level_bpe
+
+TEXT = "def add(first, second):\n    return first + second\n\n\nfor number in range(10):\n    print(add(number, 1))\n"
+
+
+class Answer:
+    def __init__(self, code: int, out: str, err: str) -> None:
+        self.code, self.out, self.err = code, out, err
+
+
+@pytest.fixture
+def upshift(monkeypatch, capfd):
+    def run(*arguments: object) -> Answer:
+        monkeypatch.setattr(sys, "argv", ["upshift", *map(str, arguments)])
+        with pytest.raises(SystemExit) as ended:
+            main()
+        captured = capfd.readouterr()
+        return Answer(int(ended.value.code or 0), captured.out, captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def model(tmp_path_factory) -> Path:
+    """A tiny model directory: config and tokenizer, no weights."""
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer = train_byte_level_bpe([TEXT * 20], 300)
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=3, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    return folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("text")
+    for number in range(12):
+        (folder / f"{number}.txt").write_text(TEXT * (1 + number % 4))
+    return folder
+
+
+PLAN = ("--sequence-length", 32, "--global-batch", 4)
+
+
+def one_line(answer: Answer, *words: str) -> None:
+    lines = [line for line in answer.err.splitlines() if line.startswith("upshift: ")]
+    assert len(lines) == 1, answer.err
+    assert "Traceback" not in answer.err
+    for word in words:
+        assert word in lines[0], lines[0]
+
+
+def test_plan_prints_one_json_document(upshift, model):
+    answer = upshift("plan", model, "--train", *PLAN, "--json")
+    assert answer.code == 0, answer.err
+    document = json.loads(answer.out)
+    assert {"host", "model", "workload", "plans", "rejected"} <= document.keys()
+    best, *others = document["plans"]
+    assert best["reasons"]
+    assert set(best["predicted"]["memory"]) == {"forward", "backward", "optimizer"}
+    speeds = [entry["predicted"]["tokens_per_second"] for entry in document["plans"]]
+    assert speeds == sorted(speeds, reverse=True) and others
+    for entry in document["plans"]:
+        plan = entry["plan"]
+        assert plan["per_device_train_batch_size"] * plan["gradient_accumulation_steps"] * plan["num_processes"] == 4
+
+
+def test_plan_for_a_described_host_needs_no_accelerator(upshift, model):
+    answer = upshift("plan", model, *PLAN, "--on", "1xh100", "--json")
+    assert answer.code == 0, answer.err
+    assert {entry["plan"]["device"] for entry in json.loads(answer.out)["plans"]} == {"cuda"}
+
+
+def test_set_fixes_a_field_and_allow_opens_others(upshift, model):
+    fixed = json.loads(upshift("plan", model, *PLAN, "--set", "activation_checkpointing=2", "--json").out)
+    assert {entry["plan"]["activation_checkpointing"] for entry in fixed["plans"]} == {2}
+    refused = upshift("plan", model, *PLAN, "--set", "optim=adafactor")
+    assert refused.code == 2
+    one_line(refused, "--allow adafactor")
+    allowed = upshift("plan", model, *PLAN, "--allow", "adafactor", "--set", "optim=adafactor", "--json")
+    assert allowed.code == 0, allowed.err
+
+
+def test_inspect(upshift, model):
+    document = json.loads(upshift("inspect", model, "--sequence-length", 32, "--json").out)
+    assert document["num_layers"] == 3
+    assert document["kv_bytes_per_token"] == 3 * 2 * 32 * 2  # layers x (keys, values) x hidden x bf16
+
+
+def test_train_saves_a_model_that_transformers_loads(upshift, model, data, tmp_path):
+    from transformers import AutoModelForCausalLM
+
+    answer = upshift(
+        "train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 3, "-o", tmp_path / "out", "--trial-seconds", 0,
+        "--set", "torch_compile=off", "--json",
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    record = json.loads(answer.out)
+    assert record["measured"]["loss"] > 0 and record["predicted"]["peak_gib"] > 0
+    AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    again = upshift("train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 3, "-o", tmp_path / "out")
+    assert again.code == 2
+    one_line(again, "--overwrite", "--resume")
+
+
+def test_trials_prove_the_plan(upshift, model, data, tmp_path):
+    answer = upshift(
+        "train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 2, "-o", tmp_path / "out", "--trial-seconds", 6,
+        "--set", "torch_compile=off",
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    assert "tried fp32" in answer.err
+    assert "Predicted against measured" in answer.out
+
+
+def wrong_requests(model: Path, data: Path, folder: Path) -> dict[str, tuple[list[object], list[str]]]:
+    """name -> (arguments, words that the one line must hold)."""
+    empty = folder / "empty"
+    empty.mkdir()
+    unknown = folder / "unknown"
+    unknown.mkdir()
+    (unknown / "config.json").write_text('{"model_type": "no-such-architecture"}')
+    (folder / "no-type.json").write_text("{}")
+    (folder / "empty.txt").write_text("")
+    (folder / "numbers.jsonl").write_text('{"a": 1}\n{"a": 2}\n')
+    broken = folder / "broken"
+    broken.mkdir()
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (broken / name).write_bytes((model / name).read_bytes())
+    (broken / "model.safetensors").write_bytes(b"\x10\x00\x00\x00\x00\x00\x00\x00{}")
+    train = ["train", model, *PLAN, "--from-config", "-o", folder / "out", "--data"]
+    return {
+        "a directory with no config": (["plan", empty], ["config.json"]),
+        "no such model": (["plan", folder / "nothing"], ["does not exist"]),
+        "a config without a type": (["plan", folder / "no-type.json"], ["model_type"]),
+        "an unknown architecture": (["plan", unknown], ["no-such-architecture", "transformers"]),
+        "truncated weights": (["train", broken, "--data", data, "-o", folder / "o"], ["safetensors"]),
+        "no weights": (["train", model, "--data", data, "-o", folder / "o"], ["--from-config"]),
+        "no text column": ([*train, folder / "numbers.jsonl"], ["a"]),
+        "an empty file": ([*train, folder / "empty.txt"], ["empty"]),
+        "no such data": ([*train, folder / "nothing"], ["nothing"]),
+        "too long a sequence": (["plan", model, "--sequence-length", 128], ["128", "64"]),
+        "no micro-batch": (["plan", model, *PLAN, "--set", "per_device_train_batch_size=3"], ["3", "4", "1, 2, 4"]),
+        "an unknown field": (["plan", model, *PLAN, "--set", "colour=blue"], ["colour", "precision"]),
+        "an unknown value": (["plan", model, *PLAN, "--set", "precision=fp7"], ["fp7", "bf16"]),
+        "an unknown allowance": (["plan", model, *PLAN, "--allow", "magic"], ["magic", "8bit-optimizer"]),
+        "an unknown host": (["plan", model, *PLAN, "--on", "1xh1000"], ["h1000", "h100"]),
+    }
+
+
+NAMES = (
+    "a directory with no config", "no such model", "a config without a type", "an unknown architecture", "truncated weights",
+    "no weights", "no text column", "an empty file", "no such data", "too long a sequence", "no micro-batch", "an unknown field",
+    "an unknown value", "an unknown allowance", "an unknown host",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_wrong_request_is_one_line_and_exit_2(name, upshift, model, data, tmp_path):
+    requests = wrong_requests(model, data, tmp_path)
+    assert set(requests) == set(NAMES)
+    arguments, words = requests[name]
+    answer = upshift(*arguments)
+    assert answer.code == 2, (answer.code, answer.err, answer.out)
+    one_line(answer, *words)
+
+
+@pytest.mark.parametrize("change", ["key", "host", "model"])
+def test_a_plan_file_that_does_not_belong_here(change, upshift, model, data, tmp_path):
+    document = json.loads(upshift("plan", model, *PLAN, "--json").out)
+    plan = document["plans"][0]["plan"]
+    plan["colour" if change == "key" else change] = "something else"
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    answer = upshift("train", model, "--data", data, *PLAN, "--from-config", "--plan", path, "-o", tmp_path / "out")
+    assert answer.code == 2
+    one_line(answer, {"key": "colour", "host": "other hardware", "model": "another model"}[change])
+
+
+def test_nothing_fits_is_exit_3_with_the_nearest_plan(upshift, model, tmp_path):
+    from upshift.hardware import describe
+
+    host = describe("1xh100")
+    assert host.gpu is not None
+    tiny = host.changed(gpu=host.gpu.changed(memory_bytes=2**20, free_memory_bytes=2**20))
+    path = tmp_path / "host.json"
+    path.write_text(tiny.to_json())
+    answer = upshift("plan", model, *PLAN, "--on", path)
+    assert answer.code == 3
+    one_line(answer, "nearest plan", "needs")
