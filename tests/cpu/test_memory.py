@@ -1,0 +1,157 @@
+"""Predicted peak memory against the allocator's own events, for models of different families at their full depth."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    BertConfig,
+    GPT2Config,
+    LlamaConfig,
+    MistralConfig,
+    PretrainedConfig,
+    Qwen2Config,
+    T5Config,
+    ViTConfig,
+)
+
+from upshift.benchmarking.meters import allocated_peak, tensor_bytes
+from upshift.hardware import detect
+from upshift.models.build import build_model, choose_class, read_config, sample_inputs
+from upshift.models.profile import ModelProfile
+from upshift.models.recompute import recompute_layers
+from upshift.models.source import ModelSource, find_model
+from upshift.models.store import Variant, profile_model
+from upshift.planning.cost.memory import predict_memory
+from upshift.planning.plan import Plan
+
+SEQUENCE = 96
+SMALL = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500}
+CONFIGS: dict[str, PretrainedConfig] = {
+    "llama": LlamaConfig(
+        **SMALL, intermediate_size=160, num_hidden_layers=5, num_key_value_heads=2, architectures=["LlamaForCausalLM"]
+    ),
+    "qwen2": Qwen2Config(
+        **SMALL, intermediate_size=160, num_hidden_layers=4, num_key_value_heads=2, tie_word_embeddings=True,
+        architectures=["Qwen2ForCausalLM"],
+    ),
+    "gpt2": GPT2Config(vocab_size=500, n_embd=64, n_layer=6, n_head=4, architectures=["GPT2LMHeadModel"]),
+    "bert": BertConfig(**SMALL, intermediate_size=200, num_hidden_layers=4, architectures=["BertForMaskedLM"]),
+    "t5": T5Config(
+        vocab_size=500, d_model=64, d_ff=160, num_layers=4, num_decoder_layers=3, num_heads=4, d_kv=16,
+        decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
+    ),
+}  # fmt: skip
+
+
+def source_of(config: PretrainedConfig, folder: Path) -> ModelSource:
+    config.save_pretrained(folder)
+    return find_model(str(folder))
+
+
+def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int, chunked: bool = False) -> int:
+    """A plain training loop of torch alone, its third micro-batch or step watched by the profiler."""
+    config = read_config(source)
+    if hasattr(config, "use_cache"):
+        config.use_cache = False
+    model_class, objective = choose_class(config, source.reference)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
+    model = build_model(config, model_class, dtype=dtype)
+    recompute_layers(model, plan.activation_checkpointing)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    inputs = sample_inputs(model, objective, batch=batch, sequence=sequence, masked=False)
+
+    def step() -> None:
+        for _ in range(plan.gradient_accumulation_steps):
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.precision == "bf16"):
+                loss = model(**inputs).loss
+            (loss * 0.5).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step()
+    with allocated_peak("cpu", resident_bytes=tensor_bytes(model, optimizer, *inputs.values())) as peak:
+        step()
+    assert peak.bytes is not None
+    return peak.bytes
+
+
+def plan_for(profile: ModelProfile, precision: str, recomputed: int, *, batch: int, sequence: int, accumulation: int = 1) -> Plan:
+    return Plan(
+        device="cpu", host=detect().fingerprint, model=profile.model_hash, sequence_length=sequence, precision=precision,  # type: ignore[arg-type]
+        per_device_train_batch_size=batch, gradient_accumulation_steps=accumulation, activation_checkpointing=recomputed,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_predicted_peak_is_within_two_percent(name, tmp_path):
+    source = source_of(CONFIGS[name], tmp_path)
+    variants = (Variant("fp32", "sdpa", False), Variant("bf16", "sdpa", False))
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=variants)
+    errors = {}
+    for precision in ("fp32", "bf16"):
+        for recomputed in (0, 1, profile.num_layers) if profile.declares.gradient_checkpointing else (0,):
+            for batch, sequence, accumulation in ((3, 48, 1), (2, SEQUENCE, 2)):
+                plan = plan_for(profile, precision, recomputed, batch=batch, sequence=sequence, accumulation=accumulation)
+                trace = profile.step(precision=plan.traced_precision, attention="sdpa", masked=False)
+                assert trace is not None
+                predicted = predict_memory(profile, trace, plan).peak
+                measured = measured_peak(source, plan, batch=batch, sequence=sequence)
+                errors[precision, recomputed, batch, sequence] = predicted / measured - 1
+    worst = max(errors, key=lambda key: abs(errors[key]))
+    print(name, {key: f"{error:+.2%}" for key, error in errors.items()})
+    assert abs(errors[worst]) < 0.02, (worst, errors)
+
+
+def test_parts_sum_to_the_total_and_parameters_are_whole(tmp_path):
+    source = source_of(CONFIGS["t5"], tmp_path)
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
+    config = read_config(source)
+    model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
+    assert profile.parameters.total == sum(p.numel() for p in model.parameters())
+    assert profile.num_layers == 7
+    plan = plan_for(profile, "fp32", 0, batch=2, sequence=SEQUENCE)
+    memory = predict_memory(profile, profile.steps[0], plan)
+    for peak in memory.phases.values():
+        assert abs(sum(peak.parts.values()) - peak.total) < 1
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2"])
+def test_flops_follow_the_formula(name, tmp_path):
+    """Forward: 2 x parameters in matrix products x tokens, and 2 x layers x batch x length^2 x width for causal attention."""
+    source = source_of(CONFIGS[name], tmp_path)
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
+    config = read_config(source)
+    model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
+    matrices = sum(
+        p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "wte" not in n and "wpe" not in n
+    )
+    if name == "gpt2":
+        matrices += 500 * 64  # the tied head
+    batch, length = 2, SEQUENCE
+    expected = 2 * matrices * batch * length + 2 * profile.num_layers * batch * length**2 * 64
+    assert profile.forward_flops.at(batch, length) == pytest.approx(expected, rel=0.005)
+
+
+OTHERS: dict[str, PretrainedConfig] = {
+    "mistral with a window": MistralConfig(
+        **SMALL, intermediate_size=96, num_hidden_layers=6, num_key_value_heads=2, sliding_window=32,
+        architectures=["MistralForCausalLM"],
+    ),
+    "vit": ViTConfig(
+        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8,
+        architectures=["ViTForImageClassification"],
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("config", OTHERS.values(), ids=OTHERS)
+def test_other_architectures_are_traced(config, tmp_path):
+    source = source_of(config, tmp_path)
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
+    plan = plan_for(profile, "fp32", 0, batch=2, sequence=SEQUENCE)
+    predicted = predict_memory(profile, profile.steps[0], plan).peak
+    assert predicted == pytest.approx(measured_peak(source, plan, batch=2, sequence=SEQUENCE), rel=0.02)
