@@ -15,7 +15,8 @@ from upshift.planning.trial import TrialResult
 from upshift.settings import read_settings
 from upshift.value import Value
 
-FORMAT = "1"
+FORMAT = "2"
+MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
 
 
 class StoredTrial(Value):
@@ -48,6 +49,8 @@ def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool)
 
 
 def store_proof(path: Path, proof: Proof) -> None:
+    if len(proof.tried) < MIN_TRIALS:
+        return
     tried = tuple(
         StoredTrial(plan=Plan.model_validate(t.candidate.plan.model_dump()), results=tuple(t.results), wrong_loss=t.wrong_loss)
         for t in proof.tried

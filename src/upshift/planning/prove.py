@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from upshift.errors import JobFailed
+from upshift.planning.cost.memory import scaled_to
 from upshift.planning.plan import Plan
 from upshift.planning.rank import COST_KEY, Candidate
 from upshift.planning.trial import TrialResult
@@ -28,6 +29,7 @@ FIELD_WEIGHTS = {
     "per_device_train_batch_size": 0.5,
     "host_memory": 0.5,
 }
+CLOSE = 0.93  # of the best speed; what one look on a shared machine cannot tell apart
 SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
 
 
@@ -119,13 +121,21 @@ def prove(
         look(best_left)
         longest = max(longest, tried[-1].best.wall_seconds)
         reserve = min(longest, 0.2 * budget_seconds)
-    for entry in sorted(tried[1:], key=lambda t: -t.whole_run_speed(workload))[:SECOND_LOOKS]:
-        if entry.ok and deadline - time.monotonic() > 0:
+    for entry in _rivals(tried, workload):
+        if deadline - time.monotonic() > 0.5 * entry.best.wall_seconds:
             look(entry.candidate)
     working = [entry for entry in tried if entry.ok]
     if not working:
         raise JobFailed(f"no plan ran; the plain default failed with: {tried[0].failure}")
     return Proof(default=tried[0], tried=tried, chosen=max(working, key=lambda t: t.whole_run_speed(workload)))
+
+
+def _rivals(tried: list[Tried], workload: Workload) -> list[Tried]:
+    """The best few, where they are too close to tell apart by one look each."""
+    ordered = sorted((entry for entry in tried if entry.ok), key=lambda entry: -entry.whole_run_speed(workload))
+    best = ordered[0].whole_run_speed(workload) if ordered else 0.0
+    close = [entry for entry in ordered if entry.whole_run_speed(workload) > CLOSE * best]
+    return close[:SECOND_LOOKS] if len(close) > 1 else []
 
 
 def _differs(entry: Tried, default: Tried) -> bool:
@@ -172,9 +182,11 @@ def after_trial(entry: Tried) -> Candidate:
     if best.step_seconds is None:
         return candidate
     factor = best.step_seconds.p50 / candidate.time.total
+    memory = scaled_to(candidate.memory, best.peak_bytes) if best.peak_bytes else candidate.memory
     terms = {name: seconds * factor for name, seconds in candidate.time.terms.items()}
     return replace(
         candidate,
+        memory=memory,
         time=replace(candidate.time, terms=terms, one_time=best.one_time_seconds or 0.0),
         tokens_per_second=best.tokens_per_second or candidate.tokens_per_second,
         resident=best.resident_bytes or candidate.resident,

@@ -22,13 +22,13 @@ from upshift.training.loop_events import OnEvent
 from upshift.training.run import Prepared, Watcher, prepare_run
 from upshift.training.tokenizer import train_byte_level_bpe
 
-VOCAB_SIZE = 8192
-SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 16
+VOCAB_SIZE = 4096
+SEQUENCE_LENGTH, GLOBAL_BATCH = 256, 8
 MAX_STEPS = 2000  # of the schedule; the demo's time ends earlier
 TOKENIZER_BYTES = 3_000_000
 CORPUS_BYTES = 12_000_000
 LEFT_OUT = ("test", "tests", "idle_test", "site-packages", "__pycache__", "lib2to3", "idlelib")
-ARGUMENTS = {"learning_rate": 1e-3, "warmup_steps": 20, "lr_scheduler_type": "constant_with_warmup", "weight_decay": 0.01}
+ARGUMENTS = {"learning_rate": 2e-3, "warmup_steps": 20, "lr_scheduler_type": "constant_with_warmup", "weight_decay": 0.01}
 PROMPT = "def read_text(path):\n"
 
 
@@ -77,7 +77,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def write_model(folder: Path, texts: list[str]) -> Any:
-    """A Llama-style config of about 18 M parameters and its tokenizer; returns the tokenizer."""
+    """A Llama-style config of about 10 M parameters and its tokenizer; returns the tokenizer."""
     sample, size = [], 0
     for text in texts:
         if size < TOKENIZER_BYTES:
@@ -85,8 +85,8 @@ def write_model(folder: Path, texts: list[str]) -> Any:
             size += len(text)
     tokenizer = train_byte_level_bpe(sample, VOCAB_SIZE)
     config = LlamaConfig(
-        vocab_size=len(tokenizer), hidden_size=384, intermediate_size=1024, num_hidden_layers=8, num_attention_heads=6,
-        num_key_value_heads=6, max_position_embeddings=1024, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+        vocab_size=len(tokenizer), hidden_size=320, intermediate_size=864, num_hidden_layers=6, num_attention_heads=5,
+        num_key_value_heads=5, max_position_embeddings=1024, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
         bos_token_id=tokenizer.bos_token_id, eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id,
     )  # fmt: skip
     config.save_pretrained(folder)

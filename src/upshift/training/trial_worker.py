@@ -82,11 +82,12 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest, *, bas
     with computing(stepper.model, plan):
         first = time_once(lambda: accumulate(chosen[0]), device=plan.device)
         first_update = time_once(lambda: stepper.update(zero.clone(), 0), device=plan.device)
-        for micro_batch in {m.input_ids.shape: m for m in chosen[1:]}.values():  # other shapes compile apart
+        others = {m.input_ids.shape: m for m in chosen[1:]} if plan.torch_compile != "off" else {}
+        for micro_batch in others.values():  # a shape of its own is compiled apart
             first += time_once(lambda m=micro_batch: accumulate(m), device=plan.device)
         stepper.optimizer.zero_grad(set_to_none=True)
         with allocated_peak(plan.device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
-            for micro_batch in chosen[:2]:
+            for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]:
                 accumulate(micro_batch)
             stepper.update(zero.clone(), 0)
         micro, tokens, padded = _time_micro_batches(stepper, chosen, accumulate, seconds=request.seconds)

@@ -15,6 +15,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
 PARTS = ("weights", "gradients", "optimizer", "batch", "activations", "loss", "workspace")
+LASTING_PARTS = ("weights", "gradients", "optimizer", "batch")
 PHASES = ("forward", "backward", "optimizer")
 ADAMW_8BIT_BLOCK = 256  # torchao.optim: elements that share one fp32 scale
 
@@ -56,6 +57,18 @@ class StepMemory:
     @property
     def peak_phase(self) -> str:
         return max(self.phases, key=lambda name: self.phases[name].total)
+
+
+def scaled_to(memory: StepMemory, peak_bytes: int) -> StepMemory:
+    """The same with what comes and goes scaled, so that the peak is the measured one (compiled layers save less)."""
+    highest = memory.phases[memory.peak_phase]
+    lasting = sum(highest.parts[part] for part in LASTING_PARTS)
+    factor = max(peak_bytes - lasting, 0.0) / max(highest.total - lasting, 1.0)
+    phases = {}
+    for name, peak in memory.phases.items():
+        parts = {part: size * (1.0 if part in LASTING_PARTS else factor) for part, size in peak.parts.items()}
+        phases[name] = Peak(total=sum(parts.values()), parts=parts)
+    return StepMemory(phases=phases)
 
 
 def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
