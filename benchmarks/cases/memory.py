@@ -101,9 +101,8 @@ def run(case: Case) -> list[Record]:
             reference = write_config(configs[setting.model], Path(folder) / setting.model)
             row = measure(case, server, setting, find_model(reference))
             rows.append(row)
-            tell(
-                f"{number}/{len(chosen)} {row.name} {label(row)}: {row.failure or percent(row.prediction_error('peak_gib'), digits=2)}"
-            )
+            said = row.failure or percent(row.prediction_error("peak_gib"), digits=2)
+            tell(f"{number}/{len(chosen)} {row.name} {label(row)}: {said}")
     return rows
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import resource
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -31,6 +32,7 @@ from upshift.training.tokens import Sequences, TokenizedCorpus, cut_sequences
 MEMORY_SHARE = 0.95  # of what is free at the start; beyond it an allocation fails inside the trial, not in the system
 CHECK_SEQUENCES = 4
 MIN_SAMPLES, MAX_SAMPLES = 2, 24
+EXPENSIVE = 2.0  # times the timed work
 
 
 def main(request_path: str, answer_path: str) -> None:
@@ -71,33 +73,39 @@ def run_trial(request: TrialRequest) -> TrialResult:
 
 
 def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest, *, base: int, check: float) -> TrialResult:
-    """Warm-up, a step under the allocator's meter, then timed micro-batches and timed updates."""
-    plan = request.plan
+    """Optimizer state first, then the longest micro-batch under the allocator's meter, then timed ones while time lasts.
+
+    A micro-batch that takes longer than the whole timed work is its own sample: eager kernels need no second warm-up.
+    """
+    plan, device = request.plan, request.plan.device
     chosen = _spread(batch.micro_batches)
-    zero = torch.zeros(())
+    compiled = plan.torch_compile != "off"
 
-    def accumulate(micro_batch: MicroBatch) -> None:
-        stepper.accumulate(micro_batch, batch.num_label_tokens)
+    def accumulate(micro_batch: MicroBatch) -> float:
+        return time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
 
+    def update() -> float:
+        return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
+
+    first_update = _give_birth(stepper, update)
     with computing(stepper.model, plan):
-        first = time_once(lambda: accumulate(chosen[0]), device=plan.device)
-        first_update = time_once(lambda: stepper.update(zero.clone(), 0), device=plan.device)
-        others = {m.input_ids.shape: m for m in chosen[1:]} if plan.torch_compile != "off" else {}
-        for micro_batch in others.values():  # a shape of its own is compiled apart
-            first += time_once(lambda m=micro_batch: accumulate(m), device=plan.device)
-        stepper.optimizer.zero_grad(set_to_none=True)
-        with allocated_peak(plan.device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
-            for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]:
-                accumulate(micro_batch)
-            stepper.update(zero.clone(), 0)
-        micro, tokens, padded = _time_micro_batches(stepper, chosen, accumulate, seconds=request.seconds)
-        updates = [time_once(lambda: stepper.update(zero.clone(), 0), device=plan.device) for _ in range(2)]
+        first = 0.0
+        if compiled:  # each shape is compiled apart
+            first = sum(accumulate(micro_batch) for micro_batch in {m.input_ids.shape: m for m in chosen}.values())
+            stepper.optimizer.zero_grad(set_to_none=True)
+        with allocated_peak(device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
+            watched = [accumulate(micro_batch) for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]]
+            updates = [update()]
+        if max(watched) > EXPENSIVE * request.seconds:
+            micro, padded = watched, sum(m.num_padded_tokens for m in chosen[: len(watched)])
+        else:
+            micro, padded = _time_micro_batches(chosen, accumulate, seconds=request.seconds)
+            updates = [update(), update()]
     total_padded = sum(m.num_padded_tokens for m in batch.micro_batches)
     scale = total_padded / max(padded / len(micro), 1)  # micro-batches of average size in a whole step
-    steps = [seconds * scale + min(updates) for seconds in micro]
     average = sum(micro) / len(micro) * scale + min(updates)
     return TrialResult(
-        step_seconds=Spread.of(steps, num_warmup=1).changed(p50=average),
+        step_seconds=Spread.of([seconds * scale + min(updates) for seconds in micro], num_warmup=1).changed(p50=average),
         update_seconds=min(updates),
         tokens_per_second=batch.num_tokens / average,
         one_time_seconds=max(first - sum(micro) / len(micro), 0.0) + max(first_update - min(updates), 0.0),
@@ -108,20 +116,27 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest, *, bas
     )
 
 
+def _give_birth(stepper: Stepper, update: Callable[[], float]) -> float:
+    """An update with zero gradients makes the optimizer's state and moves no weight; returns its seconds."""
+    for parameter in stepper.model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
+    return update()
+
+
 def _time_micro_batches(
-    stepper: Stepper, chosen: list[MicroBatch], accumulate: object, *, seconds: float
-) -> tuple[list[float], int, int]:
-    """Seconds of each timed micro-batch, and the tokens, real and padded, that they held."""
+    chosen: list[MicroBatch], accumulate: Callable[[MicroBatch], float], *, seconds: float
+) -> tuple[list[float], int]:
+    """Seconds of each timed micro-batch, and the tokens, padding included, that they held."""
     samples: list[float] = []
-    tokens = padded = 0
+    padded = 0
     while len(samples) < MAX_SAMPLES and (len(samples) < max(MIN_SAMPLES, len(chosen)) or sum(samples) < seconds):
         if len(samples) >= MIN_SAMPLES and sum(samples) > 2 * seconds:
             break
         micro_batch = chosen[len(samples) % len(chosen)]
-        samples.append(time_once(lambda m=micro_batch: accumulate(m), device=stepper.plan.device))  # type: ignore[operator]
-        tokens += micro_batch.num_tokens
+        samples.append(accumulate(micro_batch))
         padded += micro_batch.num_padded_tokens
-    return samples, tokens, padded
+    return samples, padded
 
 
 def _spread(micro_batches: tuple[MicroBatch, ...] | list[MicroBatch]) -> list[MicroBatch]:

@@ -7,9 +7,15 @@ from upshift.planning.cost.memory import StepMemory
 from upshift.planning.plan import Plan
 from upshift.units import GIB, MIB
 
-# How much of the heap glibc keeps beyond live tensors that come and go, as a factor on them (docs/log.md, 2026-11-20:
-# 1.57 to 2.11 without, 1.20 to 1.44 with compiled layers, which allocate fewer and larger blocks). A trial replaces it.
-TRANSIENT_FACTOR = {"off": 1.7, "layer": 1.45, "model": 1.4}
+# Host memory beyond the base process and live tensors, fitted on steady training steps of five families of 5 to 30 M
+# parameters (docs/accuracy.md has the errors; glibc, 2 cores): most of it is holes that the loss leaves in the heap. Its
+# blocks are the largest, and smaller ones that live longer settle in the space they free. A trial replaces all of it.
+FIRST_STEP_BYTES = 60 * MIB  # code and kernels that the first step loads
+COMPILED_BYTES = {"off": 0, "layer": 65 * MIB, "model": 65 * MIB}  # inductor and what it compiled
+WEIGHTS_SHARE, ACTIVATIONS_SHARE, LOSS_SHARE = 0.15, 0.17, 1.1
+MMAP_BYTES = 32 * MIB  # glibc maps larger blocks one by one and leaves no holes (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3))
+LOSS_BLOCKS = {"fp32": 2.05, "bf16": 2.8}  # the loss's part of memory, in blocks of fp32 logits
+BF16_LOSS_SHARE = 1 / 3  # of it in blocks of half that size, where logits are bf16
 DEFAULT_BASE_BYTES = 300 * MIB  # torch and transformers imported, where the host was not probed
 CUDA_CONTEXT_BYTES = 0.5 * GIB  # context and kernels (COSTS.md D3: 0.3 to 0.5 GB)
 CUDA_SLACK = 1.04  # caching allocator's rounding and fragmentation, traced tier (COSTS.md D3: 6 to 8 % margin with context)
@@ -21,9 +27,23 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     if plan.device == "cuda":
         return CUDA_CONTEXT_BYTES + CUDA_SLACK * memory.peak
     base = (host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES
-    highest = memory.phases[memory.peak_phase].parts
-    lasting = highest["weights"] + highest["optimizer"]
-    return base + lasting + (memory.peak - lasting) * TRANSIENT_FACTOR[plan.torch_compile]
+    highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
+    loss = memory.phases["forward"].parts.get("loss", 0.0)
+    holes = (
+        WEIGHTS_SHARE * highest["weights"]
+        + ACTIVATIONS_SHARE * highest["activations"]
+        + LOSS_SHARE * loss * _heap_share(loss, plan)
+    )
+    return base + FIRST_STEP_BYTES + COMPILED_BYTES[plan.torch_compile] + memory.peak + holes
+
+
+def _heap_share(loss: float, plan: Plan) -> float:
+    """How much of the loss's memory is in blocks that come from the heap."""
+    full = plan.traced_precision == "fp32"
+    block = loss / LOSS_BLOCKS["fp32" if full else "bf16"]
+    if plan.host_memory == "keep" or block <= MMAP_BYTES:
+        return 1.0
+    return BF16_LOSS_SHARE if not full and block / 2 <= MMAP_BYTES else 0.0
 
 
 def memory_limit(plan: Plan, host: Host) -> float | None:

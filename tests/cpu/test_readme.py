@@ -1,0 +1,65 @@
+"""What the README tells a person to type works."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from upshift.cli.main import main
+from upshift.training.tokenizer import train_byte_level_bpe
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+TEXT = "def double(value):\n    return value + value\n" * 400
+
+
+@pytest.fixture(scope="module")
+def paths(tmp_path_factory) -> dict[str, str]:
+    folder = tmp_path_factory.mktemp("readme")
+    tokenizer = train_byte_level_bpe([TEXT], 300)
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=512,
+    )  # fmt: skip
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    (folder / "text.txt").write_text(TEXT * 2)
+    return {"MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained")}
+
+
+def commands() -> list[str]:
+    blocks = re.findall(r"```console\n(.*?)```", README, flags=re.S)
+    return [line.split("#")[0].strip() for block in blocks for line in block.splitlines() if line.startswith("upshift ")]
+
+
+def test_the_readme_shows_the_commands():
+    assert {line.split()[1] for line in commands()} == {"plan", "train", "inspect"}
+
+
+@pytest.mark.parametrize("line", commands())
+def test_commands(line, paths, monkeypatch):
+    arguments = [paths.get(word, word) for word in shlex.split(line)]
+    if arguments[1] == "train":  # short, and without the minute of trials
+        arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
+    monkeypatch.setattr(sys, "argv", arguments)
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert not ended.value.code
+
+
+def test_python_example(paths, monkeypatch):
+    import upshift.training.run
+
+    (example,) = re.findall(r"```python\n(.*?)```", README, flags=re.S)
+    for name in ("MODEL", "PATH"):
+        example = example.replace(f'"{name}"', repr(paths[name]))
+    example = example.replace('"trained"', repr(paths["trained"] + "-python"))
+    monkeypatch.setattr(upshift.training.run, "TRIAL_SECONDS", 0.0)
+    example = example.replace(
+        "global_batch=8)\nprint(record", "global_batch=8, trial_seconds=0, fixed=('torch_compile=off',))\nprint(record"
+    )
+    exec(compile(example, "README.md", "exec"), {})
