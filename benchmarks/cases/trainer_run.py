@@ -140,7 +140,7 @@ def run_trainer(request: dict[str, Any]) -> dict[str, Any]:
         arguments = TrainingArguments(
             output_dir=output, max_steps=request["steps"], seed=request["seed"], report_to="none", save_strategy="no",
             per_device_train_batch_size=request["global_batch"], learning_rate=request["learning_rate"],
-            disable_tqdm=True, **request["flags"],
+            disable_tqdm=True, use_cpu=not torch.cuda.is_available(), **request["flags"],
         )  # fmt: skip
         collate = collator(request["collator"], data.tokenizer, request["sequence_length"])
         trainer = RecordingTrainer(model=model, args=arguments, train_dataset=rows, data_collator=collate, callbacks=[clock])
