@@ -77,6 +77,8 @@ def test_trainer(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pyte
     assert answer["ratios"]["upshift/plain tokens_per_second"]["num_rounds"] == 1
     for row in rows[:2]:
         assert row.measured is not None and row.measured.tokens_per_second and row.measured.resident_gib
+    with pytest.raises(SystemExit):
+        case("trainer").main(["--steps", "3"])
 
 
 def noisy(rng: random.Random, middle: float, slow_rounds: list[float]) -> list[float]:
@@ -91,6 +93,12 @@ def test_twins_are_twins_and_a_gain_is_seen() -> None:
         decided += ratio(twin, one, seed=number).is_decided
         seen += ratio(faster, one, seed=number).low > 1
     assert decided <= 10 and seen >= 95
+
+
+def test_one_round_decides_nothing() -> None:
+    alone = ratio([3.0], [1.0])
+    assert alone.value == 3 and alone.low is None and alone.high is None and not alone.is_decided
+    assert "too few rounds" in str(alone)
 
 
 def test_ratio_refuses() -> None:

@@ -11,23 +11,26 @@ from upshift.value import Value
 
 RESAMPLES = 4000
 CONFIDENCE = 0.95
+MIN_ROUNDS = 3  # with fewer the interval would be a point, or hold the median in half of all repetitions
 
 
 class Ratio(Value):
     """Median over the rounds of ours / theirs, and where a repetition of the whole comparison would put it."""
 
     value: float
-    low: float
-    high: float
+    low: float | None  # None: too few rounds to say
+    high: float | None
     num_rounds: int
     confidence: float
 
     @property
     def is_decided(self) -> bool:
         """Whether the interval leaves out 1: the two differ."""
-        return not self.low <= 1.0 <= self.high
+        return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
+        if self.low is None or self.high is None:
+            return f"{self.value:.3f} (too few rounds for an interval: {self.num_rounds})"
         return f"{self.value:.3f} ({self.low:.3f} to {self.high:.3f})"
 
 
@@ -43,6 +46,8 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], *, confidence: float =
         raise RequestError("a ratio needs samples above 0; leave failed rounds out on both sides")
     rounds = [a / b for a, b in zip(ours, theirs, strict=True)]
     generator = random.Random(seed)
+    if len(rounds) < MIN_ROUNDS:
+        return Ratio(value=statistics.median(rounds), low=None, high=None, num_rounds=len(rounds), confidence=confidence)
     medians = sorted(statistics.median(generator.choices(rounds, k=len(rounds))) for _ in range(RESAMPLES))
     tail = (1 - confidence) / 2
     return Ratio(
