@@ -89,8 +89,10 @@ def outcome_of(samples: dict[str, list[float]], tried: dict[str, Tried], proof: 
     best = min(medians, key=lambda name: medians[name])
     against = ratio(samples["chosen"], samples[best])
     first = sorted(step_ms(t.best) or 0.0 for name, t in tried.items() if t.ok and name.startswith("drawn"))
+    known = against.low is not None and against.high is not None
     return {
-        "case": "regret", "regret": medians["chosen"] / medians[best] - 1, "interval": None if against.low is None or against.high is None else [against.low - 1, against.high - 1],
+        "case": "regret", "regret": medians["chosen"] / medians[best] - 1,
+        "interval": [against.low - 1, against.high - 1] if known else None,
         "best": tried[best].candidate.plan.label(), "chosen": proof.chosen.candidate.plan.label(),
         "default": proof.default.candidate.plan.label(),
         "chosen_over_default": ratio(samples["chosen"], samples["default"]).model_dump(),

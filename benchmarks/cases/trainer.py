@@ -185,7 +185,7 @@ def parse(arguments: list[str] | None) -> Any:
     parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--full", action="store_true", help="every sequence full-length: nothing to gain from padding less")
     parser.add_argument("--rounds", type=int, help="default 6; 1 with --quick")
-    parser.add_argument("--steps", type=int, help=f"optimizer steps of each run, more than {WATCHED_STEPS}; default 40, 8 with --quick")
+    parser.add_argument("--steps", type=int, help=f"of each run, more than {WATCHED_STEPS}; default 40, 8 with --quick")
     parser.add_argument("--contenders", default=",".join(NAMES))
     parser.add_argument(
         "--collator", choices=("rows", "flatten", "pad", "pad-64"), help="of careful; default the fastest correct one"
