@@ -168,7 +168,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parse(arguments)
     settings = {"model": "llama-27m-gqa", "sequence_length": 256, "global_batch": 8, "seconds": 2.0, "rounds": 6, "finalists": 3}
     if options.quick:
-        settings = {"model": "tiny", "sequence_length": 128, "global_batch": 4, "seconds": 0.2, "rounds": 6, "finalists": 1}
+        settings = {"model": "tiny", "sequence_length": 128, "global_batch": 4, "seconds": 0.2, "rounds": 4, "finalists": 1}
     settings |= {
         "seed": options.seed, "plans": options.plans or (4 if options.quick else 20),
         "budget": options.budget or (10.0 if options.quick else 60.0),

@@ -6,9 +6,10 @@ from pathlib import Path
 
 from transformers import BertConfig, GPT2Config, LlamaConfig, PretrainedConfig, Qwen2Config, T5Config
 
-TINY = LlamaConfig(
+TINY = LlamaConfig(  # the trainer case's quick model: traced once for all cases
     vocab_size=4096, hidden_size=192, intermediate_size=512, num_hidden_layers=4, num_attention_heads=3,
-    num_key_value_heads=3, max_position_embeddings=1024, architectures=["LlamaForCausalLM"],
+    num_key_value_heads=3, max_position_embeddings=1024, tie_word_embeddings=False, architectures=["LlamaForCausalLM"],
+    bos_token_id=0, eos_token_id=0, pad_token_id=4095,
 )  # fmt: skip
 SHAPES: dict[str, PretrainedConfig] = {
     "llama-10m": LlamaConfig(
