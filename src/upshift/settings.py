@@ -15,8 +15,7 @@ class Settings(Value):
 
     cache_dir: Path  # UPSHIFT_CACHE; profiles, probe results and trial outcomes; safe to delete
     hub_offline: bool  # HF_HUB_OFFLINE; never contact a model hub
-    rank: int  # RANK; this process's number in a multi-process job
-    world_size: int  # WORLD_SIZE; number of processes of the job
+    cuda_visible_devices: str | None  # CUDA_VISIBLE_DEVICES; which GPUs this process may see
 
 
 def read_settings() -> Settings:
@@ -24,8 +23,7 @@ def read_settings() -> Settings:
     return Settings(
         cache_dir=Path(env.get("UPSHIFT_CACHE") or platformdirs.user_cache_dir("upshift")),
         hub_offline=env.get("HF_HUB_OFFLINE", "").lower() in {"1", "true", "yes", "on"},
-        rank=int(env.get("RANK", "0")),
-        world_size=int(env.get("WORLD_SIZE", "1")),
+        cuda_visible_devices=env.get("CUDA_VISIBLE_DEVICES"),
     )
 
 

@@ -27,8 +27,8 @@ from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
 
-SEQUENCE = 96
-SMALL = {"hidden_size": 64, "num_attention_heads": 4, "vocab_size": 500}
+SEQUENCE = 128
+SMALL = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 500}
 CONFIGS: dict[str, PretrainedConfig] = {
     "llama": LlamaConfig(
         **SMALL, intermediate_size=160, num_hidden_layers=5, num_key_value_heads=2, architectures=["LlamaForCausalLM"]
@@ -37,10 +37,10 @@ CONFIGS: dict[str, PretrainedConfig] = {
         **SMALL, intermediate_size=160, num_hidden_layers=4, num_key_value_heads=2, tie_word_embeddings=True,
         architectures=["Qwen2ForCausalLM"],
     ),
-    "gpt2": GPT2Config(vocab_size=500, n_embd=64, n_layer=6, n_head=4, architectures=["GPT2LMHeadModel"]),
+    "gpt2": GPT2Config(vocab_size=500, n_embd=128, n_layer=6, n_head=4, architectures=["GPT2LMHeadModel"]),
     "bert": BertConfig(**SMALL, intermediate_size=200, num_hidden_layers=4, architectures=["BertForMaskedLM"]),
     "t5": T5Config(
-        vocab_size=500, d_model=64, d_ff=160, num_layers=4, num_decoder_layers=3, num_heads=4, d_kv=16,
+        vocab_size=500, d_model=128, d_ff=160, num_layers=4, num_decoder_layers=3, num_heads=4, d_kv=16,
         decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
     ),
 }  # fmt: skip
@@ -130,9 +130,9 @@ def test_flops_follow_the_formula(name, tmp_path):
         p.numel() for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n and "wte" not in n and "wpe" not in n
     )
     if name == "gpt2":
-        matrices += 500 * 64  # the tied head
+        matrices += 500 * 128  # the tied head
     batch, length = 2, SEQUENCE
-    expected = 2 * matrices * batch * length + 2 * profile.num_layers * batch * length**2 * 64
+    expected = 2 * matrices * batch * length + 2 * profile.num_layers * batch * length**2 * 128
     assert profile.forward_flops.at(batch, length) == pytest.approx(expected, rel=0.005)
 
 
@@ -142,7 +142,7 @@ OTHERS: dict[str, PretrainedConfig] = {
         architectures=["MistralForCausalLM"],
     ),
     "vit": ViTConfig(
-        hidden_size=64, num_hidden_layers=4, num_attention_heads=4, intermediate_size=96, image_size=32, patch_size=8,
+        hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256, image_size=64, patch_size=8,
         architectures=["ViTForImageClassification"],
     ),
 }  # fmt: skip

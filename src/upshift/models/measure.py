@@ -46,7 +46,8 @@ class Tracer:
             config = read_config(self.source)
             if hasattr(config, "use_cache"):
                 config.use_cache = False
-            with self.fake:
+            unset = mock.patch.object(PreTrainedModel, "initialize_weights", lambda model: None)  # fake weights have no values
+            with self.fake, unset:
                 model = build_model(config, self.model_class, dtype=dtype)
                 self.stacks = cut_stacks(model)
             self._models[dtype] = model

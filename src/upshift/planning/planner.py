@@ -21,6 +21,7 @@ from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan, rank_
 from upshift.planning.space import EAGER_ATTENTION_LIMIT, check_allow, enumerate_plans, parse_fixed
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
+from upshift.settings import read_settings
 from upshift.units import format_bytes
 
 Progress = Callable[[int, int], None]
@@ -91,7 +92,7 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
             known = host.gpu.table_key if host.gpu else "h100"
             raise RequestError(f"--on {on!r} has {host.num_devices} devices; this version plans for one, such as 1x{known}")
         return host
-    host = detect()
+    host = detect(visible_devices=read_settings().cuda_visible_devices)
     if host.mixed_gpus:
         names = ", ".join(gpu.name for gpu in host.mixed_gpus)
         raise RequestError(f"this machine has different GPUs ({names}); hide all but one kind with CUDA_VISIBLE_DEVICES")
