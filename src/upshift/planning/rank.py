@@ -34,10 +34,6 @@ class Candidate:
     tokens_per_second: float
     tier: str = "formula"
 
-    @property
-    def whole_run_tokens_per_second(self) -> float:
-        return self.tokens_per_second
-
     def numbers(self, *, model_flops_per_step: float) -> Numbers:
         step_ms = 1000 * self.time.total
         return Numbers(

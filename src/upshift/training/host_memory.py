@@ -8,14 +8,9 @@ from __future__ import annotations
 
 import ctypes
 import ctypes.util
-import platform
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 TOP_PAD_BYTES = 64 * 2**20
-
-
-def can_keep_freed_memory() -> bool:
-    return platform.libc_ver()[0] == "glibc"
 
 
 def keep_freed_memory() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +59,6 @@ class Prepared:
     from_config: bool
     data_path: str
     text_column: str | None
-    details: dict[str, Any] = field(default_factory=dict)
 
     def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **more: Any) -> Job:
         workload, default = self.planning.workload, self.proof.default if self.proof else None
