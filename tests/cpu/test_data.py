@@ -18,11 +18,14 @@ from transformers import (
     BertForMaskedLM,
     LlamaConfig,
     LlamaForCausalLM,
+    RobertaConfig,
+    RobertaForMaskedLM,
     T5Config,
     T5ForConditionalGeneration,
 )
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.models.describe import max_positions
 from upshift.training.batch_fill import to_tensors
 from upshift.training.batch_layout import Layout
 from upshift.training.batch_objective import Objective, objective_for
@@ -357,3 +360,11 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(build, objective):
 def test_a_synthetic_packed_batch_runs():
     micro = synthetic_batch(Layout(micro_batch=2, packing=True), sequence_length=16, vocab_size=96)
     assert torch.isfinite(tiny_llama()(**to_tensors(micro), use_cache=False).loss)
+
+
+def test_max_positions_leaves_out_reserved_ones():
+    config = RobertaConfig(
+        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=34, pad_token_id=1
+    )
+    with torch.device("meta"):
+        assert max_positions(RobertaForMaskedLM(config)) == 32

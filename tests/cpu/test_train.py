@@ -23,7 +23,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     PretrainedConfig,
-    RobertaConfig,
     T5Config,
 )
 
@@ -39,7 +38,6 @@ from upshift.training.batch_layout import Layout
 from upshift.training.batches import BatchSource
 from upshift.training.checkpoint import newest_checkpoint
 from upshift.training.job import Job, TrainingData, prepare_data, run_job, write_sample
-from upshift.training.job_data import longest_sequence
 from upshift.training.loop_events import (
     Evaluated,
     Event,
@@ -399,6 +397,7 @@ def test_full_disk_leaves_the_previous_checkpoint(
 def test_other_objectives(model: str, kind: str, home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
     data = prepared(model)
     assert data.objective.kind == kind
+    assert data.training.sequence_length == LENGTH * (2 if kind == "seq2seq-lm" else 1)  # encoder and decoder take LENGTH each
     record = run_job(a_job(home, tmp_path, model=model, max_steps=2), data)
     assert len(curve(record)) == 2 and record.measured and record.measured.evaluation_loss
 
@@ -424,15 +423,6 @@ def test_wrong_requests(home: Path, prepared: Callable[[str], TrainingData], tmp
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(RequestError, match="the model's vocabulary has 100"):
         prepare_data(find_model(str(tmp_path / "small")), home / "data.jsonl", tokenizer=data.tokenizer, sequence_length=LENGTH)
-
-
-def test_longest_sequence_counts_reserved_positions(tmp_path: Path) -> None:
-    config = RobertaConfig(
-        vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2, max_position_embeddings=34,
-        pad_token_id=1,
-    )  # fmt: skip
-    config.save_pretrained(tmp_path)
-    assert longest_sequence(find_model(str(tmp_path))) == 32
 
 
 def test_sample_for_trials_keeps_sequences(prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from upshift.training.batches import (
 )
 from upshift.training.tokens import (
     TokenizedCorpus,
+    check_sequence_length,
     check_vocabulary,
     cut_sequences,
     hold_out_evaluation,
@@ -306,7 +307,7 @@ def source_of(**changes):
         (lambda: Layout(micro_batch=1, rank=2, world_size=2), ["rank=2", "world_size=2"]),
         (lambda: Objective(kind="masked-lm"), ["mask_token_id", "causal-lm"]),
         (lambda: cut_sequences(corpus_of([8]), 1), ["sequence_length=1"]),
-        (lambda: cut_sequences(corpus_of([8]), 64, longest_allowed=32), ["64", "32"]),
+        (lambda: check_sequence_length(64, 32), ["64", "32"]),
         (lambda: check_vocabulary(corpus_of([8]), 17), ["17", "0 to 16", "tokenizer"]),
         (lambda: TokenizedCorpus.from_documents([np.array([3, -100])]), ["-100"]),
         (lambda: length_histogram(corpus_of([1]), 8), ["no sequence"]),

@@ -6,7 +6,7 @@ import inspect
 
 import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.models.build import find_stacks
@@ -68,10 +68,17 @@ def declarations(model: PreTrainedModel) -> Declares:
     )
 
 
-def max_positions(config: PretrainedConfig) -> int | None:
-    text = config.get_text_config()
-    value = getattr(text, "max_position_embeddings", None)
-    return int(value) if isinstance(value, int) and value > 0 else None
+def max_positions(model: PreTrainedModel) -> int | None:
+    """The most tokens that the model has positions for; None where it sets no limit."""
+    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit <= 0:
+        return None
+    tokens = model.get_input_embeddings()
+    for module in model.modules():
+        positions = isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings == limit
+        if positions and module.padding_idx is not None:
+            return limit - module.padding_idx - 1  # the positions of real tokens start behind that of padding
+    return limit
 
 
 def why_untraceable(source: ModelSource, error: BaseException) -> str:

@@ -21,12 +21,11 @@ from transformers import PreTrainedModel, masking_utils
 from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.fit import Measurement
+from upshift.models.profile import LOSS_CHUNK_TOKENS
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant
 from upshift.models.tracker import Interval, LiveTracker
-
-LOSS_CHUNK_TOKENS = 512  # the plan's default; chunk size moves the peak by chunk x vocabulary only
 
 
 class Tracer:

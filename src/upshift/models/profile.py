@@ -20,6 +20,10 @@ Objective = Literal[
 TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
 
 
+# What the chunked loss was traced with, and what plans use; another size moves the peak by chunk x vocabulary only.
+LOSS_CHUNK_TOKENS = 512
+
+
 class Polynomial(NamedTuple):
     """c0 + c1*b + c2*s + c3*b*s + c4*s*s + c5*b*s*s, in bytes, FLOPs or counts. JSON: a list of six numbers."""
 

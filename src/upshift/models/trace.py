@@ -69,7 +69,7 @@ def trace_model(
         versions=versions,
         vocab_size=getattr(tracer.config.get_text_config(), "vocab_size", None),
         hidden_size=getattr(tracer.config.get_text_config(), "hidden_size", None),
-        max_positions=max_positions(tracer.config),
+        max_positions=max_positions(model),
         parameters=_count_parameters(tracer),
         declares=declarations(model),
         stacks=tuple(

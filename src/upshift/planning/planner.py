@@ -54,7 +54,7 @@ class Planning:
         """A candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
         workload = self.workload
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
-        share = (workload.lengths.mean / workload.sequence_length) if workload.lengths else 1.0
+        share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
         return candidate.numbers(model_flops_per_step=per_sequence * workload.global_batch * share)
 
     def document(self) -> dict[str, Any]:

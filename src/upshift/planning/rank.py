@@ -106,7 +106,7 @@ def _cost(
     if time is None:
         return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
     amortised = time.total + time.one_time / workload.total_steps
-    return Candidate(plan, memory, predict_resident(memory, plan, host), time, tokens_per_step(workload) / amortised)
+    return Candidate(plan, memory, predict_resident(memory, plan, host), time, tokens_per_step(profile, workload) / amortised)
 
 
 def _too_big(candidate: Candidate, limit: float) -> str:

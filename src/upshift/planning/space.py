@@ -13,13 +13,12 @@ from pydantic import ValidationError
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile
 from upshift.planning.cost.time import MATRIX_PRECISION
 from upshift.planning.plan import CHANGES_MATHEMATICS, Plan, Precision
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
-LOSS_CHUNK_TOKENS = 512
 EAGER_ATTENTION_LIMIT = 2048  # longer, and its score matrices alone rule it out
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
 BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")

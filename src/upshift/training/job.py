@@ -74,7 +74,7 @@ def _check(job: Job, data: TrainingData) -> None:
     schedule = job.arguments.lr_scheduler_type
     if schedule not in SCHEDULES:
         raise RequestError(f"lr_scheduler_type={schedule!r} is not one of {', '.join(SCHEDULES)}")
-    planned, prepared = job.plan.sequence_length, data.training.sequence_length
+    planned, prepared = job.plan.sequence_length, data.training.sequence_length // data.objective.num_sides
     if planned != prepared:
         raise RequestError(f"the plan's sequence_length={planned} is not the data's {prepared}; use the same for both")
     if len(data.training) < job.global_batch:

@@ -9,17 +9,24 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import nn
 
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.describe import max_positions
 from upshift.models.source import ModelSource
 from upshift.planning.lengths import LengthHistogram
 from upshift.training.batch_objective import Objective, objective_for
 from upshift.training.corpus import CorpusSummary, read_corpus
 from upshift.training.layout import objective_of
 from upshift.training.tokenizer import Progress, load_tokenizer, tokenize_corpus
-from upshift.training.tokens import Sequences, TokenizedCorpus, check_vocabulary, cut_sequences, length_histogram
+from upshift.training.tokens import (
+    Sequences,
+    TokenizedCorpus,
+    check_sequence_length,
+    check_vocabulary,
+    cut_sequences,
+    length_histogram,
+)
 
 ARRAYS = ("tokens", "starts", "lengths")
 
@@ -47,18 +54,18 @@ def prepare_data(
     corpus = read_corpus(data_path, text_column=text_column)
     tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
     objective = _objective(source, tokenizer)
-    training, evaluation = tokenize_corpus(corpus, tokenizer, sequence_length=sequence_length, progress=progress)
-    longest = longest_sequence(source)
+    check_sequence_length(sequence_length, _max_positions(source))
+    length = sequence_length * objective.num_sides
+    training, evaluation = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
     for tokenized in (training, evaluation):
         if tokenized is not None:
             check_vocabulary(tokenized, objective.vocab_size or 0)
-    cut = cut_sequences(training, sequence_length, longest_allowed=longest)
-    held_out = None if evaluation is None else cut_sequences(evaluation, sequence_length)
+    held_out = None if evaluation is None else cut_sequences(evaluation, length)
     return TrainingData(
-        training=cut,
+        training=cut_sequences(training, length),
         evaluation=held_out if held_out is not None and len(held_out) else None,
         objective=objective,
-        histogram=length_histogram(training, sequence_length),
+        histogram=length_histogram(training, length),
         summary=corpus.summary,
         tokenizer=tokenizer,
     )
@@ -81,6 +88,12 @@ def _own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
         return None
 
 
+def _max_positions(source: ModelSource) -> int | None:
+    config = read_config(source)
+    with torch.device("meta"):
+        return max_positions(build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32))
+
+
 def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
     objective = objective_of(source, tokenizer=tokenizer)
     if tokenizer is None:  # objective_of masks with token 0 then, which is for trials only
@@ -88,23 +101,6 @@ def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
     if objective.pad_token_id >= (objective.vocab_size or 0):
         return objective.changed(pad_token_id=0)  # padding is never a label nor attended to, but it is embedded
     return objective
-
-
-def longest_sequence(source: ModelSource) -> int | None:
-    """The most tokens that the model has positions for; None where it sets no limit."""
-    config = read_config(source)
-    limit: int | None = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if limit is None:
-        return None
-    with torch.device("meta"):
-        model = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
-    tokens = model.get_input_embeddings()
-    for module in model.modules():
-        if not isinstance(module, nn.Embedding) or module is tokens or module.padding_idx is None:
-            continue
-        if module.num_embeddings == limit:
-            return limit - module.padding_idx - 1  # the positions of real tokens start behind that of padding
-    return limit
 
 
 def write_sample(sequences: Sequences, path: Path, num_sequences: int) -> None:

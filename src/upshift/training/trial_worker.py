@@ -58,7 +58,7 @@ def run_trial(request: TrialRequest) -> TrialResult:
     source = find_model(request.model_reference)
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), plan)
     objective = Objective.model_validate(request.objective) if request.objective else objective_of(source)
-    sequences = _sequences(request, vocab_size=objective.vocab_size or 2)
+    sequences = _sequences(request, objective)
     layout = layout_for(plan, objective, rank=rank)
     batch = next(
         BatchSource(
@@ -147,14 +147,14 @@ def _spread(micro_batches: tuple[MicroBatch, ...] | list[MicroBatch]) -> list[Mi
     return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]
 
 
-def _sequences(request: TrialRequest, *, vocab_size: int) -> Sequences:
-    length = request.plan.sequence_length
+def _sequences(request: TrialRequest, objective: Objective) -> Sequences:
+    length = request.plan.sequence_length * objective.num_sides
     if request.sample is not None:
         with np.load(request.sample) as arrays:
             return cut_sequences(TokenizedCorpus(tokens=arrays["tokens"], offsets=arrays["offsets"]), length)
     generator = np.random.default_rng(request.seed)
     count = max(request.global_batch, CHECK_SEQUENCES)
-    documents = [generator.integers(0, vocab_size, size=length).astype(np.int32) for _ in range(count)]
+    documents = [generator.integers(0, objective.vocab_size or 2, size=length).astype(np.int32) for _ in range(count)]
     return cut_sequences(TokenizedCorpus.from_documents(documents), length)
 
 

@@ -151,10 +151,11 @@ def full_micro_batches(plan: Plan, workload: Workload) -> float:
         return max(rows / plan.per_device_train_batch_size, 1.0)
     ratio = workload.lengths.padded_tokens_ratio(plan.per_device_train_batch_size, global_batch=workload.global_batch)
     padded = sequences * workload.lengths.mean * ratio
-    return padded / (plan.per_device_train_batch_size * plan.sequence_length)
+    return padded / (plan.per_device_train_batch_size * workload.lengths.sequence_length)
 
 
-def tokens_per_step(workload: Workload) -> float:
-    """Real tokens of a global batch."""
-    mean = workload.lengths.mean if workload.lengths else workload.sequence_length
+def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:
+    """Real tokens of a global batch; an encoder and a decoder each take ``sequence_length`` of a sequence."""
+    sides = 2 if profile.objective == "seq2seq-lm" else 1
+    mean = workload.lengths.mean if workload.lengths else workload.sequence_length * sides
     return workload.global_batch * mean
