@@ -317,7 +317,11 @@ def loss_and_gradient(model, layouts: list[Layout], objective: Objective):
 
 def all_layouts(*, packing: bool) -> list[list[Layout]]:
     single = [Layout(micro_batch=size, packing=packed) for packed in {False, packing} for size in (1, 3, 4, 14)]
-    ranks = [[Layout(micro_batch=3, packing=packing, rank=rank, world_size=4) for rank in range(4)]]
+    single += [Layout(micro_batch=size, packing=True, flatten=True) for size in (1, 4) if packing]
+    ranks = [
+        [Layout(micro_batch=3, packing=packing, flatten=flatten, rank=rank, world_size=4) for rank in range(4)]
+        for flatten in {False, packing}
+    ]
     unmasked = [[Layout(micro_batch=4, mask_padding=False)]] if packing else []
     return [[layout] for layout in single] + ranks + unmasked
 

@@ -19,6 +19,7 @@ from transformers import (
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.hardware import detect
+from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, read_config, sample_inputs
 from upshift.models.profile import ModelProfile
 from upshift.models.recompute import recompute_layers
@@ -60,6 +61,7 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int,
     torch.manual_seed(0)
     dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
     model = build_model(config, model_class, dtype=dtype)
+    set_attention(model, plan.attention)
     recompute_layers(model, plan.activation_checkpointing)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     inputs = sample_inputs(model, objective, batch=batch, sequence=sequence, masked=False)
@@ -104,6 +106,26 @@ def test_predicted_peak_is_within_two_percent(name, tmp_path):
     worst = max(errors, key=lambda key: abs(errors[key]))
     print(name, {key: f"{error:+.2%}" for key, error in errors.items()})
     assert abs(errors[worst]) < 0.02, (worst, errors)
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_block_attention_is_predicted(name, precision, tmp_path):
+    source = source_of(CONFIGS[name], tmp_path)
+    profile = profile_model(source, sequence_length=256, variants=(Variant(precision, "block", False),))
+    for batch, sequence, recomputed in ((2, 256, 0), (5, 256, profile.num_layers), (4, 128, 0)):
+        plan = plan_for(profile, precision, recomputed, batch=batch, sequence=sequence).changed(attention="block")
+        predicted = predict_memory(profile, profile.steps[0], plan).peak
+        assert predicted == pytest.approx(measured_peak(source, plan, batch=batch, sequence=sequence), rel=0.02)
+
+
+def test_block_attention_is_no_choice_where_the_model_needs_more_of_it(tmp_path):
+    """BERT drops attention weights, T5 adds a bias for positions: both go to PyTorch's own kernel."""
+    for name in ("bert", "t5"):
+        source = source_of(CONFIGS[name], tmp_path / name)
+        variants = (Variant("fp32", "sdpa", False), Variant("fp32", "block", False))
+        profile = profile_model(source, sequence_length=SEQUENCE, variants=variants)
+        assert [step.attention for step in profile.steps] == ["sdpa"]
 
 
 def test_parts_sum_to_the_total_and_parameters_are_whole(tmp_path):

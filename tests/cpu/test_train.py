@@ -138,6 +138,10 @@ SAME = {
     "chunked loss": {"loss_chunk_tokens": 16},
     "eager attention": {"attention": "eager"},
     "eager attention, packed": {"attention": "eager", "packing": True},
+    "block attention": {"attention": "block"},
+    "block attention, one long row": {"attention": "block", "packing": True, "per_device_train_batch_size": 4},
+    "block attention, packed, recompute": {"attention": "block", "packing": True, "activation_checkpointing": 2},
+    "2 processes, block attention, packed": {"attention": "block", "num_processes": 2, "packing": True},
     "fused optimizer": {"optim": "adamw_torch_fused"},
     "tf32": {"precision": "tf32"},
     "2 processes, packed, recompute": {"num_processes": 2, "packing": True, "activation_checkpointing": 1},
@@ -164,11 +168,14 @@ def test_bf16_stays_near(
     assert largest < (1e-2 if precision == "bf16" else 5e-2)
 
 
-def test_compiled_layers_train_alike(home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path) -> None:
+@pytest.mark.parametrize("choices", [{}, {"attention": "block", "packing": True}], ids=str)
+def test_compiled_layers_train_alike(
+    choices: dict[str, Any], home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path
+) -> None:
     if not compiler_works():
         pytest.skip("no C++ compiler that torch inductor can use")
     try:
-        record = run_job(a_job(home, tmp_path, plan=a_plan(torch_compile="layer")), prepared("llama"))
+        record = run_job(a_job(home, tmp_path, plan=a_plan(torch_compile="layer", **choices)), prepared("llama"))
     finally:
         torch.compiler.reset()
     largest = difference(plain, record)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from upshift.errors import RequestError
 from upshift.planning.lengths import LengthHistogram
-from upshift.planning.packing import pack_rows
+from upshift.planning.packing import pack_rows, spread_rows
 from upshift.training.batch_layout import Layout, lay_out
 from upshift.training.batch_objective import IGNORED, Objective, objective_for
 from upshift.training.batches import (
@@ -43,7 +43,7 @@ document_lengths = st.lists(st.integers(0, 40), min_size=6, max_size=40).filter(
 layouts = st.builds(
     lambda micro_batch, packing, pad_multiple, world_size: (micro_batch, packing, pad_multiple, world_size),
     st.integers(1, 7),
-    st.booleans(),
+    st.sampled_from(["no", "rows", "flat"]),
     st.sampled_from([1, 8]),
     st.integers(1, 5),
 )
@@ -55,7 +55,7 @@ def corpus_of(lengths: list[int]) -> TokenizedCorpus:
     return TokenizedCorpus.from_documents([np.arange(end - n, end) + 10 for n, end in zip(lengths, ends.tolist(), strict=True)])
 
 
-def ranks(lengths: list[int], shape: tuple[int, bool, int, int], objective: Objective = CAUSAL) -> list[BatchSource]:
+def ranks(lengths: list[int], shape: tuple[int, str, int, int], objective: Objective = CAUSAL) -> list[BatchSource]:
     micro_batch, packing, pad_multiple, world_size = shape
     sequences = cut_sequences(corpus_of(lengths), 16)
     return [
@@ -64,8 +64,11 @@ def ranks(lengths: list[int], shape: tuple[int, bool, int, int], objective: Obje
             global_batch=5,
             seed=3,
             objective=objective,
-            layout=Layout(micro_batch=micro_batch, packing=packing, pad_multiple=pad_multiple, rank=rank, world_size=world_size),
-        )
+            layout=Layout(
+                micro_batch=micro_batch, packing=packing != "no", flatten=packing == "flat", pad_multiple=pad_multiple,
+                rank=rank, world_size=world_size,
+            ),
+        )  # fmt: skip
         for rank in range(world_size)
     ]
 
@@ -82,8 +85,8 @@ def members(batches: list[GlobalBatch]) -> list[int]:
 @settings(deadline=None, max_examples=80)
 def test_the_plan_never_changes_what_is_in_a_global_batch(lengths, shape, objective):
     if objective is not CAUSAL:
-        shape = (shape[0], False, *shape[2:])
-    reference = first_batches(ranks(lengths, (1, False, 1, 1), objective)[0], 4)
+        shape = (shape[0], "no", *shape[2:])
+    reference = first_batches(ranks(lengths, (1, "no", 1, 1), objective)[0], 4)
     of_ranks = [first_batches(source, 4) for source in ranks(lengths, shape, objective)]
     for expected, *got in zip(reference, *of_ranks, strict=True):
         assert members(got) == members([expected]) == sorted(expected.sequence_ids.tolist())
@@ -93,8 +96,8 @@ def test_the_plan_never_changes_what_is_in_a_global_batch(lengths, shape, object
         assert sum(micro.num_tokens for micro in micro_batches) == expected.num_tokens
         assert {batch.num_label_tokens for batch in got} == {expected.num_label_tokens}
         for micro in micro_batches:
-            assert micro.input_ids.shape[1] <= 16
-            assert len(micro.input_ids) <= shape[0]
+            rows, width = (1, 16 * shape[0]) if shape[1] == "flat" else (shape[0], 16)
+            assert len(micro.input_ids) <= rows and micro.input_ids.shape[1] <= width
             counted = micro.labels[:, 1:] if objective is CAUSAL else micro.labels
             assert np.count_nonzero(counted != IGNORED) == micro.num_label_tokens
 
@@ -144,7 +147,7 @@ def test_resuming_continues_exactly(lengths, shape, step):
 
 
 def test_an_epoch_is_a_permutation_and_epochs_and_seeds_differ():
-    source = ranks([10] * 20, (2, False, 8, 1))[0]
+    source = ranks([10] * 20, (2, "no", 8, 1))[0]
     first, second = (members(first_batches(source, 4, Position(epoch=epoch))) for epoch in (0, 1))
     assert first == second == list(range(20))
     orders = {tuple(first_batches(source, 1, Position(epoch=epoch))[0].sequence_ids.tolist()) for epoch in range(4)}
@@ -161,6 +164,15 @@ def test_packing_is_complete_and_tight(lengths):
     assert sum(fill <= 25 for fill in fills) <= 1, "two half-empty rows would fit in one"
 
 
+@given(st.lists(st.integers(1, 50), max_size=80), st.integers(1, 4))
+def test_spreading_is_complete_and_even(lengths, multiple):
+    rows = spread_rows(lengths, capacity=100, multiple=multiple)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    fills = [sum(lengths[i] for i in row) for row in rows]
+    assert all(fill <= 100 for fill in fills) and len(rows) % multiple == 0
+    assert max(fills) - min(fills) <= max(lengths, default=0)
+
+
 def test_packed_rows_with_one_sequence_take_no_positions():
     sequences = cut_sequences(corpus_of([16, 16, 16, 16, 9, 8, 8]), 16)
     source = BatchSource(sequences=sequences, global_batch=7, layout=Layout(micro_batch=2, packing=True))
@@ -171,7 +183,7 @@ def test_packed_rows_with_one_sequence_take_no_positions():
 
 def test_more_ranks_than_sequences_get_stand_ins_without_labels():
     for objective in (CAUSAL, MASKED, SEQ2SEQ):
-        sources = ranks([8] * 5, (4, False, 8, 7), objective)
+        sources = ranks([8] * 5, (4, "no", 8, 7), objective)
         micro_batches = [next(source.batches()).micro_batches for source in sources]
         assert [len(hand) for hand in micro_batches] == [1] * 7
         stand_ins = [hand[0] for hand in micro_batches if not len(hand[0].sequence_ids)]
@@ -269,7 +281,9 @@ def test_histogram_estimates():
     assert histogram == LengthHistogram.from_json(histogram.to_json())
     assert (histogram.num_sequences, histogram.mean, histogram.longest) == (40, 10.0, 16)
     assert histogram.packed_rows_per_sequence() == pytest.approx((15 + 10) / 40, abs=0.05)
-    assert histogram.packed_tokens_ratio() == pytest.approx(1.0, abs=0.05)
+    assert histogram.flat_tokens_ratio(4) == pytest.approx(1.0, abs=0.05)
+    assert histogram.visible_share(16) == 1.0
+    assert histogram.visible_share(0) == pytest.approx((30 * 8 * 4 + 10 * 16 * 8) / (16 * 400))
     assert histogram.padded_tokens_ratio(1) == 1.0
     assert 1.0 < histogram.padded_tokens_ratio(16) < histogram.padded_tokens_ratio(64) <= 1.7
     long = length_histogram(corpus_of([3000, 1777, 2]), 4096)

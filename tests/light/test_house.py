@@ -37,6 +37,7 @@ SIDEWAYS = {  # the only imports within one floor
 
 HEAVY = ("torch", "transformers")
 HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
+    "upshift.models.block_attention",
     "upshift.models.build",
     "upshift.models.chunked_loss",
     "upshift.models.describe",

@@ -35,7 +35,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         matrix = weight.to(compute)
         needs_grad = any(ctx.needs_input_grad[:3])
         grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight = torch.zeros_like(weight) if needs_grad else None
+        grad_weight = None
         grad_bias = torch.zeros_like(bias) if needs_grad and bias is not None else None
         num_labels = (labels != IGNORE_INDEX).sum().clamp(min=1)
         total = torch.zeros((), dtype=torch.float32, device=hidden.device)
@@ -46,15 +46,16 @@ class LinearCrossEntropy(torch.autograd.Function):
                 logits = (inputs @ matrix.T).float()
                 if bias is not None:
                     logits += bias
-                total += _loss_and_probability_gradient(logits, labels[rows], num_labels)
+                loss, slope = _loss_and_slope(logits, labels[rows], num_labels)
+                total += loss
                 if needs_grad:
-                    slope = logits.to(compute)
+                    if grad_bias is not None:
+                        grad_bias += slope.sum(0)
+                    slope = slope.to(compute)
                     torch.mm(slope, matrix, out=grad_hidden[rows]) if hidden.dtype == compute else grad_hidden[rows].copy_(
                         slope @ matrix
                     )
-                    _accumulate_outer(grad_weight, slope, inputs)
-                    if grad_bias is not None:
-                        grad_bias += logits.sum(0)
+                    grad_weight = _add_outer(grad_weight, slope, inputs, weight.dtype)
         ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
         return total
 
@@ -65,25 +66,22 @@ class LinearCrossEntropy(torch.autograd.Function):
         return (*(g.mul_(scale.to(g.dtype)) if g is not None else None for g in gradients), None, None)
 
 
-def _loss_and_probability_gradient(logits: torch.Tensor, labels: torch.Tensor, num_labels: torch.Tensor) -> torch.Tensor:
-    """Summed loss of one chunk divided by ``num_labels``; ``logits`` is overwritten by its own gradient."""
+def _loss_and_slope(logits: torch.Tensor, labels: torch.Tensor, num_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Summed loss of one chunk divided by ``num_labels``, and its gradient by the logits."""
     kept = labels != IGNORE_INDEX
     columns = labels.clamp(min=0).unsqueeze(1)
-    normaliser = torch.logsumexp(logits, dim=1)
-    picked = logits.gather(1, columns).squeeze(1)
-    loss = ((normaliser - picked) * kept).sum() / num_labels
-    logits.sub_(normaliser.unsqueeze(1)).exp_()
-    logits.scatter_add_(1, columns, torch.full_like(columns, -1, dtype=logits.dtype))
-    logits.mul_((kept / num_labels).unsqueeze(1))
-    return loss
+    log_probabilities = torch.log_softmax(logits, dim=1)
+    loss = -(log_probabilities.gather(1, columns).squeeze(1) * kept).sum() / num_labels
+    slope = log_probabilities.exp_()
+    slope.scatter_add_(1, columns, torch.full_like(columns, -1, dtype=slope.dtype))
+    return loss, slope.mul_((kept / num_labels).unsqueeze(1))
 
 
-def _accumulate_outer(total: torch.Tensor, slope: torch.Tensor, inputs: torch.Tensor) -> None:
-    """total [V, H] += slope.T [V, C] @ inputs [C, H], in total's own precision."""
-    if total.dtype == slope.dtype:
-        total.addmm_(slope.T, inputs)
-    else:
-        total += slope.T @ inputs
+def _add_outer(total: torch.Tensor | None, slope: torch.Tensor, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """total [V, H] (None: zero) + slope.T [V, C] @ inputs [C, H], in ``dtype``."""
+    if total is None:
+        return (slope.T @ inputs).to(dtype)
+    return total.addmm_(slope.T, inputs) if dtype == slope.dtype else total.add_(slope.T @ inputs)
 
 
 @contextmanager

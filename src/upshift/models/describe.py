@@ -17,7 +17,12 @@ from upshift.models.source import ModelSource
 def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
     return tuple(
         name
-        for name, flag in (("sdpa", "_supports_sdpa"), ("eager", None), ("flash_attention_2", "_supports_flash_attn"))
+        for name, flag in (
+            ("sdpa", "_supports_sdpa"),
+            ("block", "_supports_sdpa"),
+            ("eager", None),
+            ("flash_attention_2", "_supports_flash_attn"),
+        )
         if flag is None or getattr(model, flag, False)
     )
 

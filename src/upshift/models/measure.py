@@ -18,6 +18,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, masking_utils
 
+from upshift.models.block_attention import set_attention
 from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.fit import Measurement
@@ -56,7 +57,7 @@ class Tracer:
         """Forward and backward twice (gradients born, then accumulated) after one untraced warm-up."""
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
         model = self.model(dtype)
-        model.set_attn_implementation(variant.attention)
+        set_attention(model, variant.attention)
         recompute_layers(model, None if recompute else 0)
         head = chunked_head(model, chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
         with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:

@@ -83,7 +83,7 @@ class StepTrace(Value):
     """One forward and backward under one precision, attention kernel and kind of mask."""
 
     precision: TracedPrecision
-    attention: str  # sdpa | eager
+    attention: str  # sdpa | block | eager
     masked: bool  # an explicit attention mask (padding or packing) is built
     gaps: tuple[Segment, ...]  # before, between and after the stacks: len(stacks) + 1
     gaps_recomputed: tuple[Segment, ...]  # beside recomputed layers, which hold other tensors at the border

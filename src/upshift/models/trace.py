@@ -12,6 +12,7 @@ from collections.abc import Callable
 import torch
 
 from upshift.errors import RequestError
+from upshift.models.block_attention import NAME
 from upshift.models.build import LayerStack, build_model, read_config, sample_inputs
 from upshift.models.chunked_loss import why_not_chunked
 from upshift.models.describe import attention_kernels, count_parameters, declarations, max_positions, why_untraceable
@@ -49,7 +50,7 @@ def trace_model(
     try:
         model = tracer.model(torch.float32)
         reason = _chunking(tracer, points[0])
-        variants = tuple(variant for variant in variants if variant.attention in attention_kernels(model))
+        variants = tuple(v for v in variants if v.attention in attention_kernels(model) and reaches(tracer, v, points[0]))
         steps, total = [], len(variants) * len(points)
         for number, variant in enumerate(variants):
             before = number * len(points)
@@ -82,6 +83,14 @@ def trace_model(
         chunked_loss_reason=reason or "the head is a plain linear layer that feeds the causal-LM loss unchanged",
         forward_flops=flops,
     )
+
+
+def reaches(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
+    """Block attention leaves to ``sdpa`` what it does not compute; then it is no choice of its own."""
+    if variant.attention != NAME:
+        return True
+    measurement = tracer.measure(variant, batch=point[0], sequence=point[1], recompute=False, chunked=False)
+    return any(interval.used for interval in measurement.forward.values())
 
 
 def trace_lengths(sequence_length: int) -> tuple[int, int, int]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from upshift.models.block_attention import backward_in_blocks, forward_in_blocks
 
 ATEN = torch.ops.aten
 
@@ -28,6 +31,14 @@ class Interval:
     moved_bytes: int = 0
     matmul_bytes: int = 0
     num_kernels: int = 0
+    used: set[str] = field(default_factory=set)  # operators of ours that were looked into
+
+
+# Operators of ours are opaque to torch.compile, not to the tracker.
+INSIDE: dict[Any, Callable[..., Any]] = {
+    torch.ops.upshift.block_attention.default: forward_in_blocks,
+    torch.ops.upshift.block_attention_backward.default: backward_in_blocks,
+}
 
 
 def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
@@ -120,12 +131,26 @@ class LiveTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if function in INSIDE:
+            return self._run_inside(function, args, kwargs)
         result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for leaf in outputs:
             self._add(leaf)
         if self._current is not None:
             self._record(self._current, function, args, kwargs, result, outputs)
+        return result
+
+    def _run_inside(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Our own attention, operator by operator: what it allocates on its way counts; its products are attention."""
+        current = self._current or Interval(entered=self.live_bytes)
+        matmul, moved = current.matmul_flops, current.moved_bytes
+        with self:
+            result = INSIDE[function](*args, **kwargs)
+        current.attention_flops += current.matmul_flops - matmul
+        current.matmul_bytes += current.moved_bytes - moved
+        current.matmul_flops, current.moved_bytes = matmul, moved
+        current.used.add(str(function))
         return result
 
     def _record(

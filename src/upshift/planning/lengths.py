@@ -8,12 +8,13 @@ from the histogram; they ignore which lengths happen to meet in one real global 
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from functools import cached_property
 
 from pydantic import model_validator
 
 from upshift.errors import RequestError
-from upshift.planning.packing import pack_rows, round_up
+from upshift.planning.packing import pack_rows, round_up, spread_rows
 from upshift.value import Value
 
 SAMPLE_SEQUENCES = 1024
@@ -51,26 +52,49 @@ class LengthHistogram(Value):
 
     def packed_rows_per_sequence(self, *, global_batch: int = 64) -> float:
         """Rows of `sequence_length` tokens needed, over sequences, when each global batch is packed on its own."""
-        batches = self._sample(global_batch)
-        rows = sum(len(pack_rows(batch, capacity=self.sequence_length)) for batch in batches)
-        return rows / sum(len(batch) for batch in batches)
+        return self._over_sample("rows", global_batch, lambda batch: len(pack_rows(batch, capacity=self.sequence_length)), len)
 
-    def packed_tokens_ratio(self, *, global_batch: int = 64) -> float:
-        """Computed over real tokens when packed; 1.0 is no waste."""
-        batches = self._sample(global_batch)
-        rows = sum(len(pack_rows(batch, capacity=self.sequence_length)) for batch in batches)
-        return rows * self.sequence_length / sum(map(sum, batches))
+    def flat_tokens_ratio(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8, processes: int = 1) -> float:
+        """Computed over real tokens when each micro-batch is one row of up to micro_batch x sequence_length."""
+
+        def computed(batch: list[int]) -> int:
+            rows = spread_rows(batch, capacity=micro_batch * self.sequence_length, multiple=processes)
+            return sum(round_up(sum(batch[index] for index in row), pad_multiple) for row in rows)
+
+        return self._over_sample(("flat", micro_batch, pad_multiple, processes), global_batch, computed, sum)
+
+    def visible_share(self, block: int) -> float:
+        """Keys that a query sees, over sequence_length, where causal attention works in blocks of so many queries."""
+        seen = sum(
+            count * length * min(length / 2 + block, self.sequence_length)
+            for length, count in zip(self.lengths, self.counts, strict=True)
+        )
+        return seen / (self.sequence_length * sum(n * c for n, c in zip(self.lengths, self.counts, strict=True)))
 
     def padded_tokens_ratio(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8) -> float:
         """Computed over real tokens when padded and sorted by length in each global batch; 1.0 is no waste."""
-        batches = self._sample(global_batch)
-        padded = 0
-        for batch in batches:
-            longest_first = sorted(batch, reverse=True)
+
+        def computed(batch: list[int]) -> int:
+            longest_first, padded = sorted(batch, reverse=True), 0
             for start in range(0, len(batch), micro_batch):
                 width = min(round_up(longest_first[start], pad_multiple), self.sequence_length)
                 padded += width * len(longest_first[start : start + micro_batch])
-        return padded / sum(map(sum, batches))
+            return padded
+
+        return self._over_sample(("padded", micro_batch, pad_multiple), global_batch, computed, sum)
+
+    def _over_sample(
+        self, name: object, global_batch: int, above: Callable[[list[int]], int], below: Callable[[list[int]], int]
+    ) -> float:
+        """A ratio over the sample; thousands of plans ask for the same few."""
+        if (name, global_batch) not in self._known:
+            batches = self._sample(global_batch)
+            self._known[name, global_batch] = sum(map(above, batches)) / sum(map(below, batches))
+        return self._known[name, global_batch]
+
+    @cached_property
+    def _known(self) -> dict[tuple[object, int], float]:
+        return {}
 
     def _sample(self, global_batch: int) -> list[list[int]]:
         num_batches = max(1, SAMPLE_SEQUENCES // global_batch)

@@ -10,10 +10,12 @@ from upshift.models.profile import TracedPrecision
 from upshift.value import Value
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights"]
-Attention = Literal["sdpa", "eager"]
+Attention = Literal["sdpa", "block", "eager"]
 Compile = Literal["off", "layer", "model"]
 Optimizer = Literal["adamw_torch_fused", "adamw_torch", "adafactor", "adamw_torch_8bit"]
 HostMemory = Literal["system", "keep"]
+
+PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
 
 # Choices that change the mathematics, by the name the user allows them with.
 CHANGES_MATHEMATICS: dict[str, str] = {
@@ -39,7 +41,7 @@ class Plan(Value):
     gradient_accumulation_steps: int = Field(1, gt=0)
     packing: bool = Field(False, description="several sequences in one row, each attending to itself only")
     activation_checkpointing: int = Field(0, ge=0, description="recompute this many of the layers")
-    attention: Attention = "sdpa"
+    attention: Attention = Field("sdpa", description="block: matrix products over blocks of queries (CPU)")
     torch_compile: Compile = "off"
     optim: Optimizer = "adamw_torch_fused"
     loss_chunk_tokens: int = Field(0, ge=0, description="0: the model's own loss over all logits at once")
@@ -50,6 +52,16 @@ class Plan(Value):
     @property
     def global_batch(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+
+    @property
+    def flattens(self) -> bool:
+        """A packed micro-batch is one long row: block attention does no work between the sequences in it."""
+        return self.packing and self.attention == "block"
+
+    @property
+    def pad_multiple(self) -> int:
+        """Widths of micro-batches are multiples of it."""
+        return min(COMPILED_PAD_MULTIPLE if self.torch_compile != "off" else PAD_MULTIPLE, self.sequence_length)
 
     @property
     def changes_mathematics(self) -> tuple[str, ...]:

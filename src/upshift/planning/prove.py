@@ -112,15 +112,13 @@ def prove(
         on_trial(entry)
 
     look(default)
-    longest = tried[0].best.wall_seconds
-    reserve = 0.0
-    while candidates and deadline - time.monotonic() > longest * 0.5 + reserve:
-        best_left = _next(candidates, tried)
+    while candidates:
+        expected = 0.5 * tried[0].best.wall_seconds if len(tried) == 1 else tried[-1].best.wall_seconds
+        reserve = min(expected, 0.2 * budget_seconds) if len(tried) > 2 else 0.0
+        best_left = _next(candidates, tried) if deadline - time.monotonic() > 0.5 * expected + reserve else None
         if best_left is None:
             break
         look(best_left)
-        longest = max(longest, tried[-1].best.wall_seconds)
-        reserve = min(longest, 0.2 * budget_seconds)
     for entry in _rivals(tried, workload):
         if deadline - time.monotonic() > 0.5 * entry.best.wall_seconds:
             look(entry.candidate)

@@ -15,10 +15,11 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile
 from upshift.planning.cost.time import MATRIX_PRECISION
-from upshift.planning.plan import CHANGES_MATHEMATICS, Plan, Precision
+from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Plan, Precision
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
+BLOCK_ATTENTION_LIMIT = 8192  # its kept probabilities grow with the square of the length
 EAGER_ATTENTION_LIMIT = 2048  # longer, and its score matrices alone rule it out
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
 BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
@@ -30,7 +31,9 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     layers = profile.num_layers
     quarters = sorted({round(layers * share / 4) for share in range(5)})
     recompute = quarters if profile.declares.gradient_checkpointing_per_layer else [0, layers]
-    attention = [name for name in ("sdpa", "eager") if any(step.attention == name for step in profile.steps)]
+    attention = [name for name in get_args(Attention) if any(step.attention == name for step in profile.steps)]
+    if host.device != "cpu" and "block" in attention:
+        attention.remove("block")
     if workload.sequence_length > EAGER_ATTENTION_LIMIT and "sdpa" in attention:
         attention.remove("eager")
     return {

@@ -12,7 +12,7 @@ from typing import Annotated, NamedTuple
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
-from upshift.planning.packing import pack_rows, round_up
+from upshift.planning.packing import pack_rows, round_up, spread_rows
 from upshift.value import Value
 
 Count = Annotated[int, Field(ge=1)]
@@ -23,7 +23,10 @@ class Layout(Value):
 
     micro_batch: Count  # rows per micro-batch
     packing: bool = False
-    pad_multiple: Count = 8  # widths of padded micro-batches; packed rows are always sequence_length wide
+    # With packing, a micro-batch is one row of up to micro_batch x sequence_length tokens: nothing is wasted, and it takes
+    # an attention kernel whose work does not grow with the row.
+    flatten: bool = False
+    pad_multiple: Count = 8  # widths of micro-batches; packed rows are sequence_length wide unless flattened
     # False: no attention_mask on right padding. Causal attention never looks at it, and its kernels are faster without.
     mask_padding: bool = True
     rank: Annotated[int, Field(ge=0)] = 0  # of the data-parallel group
@@ -53,6 +56,8 @@ class RowGroup(NamedTuple):
 
 def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> list[list[RowGroup]]:
     """The row groups of every rank, longest first; each rank gets the same number."""
+    if layout.flatten:
+        return _deal(_flat_rows(lengths, layout, sequence_length), layout.world_size)
     if layout.packing:
         rows = _packed_rows(lengths, layout, sequence_length)
     else:
@@ -75,6 +80,15 @@ def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> 
         else:
             groups.append(group(()))
     return _deal(groups, layout.world_size)
+
+
+def _flat_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[RowGroup]:
+    capacity = layout.micro_batch * sequence_length
+    groups = []
+    for row in spread_rows(lengths, capacity=capacity, multiple=layout.world_size):
+        width = min(round_up(max(sum(lengths[index] for index in row), 2), layout.pad_multiple), capacity)
+        groups.append(RowGroup((tuple(row),) if row else (), width))
+    return groups
 
 
 def _packed_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[tuple[int, ...]]:

@@ -11,14 +11,13 @@ from upshift.planning.plan import Plan
 from upshift.training.batch_layout import Layout
 from upshift.training.batch_objective import Objective, objective_for
 
-PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a compiled layer is compiled anew for a new width, so widths are fewer
-
 
 def layout_for(plan: Plan, objective: Objective, *, rank: int = 0) -> Layout:
     return Layout(
         micro_batch=plan.per_device_train_batch_size,
         packing=plan.packing,
-        pad_multiple=min(COMPILED_PAD_MULTIPLE if plan.torch_compile != "off" else PAD_MULTIPLE, plan.sequence_length),
+        flatten=plan.flattens,
+        pad_multiple=plan.pad_multiple,
         mask_padding=objective.kind != "causal-lm",  # causal attention never looks at padding on its right
         rank=rank,
         world_size=plan.num_processes,

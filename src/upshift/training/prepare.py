@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, find_stacks, read_config
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.recompute import recompute_layers
@@ -48,7 +49,7 @@ def prepare(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
     """Apply the plan to ``model`` in place and move it to the plan's device."""
     model.to(plan.device)  # type: ignore[arg-type]
     if plan.attention != model.config._attn_implementation:
-        model.set_attn_implementation(plan.attention)
+        set_attention(model, plan.attention)
     recompute_layers(model, plan.activation_checkpointing)
     compile_layers(model, plan)
     return model

@@ -73,7 +73,7 @@ def check_sequence_length(sequence_length: int, longest_allowed: int | None) -> 
 
 
 def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences:
-    """Cut documents into sequences."""
+    check_sequence_length(sequence_length, None)
     pieces = _num_pieces(tokenized, sequence_length)
     document = np.repeat(np.arange(tokenized.num_documents), pieces)
     piece_in_document = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

@@ -19,12 +19,12 @@ from upshift.planning.plan import Plan
 from upshift.planning.trial import TrialRequest, TrialResult
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
-from upshift.training.batch_fill import MicroBatch
+from upshift.training.batch_fill import MicroBatch, to_tensors
 from upshift.training.batch_objective import Objective
 from upshift.training.batches import BatchSource, GlobalBatch, evaluation_batches
 from upshift.training.evaluate import evaluate
 from upshift.training.layout import layout_for, objective_of
-from upshift.training.prepare import computing, load_or_build, prepare, set_process
+from upshift.training.prepare import autocast, compile_layers, computing, extra_inputs, load_or_build, prepare, set_process
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.step import Stepper
 from upshift.training.tokens import Sequences, TokenizedCorpus, cut_sequences
@@ -32,7 +32,8 @@ from upshift.training.tokens import Sequences, TokenizedCorpus, cut_sequences
 MEMORY_SHARE = 0.95  # of what is free at the start; beyond it an allocation fails inside the trial, not in the system
 CHECK_SEQUENCES = 4
 MIN_SAMPLES, MAX_SAMPLES = 2, 24
-EXPENSIVE = 2.0  # times the timed work
+EXPENSIVE = 2.0  # times the timed work: such a micro-batch is run once, and not under the meter
+COMPILED_TOLERANCE = 0.05  # dropout draws other numbers when compiled; what a compiler breaks is larger
 
 
 def main(request_path: str, answer_path: str) -> None:
@@ -56,7 +57,8 @@ def run_trial(request: TrialRequest) -> TrialResult:
     base = resident_bytes()
     reset_resident_peak()
     source = find_model(request.model_reference)
-    model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), plan)
+    uncompiled = plan.changed(torch_compile="off")
+    model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled)
     objective = Objective.model_validate(request.objective) if request.objective else objective_of(source)
     sequences = _sequences(request, objective)
     layout = layout_for(plan, objective, rank=rank)
@@ -69,17 +71,15 @@ def run_trial(request: TrialRequest) -> TrialResult:
     check = evaluate(model, plan, evaluation_batches(first, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective))
     torch.manual_seed(request.seed)
     stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed))
-    return _measure(stepper, batch, request, base=base, check=check)
+    result = _measure(stepper, batch, request)
+    return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0))
 
 
-def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest, *, base: int, check: float) -> TrialResult:
-    """Optimizer state first, then the longest micro-batch under the allocator's meter, then timed ones while time lasts.
-
-    A micro-batch that takes longer than the whole timed work is its own sample: eager kernels need no second warm-up.
-    """
+def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
+    """Optimizer state first, then the longest micro-batch, more while time lasts, an update, and at last the allocator's
+    meter, whose own memory is not the plan's. ``check_loss`` is what compiling multiplied the loss by."""
     plan, device = request.plan, request.plan.device
     chosen = _spread(batch.micro_batches)
-    compiled = plan.torch_compile != "off"
 
     def accumulate(micro_batch: MicroBatch) -> float:
         return time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
@@ -89,31 +89,47 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest, *, bas
 
     first_update = _give_birth(stepper, update)
     with computing(stepper.model, plan):
-        first = 0.0
-        if compiled:  # each shape is compiled apart
-            first = sum(accumulate(micro_batch) for micro_batch in {m.input_ids.shape: m for m in chosen}.values())
-            stepper.optimizer.zero_grad(set_to_none=True)
-        with allocated_peak(device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
-            watched = [accumulate(micro_batch) for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]]
-            updates = [update()]
-        if max(watched) > EXPENSIVE * request.seconds:
-            micro, padded = watched, sum(m.num_padded_tokens for m in chosen[: len(watched)])
-        else:
-            micro, padded = _time_micro_batches(chosen, accumulate, seconds=request.seconds)
-            updates = [update(), update()]
+        compile_seconds, factor = 0.0, 1.0
+        if plan.torch_compile != "off":
+            factor, compile_seconds = _compile(stepper, chosen[0], batch.num_label_tokens)
+            compile_seconds += sum(accumulate(m) for m in {m.input_ids.shape: m for m in chosen[1:]}.values())
+        micro, padded = _time_micro_batches(chosen, accumulate, seconds=request.seconds)
+        update_seconds = update()
+        resident = resident_peak_bytes()
+        peak_bytes = None
+        if max(micro) <= EXPENSIVE * request.seconds:
+            with allocated_peak(device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
+                for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]:
+                    accumulate(micro_batch)
+                if plan.num_processes == 1:  # others need not come here, and an update waits for them
+                    update()
+            peak_bytes = peak.bytes
     total_padded = sum(m.num_padded_tokens for m in batch.micro_batches)
     scale = total_padded / max(padded / len(micro), 1)  # micro-batches of average size in a whole step
-    average = sum(micro) / len(micro) * scale + min(updates)
+    average = sum(micro) / len(micro) * scale + update_seconds
     return TrialResult(
-        step_seconds=Spread.of([seconds * scale + min(updates) for seconds in micro], num_warmup=1).changed(p50=average),
-        update_seconds=min(updates),
+        step_seconds=Spread.of([seconds * scale + update_seconds for seconds in micro], num_warmup=1).changed(p50=average),
+        update_seconds=update_seconds,
         tokens_per_second=batch.num_tokens / average,
-        one_time_seconds=max(first - sum(micro) / len(micro), 0.0) + max(first_update - min(updates), 0.0),
-        peak_bytes=peak.bytes,
-        resident_bytes=resident_peak_bytes(),
-        base_resident_bytes=base,
-        check_loss=check,
+        one_time_seconds=max(compile_seconds - sum(micro) / len(micro), 0.0) + max(first_update - update_seconds, 0.0),
+        peak_bytes=peak_bytes,
+        resident_bytes=resident,
+        check_loss=factor,
     )
+
+
+def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> tuple[float, float]:
+    """(compiled over eager loss of one micro-batch, or 1 where they agree as far as dropout lets them; seconds)."""
+    with torch.no_grad():
+        inputs = to_tensors(micro_batch, stepper.plan.device)
+        with autocast(stepper.plan):
+            eager = stepper.model(**inputs, **extra_inputs(stepper.model)).loss
+    start = time.perf_counter()
+    compile_layers(stepper.model, stepper.plan)
+    share = float(stepper.accumulate(micro_batch, num_label_tokens))
+    stepper.optimizer.zero_grad(set_to_none=True)
+    ratio = share * num_label_tokens / micro_batch.num_label_tokens / float(eager)
+    return (1.0 if abs(ratio - 1.0) < COMPILED_TOLERANCE else ratio), time.perf_counter() - start
 
 
 def _give_birth(stepper: Stepper, update: Callable[[], float]) -> float:
@@ -130,8 +146,10 @@ def _time_micro_batches(
     """Seconds of each timed micro-batch, and the tokens, padding included, that they held."""
     samples: list[float] = []
     padded = 0
-    while len(samples) < MAX_SAMPLES and (len(samples) < max(MIN_SAMPLES, len(chosen)) or sum(samples) < seconds):
-        if len(samples) >= MIN_SAMPLES and sum(samples) > 2 * seconds:
+    while len(samples) < MAX_SAMPLES:
+        if samples and samples[0] > EXPENSIVE * seconds:
+            break
+        if len(samples) >= MIN_SAMPLES and sum(samples) >= seconds * (1 if len(samples) >= len(chosen) else 2):
             break
         micro_batch = chosen[len(samples) % len(chosen)]
         samples.append(accumulate(micro_batch))

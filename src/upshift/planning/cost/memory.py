@@ -118,6 +118,8 @@ def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int
 def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, sequence_length: int | None = None) -> StepMemory:
     """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists)."""
     batch, sequence = plan.per_device_train_batch_size, sequence_length or plan.sequence_length
+    if plan.flattens:
+        batch, sequence = 1, batch * sequence
     placed = place_segments(profile, trace, plan)
     gradients = float(profile.parameters.total * plan.parameter_bytes)
     resident = {

@@ -23,6 +23,8 @@ MATRIX_PRECISION: dict[str, MatrixPrecision] = {
 # Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
 # share of the fp32 matrix rate, in fp32 and bf16 alike.
 CPU_ATTENTION_SHARE = 0.4
+BLOCK_QUERIES = 128  # models/block_attention.py, which needs torch
+BLOCK_ATTENTION_SHARE = 0.9  # as above, of the products that it computes, softmax included
 GPU_ATTENTION_SHARE = 0.6  # of the matrix rate; FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
@@ -73,7 +75,7 @@ def rates_for(host: Host, plan: Plan, *, flops_per_gemm: float) -> Rates | None:
     share = min(plan.threads_per_process / measured.num_threads, 1.0)
     return Rates(
         matrix=matrix * share,
-        attention=CPU_ATTENTION_SHARE * fp32 * share,
+        attention=(BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE) * fp32 * share,
         memory=memory / plan.num_processes,
         dispatch=measured.dispatch_seconds * DISPATCHES_PER_KERNEL,
         first_touch=measured.first_touch_seconds_per_byte or 0.0,
@@ -134,6 +136,8 @@ def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: 
         return None
     micro_batches = full_micro_batches(plan, workload)
     terms = {name: seconds * micro_batches for name, seconds in micro_batch_terms(profile, trace, plan, rates).items()}
+    if plan.flattens and workload.lengths is not None:
+        terms["attention"] *= workload.lengths.visible_share(BLOCK_QUERIES)
     words = UPDATE_BYTES[plan.optim] + CLIP_WORDS
     terms["update"] = profile.parameters.total * plan.parameter_bytes * words / rates.memory
     if plan.num_processes > 1:
@@ -146,12 +150,18 @@ def full_micro_batches(plan: Plan, workload: Workload) -> float:
     sequences = workload.global_batch / plan.num_processes
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
+    lengths, pad = workload.lengths, plan.pad_multiple
+    full = plan.per_device_train_batch_size * lengths.sequence_length
+    if plan.flattens:
+        ratio = lengths.flat_tokens_ratio(
+            plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad, processes=plan.num_processes
+        )
+        return sequences * lengths.mean * ratio / full
     if plan.packing:
-        rows = sequences * workload.lengths.packed_rows_per_sequence(global_batch=workload.global_batch)
+        rows = sequences * lengths.packed_rows_per_sequence(global_batch=workload.global_batch)
         return max(rows / plan.per_device_train_batch_size, 1.0)
-    ratio = workload.lengths.padded_tokens_ratio(plan.per_device_train_batch_size, global_batch=workload.global_batch)
-    padded = sequences * workload.lengths.mean * ratio
-    return padded / (plan.per_device_train_batch_size * workload.lengths.sequence_length)
+    ratio = lengths.padded_tokens_ratio(plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad)
+    return sequences * lengths.mean * ratio / full
 
 
 def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:

@@ -1,0 +1,270 @@
+"""Attention for CPUs as plain matrix products over blocks of queries, for any causal or explicit mask.
+
+PyTorch's fused kernel for CPUs reaches a third of the matrix rate (docs/log.md). Here each block of queries is multiplied
+with the range of keys that it may see, and nothing is computed outside that range: half the work of a causal mask, far
+less where many sequences share a row. Without an explicit mask the probabilities are kept for the backward pass in the
+inputs' precision, as transformers' ``eager`` does; with one they are computed again.
+
+An operator of its own, so that torch.compile calls it as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, NamedTuple
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+NAME = "block"
+BLOCK_QUERIES = 128
+
+
+def set_attention(model: PreTrainedModel, name: str) -> None:
+    """``model.set_attn_implementation``, after ``block`` was made known to transformers beside ``sdpa`` and ``eager``."""
+    if name == NAME:
+        AttentionInterface.register(NAME, block_attention_forward)
+        AttentionMaskInterface.register(NAME, sdpa_mask)
+    model.set_attn_implementation(name)
+
+
+def block_attention_forward(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """query [B, H, S, D], key and value [B, K, S, D] with K dividing H -> [B, S, H, D].
+
+    What it does not compute (dropout, position bias, a cache's longer keys, other devices) goes to ``sdpa``.
+    """
+    is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+    simple = not dropout and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+    if not simple or query.device.type != "cpu" or query.shape[2] != key.shape[2] or query.shape[2] == 1:
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
+        )  # type: ignore[return-value]
+    if torch.is_autocast_enabled("cpu"):
+        query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
+    keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
+    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+    out, _ = block_attention(query, key, value, attention_mask, is_causal and attention_mask is None, scale, keep)
+    return out, None
+
+
+class Block(NamedTuple):
+    """Some rows of the batch, some of their queries, and the keys that these may see."""
+
+    rows: slice
+    queries: slice
+    keys: slice
+
+
+def forward_in_blocks(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """([B, S, H, D] attention, flat probabilities of all blocks or an empty tensor)."""
+    query, value = query.contiguous(), value.contiguous()
+    columns = key.transpose(2, 3).contiguous()  # a slice of it needs no copy in a product, one of ``key`` does
+    batch, heads, length, _ = query.shape
+    out = query.new_empty(batch, length, heads, value.shape[-1])
+    kept = query.new_empty(num_probabilities(query, mask, causal) if keep else 0)
+    start = 0
+    with torch.autocast("cpu", enabled=False):
+        for block in _blocks(query, mask, causal):
+            queries, values = _grouped(query, key, block) * scale, _flat(value, block)
+            probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept[start:])
+            own = torch.bmm(probabilities, values).view(-1, heads, *_size(block.queries), values.shape[-1])
+            out[block.rows, block.queries].copy_(own.transpose(1, 2))
+            start += probabilities.numel()
+    return out, kept
+
+
+def backward_in_blocks(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kept: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Gradients of query, key and value; those of key and value are summed over blocks in fp32."""
+    query, key = query.contiguous(), key.contiguous()
+    columns, value_columns = key.transpose(2, 3).contiguous(), value.transpose(2, 3).contiguous()
+    grad = grad.transpose(1, 2).contiguous()
+    query_grad = query.new_empty(query.shape)
+    key_grad = key.new_zeros(key.shape, dtype=torch.float32)
+    value_grad = value.new_zeros(value.shape, dtype=torch.float32)
+    start = 0
+    with torch.autocast("cpu", enabled=False):
+        for block in _blocks(query, mask, causal):
+            queries, incoming = _grouped(query, key, block) * scale, _grouped(grad, key, block)
+            keys = _flat(key, block)
+            if kept.numel():
+                shape = (*queries.shape[:2], keys.shape[1])
+                probabilities = kept[start : start + prod(shape)].view(shape)
+                start += prod(shape)
+            else:
+                probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept)
+            _flat(value_grad, block).add_(torch.bmm(probabilities.transpose(1, 2), incoming))
+            slope = torch.bmm(incoming, _columns(value_columns, block))
+            slope = torch._softmax_backward_data(slope, probabilities, -1, slope.dtype)
+            own = torch.bmm(slope, keys).mul_(scale)
+            query_grad[block.rows, :, block.queries].copy_(own.view(query_grad[block.rows, :, block.queries].shape))
+            _flat(key_grad, block).add_(torch.bmm(slope.transpose(1, 2), queries))
+    return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
+
+
+def _probabilities(
+    queries: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None, causal: bool, block: Block, kept: torch.Tensor
+) -> torch.Tensor:
+    """Of one block, [rows x K, H / K x queries, keys]; at the start of ``kept`` where that has room. Queries are scaled."""
+    scores = torch.bmm(queries, columns)
+    _hide(scores, mask, causal, block)
+    if not kept.numel():
+        return torch.softmax(scores, -1)
+    probabilities = kept[: scores.numel()].view(scores.shape)
+    return torch.softmax(scores, -1, out=probabilities)
+
+
+def num_probabilities(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> int:
+    """How many are kept: none under an explicit mask, for how many there would be is known only when it runs."""
+    batch, heads, length, _ = query.shape
+    if mask is not None:
+        return 0
+    if not causal:
+        return batch * heads * length * length
+    whole, rest = length // BLOCK_QUERIES, length % BLOCK_QUERIES  # arithmetic alone: torch.compile may not know the length
+    return batch * heads * (BLOCK_QUERIES**2 * whole * (whole + 1) // 2 + rest * length)
+
+
+def _borders(length: int) -> list[tuple[int, int]]:
+    return [(start, min(start + BLOCK_QUERIES, length)) for start in range(0, length, BLOCK_QUERIES)]
+
+
+def _blocks(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> Iterator[Block]:
+    """All rows of the batch at once; with an explicit mask row by row, for each row sees keys of its own."""
+    batch, _, length, _ = query.shape
+    for rows in [slice(0, batch)] if mask is None else [slice(row, row + 1) for row in range(batch)]:
+        for start, stop in _borders(length):
+            queries = slice(start, stop)
+            if mask is None or isinstance(mask, FakeTensor):
+                yield Block(rows, queries, slice(0, stop if causal else length))
+            else:
+                yield Block(rows, queries, _visible(mask, rows, queries))
+
+
+def _visible(mask: torch.Tensor, rows: slice, queries: slice) -> slice:
+    """The range of keys that any of these queries sees; one key where they see none."""
+    part = mask[rows if mask.shape[0] > 1 else slice(None), :, queries]
+    seen = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
+    positions = seen.view(torch.uint8).flatten(0, 2).amax(dim=0).nonzero()  # ten times as fast as any()
+    return slice(int(positions[0]), int(positions[-1]) + 1) if len(positions) else slice(0, 1)
+
+
+def _hide(scores: torch.Tensor, mask: torch.Tensor | None, causal: bool, block: Block) -> None:
+    """Lower the scores that the mask forbids; a query that sees nothing spreads evenly, as in ``eager``."""
+    lowest = torch.finfo(scores.dtype).min
+    rows, (queries,) = block.rows.stop - block.rows.start, _size(block.queries)
+    by_head = scores.view(rows, -1, queries, scores.shape[-1])
+    if mask is not None:
+        part = mask[block.rows if mask.shape[0] > 1 else slice(None), :, block.queries, block.keys]
+        if part.dtype == torch.bool:  # adding over all heads is three times as fast as filling
+            part = torch.zeros(part.shape, dtype=scores.dtype).masked_fill_(~part, lowest)
+        by_head.add_(part)
+    elif causal:
+        later = torch.ones(queries, queries, dtype=torch.bool).triu_(1)
+        by_head[..., -queries:].masked_fill_(later, lowest)
+
+
+def _size(part: slice) -> tuple[int]:
+    return (part.stop - part.start,)
+
+
+def _grouped(tensor: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
+    """[rows x K, H / K x queries, D]: the query heads that share a key head are rows of one product."""
+    part = tensor[block.rows, :, block.queries]
+    return part.reshape(part.shape[0] * key.shape[1], -1, part.shape[-1])
+
+
+def _flat(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    """[rows x K, keys, D], a view: ``tensor`` is contiguous, so rows and heads are one dimension."""
+    return tensor[block.rows].flatten(0, 1)[:, block.keys]
+
+
+def _columns(tensor: torch.Tensor, block: Block) -> torch.Tensor:
+    """[rows x K, D, keys], a view of [B, K, D, S]."""
+    return tensor[block.rows].flatten(0, 1)[:, :, block.keys]
+
+
+@torch.library.custom_op("upshift::block_attention", mutates_args=(), device_types="cpu")
+def block_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    causal: bool,
+    scale: float,
+    keep: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    return forward_in_blocks(query, key, value, mask, causal, scale, keep)
+
+
+@torch.library.custom_op("upshift::block_attention_backward", mutates_args=(), device_types="cpu")
+def block_attention_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    mask: torch.Tensor | None,
+    kept: torch.Tensor,
+    causal: bool,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    return backward_in_blocks(grad, query, key, value, mask, kept, causal, scale)
+
+
+@block_attention.register_fake
+def _(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float, keep: bool) -> Any:
+    batch, heads, length, _ = query.shape
+    kept = query.new_empty(num_probabilities(query, mask, causal) if keep else 0)
+    return query.new_empty(batch, length, heads, value.shape[-1]), kept
+
+
+@block_attention_backward.register_fake
+def _(grad: Any, query: Any, key: Any, value: Any, mask: Any, kept: Any, causal: bool, scale: float) -> Any:
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
+
+
+def _save(ctx: Any, inputs: Any, output: Any) -> None:
+    query, key, value, mask, causal, scale, _ = inputs
+    ctx.save_for_backward(query, key, value, mask, output[1])
+    ctx.causal, ctx.scale = causal, scale
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
+    query, key, value, mask, kept = ctx.saved_tensors
+    gradients = block_attention_backward(grad, query, key, value, mask, kept, ctx.causal, ctx.scale)
+    return (*gradients, None, None, None, None)
+
+
+block_attention.register_autograd(_backward, setup_context=_save)

@@ -1,0 +1,87 @@
+"""Block attention against attention in double precision, under every kind of mask, forward and backward."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
+
+from upshift.models.block_attention import block_attention_forward
+
+LENGTH = 300  # not a multiple of a block
+
+
+class Attention(nn.Module):
+    is_causal, num_key_value_groups = True, 1
+
+
+def packed(batch: int) -> torch.Tensor:
+    """Sequences that begin at other places in each row."""
+    sequence = (torch.rand(batch, LENGTH) < 0.02).cumsum(1)
+    return ((sequence[:, :, None] == sequence[:, None]) & torch.ones(LENGTH, LENGTH).tril().bool())[:, None]
+
+
+def padded(batch: int) -> torch.Tensor:
+    """Not causal: every query sees every real key."""
+    lengths = torch.randint(2, LENGTH, (batch, 1, 1))
+    return (torch.arange(LENGTH) < lengths).expand(batch, LENGTH, LENGTH)[:, None]
+
+
+def additive(batch: int) -> torch.Tensor:
+    return torch.full((1, 1, LENGTH, LENGTH), torch.finfo(torch.float32).min).triu(1) + torch.randn(LENGTH, LENGTH)
+
+
+def blind(batch: int) -> torch.Tensor:
+    """A query that sees nothing must give numbers, not NaN, and send no gradient elsewhere."""
+    mask = packed(batch)
+    mask[:, :, 5] = False
+    return mask
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)], ids=["multi-head", "grouped"])
+@pytest.mark.parametrize("make_mask", [None, packed, padded, additive])
+def test_output_and_gradients(make_mask, heads):
+    torch.manual_seed(0)
+    batch, width = 3, 16
+    query, key, value = (
+        torch.randn(batch, LENGTH, h, width).transpose(1, 2).requires_grad_() for h in (heads[0], *heads[1:] * 2)
+    )
+    mask = make_mask(batch) if make_mask else None
+    out, _ = block_attention_forward(Attention(), query, key, value, mask)
+    gradient = torch.randn_like(out)
+    found = torch.autograd.grad(out, (query, key, value), gradient)
+
+    doubled = [tensor.double() for tensor in (query, key, value)]
+    spread = [tensor.repeat_interleave(heads[0] // tensor.shape[1], 1) for tensor in doubled]
+    float_mask = mask if mask is None or mask.dtype == torch.bool else mask.double()
+    with sdpa_kernel(SDPBackend.MATH):
+        expected = scaled_dot_product_attention(*spread, attn_mask=float_mask, is_causal=mask is None).transpose(1, 2)
+    assert out.shape == (batch, LENGTH, heads[0], width)
+    for one, other in zip(
+        (out, *found), (expected, *torch.autograd.grad(expected, (query, key, value), gradient.double())), strict=True
+    ):
+        torch.testing.assert_close(one.double(), other.double(), atol=1e-5, rtol=1e-4)
+
+
+def test_a_query_that_sees_nothing():
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(2, 4, LENGTH, 16, requires_grad=True) for _ in range(3))
+    mask = blind(2)
+    out, _ = block_attention_forward(Attention(), query, key, value, mask)
+    gradients = torch.autograd.grad(out.sum(), (query, key, value))
+    assert all(torch.isfinite(tensor).all() for tensor in (out, *gradients))
+
+
+def test_what_it_leaves_to_sdpa():
+    """A position bias, and a cache with more keys than queries."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 8, 16) for _ in range(3))
+    bias = torch.randn(1, 2, 8, 8)
+    module = Attention()
+    biased, _ = block_attention_forward(module, query, key, value, None, position_bias=bias)
+    plain, _ = block_attention_forward(module, query, key, value, None)
+    assert not torch.allclose(biased, plain)
+    last, _ = block_attention_forward(module, query[:, :, -1:], key, value, None)
+    torch.testing.assert_close(last[:, 0], plain[:, -1])
