@@ -32,6 +32,8 @@ from upshift.models.source import ModelSource
 from upshift.models.store import Variant
 from upshift.models.tracker import LiveTracker
 
+BLOCK_TRACE_LENGTH = 1024
+EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
 BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
 
 
@@ -46,15 +48,18 @@ def trace_model(
 ) -> ModelProfile:
     """Measure every variant and fit. Raises RequestError naming the module that cannot be traced."""
     tracer = Tracer(source)
-    points = [(batch, sequence) for batch in BATCHES for sequence in trace_lengths(sequence_length)]
+    points = trace_points(sequence_length)
     try:
         model = tracer.model(torch.float32)
         reason = _chunking(tracer, points[0])
-        variants = tuple(v for v in variants if v.attention in attention_kernels(model) and reaches(tracer, v, points[0]))
-        steps, total = [], len(variants) * len(points)
+        variants = choose_variants(tracer, variants, sequence_length)
+        chunked: dict[str, Segment] = {}  # by precision: the loss is the same beside any attention
+        steps = []
         for number, variant in enumerate(variants):
-            before = number * len(points)
-            steps.append(_trace_step(tracer, variant, points, reason is None, lambda done, n=before: progress(n + done, total)))
+            if reason is None and variant.precision not in chunked:
+                chunked[variant.precision] = _trace_chunked(tracer, variant, points)
+            steps.append(_trace_step(tracer, variant, chunked.get(variant.precision), sequence_length))
+            progress(number + 1, len(variants))
         flops = _forward_flops(tracer, points)
         kv = _kv_elements(tracer, points)
     except RequestError:
@@ -85,12 +90,32 @@ def trace_model(
     )
 
 
-def reaches(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
+def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int) -> tuple[Variant, ...]:
+    """Those whose kernels the model has, and none that another one makes needless: where block attention is reached, a
+    causal model's packed rows take it; at length, ``eager`` is no faster than the others and holds its score matrices."""
+    kernels = attention_kernels(tracer.model(torch.float32))
+    block = next((v for v in variants if v.attention == NAME and NAME in kernels), None)
+    reached = block is not None and _reaches_block(tracer, block, trace_points(sequence_length)[0])
+    chosen = []
+    for variant in variants:
+        needless = {
+            "sdpa": variant.masked and reached and tracer.objective == "causal-lm",
+            "block": not reached,
+            "eager": "sdpa" in kernels and sequence_length > EAGER_ATTENTION_LIMIT,
+        }
+        if variant.attention in kernels and not needless[variant.attention]:
+            chosen.append(variant)
+    return tuple(chosen)
+
+
+def _reaches_block(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
     """Block attention leaves to ``sdpa`` what it does not compute; then it is no choice of its own."""
-    if variant.attention != NAME:
-        return True
     measurement = tracer.measure(variant, batch=point[0], sequence=point[1], recompute=False, chunked=False)
     return any(interval.used for interval in measurement.forward.values())
+
+
+def trace_points(sequence_length: int) -> list[tuple[int, int]]:
+    return [(batch, sequence) for batch in BATCHES for sequence in trace_lengths(sequence_length)]
 
 
 def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
@@ -98,20 +123,16 @@ def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
     return max(sequence_length // 4, 3), max(sequence_length // 2, 5), max(sequence_length, 8)
 
 
-def _trace_step(
-    tracer: Tracer, variant: Variant, points: list[tuple[int, int]], chunked: bool, progress: Callable[[int], None]
-) -> StepTrace:
-    """Plain, with every layer recomputed where the model offers it, and with the loss in chunks where that is legal."""
+def _trace_step(tracer: Tracer, variant: Variant, chunked_gap: Segment | None, sequence_length: int) -> StepTrace:
+    """Plain, and with every layer recomputed where the model offers it."""
     recompute = tracer.model(torch.float32).supports_gradient_checkpointing
-    plain, recomputed, in_chunks = [], [], []
-    for done, (batch, sequence) in enumerate(points):
-        progress(done)
+    # Block attention runs some ten operators a block: traced at lengths of a few blocks, it is as exact beyond.
+    points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
+    plain, recomputed = [], []
+    for batch, sequence in points:
         plain.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=False, chunked=False))
         if recompute:
             recomputed.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=True, chunked=False))
-        if chunked:
-            in_chunks.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=False, chunked=True))
-    progress(len(points))
 
     def fit(measurements: list[Measurement], names: list[str]) -> tuple[Segment, ...]:
         return tuple(fit_segment(points, measurements, name) for name in names if measurements)
@@ -124,9 +145,15 @@ def _trace_step(
         masked=variant.masked,
         gaps=fit(plain, gaps),
         gaps_recomputed=fit(recomputed, gaps),
-        chunked_gap=next(iter(fit(in_chunks, gaps[-1:])), None),
+        chunked_gap=chunked_gap,
         stacks=tuple(StackTrace(plain=fit(plain, names), recomputed=fit(recomputed, names)) for names in layers),
     )
+
+
+def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> Segment:
+    """The last gap with the loss computed in chunks."""
+    measurements = [tracer.measure(variant, batch=b, sequence=s, recompute=False, chunked=True) for b, s in points]
+    return fit_segment(points, measurements, f"gap {len(tracer.stacks)}")
 
 
 def _chunking(tracer: Tracer, point: tuple[int, int]) -> str | None:

@@ -18,7 +18,7 @@ from upshift.planning.explain import Reason, reasons, representative, shadow_pri
 from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan, rank_plans
-from upshift.planning.space import BLOCK_ATTENTION_LIMIT, EAGER_ATTENTION_LIMIT, check_allow, enumerate_plans, parse_fixed
+from upshift.planning.space import BLOCK_ATTENTION_LIMIT, check_allow, enumerate_plans, parse_fixed
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.settings import read_settings
@@ -115,9 +115,7 @@ def variants_for(host: Host, workload: Workload, source: ModelSource) -> tuple[V
     if host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT:
         kernels.append("block")
     variants = [Variant(p, kernel, masked) for p in precisions for kernel in kernels for masked in masks]  # type: ignore[arg-type]
-    if workload.sequence_length <= EAGER_ATTENTION_LIMIT:
-        variants += [Variant(p, "eager", False) for p in precisions]  # type: ignore[arg-type]
-    return tuple(variants)
+    return (*variants, *(Variant(p, "eager", False) for p in precisions))  # type: ignore[arg-type]
 
 
 def plan_training(

@@ -115,7 +115,8 @@ def prove(
     while candidates:
         expected = 0.5 * tried[0].best.wall_seconds if len(tried) == 1 else tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * budget_seconds) if len(tried) > 2 else 0.0
-        best_left = _next(candidates, tried) if deadline - time.monotonic() > 0.5 * expected + reserve else None
+        left = deadline - time.monotonic() - reserve
+        best_left = _next(candidates, tried, seconds=left) if left > 0.5 * expected else None
         if best_left is None:
             break
         look(best_left)
@@ -141,12 +142,12 @@ def _differs(entry: Tried, default: Tried) -> bool:
     return ours is not None and theirs is not None and abs(ours - theirs) > LOSS_TOLERANCE * abs(theirs)
 
 
-def _next(candidates: list[Candidate], tried: list[Tried]) -> Candidate | None:
-    """The untried plan with the best corrected speed; one that resembles a failed trial counts as failed."""
+def _next(candidates: list[Candidate], tried: list[Tried], *, seconds: float) -> Candidate | None:
+    """The untried plan with the best corrected speed, of those that compile in time; like a failed trial is failed."""
     seen = {_key(entry.candidate.plan) for entry in tried}
     best, best_speed = None, 0.0
     for candidate in candidates:
-        if _key(candidate.plan) in seen:
+        if _key(candidate.plan) in seen or candidate.time.one_time > seconds:
             continue
         speed = candidate.tokens_per_second * correction(candidate, tried)
         if speed > best_speed:

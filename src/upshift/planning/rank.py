@@ -10,7 +10,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.memory import StepMemory, predict_memory, trace_for
 from upshift.planning.cost.resident import memory_limit, predict_resident
-from upshift.planning.cost.time import StepTime, predict_time, tokens_per_step
+from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Spread
@@ -97,10 +97,10 @@ def _cost(
         return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced for this model")
     key = (
         trace.precision, trace.attention, trace.masked, plan.per_device_train_batch_size, plan.gradient_accumulation_steps > 1,
-        plan.activation_checkpointing, plan.loss_chunk_tokens, plan.optim, plan.packing,
+        plan.activation_checkpointing, plan.loss_chunk_tokens, plan.optim, plan.packing, plan.flattens and plan.num_processes,
     )  # fmt: skip
     if key not in memories:
-        memories[key] = predict_memory(profile, trace, plan)
+        memories[key] = predict_memory(profile, trace, plan, shape=largest_micro_batch(plan, workload))
     memory = memories[key]
     time = predict_time(profile, trace, plan, workload, host)
     if time is None:

@@ -20,7 +20,6 @@ from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
 BLOCK_ATTENTION_LIMIT = 8192  # its kept probabilities grow with the square of the length
-EAGER_ATTENTION_LIMIT = 2048  # longer, and its score matrices alone rule it out
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
 BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length")
@@ -34,8 +33,6 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     attention = [name for name in get_args(Attention) if any(step.attention == name for step in profile.steps)]
     if host.device != "cpu" and "block" in attention:
         attention.remove("block")
-    if workload.sequence_length > EAGER_ATTENTION_LIMIT and "sdpa" in attention:
-        attention.remove("eager")
     return {
         "precision": _precisions(host, workload),
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],

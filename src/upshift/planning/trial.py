@@ -11,6 +11,7 @@ import json
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -75,12 +76,13 @@ class TrialServer:
             json.dumps({"request": str(path), "answer": str(answer), "limit": request.limit_seconds}) + "\n"
         )
         self._process.stdin.flush()
+        start = time.monotonic()
         line = self._process.stdout.readline()
         if not line:
             raise JobFailed(f"the trial server ended; its log ends with: {self._log_tail()}")
         if answer.exists():
             return TrialResult.from_json(answer.read_bytes(), origin="the trial's answer")
-        return _died(json.loads(line))
+        return _died(json.loads(line)).changed(wall_seconds=time.monotonic() - start)
 
     def _log_tail(self) -> str:
         log = self._folder / "server.log"

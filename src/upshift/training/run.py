@@ -30,7 +30,7 @@ TRIAL_SECONDS = 60.0
 CALIBRATED_INTERVAL = (0.8, 1.25)  # measured over predicted step time after a trial, on shared two-core machines (docs/log.md)
 TIMED_SECONDS = 2.0  # of one trial
 SAMPLE_BATCHES = 4
-START_LIMIT_SECONDS = 120.0  # a first compilation may take this long, whatever is left of the budget
+START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
 
 
 @dataclass(frozen=True)

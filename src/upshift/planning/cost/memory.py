@@ -115,11 +115,12 @@ def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int
     return runs
 
 
-def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, sequence_length: int | None = None) -> StepMemory:
-    """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists)."""
-    batch, sequence = plan.per_device_train_batch_size, sequence_length or plan.sequence_length
-    if plan.flattens:
-        batch, sequence = 1, batch * sequence
+def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape: tuple[int, int] | None = None) -> StepMemory:
+    """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists).
+
+    ``shape``: rows and tokens a row of the largest micro-batch; None: the plan's own.
+    """
+    batch, sequence = shape or (plan.per_device_train_batch_size, plan.sequence_length)
     placed = place_segments(profile, trace, plan)
     gradients = float(profile.parameters.total * plan.parameter_bytes)
     resident = {

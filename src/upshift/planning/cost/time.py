@@ -29,7 +29,8 @@ GPU_ATTENTION_SHARE = 0.6  # of the matrix rate; FlashAttention 2 against GEMM o
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
 COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
-COMPILE_SECONDS = {"off": 0.0, "layer": 15.0, "model": 45.0}
+LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.md), as is the next
+MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
 UPDATE_BYTES = {"adamw_torch_fused": 7.0, "adamw_torch": 16.0, "adafactor": 12.0, "adamw_torch_8bit": 5.0}  # words a parameter
 CLIP_WORDS = 2.0  # norm reads, scaling writes
@@ -142,7 +143,8 @@ def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: 
     terms["update"] = profile.parameters.total * plan.parameter_bytes * words / rates.memory
     if plan.num_processes > 1:
         terms["gradient exchange"] = 2.0 * profile.parameters.total * plan.parameter_bytes / GIGABIT_BYTES
-    return StepTime(terms=terms, one_time=COMPILE_SECONDS[plan.torch_compile])
+    compiling = {"off": 0.0, "layer": LAYER_COMPILE_SECONDS, "model": MODEL_COMPILE_SECONDS * max(profile.num_layers, 1)}
+    return StepTime(terms=terms, one_time=compiling[plan.torch_compile])
 
 
 def full_micro_batches(plan: Plan, workload: Workload) -> float:
@@ -162,6 +164,14 @@ def full_micro_batches(plan: Plan, workload: Workload) -> float:
         return max(rows / plan.per_device_train_batch_size, 1.0)
     ratio = lengths.padded_tokens_ratio(plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad)
     return sequences * lengths.mean * ratio / full
+
+
+def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
+    """(rows, tokens a row). A flattened row is as long as the longest in a sample of the data, which may be short of full."""
+    batch = plan.per_device_train_batch_size
+    if not plan.flattens or workload.lengths is None:
+        return batch, plan.sequence_length
+    return 1, workload.lengths.longest_flat_row(batch, global_batch=workload.global_batch, processes=plan.num_processes)
 
 
 def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:
