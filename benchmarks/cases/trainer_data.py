@@ -13,9 +13,9 @@ from typing import Any
 
 from transformers import AutoTokenizer, LlamaConfig
 
-from upshift.training.corpus import read_corpus
-from upshift.training.tokenizer import tokenize, train_byte_level_bpe
-from upshift.training.tokens import TokenizedCorpus
+from upshift.training.data.corpus import read_corpus
+from upshift.training.data.tokenizer import tokenize, train_byte_level_bpe
+from upshift.training.data.tokens import TokenizedCorpus
 
 PAD = "<|pad|>"  # of its own: DataCollatorForLanguageModeling takes every padding token out of the labels
 

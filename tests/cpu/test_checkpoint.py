@@ -35,9 +35,9 @@ from transformers import (
 )
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training import checkpoint_files
-from upshift.training.batches import Position
-from upshift.training.checkpoint import (
+from upshift.training.batches.source import Position
+from upshift.training.checkpoint import files as checkpoint_files
+from upshift.training.checkpoint.checkpoint import (
     TrainState,
     capture_rng,
     check_output_directory,
@@ -504,7 +504,7 @@ def test_save_model_replaces_only_its_own_files(tmp_path: Path, monkeypatch: pyt
     model = gpt2()
     save(tmp_path, model, adamw(model), 1)
     (tmp_path / "notes.txt").write_text("mine")
-    monkeypatch.setattr("upshift.training.checkpoint_model.MAX_SHARD_SIZE", "20KB")
+    monkeypatch.setattr("upshift.training.checkpoint.model.MAX_SHARD_SIZE", "20KB")
     save_model(tmp_path, model, tokenizer())
     assert len(list(tmp_path.glob("model-*.safetensors"))) > 2
     AutoModelForCausalLM.from_pretrained(tmp_path)

@@ -10,7 +10,7 @@ import pytest
 from transformers import LlamaConfig
 
 from upshift.cli.main import main
-from upshift.training.tokenizer import train_byte_level_bpe
+from upshift.training.data.tokenizer import train_byte_level_bpe
 
 TEXT = "def add(first, second):\n    return first + second\n\n\nfor number in range(10):\n    print(add(number, 1))\n"
 

@@ -26,13 +26,13 @@ from transformers import (
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.describe import max_positions
-from upshift.training.batch_fill import to_tensors
-from upshift.training.batch_layout import Layout
-from upshift.training.batch_objective import Objective, objective_for
-from upshift.training.batches import BatchSource, synthetic_batch
-from upshift.training.corpus import read_corpus
-from upshift.training.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
-from upshift.training.tokens import TokenizedCorpus, cut_sequences
+from upshift.training.batches.fill import to_tensors
+from upshift.training.batches.layout import Layout
+from upshift.training.batches.objective import Objective, objective_for
+from upshift.training.batches.source import BatchSource, synthetic_batch
+from upshift.training.data.corpus import read_corpus
+from upshift.training.data.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
+from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
 
 TEXTS = ["first document", "second, with ünïcödé", "third\nwith lines"]
 
@@ -255,7 +255,7 @@ def test_byte_level_bpe_round_trips(bpe, sources, tmp_path):
 
 
 def test_a_long_document_is_one_document(bpe, sources, monkeypatch):
-    monkeypatch.setattr("upshift.training.tokenizer.PIECE_CHARACTERS", 1000)
+    monkeypatch.setattr("upshift.training.data.tokenizer.PIECE_CHARACTERS", 1000)
     tokenized = tokenize(sources, bpe)
     assert tokenized.num_documents == len(sources)
     assert np.count_nonzero(tokenized.tokens == bpe.eos_token_id) == len(sources)

@@ -11,7 +11,7 @@ import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.cli.main import main
-from upshift.training.tokenizer import train_byte_level_bpe
+from upshift.training.data.tokenizer import train_byte_level_bpe
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 TEXT = "def double(value):\n    return value + value\n" * 400

@@ -32,13 +32,15 @@ from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.record import Numbers, Record
 from upshift.settings import read_settings
-from upshift.training import checkpoint_files
 from upshift.training.arguments import Arguments
-from upshift.training.batch_layout import Layout
-from upshift.training.batches import BatchSource
-from upshift.training.checkpoint import newest_checkpoint
-from upshift.training.job import Job, TrainingData, prepare_data, run_job, write_sample
-from upshift.training.loop_events import (
+from upshift.training.batches.layout import Layout
+from upshift.training.batches.source import BatchSource
+from upshift.training.checkpoint import files as checkpoint_files
+from upshift.training.checkpoint.checkpoint import newest_checkpoint
+from upshift.training.data.tokenizer import train_byte_level_bpe
+from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
+from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
+from upshift.training.loop.events import (
     Evaluated,
     Event,
     Finished,
@@ -48,8 +50,6 @@ from upshift.training.loop_events import (
     event_from_json,
     event_to_json,
 )
-from upshift.training.tokenizer import train_byte_level_bpe
-from upshift.training.tokens import TokenizedCorpus, cut_sequences
 
 LENGTH, GLOBAL_BATCH, VOCABULARY = 32, 8, 300
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
@@ -262,7 +262,7 @@ CHILD = """
 import sys
 from pathlib import Path
 from upshift.models.source import find_model
-from upshift.training.job import Job, prepare_data, run_job
+from upshift.training.job.job import Job, prepare_data, run_job
 job = Job.from_file(Path(sys.argv[1]))
 data = prepare_data(find_model(job.model_reference), job.data, sequence_length=job.plan.sequence_length)
 try:

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 from upshift.errors import RequestError
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.packing import pack_rows, spread_rows
-from upshift.training.batch_layout import Layout, lay_out
-from upshift.training.batch_objective import IGNORED, Objective, objective_for
-from upshift.training.batches import (
+from upshift.training.batches.layout import Layout, lay_out
+from upshift.training.batches.objective import IGNORED, Objective, objective_for
+from upshift.training.batches.source import (
     BatchSource,
     GlobalBatch,
     Position,
@@ -25,7 +25,7 @@ from upshift.training.batches import (
     longest_batch,
     synthetic_batch,
 )
-from upshift.training.tokens import (
+from upshift.training.data.tokens import (
     TokenizedCorpus,
     check_sequence_length,
     check_vocabulary,
@@ -343,5 +343,5 @@ def test_vocabulary_and_types():
 
 
 def test_planning_batches_needs_no_torch():
-    code = "import sys, upshift.training.batches; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
+    code = "import sys, upshift.training.batches.source; print({'torch', 'transformers', 'pyarrow'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip() == "set()"

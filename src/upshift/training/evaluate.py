@@ -9,8 +9,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from upshift.planning.plan import Plan
-from upshift.training.batch_fill import to_tensors
-from upshift.training.batches import GlobalBatch
+from upshift.training.batches.fill import to_tensors
+from upshift.training.batches.source import GlobalBatch
 from upshift.training.prepare import autocast, computing, extra_inputs
 
 

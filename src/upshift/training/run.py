@@ -20,11 +20,11 @@ from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.training.arguments import Arguments
-from upshift.training.checkpoint import check_output_directory, find_checkpoints
-from upshift.training.checkpoint_state import SavedState
-from upshift.training.job import Job, TrainingData, prepare_data, run_job, write_sample
-from upshift.training.loop_events import OnEvent
-from upshift.training.loop_run import OWN_FILES
+from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
+from upshift.training.checkpoint.state import SavedState
+from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
+from upshift.training.loop.events import OnEvent
+from upshift.training.loop.run import OWN_FILES
 
 TRIAL_SECONDS = 60.0
 CALIBRATED_INTERVAL = (0.8, 1.25)  # measured over predicted step time after a trial, on shared two-core machines (docs/log.md)

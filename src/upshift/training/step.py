@@ -13,8 +13,8 @@ from transformers import PreTrainedModel
 from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
-from upshift.training.batch_fill import MicroBatch, to_tensors
-from upshift.training.batches import GlobalBatch
+from upshift.training.batches.fill import MicroBatch, to_tensors
+from upshift.training.batches.source import GlobalBatch
 from upshift.training.optimizers import build_optimizer, build_schedule
 from upshift.training.prepare import autocast, computing, extra_inputs
 

@@ -19,15 +19,15 @@ from upshift.planning.plan import Plan
 from upshift.planning.trial import TrialRequest, TrialResult
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
-from upshift.training.batch_fill import MicroBatch, to_tensors
-from upshift.training.batch_objective import Objective
-from upshift.training.batches import BatchSource, GlobalBatch, evaluation_batches
+from upshift.training.batches.fill import MicroBatch, to_tensors
+from upshift.training.batches.objective import Objective
+from upshift.training.batches.of_plan import layout_for, objective_of
+from upshift.training.batches.source import BatchSource, GlobalBatch, evaluation_batches
+from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
 from upshift.training.evaluate import evaluate
-from upshift.training.layout import layout_for, objective_of
 from upshift.training.prepare import autocast, compile_layers, computing, extra_inputs, load_or_build, prepare, set_process
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.step import Stepper
-from upshift.training.tokens import Sequences, TokenizedCorpus, cut_sequences
 
 MEMORY_SHARE = 0.95  # of what is free at the start; beyond it an allocation fails inside the trial, not in the system
 CHECK_SEQUENCES = 4

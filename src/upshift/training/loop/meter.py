@@ -16,7 +16,7 @@ from upshift.benchmarking.meters import (
     tensor_bytes,
 )
 from upshift.record import Spread
-from upshift.training.batches import GlobalBatch
+from upshift.training.batches.source import GlobalBatch
 from upshift.training.prepare import computing
 from upshift.training.step import StepOutcome, Stepper
 

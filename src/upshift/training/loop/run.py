@@ -9,10 +9,10 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
-from upshift.training.checkpoint_files import find_checkpoints, replace_text, writing
-from upshift.training.checkpoint_state import SavedState
-from upshift.training.job_request import Job
-from upshift.training.tokens import Sequences
+from upshift.training.checkpoint.files import find_checkpoints, replace_text, writing
+from upshift.training.checkpoint.state import SavedState
+from upshift.training.data.tokens import Sequences
+from upshift.training.job.request import Job
 from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"

@@ -14,9 +14,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.planning.packing import round_up
-from upshift.training.batch_layout import Layout, RowGroup
-from upshift.training.batch_objective import IGNORED, Objective
-from upshift.training.tokens import Sequences
+from upshift.training.batches.layout import Layout, RowGroup
+from upshift.training.batches.objective import IGNORED, Objective
+from upshift.training.data.tokens import Sequences
 
 if TYPE_CHECKING:
     import torch

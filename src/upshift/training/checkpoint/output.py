@@ -8,9 +8,9 @@ from collections.abc import Collection
 from pathlib import Path
 
 from upshift.errors import RequestError
-from upshift.training.checkpoint_files import CHECKPOINT, LATEST_NAME, TEMPORARY_CHECKPOINT, newest_checkpoint
-from upshift.training.checkpoint_model import MODEL_LIST_NAME, MODEL_TEMPORARY, model_files
-from upshift.training.checkpoint_state import STATE_NAME
+from upshift.training.checkpoint.files import CHECKPOINT, LATEST_NAME, TEMPORARY_CHECKPOINT, newest_checkpoint
+from upshift.training.checkpoint.model import MODEL_LIST_NAME, MODEL_TEMPORARY, model_files
+from upshift.training.checkpoint.state import STATE_NAME
 
 
 def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_files: Collection[str] = ()) -> None:

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 from pydantic import Field, ValidationError
 
 from upshift.errors import RequestError
-from upshift.training.batches import Position
+from upshift.training.batches.source import Position
 from upshift.value import Value, first_problem
 
 STATE_NAME = "upshift_state.json"

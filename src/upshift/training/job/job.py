@@ -14,14 +14,14 @@ from upshift.hardware.detect import detect
 from upshift.models.source import check_weights, find_model
 from upshift.record import Record
 from upshift.settings import read_settings
-from upshift.training.checkpoint import check_output_directory
-from upshift.training.job_data import TrainingData, prepare_data, write_sample
-from upshift.training.job_processes import main, run_in_processes
-from upshift.training.job_request import Job
-from upshift.training.loop import Outcome, train
-from upshift.training.loop_events import Event, OnEvent
-from upshift.training.loop_run import OWN_FILES, open_run
-from upshift.training.loop_stop import StopRequest
+from upshift.training.checkpoint.checkpoint import check_output_directory
+from upshift.training.data.training_data import TrainingData, prepare_data, write_sample
+from upshift.training.job.processes import main, run_in_processes
+from upshift.training.job.request import Job
+from upshift.training.loop.events import Event, OnEvent
+from upshift.training.loop.loop import Outcome, train
+from upshift.training.loop.run import OWN_FILES, open_run
+from upshift.training.loop.stop import StopRequest
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job", "write_sample"]
 

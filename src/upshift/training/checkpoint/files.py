@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from upshift.errors import JobFailed, RequestError
 from upshift.models.source import check_safetensors, check_weights
-from upshift.training.checkpoint_state import STATE_NAME, SavedState
+from upshift.training.checkpoint.state import STATE_NAME, SavedState
 from upshift.units import format_bytes
 
 logger = logging.getLogger(__name__)

@@ -22,8 +22,8 @@ from transformers.utils import logging as transformers_logging
 
 from upshift.errors import RequestError
 from upshift.models.source import check_weights
-from upshift.training.checkpoint_files import check_room, file_sizes, replace_text, sync_tree, writing
-from upshift.training.checkpoint_optimizer import plain_name
+from upshift.training.checkpoint.files import check_room, file_sizes, replace_text, sync_tree, writing
+from upshift.training.checkpoint.optimizer import plain_name
 from upshift.units import MIB
 
 MODEL_LIST_NAME = "upshift_model.json"  # the files of the final model, so that only those are ever replaced

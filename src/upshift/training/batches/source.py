@@ -17,10 +17,10 @@ from numpy.typing import NDArray
 from pydantic import Field
 
 from upshift.errors import RequestError
-from upshift.training.batch_fill import MicroBatch, fill
-from upshift.training.batch_layout import Layout, RowGroup, lay_out
-from upshift.training.batch_objective import Objective
-from upshift.training.tokens import Sequences
+from upshift.training.batches.fill import MicroBatch, fill
+from upshift.training.batches.layout import Layout, RowGroup, lay_out
+from upshift.training.batches.objective import Objective
+from upshift.training.data.tokens import Sequences
 from upshift.value import Value
 
 

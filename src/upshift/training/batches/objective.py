@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from upshift.errors import RequestError
-from upshift.training.tokens import Sequences
+from upshift.training.data.tokens import Sequences
 from upshift.value import Value
 
 IGNORED = -100

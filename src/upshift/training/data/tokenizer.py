@@ -16,8 +16,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.training.corpus import Corpus
-from upshift.training.tokens import TokenizedCorpus, hold_out_evaluation
+from upshift.training.data.corpus import Corpus
+from upshift.training.data.tokens import TokenizedCorpus, hold_out_evaluation
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast

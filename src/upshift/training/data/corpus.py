@@ -16,7 +16,7 @@ from typing import Any
 from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.training.corpus_columns import Documents, read_json_lines, read_parquet, read_saved_datasets
+from upshift.training.data.columns import Documents, read_json_lines, read_parquet, read_saved_datasets
 from upshift.value import Value
 
 RECORD_SUFFIXES = {".json", ".jsonl"}

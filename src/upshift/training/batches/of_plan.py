@@ -8,8 +8,8 @@ from upshift.errors import RequestError
 from upshift.models.build import choose_class, read_config
 from upshift.models.source import ModelSource
 from upshift.planning.plan import Plan
-from upshift.training.batch_layout import Layout
-from upshift.training.batch_objective import Objective, objective_for
+from upshift.training.batches.layout import Layout
+from upshift.training.batches.objective import Objective, objective_for
 
 
 def layout_for(plan: Plan, objective: Objective, *, rank: int = 0) -> Layout:

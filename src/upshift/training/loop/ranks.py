@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from upshift.errors import JobFailed, UpshiftError
 from upshift.planning.plan import Plan
-from upshift.training.checkpoint_files import still_loadable
+from upshift.training.checkpoint.files import still_loadable
 
 T = TypeVar("T")
 

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
-from upshift.training.checkpoint_files import (
+from upshift.training.checkpoint.files import (
     FoundCheckpoints,
     check_checkpoint,
     check_room,
@@ -26,12 +26,12 @@ from upshift.training.checkpoint_files import (
     write_latest,
     writing,
 )
-from upshift.training.checkpoint_json import decode, encode
-from upshift.training.checkpoint_model import extra_bytes, model_bytes, read_weights, save_model, write_model
-from upshift.training.checkpoint_optimizer import optimizer_bytes, read_optimizer, write_optimizer
-from upshift.training.checkpoint_output import check_output_directory
-from upshift.training.checkpoint_rng import RngState, capture_rng, read_rng, restore_rng, seed_rng, write_rngs
-from upshift.training.checkpoint_state import SavedState, TrainState
+from upshift.training.checkpoint.model import extra_bytes, model_bytes, read_weights, save_model, write_model
+from upshift.training.checkpoint.optimizer import optimizer_bytes, read_optimizer, write_optimizer
+from upshift.training.checkpoint.output import check_output_directory
+from upshift.training.checkpoint.plain_json import decode, encode
+from upshift.training.checkpoint.rng import RngState, capture_rng, read_rng, restore_rng, seed_rng, write_rngs
+from upshift.training.checkpoint.state import SavedState, TrainState
 
 __all__ = [
     "FoundCheckpoints",

@@ -18,8 +18,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
-from upshift.training.checkpoint_json import decode, encode
-from upshift.training.checkpoint_state import SavedGroup, SavedOptimizer, SavedSubclass
+from upshift.training.checkpoint.plain_json import decode, encode
+from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedSubclass
 
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 MAX_FILE_BYTES = 4 * 10**9  # safetensors wants every tensor of one file in host memory at once

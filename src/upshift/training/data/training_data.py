@@ -15,11 +15,11 @@ from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.describe import max_positions
 from upshift.models.source import ModelSource
 from upshift.planning.lengths import LengthHistogram
-from upshift.training.batch_objective import Objective, objective_for
-from upshift.training.corpus import CorpusSummary, read_corpus
-from upshift.training.layout import objective_of
-from upshift.training.tokenizer import Progress, load_tokenizer, tokenize_corpus
-from upshift.training.tokens import (
+from upshift.training.batches.objective import Objective, objective_for
+from upshift.training.batches.of_plan import objective_of
+from upshift.training.data.corpus import CorpusSummary, read_corpus
+from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
+from upshift.training.data.tokens import (
     Sequences,
     TokenizedCorpus,
     check_sequence_length,

@@ -20,12 +20,12 @@ from pathlib import Path
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.record import Record
-from upshift.training.job_data import TrainingData, load_data, save_data
-from upshift.training.job_request import Job
-from upshift.training.loop_events import Event, OnEvent, event_from_json, event_to_json
-from upshift.training.loop_stop import StopRequest
+from upshift.training.data.tokenizer import load_tokenizer
+from upshift.training.data.training_data import TrainingData, load_data, save_data
+from upshift.training.job.request import Job
+from upshift.training.loop.events import Event, OnEvent, event_from_json, event_to_json
+from upshift.training.loop.stop import StopRequest
 from upshift.training.processes import join_processes, rank_environment
-from upshift.training.tokenizer import load_tokenizer
 
 RunRank = Callable[[Job, TrainingData, OnEvent, StopRequest], Record]
 JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
@@ -38,7 +38,7 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
         save_data(data, folder)
         (folder / JOB).write_text(job.to_json(), encoding="utf-8")
         process = subprocess.Popen(
-            [sys.executable, "-m", "upshift.training.job", name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "upshift.training.job.job", name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None

@@ -14,8 +14,9 @@ from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
-from upshift.training.batches import BatchSource, GlobalBatch, Position, evaluation_batches
-from upshift.training.checkpoint import (
+from upshift.training.batches.of_plan import layout_for
+from upshift.training.batches.source import BatchSource, GlobalBatch, Position, evaluation_batches
+from upshift.training.checkpoint.checkpoint import (
     TrainState,
     capture_rng,
     load_checkpoint,
@@ -23,17 +24,16 @@ from upshift.training.checkpoint import (
     save_checkpoint,
     save_model,
 )
-from upshift.training.checkpoint_files import still_loadable
-from upshift.training.checkpoint_rng import seed_rng
+from upshift.training.checkpoint.files import still_loadable
+from upshift.training.checkpoint.rng import seed_rng
+from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
-from upshift.training.job_data import TrainingData
-from upshift.training.job_request import Job
-from upshift.training.layout import layout_for
-from upshift.training.loop_events import Evaluated, Event, Finished, OnEvent, Saved, Started, StepDone
-from upshift.training.loop_measure import StepMeter
-from upshift.training.loop_ranks import gather, highest, on_rank_0, out_of_memory_in_words
-from upshift.training.loop_run import RUN_NAME, Run
-from upshift.training.loop_stop import StopRequest
+from upshift.training.job.request import Job
+from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, Saved, Started, StepDone
+from upshift.training.loop.meter import StepMeter
+from upshift.training.loop.ranks import gather, highest, on_rank_0, out_of_memory_in_words
+from upshift.training.loop.run import RUN_NAME, Run
+from upshift.training.loop.stop import StopRequest
 from upshift.training.prepare import load_or_build, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Stepper

@@ -1,0 +1,1 @@
+"""Which tokens each micro-batch holds, and how they lie in it."""

@@ -1,0 +1,1 @@
+"""Saved states that any kill, or a full disk, leaves whole."""

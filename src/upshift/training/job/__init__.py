@@ -1,0 +1,1 @@
+"""A run as a request, and the processes that carry it out."""
