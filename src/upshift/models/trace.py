@@ -53,13 +53,7 @@ def trace_model(
         model = tracer.model(torch.float32)
         reason = _chunking(tracer, points[0])
         variants = choose_variants(tracer, variants, sequence_length)
-        chunked: dict[str, Segment] = {}  # by precision: the loss is the same beside any attention
-        steps = []
-        for number, variant in enumerate(variants):
-            if reason is None and variant.precision not in chunked:
-                chunked[variant.precision] = _trace_chunked(tracer, variant, points)
-            steps.append(_trace_step(tracer, variant, chunked.get(variant.precision), sequence_length))
-            progress(number + 1, len(variants))
+        steps = _trace_steps(tracer, variants, sequence_length, chunking=reason is None, progress=progress)
         flops = _forward_flops(tracer, points)
         kv = _kv_elements(tracer, points)
     except RequestError:
@@ -121,6 +115,19 @@ def trace_points(sequence_length: int) -> list[tuple[int, int]]:
 def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
     """Three lengths up to the one asked for; a quadratic through them is exact between them."""
     return max(sequence_length // 4, 3), max(sequence_length // 2, 5), max(sequence_length, 8)
+
+
+def _trace_steps(
+    tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, chunking: bool, progress: Callable[[int, int], None]
+) -> list[StepTrace]:
+    chunked: dict[str, Segment] = {}  # by precision: the loss is the same beside any attention
+    steps = []
+    for number, variant in enumerate(variants):
+        if chunking and variant.precision not in chunked:
+            chunked[variant.precision] = _trace_chunked(tracer, variant, trace_points(sequence_length))
+        steps.append(_trace_step(tracer, variant, chunked.get(variant.precision), sequence_length))
+        progress(number + 1, len(variants))
+    return steps
 
 
 def _trace_step(tracer: Tracer, variant: Variant, chunked_gap: Segment | None, sequence_length: int) -> StepTrace:
