@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.source import ModelSource, check_weights, find_model
+from upshift.models.source import ModelSource, check_weights, fetch_weights, find_model
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.proof_store import proof_path, recall_proof, store_proof
@@ -164,6 +164,7 @@ def _trainable(model: str, *, from_config: bool) -> ModelSource:
     if not from_config:
         if source.directory is None:
             raise RequestError(f"{model!r} is a config without weights; add --from-config for random weights")
+        fetch_weights(source)
         check_weights(source.directory)
     return source
 
