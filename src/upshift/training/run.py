@@ -252,7 +252,7 @@ def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> C
         if not isinstance(candidate, Candidate):
             raise RequestError(f"the given plan cannot run here: {candidate.reason}")
         return candidate
-    return after_trial(proof.chosen) if proof is not None else planning.ranking.candidates[0]
+    return after_trial(proof.chosen, planning) if proof is not None else planning.ranking.candidates[0]
 
 
 def _predicted(planning: Planning, candidate: Candidate, proof: Proof | None) -> Numbers:
