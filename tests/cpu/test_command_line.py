@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from transformers import LlamaConfig
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.cli.main import main
 from upshift.training.data.tokenizer import train_byte_level_bpe
@@ -125,6 +131,56 @@ def test_trials_prove_the_plan(upshift, model, data, tmp_path):
     assert answer.code == 0, answer.err
     assert "tried fp32" in answer.err
     assert "Predicted against measured" in answer.out
+
+
+@pytest.fixture
+def in_process_of_its_own(tmp_path):
+    """The installed command, as a user runs it."""
+
+    def start(*arguments: object, **environment: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "upshift.cli.main", *map(str, arguments)]
+        return subprocess.Popen(
+            command, env=os.environ | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=tmp_path
+        )
+
+    return start
+
+
+def test_ctrl_c_and_resume_give_the_undisturbed_curve(in_process_of_its_own, model, data, tmp_path):
+    base = ("train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 60, "--trial-seconds", 0,
+            "--set", "torch_compile=off", "--save-steps", 5, "--json")  # fmt: skip
+    child = in_process_of_its_own(*base, "-o", tmp_path / "two")
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "two").glob("checkpoint-*")) and child.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    child.send_signal(signal.SIGINT)
+    _, said = child.communicate(timeout=60)
+    if child.returncode == 0:
+        pytest.skip("60 steps ended before the signal came")
+    assert child.returncode == 130 and "--resume" in said and "Traceback" not in said, said
+    curves = []
+    for arguments in (("-o", tmp_path / "two", "--resume"), ("-o", tmp_path / "one")):
+        out, said = in_process_of_its_own(*base, *arguments).communicate(timeout=120)
+        curves.append(json.loads(out)["details"]["loss_curve"])
+    assert len(curves[1]) == 60 and curves[0] == curves[1]
+
+
+def test_a_hub_model_trains_from_its_own_weights(in_process_of_its_own, model, data, tmp_path):
+    """The hub's cache as the hub fills it, and no network: config, weights and tokenizer are found by their id."""
+    snapshot = tmp_path / "hub" / "models--org--tiny" / "snapshots" / "abc"
+    shutil.copytree(model, snapshot)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig.from_pretrained(model)).save_pretrained(snapshot)
+    (tmp_path / "hub" / "models--org--tiny" / "refs").mkdir()
+    (tmp_path / "hub" / "models--org--tiny" / "refs" / "main").write_text("abc")
+    child = in_process_of_its_own(
+        "train", "org/tiny", "--data", data, *PLAN, "--max-steps", 2, "--trial-seconds", 0, "--set", "torch_compile=off",
+        "-o", tmp_path / "out", "--json", HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1",
+    )  # fmt: skip
+    out, said = child.communicate(timeout=120)
+    assert child.returncode == 0, said
+    trained, started = (LlamaForCausalLM.from_pretrained(folder).lm_head.weight for folder in (tmp_path / "out", snapshot))
+    assert 0 < (trained - started).abs().max() < 0.01
 
 
 def wrong_requests(model: Path, data: Path, folder: Path) -> dict[str, tuple[list[object], list[str]]]:

@@ -5,12 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import struct
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
 from upshift.settings import read_settings
 from upshift.value import Value
+
+HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; nothing pickled
 
 
 class ModelSource(Value):
@@ -58,11 +61,29 @@ def _read_config(path: Path, reference: str) -> dict[str, Any]:
 
 def _from_hub(reference: str) -> ModelSource:
     from huggingface_hub import hf_hub_download  # comes with transformers
+
+    path = _ask_hub(reference, lambda offline: hf_hub_download(reference, "config.json", local_files_only=offline))
+    return ModelSource(reference=reference, directory=path.parent, config=_read_config(path, reference))
+
+
+def fetch_weights(source: ModelSource) -> None:
+    """Bring a hub model's weights and tokenizer beside its config, in the hub's own cache. A local model is left alone."""
+    if Path(source.reference).exists():
+        return
+    from huggingface_hub import snapshot_download
+
+    _ask_hub(
+        source.reference,
+        lambda offline: snapshot_download(source.reference, allow_patterns=HUB_FILES, local_files_only=offline),
+    )
+
+
+def _ask_hub(reference: str, ask: Callable[[bool], str]) -> Path:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     offline = read_settings().hub_offline
     try:
-        path = Path(hf_hub_download(reference, "config.json", local_files_only=offline))
+        return Path(ask(offline))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         reason = (
             "is not in the local hub cache and the hub was not asked (HF_HUB_OFFLINE)"
@@ -70,7 +91,6 @@ def _from_hub(reference: str) -> ModelSource:
             else (f"could not be read from the hub ({type(error).__name__})")
         )
         raise RequestError(f"model {reference!r} is no local path and {reason}; give a local directory or config.json") from None
-    return ModelSource(reference=reference, directory=path.parent, config=_read_config(path, reference))
 
 
 def check_weights(directory: Path) -> tuple[Path, ...]:

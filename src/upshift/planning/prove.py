@@ -8,8 +8,10 @@ from dataclasses import dataclass, field, replace
 
 from upshift.errors import JobFailed
 from upshift.planning.cost.memory import scaled_to
+from upshift.planning.cost.time import tokens_per_step
 from upshift.planning.plan import Plan
-from upshift.planning.rank import COST_KEY, Candidate
+from upshift.planning.planner import Planning
+from upshift.planning.rank import COST_KEY, Candidate, cost_plan
 from upshift.planning.trial import TrialResult
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Spread
@@ -175,19 +177,27 @@ def _key(plan: Plan) -> tuple[object, ...]:
     return tuple(getattr(plan, name) for name in COST_KEY)
 
 
-def after_trial(entry: Tried) -> Candidate:
-    """The candidate with the trial's numbers in place of the predicted ones."""
+def after_trial(entry: Tried, planning: Planning) -> Candidate:
+    """The candidate with the trial's numbers in place of the predicted ones.
+
+    A trial runs one global batch, which may be larger or smaller than the average and short of the largest: its speed
+    holds for all, its memory is scaled from its own shape to the largest one's.
+    """
     candidate, best = entry.candidate, entry.best
-    if best.step_seconds is None:
+    if best.step_seconds is None or not best.tokens_per_second:
         return candidate
-    factor = best.step_seconds.p50 / candidate.time.total
-    memory = scaled_to(candidate.memory, best.peak_bytes) if best.peak_bytes else candidate.memory
-    terms = {name: seconds * factor for name, seconds in candidate.time.terms.items()}
+    step = tokens_per_step(planning.profile, planning.workload) / best.tokens_per_second
+    terms = {name: seconds * step / candidate.time.total for name, seconds in candidate.time.terms.items()}
+    small = cost_plan(
+        candidate.plan, host=planning.host, profile=planning.profile, workload=planning.workload, shape=best.largest_micro_batch
+    )
+    assert isinstance(small, Candidate), "it was costed before"
+    peak = (best.peak_bytes or small.memory.peak) * candidate.memory.peak / small.memory.peak
     return replace(
         candidate,
-        memory=memory,
+        memory=scaled_to(candidate.memory, peak),
         time=replace(candidate.time, terms=terms, one_time=best.one_time_seconds or 0.0),
-        tokens_per_second=best.tokens_per_second or candidate.tokens_per_second,
-        resident=best.resident_bytes or candidate.resident,
+        tokens_per_second=best.tokens_per_second,
+        resident=(best.resident_bytes or small.resident) * candidate.resident / small.resident,
         tier="calibrated",
     )

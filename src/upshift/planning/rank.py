@@ -84,13 +84,20 @@ def rank_plans(plans: Iterable[Plan], *, host: Host, profile: ModelProfile, work
     return ranking
 
 
-def cost_plan(plan: Plan, *, host: Host, profile: ModelProfile, workload: Workload) -> Candidate | Rejected:
-    """One plan's predicted memory and time, whether it fits or not."""
-    return _cost(plan, host, profile, workload, {})
+def cost_plan(
+    plan: Plan, *, host: Host, profile: ModelProfile, workload: Workload, shape: tuple[int, int] | None = None
+) -> Candidate | Rejected:
+    """One plan's predicted memory and time, whether it fits or not; memory for micro-batches of at most ``shape``."""
+    return _cost(plan, host, profile, workload, {}, shape)
 
 
 def _cost(
-    plan: Plan, host: Host, profile: ModelProfile, workload: Workload, memories: dict[Any, StepMemory]
+    plan: Plan,
+    host: Host,
+    profile: ModelProfile,
+    workload: Workload,
+    memories: dict[Any, StepMemory],
+    shape: tuple[int, int] | None = None,
 ) -> Candidate | Rejected:
     trace = trace_for(profile, plan, workload)
     if trace is None:
@@ -100,7 +107,7 @@ def _cost(
         plan.activation_checkpointing, plan.loss_chunk_tokens, plan.optim, plan.packing, plan.flattens and plan.num_processes,
     )  # fmt: skip
     if key not in memories:
-        memories[key] = predict_memory(profile, trace, plan, shape=largest_micro_batch(plan, workload))
+        memories[key] = predict_memory(profile, trace, plan, shape=shape or largest_micro_batch(plan, workload))
     memory = memories[key]
     time = predict_time(profile, trace, plan, workload, host)
     if time is None:

@@ -53,6 +53,7 @@ class TrialResult(Value):
     update_seconds: float | None = None
     tokens_per_second: float | None = None
     one_time_seconds: float | None = Field(None, description="first micro-batch and update beyond a steady one")
+    largest_micro_batch: tuple[int, int] | None = Field(None, description="rows and tokens a row of what was run")
     peak_bytes: int | None = None
     resident_bytes: int | None = None
     base_resident_bytes: int | None = None

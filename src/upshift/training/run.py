@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.source import ModelSource, check_weights, find_model
+from upshift.models.source import ModelSource, check_weights, fetch_weights, find_model
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.proof_store import proof_path, recall_proof, store_proof
@@ -164,6 +164,7 @@ def _trainable(model: str, *, from_config: bool) -> ModelSource:
     if not from_config:
         if source.directory is None:
             raise RequestError(f"{model!r} is a config without weights; add --from-config for random weights")
+        fetch_weights(source)
         check_weights(source.directory)
     return source
 
@@ -251,7 +252,7 @@ def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> C
         if not isinstance(candidate, Candidate):
             raise RequestError(f"the given plan cannot run here: {candidate.reason}")
         return candidate
-    return after_trial(proof.chosen) if proof is not None else planning.ranking.candidates[0]
+    return after_trial(proof.chosen, planning) if proof is not None else planning.ranking.candidates[0]
 
 
 def _predicted(planning: Planning, candidate: Candidate, proof: Proof | None) -> Numbers:

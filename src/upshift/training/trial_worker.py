@@ -112,6 +112,7 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         update_seconds=update_seconds,
         tokens_per_second=batch.num_tokens / average,
         one_time_seconds=max(compile_seconds - sum(micro) / len(micro), 0.0) + max(first_update - update_seconds, 0.0),
+        largest_micro_batch=chosen[0].input_ids.shape,
         peak_bytes=peak_bytes,
         resident_bytes=resident,
         check_loss=factor,

@@ -59,7 +59,7 @@ class StepMemory:
         return max(self.phases, key=lambda name: self.phases[name].total)
 
 
-def scaled_to(memory: StepMemory, peak_bytes: int) -> StepMemory:
+def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
     """The same with what comes and goes scaled, so that the peak is the measured one (compiled layers save less)."""
     highest = memory.phases[memory.peak_phase]
     lasting = sum(highest.parts[part] for part in LASTING_PARTS)

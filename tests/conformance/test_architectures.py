@@ -1,0 +1,76 @@
+"""One model of every family that transformers builds differently: traced whole, or refused in words that name the module."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import transformers
+from transformers import PretrainedConfig
+
+from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.source import find_model
+from upshift.models.store import Variant
+from upshift.models.trace import trace_model
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 96}
+DECODER = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2}
+EXPERTS = DECODER | {"num_experts_per_tok": 2}
+# name -> (config class, architecture, arguments)
+MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
+    "gemma2: soft-capping, alternating windows": (
+        "Gemma2Config", "Gemma2ForCausalLM", DECODER | {"head_dim": 8, "sliding_window": 16},
+    ),
+    "gemma3: windows, 2 of 3": ("Gemma3TextConfig", "Gemma3ForCausalLM", DECODER | {"head_dim": 8, "sliding_window": 16}),
+    "mixtral: experts": ("MixtralConfig", "MixtralForCausalLM", EXPERTS | {"num_local_experts": 4}),
+    "qwen3-moe: experts": (
+        "Qwen3MoeConfig", "Qwen3MoeForCausalLM", EXPERTS | {"num_experts": 4, "moe_intermediate_size": 16, "head_dim": 8},
+    ),
+    "deepseek-v3: latent attention, shared experts": (
+        "DeepseekV3Config", "DeepseekV3ForCausalLM",
+        EXPERTS | {
+            "num_key_value_heads": 4, "n_routed_experts": 4, "n_group": 2, "topk_group": 1, "moe_intermediate_size": 16,
+            "first_k_dense_replace": 1, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8,
+            "v_head_dim": 8,
+        },
+    ),
+    "phi3: fused projections": ("Phi3Config", "Phi3ForCausalLM", DECODER | {"pad_token_id": 0}),
+    "falcon: parallel blocks": ("FalconConfig", "FalconForCausalLM", SMALL),
+    "bloom: alibi": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_head": 4, "n_layer": 3, "vocab_size": 96}),
+    "opt: learned positions": (
+        "OPTConfig", "OPTForCausalLM", SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "max_position_embeddings": 128},
+    ),
+    "mamba: state space": ("MambaConfig", "MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 3, "vocab_size": 96}),
+    "roberta": ("RobertaConfig", "RobertaForMaskedLM", SMALL | {"intermediate_size": 48}),
+    "distilbert": (
+        "DistilBertConfig", "DistilBertForMaskedLM",
+        {"dim": 32, "n_heads": 4, "n_layers": 3, "hidden_dim": 48, "vocab_size": 96},
+    ),
+    "albert: shared layers": ("AlbertConfig", "AlbertForMaskedLM", SMALL | {"embedding_size": 16, "intermediate_size": 48}),
+    "bart: encoder and decoder": (
+        "BartConfig", "BartForConditionalGeneration",
+        {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
+         "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 96, "max_position_embeddings": 64},
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_traced_whole(name, tmp_path):
+    config_class, architecture, arguments = MODELS[name]
+    config: PretrainedConfig = getattr(transformers, config_class)(**arguments, architectures=[architecture])
+    for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
+        value = getattr(config, token, None)
+        if isinstance(value, int) and value >= config.get_text_config().vocab_size:
+            setattr(config, token, 0)
+    config.save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    variants = (Variant("fp32", "sdpa", False), Variant("fp32", "eager", False), Variant("bf16", "eager", False))
+    profile = trace_model(source, key="", versions={}, sequence_length=48, variants=variants)
+    read = read_config(source)
+    with torch.device("meta"):
+        model = build_model(read, choose_class(read, "")[0], dtype=torch.float32)
+    assert profile.parameters.total == sum(parameter.numel() for parameter in model.parameters())
+    assert profile.steps and profile.forward_flops.at(2, 48) > 0
+    for step in profile.steps:
+        left = sum(segment.forward.left.at(2, 48) for stack in step.stacks for segment in stack.plain)
+        assert left > 0, "layers keep something for the backward pass"
