@@ -11,6 +11,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
+    MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     T5Config,
@@ -162,6 +163,10 @@ OTHERS: dict[str, PretrainedConfig] = {
     "mistral with a window": MistralConfig(
         **SMALL, intermediate_size=96, num_hidden_layers=6, num_key_value_heads=2, sliding_window=32,
         architectures=["MistralForCausalLM"],
+    ),
+    "mixtral's experts": MixtralConfig(
+        **SMALL, intermediate_size=96, num_hidden_layers=4, num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2,
+        architectures=["MixtralForCausalLM"],
     ),
     "vit": ViTConfig(
         hidden_size=128, num_hidden_layers=4, num_attention_heads=4, intermediate_size=256, image_size=64, patch_size=8,

@@ -17,6 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, masking_utils
+from transformers.integrations import moe
 
 from upshift.models.block_attention import set_attention
 from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
@@ -176,8 +177,12 @@ def _on_gradient(tensor: torch.Tensor | None, act: Callable[[], None]) -> None:
 
 @contextmanager
 def fake_masks(*, masked: bool) -> Iterator[None]:
-    """transformers looks at position values to find packed rows; fake tensors have none, so it is told what they would say."""
+    """transformers looks at position values to find packed rows; fake tensors have none, so it is told what they would say.
+
+    Experts take its own grouped product, which allocates what PyTorch's does and has fakes for every dtype; that has for bf16.
+    """
     patch = nullcontext() if masked else mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None)
-    with patch, warnings.catch_warnings():
+    experts = mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False)
+    with patch, experts, warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

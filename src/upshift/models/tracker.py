@@ -67,6 +67,15 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     return int(flops // 2 if causal else flops)
 
 
+def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
+    """Of the products of a layer's experts, [S, K] x [E, K, N] by groups of rows; None for any other operator."""
+    passes = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fallback_backward": 2}.get(function._schema.name)
+    if passes is None:
+        return None
+    rows, weight = args[:2]
+    return int(2 * passes * rows.shape[0] * weight.shape[-2] * weight.shape[-1])
+
+
 def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for position, argument in enumerate(function._schema.arguments):
         if argument.name == name:
@@ -166,6 +175,9 @@ class LiveTracker(TorchDispatchMode):
         attention = _attention_flops(function, args, kwargs)
         if attention is not None:
             interval.attention_flops += attention
+            interval.matmul_bytes += num_bytes
+        elif (grouped := _grouped_flops(function, args)) is not None:
+            interval.matmul_flops += grouped
             interval.matmul_bytes += num_bytes
         elif function._overloadpacket in flop_registry:
             interval.matmul_flops += int(flop_registry[function._overloadpacket](*args, **kwargs, out_val=result))
