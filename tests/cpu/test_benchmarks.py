@@ -57,6 +57,12 @@ def test_memory(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytes
     assert "benchmarks/cases/memory.py --write" in page.read_text() and page.read_text().count("| tiny ") == 5
 
 
+def test_startup(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run(case("startup"), tmp_path, capsys, "--rounds", "1")
+    assert len(check_rows(tmp_path / "startup.jsonl")) == 5
+    assert 0 < answer["medians_ms"]["python"] < answer["medians_ms"]["plan, cached"]
+
+
 def test_regret_and_twins(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = run(case("regret"), tmp_path, capsys, "--plans", "2", "--budget", "1", "--set", "torch_compile=off")
     rows = check_rows(tmp_path / "regret.jsonl")
