@@ -10,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +46,14 @@ from upshift.training.loop.events import (
     Evaluated,
     Event,
     Finished,
+    OutOfMemory,
     Saved,
     Started,
     StepDone,
     event_from_json,
     event_to_json,
 )
+from upshift.training.step import Stepper
 
 LENGTH, GLOBAL_BATCH, VOCABULARY = 32, 8, 300
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
@@ -354,6 +357,41 @@ def test_nan_loss_fails_in_words(home: Path, prepared: Callable[[str], TrainingD
     job = a_job(home, tmp_path, learning_rate=1e30, max_grad_norm=0.0, warmup_steps=0)
     with pytest.raises(JobFailed, match=r"step \d: the loss became .*no earlier checkpoint"):
         run_job(job, prepared("llama"))
+
+
+@pytest.mark.parametrize("choices", [{}, {"attention": "block", "packing": True}], ids=["rows", "one long row"])
+def test_out_of_memory_at_step_3_changes_the_micro_batch_and_nothing_else(
+    choices: dict[str, Any], home: Path, prepared: Callable[[str], TrainingData], plain: Record, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    """The allocator refuses everything over half of a micro-batch, after its gradients were added."""
+    limit = 4 * LENGTH
+    accumulate = Stepper.accumulate
+
+    def refuse(stepper: Stepper, micro_batch: Any, labels: int) -> torch.Tensor:
+        share = accumulate(stepper, micro_batch, labels)
+        if int(stepper.schedule.last_epoch) >= 2 and micro_batch.num_padded_tokens > limit:
+            raise torch.OutOfMemoryError("simulated")
+        return share
+
+    monkeypatch.setattr(Stepper, "accumulate", refuse)
+    events: list[Event] = []
+    plan = a_plan(per_device_train_batch_size=8, gradient_accumulation_steps=1, **choices)
+    record = run_job(a_job(home, tmp_path, plan=plan), prepared("llama"), on_event=events.append)
+    (told,) = [event for event in events if isinstance(event, OutOfMemory)]
+    assert told.step == 3 and prod(told.smaller) <= limit < prod(told.largest) and told.why == "simulated"
+    assert difference(plain, record) < 1e-5
+
+
+def test_what_cannot_be_halved_fails_in_words(
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: Any) -> torch.Tensor:
+        raise torch.OutOfMemoryError("simulated")
+
+    monkeypatch.setattr(Stepper, "accumulate", refuse)
+    with pytest.raises(JobFailed, match="out of memory"):
+        run_job(a_job(home, tmp_path), prepared("llama"))
 
 
 def test_a_killed_rank_fails_the_job(home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:

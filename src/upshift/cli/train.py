@@ -145,6 +145,13 @@ class RunDisplay:
             speed, left = f"{event.tokens_per_second:,.0f} tokens/s", format_seconds(event.seconds_left)
             text = f"loss {event.loss:.3f} · {speed} · {held}{against} · {left} left"
             self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
+        elif kind == "OutOfMemory":
+            predicted = f", {format_bytes(self.predicted_bytes)} predicted" if self.predicted_bytes else ""
+            self._print(
+                f"[yellow]step {event.step} ran out of memory ({format_bytes(event.resident_bytes)} held{predicted}); it goes on "
+                f"with micro-batches of {event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} "
+                f"before, and the same gradients[/yellow]"
+            )
         elif kind == "Evaluated":
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
         elif kind == "Saved":

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,8 +18,13 @@ from upshift.training.arguments import Arguments
 from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.optimizers import build_optimizer, build_schedule
+from upshift.training.out_of_memory import halve, is_out_of_memory
 from upshift.training.prepare import autocast, computing, extra_inputs
 
+WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
+Shape = tuple[int, ...]
+OnHalved = Callable[[Shape, Shape, str], None]  # the largest micro-batch before and after, and what the allocator said
+Watch = Callable[[], AbstractContextManager[object]]
 GRADIENT_BUCKET_ELEMENTS = 2**23  # gradients summed over processes in flat buckets of this size
 
 
@@ -32,20 +39,57 @@ class StepOutcome:
 class Stepper:
     """Holds what changes from step to step: weights, optimizer, schedule, loss scale."""
 
-    def __init__(self, model: PreTrainedModel, plan: Plan, arguments: Arguments) -> None:
+    def __init__(
+        self, model: PreTrainedModel, plan: Plan, arguments: Arguments, *, on_halved: OnHalved = lambda old, new, why: None
+    ) -> None:
         self.model, self.plan, self.arguments = model, plan, arguments
         self.optimizer = build_optimizer(model, plan, arguments)
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         self._extra = extra_inputs(model)
+        self._on_halved, self._halvings = on_halved, 0
 
-    def step(self, batch: GlobalBatch) -> StepOutcome:
-        """Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout."""
-        total = torch.zeros((), device=self.plan.device)
-        with computing(self.model, self.plan):
-            for micro_batch in batch.micro_batches:
-                total += self.accumulate(micro_batch, batch.num_label_tokens)
-        return self.update(total, batch.num_tokens)
+    def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepOutcome:
+        """Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout.
+
+        ``watch`` opens a context around the first micro-batches, and one around the update.
+        """
+        total = self._gradients(batch, watch)
+        with watch():
+            return self.update(total, batch.num_tokens)
+
+    def _gradients(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
+        """When memory runs out, again from the start with smaller micro-batches, and so from then on: the weights have not
+        moved, and the gradients of the global batch are the same."""
+        while True:
+            micro_batches = self._cut(batch.micro_batches)
+            try:
+                with computing(self.model, self.plan):
+                    total = torch.zeros((), device=self.plan.device)
+                    with watch():
+                        for micro_batch in micro_batches[:WATCHED_MICRO_BATCHES]:
+                            total += self.accumulate(micro_batch, batch.num_label_tokens)
+                    for micro_batch in micro_batches[WATCHED_MICRO_BATCHES:]:
+                        total += self.accumulate(micro_batch, batch.num_label_tokens)
+                return total
+            except (MemoryError, RuntimeError) as error:
+                largest = max(micro_batches, key=lambda m: m.num_padded_tokens)
+                if not is_out_of_memory(error) or halve(largest) is None:
+                    raise
+                refusal = str(error)
+            # Here and not above: the exception held the tensors of the step that failed.
+            self.optimizer.zero_grad(set_to_none=True)
+            if self.plan.device == "cuda":
+                torch.cuda.empty_cache()
+            self._halvings += 1
+            smaller = max(self._cut(batch.micro_batches), key=lambda m: m.num_padded_tokens)
+            self._on_halved(largest.input_ids.shape, smaller.input_ids.shape, refusal)
+
+    def _cut(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
+        cut = list(micro_batches)
+        for _ in range(self._halvings):
+            cut = [part for micro_batch in cut for part in halve(micro_batch) or (micro_batch,)]
+        return cut
 
     def accumulate(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its share of the global batch's mean loss."""

@@ -25,6 +25,7 @@ from upshift.training.batches.of_plan import layout_for, objective_of
 from upshift.training.batches.source import BatchSource, GlobalBatch, evaluation_batches
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
 from upshift.training.evaluate import evaluate
+from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.prepare import autocast, compile_layers, computing, extra_inputs, load_or_build, prepare, set_process
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.step import Stepper
@@ -41,10 +42,8 @@ def main(request_path: str, answer_path: str) -> None:
     start = time.perf_counter()
     try:
         result = join_processes(request.plan, run_trial, request)
-    except (torch.OutOfMemoryError, MemoryError) as error:
-        result = TrialResult(failure=_one_line(error), out_of_memory=True)
     except Exception as error:  # a trial is asked "does this run?"; every kind of no is an answer, with its words
-        result = TrialResult(failure=_one_line(error), out_of_memory=_says_out_of_memory(error))
+        result = TrialResult(failure=_one_line(error), out_of_memory=is_out_of_memory(error))
     result = result.changed(wall_seconds=time.perf_counter() - start)
     Path(answer_path).write_text(result.to_json())
 
@@ -183,11 +182,6 @@ def _limit_memory(plan: Plan) -> None:
     used = resident_bytes()
     limit = int(used + free * MEMORY_SHARE / plan.num_processes)
     resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
-
-
-def _says_out_of_memory(error: Exception) -> bool:
-    """torch has no type for the CPU allocator's refusal; its own words are fixed in c10/core/CPUAllocator.cpp."""
-    return isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error)
 
 
 def _one_line(error: BaseException) -> str:

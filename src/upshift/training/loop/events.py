@@ -31,6 +31,17 @@ class StepDone:
 
 
 @dataclass(frozen=True)
+class OutOfMemory:
+    """A step ran out and was done again, to the same gradients, with smaller micro-batches; so are all after it."""
+
+    step: int
+    largest: tuple[int, ...]  # rows and tokens a row of the micro-batch that did not fit
+    smaller: tuple[int, ...]  # of the largest one now
+    resident_bytes: int  # of this process when the step was tried again
+    why: str  # the allocator's words
+
+
+@dataclass(frozen=True)
 class Evaluated:
     step: int
     tokens: int
@@ -51,9 +62,9 @@ class Finished:
     reason: str  # finished, or the early end that was asked for: tokens, seconds
 
 
-Event = Started | StepDone | Evaluated | Saved | Finished
+Event = Started | StepDone | OutOfMemory | Evaluated | Saved | Finished
 OnEvent = Callable[[Event], None]
-_CLASSES = {kind.__name__: kind for kind in (Started, StepDone, Evaluated, Saved, Finished)}
+_CLASSES = {kind.__name__: kind for kind in (Started, StepDone, OutOfMemory, Evaluated, Saved, Finished)}
 
 
 def event_to_json(event: Event) -> str:

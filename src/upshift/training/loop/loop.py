@@ -29,14 +29,14 @@ from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, Saved, Started, StepDone
+from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone
 from upshift.training.loop.meter import StepMeter
 from upshift.training.loop.ranks import gather, highest, on_rank_0, out_of_memory_in_words
 from upshift.training.loop.run import RUN_NAME, Run
 from upshift.training.loop.stop import StopRequest
 from upshift.training.prepare import load_or_build, prepare, set_process
 from upshift.training.processes import rank_environment
-from upshift.training.step import Stepper
+from upshift.training.step import Shape, Stepper
 from upshift.units import gib
 
 REASONS = ("", "tokens", "seconds", "interrupted")  # why to stop before max_steps; the later one wins
@@ -90,7 +90,7 @@ class TrainingLoop:
         source = find_model(str(self.checkpoint) if self.checkpoint else self.job.model_reference)
         from_config = self.job.from_config and self.checkpoint is None
         model = prepare(load_or_build(source, self.plan, from_config=from_config, seed=seed), self.plan)
-        self.stepper = Stepper(model, self.plan, self.arguments)
+        self.stepper = Stepper(model, self.plan, self.arguments, on_halved=self._ran_out)
         self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
         self.losses: list[float] = []
         self.evaluations = list(self.run_file.evaluations)
@@ -167,6 +167,9 @@ class TrainingLoop:
                 resident_bytes=self.meter.resident_now(),
             )
         )
+
+    def _ran_out(self, largest: Shape, smaller: Shape, why: str) -> None:
+        self._tell(OutOfMemory(self.step + 1, largest, smaller, self.meter.resident_now(), " ".join(why.split())[:200]))
 
     def _reason_to_stop(self) -> str:
         """The same on every rank: the clock and the signals of rank 0 decide."""

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
-from contextlib import AbstractContextManager
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -17,12 +18,10 @@ from upshift.benchmarking.meters import (
 )
 from upshift.record import Spread
 from upshift.training.batches.source import GlobalBatch
-from upshift.training.prepare import computing
 from upshift.training.step import StepOutcome, Stepper
 
 NUM_WARMUP = 2  # steps that allocate, compile and tune
 WINDOW_STEPS = 20
-WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
 
 
 class StepMeter:
@@ -60,22 +59,19 @@ class StepMeter:
     def _watched_step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
         """``Stepper.step`` under the allocator's meter; its events are kept in memory, so only a part is watched."""
         self._resident_peak = resident_peak_bytes()
-        total = torch.zeros((), device=self.device)
-        with computing(stepper.model, stepper.plan):
-            with self._watch(stepper) as first:
-                for micro_batch in batch.micro_batches[:WATCHED_MICRO_BATCHES]:
-                    total += stepper.accumulate(micro_batch, batch.num_label_tokens)
-            for micro_batch in batch.micro_batches[WATCHED_MICRO_BATCHES:]:
-                total += stepper.accumulate(micro_batch, batch.num_label_tokens)
-        with self._watch(stepper) as second:
-            outcome = stepper.update(total, batch.num_tokens)
-        self.peak_bytes = max(first.bytes or 0, second.bytes or 0) or None
+        seen: list[AllocatedPeak] = []
+
+        @contextmanager
+        def watch() -> Iterator[None]:
+            with allocated_peak(self.device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
+                seen.append(peak)
+                yield
+
+        outcome = stepper.step(batch, watch=watch)
+        self.peak_bytes = max(peak.bytes or 0 for peak in seen) or None
         if self.device == "cpu":
             reset_resident_peak()  # what watching itself took is not the run's
         return outcome
-
-    def _watch(self, stepper: Stepper) -> AbstractContextManager[AllocatedPeak]:
-        return allocated_peak(self.device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer))
 
     @property
     def recent_tokens_per_second(self) -> float:

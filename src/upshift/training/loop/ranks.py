@@ -13,6 +13,7 @@ import torch.distributed as dist
 from upshift.errors import JobFailed, UpshiftError
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.files import still_loadable
+from upshift.training.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
 
@@ -53,12 +54,10 @@ def on_rank_0(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def out_of_memory_in_words(output: Path) -> Iterator[None]:
-    """torch has no type for the CPU allocator's refusal; its own words are fixed in c10/core/CPUAllocator.cpp."""
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-        if not typed and "DefaultCPUAllocator: can't allocate memory" not in str(error):
+        if not is_out_of_memory(error):
             raise
         raise JobFailed(
             f"out of memory ({' '.join(str(error).split())[:160]}); {still_loadable(output)}; "
