@@ -54,6 +54,7 @@ def command(
     size = f"global batch {global_batch} x {sequence_length} tokens"
     show.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
     show.out.print(show.plans_table(planning, rows=rows))
+    show.out.print(show.time_line(planning.ranking.candidates[0]), highlight=False)
     show.out.print(show.memory_table(planning.numbers(planning.ranking.candidates[0])))
     show.out.print(show.reasons_table(planning))
     rejected = show.rejected_table(planning)

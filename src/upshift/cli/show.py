@@ -14,6 +14,7 @@ from rich.table import Table
 
 from upshift.planning.planner import Planning
 from upshift.planning.prove import Tried
+from upshift.planning.rank import Candidate
 from upshift.record import Numbers
 from upshift.units import GIB, format_count, format_seconds
 
@@ -78,6 +79,13 @@ def plans_table(planning: Planning, *, rows: int) -> Table:
             end_section=label == str(len(shown)),
         )  # fmt: skip
     return table
+
+
+def time_line(candidate: Candidate) -> str:
+    """What the best plan's step is made of, the binding term first."""
+    terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
+    shares = [f"{name} {seconds / candidate.time.total:.0%}" for name, seconds in terms if seconds > 0.005 * candidate.time.total]
+    return f"Its step is bound by {', '.join(shares)}\n"
 
 
 def memory_table(numbers: Numbers) -> Table:
