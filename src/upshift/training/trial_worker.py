@@ -81,6 +81,8 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
     chosen = _spread(batch.micro_batches)
 
     def accumulate(micro_batch: MicroBatch) -> float:
+        if plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
+            stepper.optimizer.zero_grad(set_to_none=True)
         return time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
 
     def update() -> float:
