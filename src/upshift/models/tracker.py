@@ -16,6 +16,8 @@ from upshift.models.block_attention import backward_in_blocks, forward_in_blocks
 
 ATEN = torch.ops.aten
 
+ENGINE_HOLDERS = 4  # of a gradient that only the engine holds, seen from inside a dispatch mode
+
 
 @dataclass(slots=True)
 class Interval:
@@ -74,6 +76,22 @@ def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
         return None
     rows, weight = args[:2]
     return int(2 * passes * rows.shape[0] * weight.shape[-2] * weight.shape[-1])
+
+
+def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
+    """The storage that autograd's engine reuses when it sums two gradients of one tensor, here where it makes a new one.
+
+    It adds in place where an operand and its storage have no other holder, but never while a dispatch mode is active
+    (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the engine without.
+    """
+    if function is not ATEN.add.Tensor or torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
+        return None
+    for operand in args[:2]:
+        if isinstance(operand, torch.Tensor) and operand._use_count() == ENGINE_HOLDERS:  # type: ignore[attr-defined]
+            storage = operand.untyped_storage()
+            if torch._C._storage_Use_Count(storage._cdata) == 2:  # the operand, and the line above
+                return int(storage._cdata)
+    return None
 
 
 def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -142,10 +160,13 @@ class LiveTracker(TorchDispatchMode):
         kwargs = kwargs or {}
         if function in INSIDE:
             return self._run_inside(function, args, kwargs)
+        reused = _summed_in_place(function, args)
         result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
         for leaf in outputs:
             self._add(leaf)
+        if reused is not None:
+            self._remove(reused)
         if self._current is not None:
             self._record(self._current, function, args, kwargs, result, outputs)
         return result
