@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 import torch
 import transformers
 from transformers import PretrainedConfig
 
+from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, read_config
-from upshift.models.source import find_model
+from upshift.models.describe import attention_kernels, declarations
+from upshift.models.source import ModelSource, find_model
 from upshift.models.store import Variant
 from upshift.models.trace import trace_model
 
@@ -34,6 +38,7 @@ MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
             "v_head_dim": 8,
         },
     ),
+    "mistral: windows": ("MistralConfig", "MistralForCausalLM", DECODER | {"sliding_window": 16}),
     "phi3: fused projections": ("Phi3Config", "Phi3ForCausalLM", DECODER | {"pad_token_id": 0}),
     "falcon: parallel blocks": ("FalconConfig", "FalconForCausalLM", SMALL),
     "bloom: alibi": ("BloomConfig", "BloomForCausalLM", {"hidden_size": 32, "n_head": 4, "n_layer": 3, "vocab_size": 96}),
@@ -55,16 +60,44 @@ MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_traced_whole(name, tmp_path):
+def source_of(name: str, folder: Path) -> ModelSource:
     config_class, architecture, arguments = MODELS[name]
     config: PretrainedConfig = getattr(transformers, config_class)(**arguments, architectures=[architecture])
     for token in ("pad_token_id", "bos_token_id", "eos_token_id"):
         value = getattr(config, token, None)
         if isinstance(value, int) and value >= config.get_text_config().vocab_size:
             setattr(config, token, 0)
-    config.save_pretrained(tmp_path)
-    source = find_model(str(tmp_path))
+    config.save_pretrained(folder)
+    return find_model(str(folder))
+
+
+@pytest.mark.parametrize("packed", [False, True], ids=["one sequence a row", "packed"])
+@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][1].endswith("ForCausalLM")])
+def test_block_attention_gives_the_loss_of_sdpa(name, packed, tmp_path):
+    source = source_of(name, tmp_path)
+    config = read_config(source)
+    torch.manual_seed(0)
+    model = build_model(config, choose_class(config, "")[0], dtype=torch.float32).eval()
+    if "block" not in attention_kernels(model) or (packed and not declarations(model).position_ids):
+        pytest.skip(f"{type(model).__name__} takes no {'positions' if packed else 'sdpa'}")
+    ids = torch.randint(1, 96, (2, 48))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    if packed:
+        inputs["position_ids"] = torch.cat([torch.arange(20), torch.arange(28)]).expand(2, -1)
+    losses = []
+    for kernel in ("sdpa", "block"):
+        set_attention(model, kernel)
+        model.zero_grad()
+        loss = model(**inputs).loss
+        loss.backward()
+        gradient = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
+        losses.append((loss.item(), gradient.norm().item()))
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_traced_whole(name, tmp_path):
+    source = source_of(name, tmp_path)
     variants = (Variant("fp32", "sdpa", False), Variant("bf16", "eager", False))
     profile = trace_model(source, key="", versions={}, sequence_length=LENGTH, variants=variants)
     read = read_config(source)
