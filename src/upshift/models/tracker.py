@@ -81,17 +81,17 @@ def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
 def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
     """The storage that autograd's engine reuses when it sums two gradients of one tensor, here where it makes a new one.
 
-    It adds in place where an operand and its storage have no other holder, but never while a dispatch mode is active
+    It adds onto the earlier one where that and its storage have no other holder, but never while a dispatch mode is active
     (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the engine without.
     """
     if function is not ATEN.add.Tensor or torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
         return None
-    for operand in args[:2]:
-        if isinstance(operand, torch.Tensor) and operand._use_count() == ENGINE_HOLDERS:  # type: ignore[attr-defined]
-            storage = operand.untyped_storage()
-            if torch._C._storage_Use_Count(storage._cdata) == 2:  # the operand, and the line above
-                return int(storage._cdata)
-    return None
+    earlier = args[0]
+    if not earlier.is_contiguous() or earlier._use_count() != ENGINE_HOLDERS:
+        return None
+    storage = earlier.untyped_storage()
+    alone = torch._C._storage_Use_Count(storage._cdata) == 2  # held by the gradient, and by the line above
+    return int(storage._cdata) if alone else None
 
 
 def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
