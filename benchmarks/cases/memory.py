@@ -133,9 +133,14 @@ def label(row: Record) -> str:
 HEADER = ("setting", "allocated MiB", "predicted", "error", "resident MiB", "predicted", "error", "step ms / predicted")
 
 
+def metered(rows: list[Record]) -> list[Record]:
+    """Not those whose micro-batch was too slow for the meter: the machine was busy, and the trial was cut short."""
+    return [row for row in rows if row.measured and row.predicted and row.measured.peak_gib]
+
+
 def table(rows: list[Record], *, markdown: bool) -> str:
     """The worst prediction of allocated memory first."""
-    good = [row for row in rows if row.measured and row.predicted]
+    good = metered(rows)
     good.sort(key=lambda row: -abs(row.prediction_error("peak_gib") or 0.0))
     return format_table(HEADER, [_cells(row) for row in good], markdown=markdown)
 
@@ -145,8 +150,7 @@ def _cells(row: Record) -> list[str]:
     measured, predicted = row.measured, row.predicted
     cells = [f"{row.name.split('/')[1]} · {label(row)}"]
     for field, digits in (("peak_gib", 2), ("resident_gib", 1)):
-        values = [getattr(numbers, field) for numbers in (measured, predicted)]
-        cells += ["not metered" if value is None else f"{1024 * value:.1f}" for value in values]
+        cells += [f"{1024 * getattr(numbers, field):.1f}" for numbers in (measured, predicted)]
         cells.append(percent(row.prediction_error(field), digits=digits))
     return [*cells, f"{time_factor(row):.2f}"]
 
@@ -157,7 +161,7 @@ def time_factor(row: Record) -> float:
 
 
 def summary(rows: list[Record]) -> dict[str, object]:
-    good = [row for row in rows if row.measured]
+    good = metered(rows)
     worst = {}
     for name, field in (("allocated", "peak_gib"), ("resident", "resident_gib")):
         errors = sorted(abs(row.prediction_error(field) or 0.0) for row in good)
@@ -177,7 +181,7 @@ def summary(rows: list[Record]) -> dict[str, object]:
 def by_model(rows: list[Record], *, markdown: bool) -> str:
     cells = []
     for name in dict.fromkeys(row.name.split("/")[1] for row in rows):
-        good = [row for row in rows if row.name.split("/")[1] == name and row.measured]
+        good = [row for row in metered(rows) if row.name.split("/")[1] == name]
         if not good:
             continue
         errors = {f: [abs(row.prediction_error(f) or 0.0) for row in good] for f in ("peak_gib", "resident_gib")}
@@ -195,7 +199,7 @@ The rows are in [benchmarks/results/memory.jsonl](../benchmarks/results/memory.j
 predicts beside what they measured.
 
 `upshift plan` predicts from a trace of the model on fake tensors, before anything ran. Here each of {rows} plans was predicted,
-then run as a trial in a process of its own. Allocated: the highest sum of live tensors in an optimizer step. Resident: the
+then run as a trial in a process of its own ({unmetered} of them too slow for the memory meter, and left out). Allocated: the highest sum of live tensors in an optimizer step. Resident: the
 highest memory of the process. Every model has random weights; sequences are full-length.
 
 {summary}
@@ -216,7 +220,8 @@ def page(rows: list[Record]) -> str:
     factors: dict[str, float] = totals["step_measured_over_predicted"]  # type: ignore[assignment]
     return PAGE.format(
         command=COMMAND, host=env.host, processor=env.processor, cores=env.num_cores, torch=env.versions.get("torch"),
-        transformers=env.versions.get("transformers"), time=env.time, rows=len(rows), summary=by_model(rows, markdown=True),
+        transformers=env.versions.get("transformers"), time=env.time, rows=len(rows),
+        unmetered=len(rows) - len(metered(rows)), summary=by_model(rows, markdown=True),
         low=factors["lowest"], high=factors["highest"], median=factors["median"], table=table(rows, markdown=True),
     )  # fmt: skip
 
