@@ -94,7 +94,9 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         if plan.torch_compile != "off":
             factor, compile_seconds = _compile(stepper, chosen[0], batch.num_label_tokens)
             compile_seconds += sum(accumulate(m) for m in {m.input_ids.shape: m for m in chosen[1:]}.values())
-        micro, padded = _time_micro_batches(chosen, accumulate, seconds=request.seconds)
+        # From the second micro-batch on the gradients exist: a plan that accumulates is not known by one.
+        at_least = min(2, len(chosen), plan.gradient_accumulation_steps)
+        micro, padded = _time_micro_batches(chosen, accumulate, at_least=at_least, seconds=request.seconds)
         update_seconds = update()
         resident = resident_peak_bytes()
         peak_bytes = None
@@ -143,13 +145,13 @@ def _give_birth(stepper: Stepper, update: Callable[[], float]) -> float:
 
 
 def _time_micro_batches(
-    chosen: list[MicroBatch], accumulate: Callable[[MicroBatch], float], *, seconds: float
+    chosen: list[MicroBatch], accumulate: Callable[[MicroBatch], float], *, at_least: int, seconds: float
 ) -> tuple[list[float], int]:
     """Seconds of each timed micro-batch, and the tokens, padding included, that they held."""
     samples: list[float] = []
     padded = 0
     while len(samples) < MAX_SAMPLES:
-        if samples and samples[0] > EXPENSIVE * seconds:
+        if len(samples) >= at_least and samples[0] > EXPENSIVE * seconds:
             break
         if len(samples) >= MIN_SAMPLES and sum(samples) >= seconds * (1 if len(samples) >= len(chosen) else 2):
             break

@@ -41,14 +41,16 @@ class Placed:
     segment: Segment
     count: int
     parameters: int  # of one of them
-    is_loss: bool
+    is_loss: bool = False
+    is_recomputed: bool = False
 
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by phase, of one process."""
+    """Bytes by phase, of one process. ``recomputed``: what the backward pass of one recomputed layer makes and drops."""
 
     phases: dict[str, Peak]
+    recomputed: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -68,7 +70,7 @@ def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
     for name, peak in memory.phases.items():
         parts = {part: size * (1.0 if part in LASTING_PARTS else factor) for part, size in peak.parts.items()}
         phases[name] = Peak(total=sum(parts.values()), parts=parts)
-    return StepMemory(phases=phases)
+    return StepMemory(phases=phases, recomputed=memory.recomputed * factor)
 
 
 def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
@@ -90,17 +92,17 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[
     last = len(profile.stacks)
     for number, stack in enumerate(profile.stacks):
         gap = trace.gaps_recomputed[number] if recompute else trace.gaps[number]
-        placed.append(Placed(gap, 1, outside - head if number == 0 else 0, False))
+        placed.append(Placed(gap, 1, outside - head if number == 0 else 0))
         traced = trace.stacks[number]
         for index, count in _runs(stack.assignment, to_recompute):
             recompute = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
             segment = traced.recomputed[index] if recompute else traced.plain[index]
-            placed.append(Placed(segment, count, stack.layer_parameters[index], False))
+            placed.append(Placed(segment, count, stack.layer_parameters[index], is_recomputed=recompute))
     gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
         gap = trace.chunked_gap
-    placed.append(Placed(gap, 1, head if last else outside, True))
+    placed.append(Placed(gap, 1, head if last else outside, is_loss=True))
     return placed
 
 
@@ -133,7 +135,8 @@ def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape
     live = _walk_forward(phases["forward"], resident, placed, gradients if accumulating else 0.0, batch, sequence)
     _walk_backward(phases["backward"], resident, placed, live, gradients, accumulating, batch, sequence)
     phases["optimizer"].offer({**resident, "gradients": gradients, "workspace": optimizer_workspace_bytes(profile, plan)})
-    return StepMemory(phases=phases)
+    rises = [highest(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
+    return StepMemory(phases=phases, recomputed=max(rises, default=0.0))
 
 
 def _walk_forward(
