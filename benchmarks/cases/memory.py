@@ -199,8 +199,9 @@ The rows are in [benchmarks/results/memory.jsonl](../benchmarks/results/memory.j
 predicts beside what they measured.
 
 `upshift plan` predicts from a trace of the model on fake tensors, before anything ran. Here each of {rows} plans was predicted,
-then run as a trial in a process of its own ({unmetered} of them too slow for the memory meter, and left out). Allocated: the highest sum of live tensors in an optimizer step. Resident: the
-highest memory of the process. Every model has random weights; sequences are full-length.
+then run as a trial in a process of its own ({unmetered} of them too slow for the memory meter, and left out). Allocated: the
+highest sum of live tensors in an optimizer step. Resident: the highest memory of the process. Every
+model has random weights; sequences are full-length.
 
 {summary}
 
