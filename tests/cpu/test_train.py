@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -300,6 +300,15 @@ def test_ctrl_c_in_a_child_process(home: Path, prepared: Callable[[str], Trainin
     assert len(curve(resumed)) == steps - 1 and curve(resumed) == curve(straight)
 
 
+@pytest.fixture
+def python_handles_ctrl_c() -> Iterator[None]:
+    """A shell's background jobs inherit that SIGINT is ignored; then there would be nothing to end at once by."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("python_handles_ctrl_c")
 def test_second_signal_ends_at_once(home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
     def twice(event: Event) -> None:
         Stop(2)(event)

@@ -129,5 +129,5 @@ def generate(directory: Path) -> str:
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory).train(False)
     inputs = tokenizer(PROMPT, return_tensors="pt")
-    tokens = model.generate(**inputs, max_new_tokens=64, do_sample=False, repetition_penalty=1.2)
+    tokens = model.generate(**inputs, min_new_tokens=48, max_new_tokens=64, do_sample=False, repetition_penalty=1.2)
     return str(tokenizer.decode(tokens[0], skip_special_tokens=True))
