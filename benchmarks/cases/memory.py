@@ -35,6 +35,7 @@ FIXED = {
     "attention": "sdpa", "torch_compile": "off", "optim": "adamw_torch_fused", "loss_chunk_tokens": 0,
     "num_processes": 1, "host_memory": "system",
 }  # fmt: skip
+CONFIGS: dict[str, PretrainedConfig] = {"tiny": TINY, **SHAPES}
 ALLOCATED_GOAL, RESIDENT_GOAL = 0.02, 0.10
 TRIAL_SECONDS, LIMIT_SECONDS = 2.0, 300.0  # a micro-batch of twice that is not put under the meter
 
@@ -95,12 +96,11 @@ def measure(case: Case, server: TrialServer, setting: Setting, source: ModelSour
 def predict_again(case: Case, rows: list[Record]) -> list[Record]:
     """The newest recorded rows with what this version predicts for them; nothing is measured, and no row is written."""
     newest = rows[-len(settings(quick=case.quick)) :]
-    configs: dict[str, PretrainedConfig] = {"tiny": TINY, **SHAPES}
     again = []
     with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder:
         for row in newest:
             name, plan = row.name.split("/")[1], row.plan
-            source = find_model(write_config(configs[name], Path(folder) / name))
+            source = find_model(write_config(CONFIGS[name], Path(folder) / name))
             setting = Setting(
                 name, plan["sequence_length"], plan["per_device_train_batch_size"], plan["gradient_accumulation_steps"],
                 plan["precision"], plan["activation_checkpointing"] > 0,
@@ -112,11 +112,10 @@ def predict_again(case: Case, rows: list[Record]) -> list[Record]:
 
 def run(case: Case) -> list[Record]:
     chosen = settings(quick=case.quick)
-    configs: dict[str, PretrainedConfig] = {"tiny": TINY, **SHAPES}
     rows = []
     with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder, trial_server() as server:
         for number, setting in enumerate(chosen, start=1):
-            reference = write_config(configs[setting.model], Path(folder) / setting.model)
+            reference = write_config(CONFIGS[setting.model], Path(folder) / setting.model)
             row = measure(case, server, setting, find_model(reference))
             rows.append(row)
             said = row.failure or percent(row.prediction_error("peak_gib"), digits=2)

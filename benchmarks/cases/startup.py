@@ -13,7 +13,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,6 +21,7 @@ from shapes import SHAPES, TINY, write_config
 
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.harness import format_table, interleave
+from upshift.benchmarking.timer import time_once
 from upshift.hardware import detect
 from upshift.record import Numbers, Spread
 
@@ -42,9 +42,7 @@ def commands(model: str) -> dict[str, list[str]]:
 
 
 def milliseconds(command: list[str]) -> float:
-    start = time.perf_counter()
-    subprocess.run(command, check=True, capture_output=True)
-    return 1000 * (time.perf_counter() - start)
+    return 1000 * time_once(lambda: subprocess.run(command, check=True, capture_output=True))
 
 
 def run(case: Case, model: str, *, rounds: int) -> dict[str, Any]:

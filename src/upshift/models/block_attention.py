@@ -21,8 +21,9 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from upshift.models.profile import BLOCK_QUERIES
+
 NAME = "block"
-BLOCK_QUERIES = 128
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
@@ -215,31 +216,10 @@ def _columns(tensor: torch.Tensor, block: Block) -> torch.Tensor:
     return tensor[block.rows].flatten(0, 1)[:, :, block.keys]
 
 
-@torch.library.custom_op("upshift::block_attention", mutates_args=(), device_types="cpu")
-def block_attention(
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    causal: bool,
-    scale: float,
-    keep: bool,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    return forward_in_blocks(query, key, value, mask, causal, scale, keep)
-
-
-@torch.library.custom_op("upshift::block_attention_backward", mutates_args=(), device_types="cpu")
-def block_attention_backward(
-    grad: torch.Tensor,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    mask: torch.Tensor | None,
-    kept: torch.Tensor,
-    causal: bool,
-    scale: float,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    return backward_in_blocks(grad, query, key, value, mask, kept, causal, scale)
+block_attention = torch.library.custom_op("upshift::block_attention", forward_in_blocks, mutates_args=(), device_types="cpu")
+block_attention_backward = torch.library.custom_op(
+    "upshift::block_attention_backward", backward_in_blocks, mutates_args=(), device_types="cpu"
+)
 
 
 @block_attention.register_fake

@@ -22,6 +22,12 @@ TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
 
 # What the chunked loss was traced with, and what plans use; another size moves the peak by chunk x vocabulary only.
 LOSS_CHUNK_TOKENS = 512
+BLOCK_QUERIES = 128  # of block attention: measured in docs/log.md
+
+
+def num_sides(objective: str) -> int:
+    """An encoder and a decoder each take ``sequence_length`` tokens of a sequence twice as long."""
+    return 2 if objective == "seq2seq-lm" else 1
 
 
 class Polynomial(NamedTuple):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from functools import cached_property, partial
+from functools import cached_property
 
 from pydantic import model_validator
 
@@ -58,15 +58,18 @@ class LengthHistogram(Value):
         """Computed over real tokens when each micro-batch is one row of up to micro_batch x sequence_length."""
 
         def computed(batch: list[int]) -> int:
-            rows = spread_rows(batch, capacity=micro_batch * self.sequence_length, multiple=processes)
-            return sum(round_up(sum(batch[index] for index in row), pad_multiple) for row in rows)
+            return sum(round_up(fill, pad_multiple) for fill in self._flat_rows(batch, micro_batch, processes))
 
         return self._over_sample(("flat", micro_batch, pad_multiple, processes), global_batch, computed, sum)
 
     def longest_flat_row(self, micro_batch: int, *, global_batch: int = 64, processes: int = 1) -> int:
         """Of the sample's rows of up to micro_batch x sequence_length tokens."""
-        rows = partial(spread_rows, capacity=micro_batch * self.sequence_length, multiple=processes)
-        return max(sum(batch[index] for index in row) for batch in self._sample(global_batch) for row in rows(batch))
+        return max(fill for batch in self._sample(global_batch) for fill in self._flat_rows(batch, micro_batch, processes))
+
+    def _flat_rows(self, batch: list[int], micro_batch: int, processes: int) -> list[int]:
+        """Tokens of each flattened row of a global batch."""
+        rows = spread_rows(batch, capacity=micro_batch * self.sequence_length, multiple=processes)
+        return [sum(batch[index] for index in row) for row in rows]
 
     def visible_share(self, block: int) -> float:
         """Keys that a query sees, over sequence_length, where causal attention works in blocks of so many queries."""

@@ -9,9 +9,8 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from upshift.planning.plan import Plan
-from upshift.training.batches.fill import to_tensors
 from upshift.training.batches.source import GlobalBatch
-from upshift.training.prepare import autocast, computing, extra_inputs
+from upshift.training.prepare import computing, extra_inputs, loss_of
 
 
 def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
@@ -23,9 +22,7 @@ def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch])
         with torch.no_grad(), computing(model, plan):
             for micro_batch in (m for batch in batches for m in batch.micro_batches):
                 if micro_batch.num_label_tokens:
-                    with autocast(plan):
-                        loss = model(**to_tensors(micro_batch, plan.device), **extra).loss
-                    total += float(loss) * micro_batch.num_label_tokens
+                    total += float(loss_of(model, plan, micro_batch, extra)) * micro_batch.num_label_tokens
                     num_labels += micro_batch.num_label_tokens
     finally:
         model.train()

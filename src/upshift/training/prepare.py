@@ -18,6 +18,7 @@ from upshift.models.chunked_loss import chunked_head
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, check_weights
 from upshift.planning.plan import Plan
+from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.host_memory import keep_freed_memory
 
 
@@ -81,3 +82,11 @@ def autocast(plan: Plan) -> torch.autocast:
 def extra_inputs(model: PreTrainedModel) -> dict[str, bool]:
     """A key-value cache in training costs memory and makes transformers ignore packed position ids."""
     return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+
+def loss_of(model: PreTrainedModel, plan: Plan, micro_batch: MicroBatch, extra: dict[str, bool]) -> torch.Tensor:
+    """Mean loss of a micro-batch's labels. ``extra``: of ``extra_inputs``, asked once."""
+    inputs = to_tensors(micro_batch, plan.device)
+    with autocast(plan):
+        loss: torch.Tensor = model(**inputs, **extra).loss
+    return loss

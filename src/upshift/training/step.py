@@ -15,11 +15,11 @@ from transformers import PreTrainedModel
 from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
-from upshift.training.batches.fill import MicroBatch, to_tensors
+from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.optimizers import build_optimizer, build_schedule
 from upshift.training.out_of_memory import halve, is_out_of_memory
-from upshift.training.prepare import autocast, computing, extra_inputs
+from upshift.training.prepare import computing, extra_inputs, loss_of
 
 WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
 Shape = tuple[int, ...]
@@ -95,9 +95,7 @@ class Stepper:
         """Forward and backward of one micro-batch; returns its share of the global batch's mean loss."""
         if micro_batch.num_label_tokens == 0:
             return torch.zeros((), device=self.plan.device)
-        inputs = to_tensors(micro_batch, self.plan.device)
-        with autocast(self.plan):
-            loss = self.model(**inputs, **self._extra).loss
+        loss = loss_of(self.model, self.plan, micro_batch, self._extra)
         share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
         self.scaler.scale(share).backward()
         return share.detach()

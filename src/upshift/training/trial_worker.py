@@ -14,19 +14,20 @@ import torch
 
 from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes, tensor_bytes
 from upshift.benchmarking.timer import time_once
+from upshift.models.profile import num_sides
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.planning.trial import TrialRequest, TrialResult
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
-from upshift.training.batches.fill import MicroBatch, to_tensors
+from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.objective import Objective
 from upshift.training.batches.of_plan import layout_for, objective_of
 from upshift.training.batches.source import BatchSource, GlobalBatch, evaluation_batches
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
 from upshift.training.evaluate import evaluate
 from upshift.training.out_of_memory import is_out_of_memory
-from upshift.training.prepare import autocast, compile_layers, computing, extra_inputs, load_or_build, prepare, set_process
+from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.step import Stepper
 
@@ -125,14 +126,12 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
 def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> tuple[float, float]:
     """(compiled over eager loss of one micro-batch, or 1 where they agree as far as dropout lets them; seconds)."""
     with torch.no_grad():
-        inputs = to_tensors(micro_batch, stepper.plan.device)
-        with autocast(stepper.plan):
-            eager = stepper.model(**inputs, **extra_inputs(stepper.model)).loss
+        eager = float(loss_of(stepper.model, stepper.plan, micro_batch, extra_inputs(stepper.model)))
     start = time.perf_counter()
     compile_layers(stepper.model, stepper.plan)
     share = float(stepper.accumulate(micro_batch, num_label_tokens))
     stepper.optimizer.zero_grad(set_to_none=True)
-    ratio = share * num_label_tokens / micro_batch.num_label_tokens / float(eager)
+    ratio = share * num_label_tokens / micro_batch.num_label_tokens / eager
     return (1.0 if abs(ratio - 1.0) < COMPILED_TOLERANCE else ratio), time.perf_counter() - start
 
 
@@ -170,7 +169,7 @@ def _spread(micro_batches: tuple[MicroBatch, ...] | list[MicroBatch]) -> list[Mi
 
 
 def _sequences(request: TrialRequest, objective: Objective) -> Sequences:
-    length = request.plan.sequence_length * objective.num_sides
+    length = request.plan.sequence_length * num_sides(objective.kind)
     if request.sample is not None:
         with np.load(request.sample) as arrays:
             return cut_sequences(TokenizedCorpus(tokens=arrays["tokens"], offsets=arrays["offsets"]), length)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from upshift.hardware import gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Host
 from upshift.hardware.spec import Precision as MatrixPrecision
-from upshift.models.profile import ModelProfile, StepTrace
+from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, num_sides
 from upshift.planning.cost.memory import place_segments
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
@@ -23,7 +23,6 @@ MATRIX_PRECISION: dict[str, MatrixPrecision] = {
 # Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
 # share of the fp32 matrix rate, in fp32 and bf16 alike.
 CPU_ATTENTION_SHARE = 0.4
-BLOCK_QUERIES = 128  # models/block_attention.py, which needs torch
 BLOCK_ATTENTION_SHARE = 0.9  # as above, of the products that it computes, softmax included
 GPU_ATTENTION_SHARE = 0.6  # of the matrix rate; FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
@@ -175,7 +174,6 @@ def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
 
 
 def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:
-    """Real tokens of a global batch; an encoder and a decoder each take ``sequence_length`` of a sequence."""
-    sides = 2 if profile.objective == "seq2seq-lm" else 1
-    mean = workload.lengths.mean if workload.lengths else workload.sequence_length * sides
+    """Real tokens of a global batch."""
+    mean = workload.lengths.mean if workload.lengths else workload.sequence_length * num_sides(profile.objective)
     return workload.global_batch * mean

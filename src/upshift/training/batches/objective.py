@@ -39,11 +39,6 @@ class Objective(Value):
             )
         return self
 
-    @property
-    def num_sides(self) -> int:
-        """An encoder and a decoder each take ``sequence_length`` tokens of a sequence twice as long."""
-        return 2 if self.kind == "seq2seq-lm" else 1
-
     def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
         """Labels that count: the divisor that makes a global batch's loss independent of its layout."""
         lengths = sequences.lengths[sequence_ids]

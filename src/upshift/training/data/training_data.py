@@ -13,6 +13,7 @@ import torch
 from upshift.errors import RequestError
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.describe import max_positions
+from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource
 from upshift.planning.lengths import LengthHistogram
 from upshift.training.batches.objective import Objective, objective_for
@@ -55,7 +56,7 @@ def prepare_data(
     tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
     objective = _objective(source, tokenizer)
     check_sequence_length(sequence_length, _max_positions(source))
-    length = sequence_length * objective.num_sides
+    length = sequence_length * num_sides(objective.kind)
     training, evaluation = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
     for tokenized in (training, evaluation):
         if tokenized is not None:

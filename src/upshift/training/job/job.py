@@ -11,6 +11,7 @@ from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
+from upshift.models.profile import num_sides
 from upshift.models.source import check_weights, find_model
 from upshift.record import Record
 from upshift.settings import read_settings
@@ -74,7 +75,7 @@ def _check(job: Job, data: TrainingData) -> None:
     schedule = job.arguments.lr_scheduler_type
     if schedule not in SCHEDULES:
         raise RequestError(f"lr_scheduler_type={schedule!r} is not one of {', '.join(SCHEDULES)}")
-    planned, prepared = job.plan.sequence_length, data.training.sequence_length // data.objective.num_sides
+    planned, prepared = job.plan.sequence_length, data.training.sequence_length // num_sides(data.objective.kind)
     if planned != prepared:
         raise RequestError(f"the plan's sequence_length={planned} is not the data's {prepared}; use the same for both")
     if len(data.training) < job.global_batch:
