@@ -57,6 +57,15 @@ def test_memory(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytes
     assert "benchmarks/cases/memory.py --write" in page.read_text() and page.read_text().count("| tiny ") == 5
 
 
+def test_attention(
+    case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = case("attention")
+    monkeypatch.setattr(module, "keep_freed_memory", lambda: None)  # it would hold for every test after this one
+    assert len(run(module, tmp_path, capsys, "--rounds", "3")["sdpa_over_block"]) == 2
+    assert len(check_rows(tmp_path / "attention.jsonl")) == 4
+
+
 def test_startup(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = run(case("startup"), tmp_path, capsys, "--rounds", "1")
     assert len(check_rows(tmp_path / "startup.jsonl")) == 5
