@@ -83,7 +83,7 @@ class Stepper:
                 torch.cuda.empty_cache()
             self._halvings += 1
             smaller = max(self._cut(batch.micro_batches), key=lambda m: m.num_padded_tokens)
-            self._on_halved(largest.input_ids.shape, smaller.input_ids.shape, refusal)
+            self._on_halved(largest.shape, smaller.shape, refusal)
 
     def _cut(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
         cut = list(micro_batches)
