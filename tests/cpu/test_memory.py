@@ -2,24 +2,31 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, get_peft_model
 from transformers import (
     BertConfig,
+    BertForSequenceClassification,
     GPT2Config,
     LlamaConfig,
+    LlamaForCausalLM,
     MistralConfig,
     MixtralConfig,
     PretrainedConfig,
     Qwen2Config,
     T5Config,
+    T5ForConditionalGeneration,
     ViTConfig,
 )
 
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
 from upshift.hardware import detect
+from upshift.models import live
+from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, read_config, sample_inputs
 from upshift.models.profile import ModelProfile
@@ -61,11 +68,11 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int,
     model_class, objective = choose_class(config, source.reference)
     torch.manual_seed(0)
     dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
-    model = build_model(config, model_class, dtype=dtype)
-    set_attention(model, plan.attention)
+    model = complete_model(build_model(config, model_class, dtype=dtype), source)
+    set_attention(base_of(model), plan.attention)
     recompute_layers(model, plan.activation_checkpointing)
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    inputs = sample_inputs(model, objective, batch=batch, sequence=sequence, masked=False)
+    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], fused=True)
+    inputs = sample_inputs(base_of(model), objective, batch=batch, sequence=sequence, masked=False)
 
     def step() -> None:
         for _ in range(plan.gradient_accumulation_steps):
@@ -89,9 +96,33 @@ def plan_for(profile: ModelProfile, precision: str, recomputed: int, *, batch: i
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", CONFIGS)
+def without_first_layers(model: torch.nn.Module) -> torch.nn.Module:
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[:2].requires_grad_(False)
+    return model
+
+
+BERT_CLASSIFIER = BertConfig(**SMALL, intermediate_size=200, num_hidden_layers=5)
+# Models of which a part is trained, as a user holds them.
+PARTLY_TRAINED: dict[str, Callable[[], torch.nn.Module]] = {
+    "llama, lora": lambda: get_peft_model(
+        LlamaForCausalLM(CONFIGS["llama"]), LoraConfig(task_type="CAUSAL_LM", r=8, lora_dropout=0.1, target_modules="all-linear")
+    ),
+    "llama, dora of two layers": lambda: get_peft_model(
+        LlamaForCausalLM(CONFIGS["llama"]), LoraConfig(use_dora=True, layers_to_transform=[2, 3])
+    ),
+    "llama, ia3": lambda: get_peft_model(LlamaForCausalLM(CONFIGS["llama"]), IA3Config(task_type="CAUSAL_LM")),
+    "bert classifier, lora": lambda: get_peft_model(
+        BertForSequenceClassification(BERT_CLASSIFIER), LoraConfig(task_type="SEQ_CLS", r=8)
+    ),
+    "bert classifier, frozen": lambda: without_first_layers(BertForSequenceClassification(BERT_CLASSIFIER)),
+    "t5, lora": lambda: get_peft_model(T5ForConditionalGeneration(CONFIGS["t5"]), LoraConfig(task_type="SEQ_2_SEQ_LM")),
+}
+
+
+@pytest.mark.parametrize("name", [*CONFIGS, *PARTLY_TRAINED])
 def test_predicted_peak_is_within_two_percent(name, tmp_path):
-    source = source_of(CONFIGS[name], tmp_path)
+    source = source_of(CONFIGS[name], tmp_path) if name in CONFIGS else live.source_of(PARTLY_TRAINED[name]())
     variants = (Variant("fp32", "sdpa", False), Variant("bf16", "sdpa", False))
     profile = profile_model(source, sequence_length=SEQUENCE, variants=variants)
     errors = {}

@@ -37,11 +37,13 @@ SIDEWAYS = {  # the only imports within one floor
 
 HEAVY = ("torch", "transformers")
 HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
+    "upshift.models.adapter",
     "upshift.models.block_attention",
     "upshift.models.build",
     "upshift.models.chunked_loss",
     "upshift.models.describe",
     "upshift.models.fit",
+    "upshift.models.live",
     "upshift.models.measure",
     "upshift.models.recompute",
     "upshift.models.trace",

@@ -23,6 +23,7 @@ OBJECTIVES: tuple[tuple[Objective, str], ...] = (
     ("image-classification", "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES"),
     ("sequence-classification", "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES"),
     ("token-classification", "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES"),
+    ("question-answering", "MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES"),
 )
 
 
@@ -72,7 +73,7 @@ class LayerStack:
     path: str
     kept: tuple[int, ...]
     assignment: tuple[int, ...]
-    layer_parameters: tuple[int, ...]
+    layer_trainable: tuple[int, ...]
 
 
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
@@ -93,7 +94,7 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
     """Keep of every stack the first layer, one inner layer of each kind, and the last; drop the rest from ``model``."""
     stacks = []
     for path, layers in find_stacks(model):
-        kinds = [_kind(layer) for layer in layers]
+        kinds = _kinds(layers)
         last = len(layers) - 1
         inner = {kind: kinds.index(kind, 1) for kind in dict.fromkeys(kinds[1:last])}
         kept = tuple(sorted({0, last, *inner.values()}))
@@ -103,11 +104,22 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
                 path=path,
                 kept=kept,
                 assignment=tuple(kept.index(index) for index in stands_for),
-                layer_parameters=tuple(sum(p.numel() for p in layers[index].parameters()) for index in kept),
+                layer_trainable=tuple(_num_trainable(layers[index]) for index in kept),
             )
         )
         _keep_layers(model, path, layers, kept)
     return stacks
+
+
+def _kinds(layers: nn.ModuleList) -> list[str]:
+    """Below the first layer that trains there is no backward pass, and that one has no gradient to hand on."""
+    trains = [_num_trainable(layer) > 0 for layer in layers]
+    first = trains.index(True) if any(trains) else len(trains)
+    return [f"{'below' if n < first else 'first' if n == first else 'above'} {_kind(layer)}" for n, layer in enumerate(layers)]
+
+
+def _num_trainable(layer: nn.Module) -> int:
+    return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
 
 
 def _kind(layer: nn.Module) -> str:
@@ -120,7 +132,7 @@ def _kind(layer: nn.Module) -> str:
             for key, value in vars(module).items()
             if isinstance(value, plain) and not key.startswith("_") and key not in ("layer_idx", "layer_id", "layer_number")
         }
-        shapes = [tuple(parameter.shape) for parameter in module.parameters(recurse=False)]
+        shapes = [(tuple(parameter.shape), parameter.requires_grad) for parameter in module.parameters(recurse=False)]
         described.append(f"{name} {type(module).__name__} {shapes} {sorted(attributes.items())}")
     return "\n".join(described)
 
@@ -143,19 +155,31 @@ def _keep_layers(model: nn.Module, path: str, layers: nn.ModuleList, kept: tuple
 
 
 def sample_inputs(model: PreTrainedModel, objective: Objective, *, batch: int, sequence: int, masked: bool) -> dict[str, Any]:
-    """Inputs with labels for one training step, of the shapes a real batch has."""
-    config = model.config.get_text_config() if objective != "image-classification" else model.config
+    """Inputs with labels for one training step, of the shapes and dtypes a real batch has."""
+    config = model.config
     if objective == "image-classification":
         size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size, config.image_size)
         pixels = torch.zeros((batch, config.num_channels, *size), dtype=model.dtype)
-        return {"pixel_values": pixels, "labels": torch.zeros(batch, dtype=torch.long)}
+        return {"pixel_values": pixels, "labels": _class_labels(config, batch)}
     ids = torch.zeros((batch, sequence), dtype=torch.long)
-    inputs: dict[str, Any] = {"input_ids": ids, "labels": torch.zeros_like(ids)}
+    inputs: dict[str, Any] = {"input_ids": ids}
     if objective == "sequence-classification":
-        inputs["labels"] = torch.zeros(batch, dtype=torch.long)
+        inputs["labels"] = _class_labels(config, batch)
+    elif objective == "question-answering":
+        inputs |= {name: torch.zeros(batch, dtype=torch.long) for name in ("start_positions", "end_positions")}
+    else:
+        inputs["labels"] = torch.zeros_like(ids)
     if masked:
         inputs["attention_mask"] = torch.ones((batch, sequence), dtype=torch.long)
     return inputs
+
+
+def _class_labels(config: PretrainedConfig, batch: int) -> torch.Tensor:
+    """One class for each row, or what the config's problem_type (None: the number of labels) asks for."""
+    num_labels, problem = config.num_labels, config.problem_type
+    if problem == "multi_label_classification" or (problem == "regression" and num_labels > 1):
+        return torch.zeros(batch, num_labels)
+    return torch.zeros(batch, dtype=torch.float32 if problem == "regression" or num_labels == 1 else torch.long)
 
 
 def _one_line(error: BaseException) -> str:

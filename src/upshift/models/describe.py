@@ -9,6 +9,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.source import ModelSource
@@ -27,15 +28,19 @@ def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
     )
 
 
-def count_parameters(model: PreTrainedModel, stack_paths: tuple[str, ...]) -> Parameters:
-    """By part, of the whole model (which may be on the meta device); tied parameters once."""
+def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_fp32: int) -> Parameters:
+    """By part, of the whole model (which may be on the meta device); tied parameters once.
+
+    ``always_fp32``: trainable parameters that are fp32 where the others are bf16.
+    """
     named = dict(model.named_parameters())
-    embedding = model.get_input_embeddings() if hasattr(model, "get_input_embeddings") else None
-    head = model.get_output_embeddings() if hasattr(model, "get_output_embeddings") else None
+    base = base_of(model)
+    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
     embedding_ids = {id(p) for p in embedding.parameters()} if embedding is not None else set()
     head_ids = {id(p) for p in head.parameters()} if head is not None else set()
     paths = tuple(path + "." for path in stack_paths)
     parts = {"embedding": 0, "layers": 0, "head": 0, "other": 0}
+    trainable = {"layers": 0, "head": 0, "outside": 0}
     shapes: dict[tuple[int, ...], int] = {}
     for name, parameter in named.items():
         part = (
@@ -48,13 +53,20 @@ def count_parameters(model: PreTrainedModel, stack_paths: tuple[str, ...]) -> Pa
             else "other"
         )
         parts[part] += parameter.numel()
-        shapes[tuple(parameter.shape)] = shapes.get(tuple(parameter.shape), 0) + 1
+        if parameter.requires_grad:
+            in_head = id(parameter) in head_ids
+            trainable["layers" if part == "layers" else "head" if in_head else "outside"] += parameter.numel()
+            shapes[tuple(parameter.shape)] = shapes.get(tuple(parameter.shape), 0) + 1
     return Parameters(
         total=sum(parts.values()),
         **parts,
         buffers_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         tied=bool(embedding_ids & head_ids),
-        shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
+        trainable=sum(trainable.values()),
+        trainable_layers=trainable["layers"],
+        trainable_head=trainable["head"],
+        always_fp32=always_fp32,
+        trainable_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
     )
 
 

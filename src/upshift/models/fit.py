@@ -46,6 +46,7 @@ def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
         released=own.released + after.released,
         matmul_flops=own.matmul_flops + after.matmul_flops,
         attention_flops=own.attention_flops + after.attention_flops,
+        repeated_flops=own.repeated_flops + after.repeated_flops,
         moved_bytes=own.moved_bytes + after.moved_bytes,
         matmul_bytes=own.matmul_bytes + after.matmul_bytes,
         num_kernels=own.num_kernels + after.num_kernels,

@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 from transformers import PreTrainedModel, masking_utils
 from transformers.integrations import moe
 
+from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
 from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head
@@ -39,31 +40,41 @@ class Tracer:
         self.config = read_config(source)
         self.model_class, self.objective = choose_class(self.config, source.reference)
         self.stacks: list[LayerStack] = []
-        self._models: dict[torch.dtype, PreTrainedModel] = {}
+        self._models: dict[torch.dtype, nn.Module] = {}
 
-    def model(self, dtype: torch.dtype) -> PreTrainedModel:
-        """The cut model in ``dtype``; built once."""
+    def whole(self, dtype: torch.dtype) -> nn.Module:
+        """Every layer, on the meta device, with adapter and frozen parameters. peft cannot be put on fake tensors."""
+        config = read_config(self.source)
+        if hasattr(config, "use_cache"):
+            config.use_cache = False
+        with torch.device("meta"):
+            return complete_model(build_model(config, self.model_class, dtype=dtype), self.source)
+
+    def model(self, dtype: torch.dtype) -> nn.Module:
+        """The cut model in ``dtype``, on fake CPU tensors; built once."""
         if dtype not in self._models:
-            config = read_config(self.source)
-            if hasattr(config, "use_cache"):
-                config.use_cache = False
-            unset = mock.patch.object(PreTrainedModel, "initialize_weights", lambda model: None)  # fake weights have no values
-            with self.fake, unset:
-                model = build_model(config, self.model_class, dtype=dtype)
-                self.stacks = cut_stacks(model)
+            model = self.whole(dtype)
+            self.stacks = cut_stacks(model)
+            with self.fake:
+                _leave_meta(model)
             self._models[dtype] = model
         return self._models[dtype]
+
+    @property
+    def base(self) -> PreTrainedModel:
+        """The transformers model inside the cut one."""
+        return base_of(self.model(torch.float32))
 
     def measure(self, variant: Variant, *, batch: int, sequence: int, recompute: bool, chunked: bool) -> Measurement:
         """Forward and backward twice (gradients born, then accumulated) after one untraced warm-up."""
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
         model = self.model(dtype)
-        set_attention(model, variant.attention)
+        set_attention(base_of(model), variant.attention)
         recompute_layers(model, None if recompute else 0)
         head = chunked_head(model, chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
         with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:
             tracker.adopt((list(model.parameters()), list(model.buffers())))
-            inputs = sample_inputs(model, self.objective, batch=batch, sequence=sequence, masked=variant.masked)
+            inputs = sample_inputs(base_of(model), self.objective, batch=batch, sequence=sequence, masked=variant.masked)
             with segment_borders(model, self.stacks, tracker) as borders:
                 passes = []
                 for _ in range(2):
@@ -79,6 +90,24 @@ class Tracer:
                     tracker.forget()
             model.zero_grad(set_to_none=True)
         return _collect(passes)
+
+
+def _leave_meta(model: nn.Module) -> None:
+    """Replace what is on the meta device by new CPU tensors of the same layout; shared ones stay shared."""
+    moved: dict[int, torch.Tensor] = {}
+
+    def move(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) not in moved:
+            fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
+            is_parameter = isinstance(tensor, nn.Parameter)
+            moved[id(tensor)] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
+        return moved[id(tensor)]
+
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers, vars(module)):
+            for name, tensor in tensors.items():
+                if isinstance(tensor, torch.Tensor) and tensor.is_meta:
+                    tensors[name] = move(tensor)  # type: ignore[index]
 
 
 def _collect(passes: list[list[tuple[str, Interval]]]) -> Measurement:
@@ -105,7 +134,7 @@ def _append(first: Interval, second: Interval) -> None:
     first.operators += second.operators
     first.live += [live + shift for live in second.live]
     first.left = second.left + shift
-    for field in ("released", "matmul_flops", "attention_flops", "moved_bytes", "matmul_bytes", "num_kernels"):
+    for field in ("released", "matmul_flops", "attention_flops", "repeated_flops", "moved_bytes", "matmul_bytes", "num_kernels"):
         setattr(first, field, getattr(first, field) + getattr(second, field))
 
 

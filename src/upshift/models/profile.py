@@ -15,7 +15,13 @@ from pydantic import Field
 from upshift.value import Value
 
 Objective = Literal[
-    "causal-lm", "masked-lm", "seq2seq-lm", "sequence-classification", "token-classification", "image-classification"
+    "causal-lm",
+    "masked-lm",
+    "seq2seq-lm",
+    "sequence-classification",
+    "token-classification",
+    "question-answering",
+    "image-classification",
 ]
 TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
 
@@ -103,7 +109,7 @@ class Stack(Value):
     path: str
     traced_layers: tuple[int, ...]
     assignment: tuple[int, ...]
-    layer_parameters: tuple[int, ...]  # parameters of each traced layer
+    layer_trainable: tuple[int, ...]  # trainable parameters of each traced layer
 
     @property
     def num_layers(self) -> int:
@@ -132,15 +138,29 @@ class Parameters(Value):
     other: int
     buffers_bytes: int
     tied: bool
-    shapes: tuple[ParameterShape, ...]
+    trainable: int  # those with gradients and optimizer state; the others are frozen
+    trainable_layers: int
+    trainable_head: int  # a head that is tied to the embedding included
+    always_fp32: int  # trainable ones that stay fp32 beside bf16 weights, as peft's adapters do
+    trainable_shapes: tuple[ParameterShape, ...]
 
     @property
     def largest(self) -> int:
-        return max(shape.elements for shape in self.shapes)
+        """Elements of the largest trainable tensor."""
+        return max((shape.elements for shape in self.trainable_shapes), default=0)
 
     @property
     def num_tensors(self) -> int:
-        return sum(shape.count for shape in self.shapes)
+        """How many tensors are trained."""
+        return sum(shape.count for shape in self.trainable_shapes)
+
+    def weight_bytes(self, parameter_bytes: int) -> int:
+        """Of all parameters, where a plan's weights take ``parameter_bytes`` each."""
+        return self.total * parameter_bytes + self.always_fp32 * (4 - parameter_bytes)
+
+    def gradient_bytes(self, parameter_bytes: int) -> int:
+        """Of the trainable parameters, as are their gradients."""
+        return self.trainable * parameter_bytes + self.always_fp32 * (4 - parameter_bytes)
 
 
 class Declares(Value):
@@ -174,9 +194,11 @@ class ModelProfile(Value):
     kv_elements: Polynomial | None  # key and value elements of the whole model's cache; None where it does not generate
     chunked_loss_reason: str  # why the loss head can, or cannot, be computed in chunks
     forward_flops: Polynomial  # convention below, whole model, no recomputation
+    backward_flops: Polynomial  # as above
     flop_convention: str = (
         "matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
-        "embedding look-ups free, backward = 2 x forward, recomputation not counted"
+        "embedding look-ups free, backward = the products that its gradients need (2 x forward where every weight is "
+        "trained, none for a frozen weight's own gradient), recomputation not counted"
     )
 
     def step(self, *, precision: TracedPrecision, attention: str, masked: bool) -> StepTrace | None:
@@ -190,5 +212,5 @@ class ModelProfile(Value):
         return sum(stack.num_layers for stack in self.stacks)
 
     def train_flops(self, batch: int, sequence: int) -> float:
-        """Model FLOPs of one forward and backward (3 x forward), in the convention above."""
-        return 3.0 * self.forward_flops.at(batch, sequence)
+        """Model FLOPs of one forward and backward, in the convention above."""
+        return self.forward_flops.at(batch, sequence) + self.backward_flops.at(batch, sequence)

@@ -1,4 +1,7 @@
-"""Where a model comes from: a local Hugging Face directory, a config.json, or a hub id. Reads JSON and headers, never weights."""
+"""Where a model comes from: a local Hugging Face directory, a config.json, a hub id, or a live model written down.
+
+Reads JSON and headers, never weights.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +20,14 @@ HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weight
 
 
 class ModelSource(Value):
-    """A model's configuration and, where it is on disk, its directory."""
+    """A model's configuration and, where it is on disk, its directory; what was put around it, and what is not trained."""
 
     reference: str  # as the user wrote it
     directory: Path | None  # None for a config that stands alone
     config: dict[str, Any]
+    adapter: dict[str, Any] | None = None  # the peft config; None: no adapter
+    adapter_name: str = "default"
+    frozen: tuple[str, ...] | None = None  # modules and parameters without gradients; None: as class and adapter make them
 
     @property
     def model_hash(self) -> str:
@@ -29,15 +35,24 @@ class ModelSource(Value):
         cosmetic = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
         kept = {key: value for key, value in self.config.items() if key not in cosmetic}
         kept["architectures"] = self.config.get("architectures")
+        if self.adapter is not None or self.frozen is not None:
+            kept = {"config": kept, "adapter": self.adapter, "frozen": self.frozen}
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+    def write(self, path: Path) -> None:
+        """As one JSON file, which ``find_model`` reads whole."""
+        path.write_text(self.to_json(), encoding="utf-8")
 
 
 def find_model(reference: str) -> ModelSource:
-    """Resolve a local directory, a config.json or a hub id. Raises RequestError with the next step."""
+    """Resolve a local directory, a config.json, a written ModelSource or a hub id. Raises RequestError with the next step."""
     path = Path(reference)
     if path.is_dir():
         return ModelSource(reference=reference, directory=path, config=_read_config(path / "config.json", reference))
     if path.is_file():
+        document = _read_json(path)
+        if "model_type" not in document and "config" in document:
+            return ModelSource.from_file(path)
         directory = path.parent if path.name == "config.json" else None
         return ModelSource(reference=reference, directory=directory, config=_read_config(path, reference))
     if path.suffix == ".json" or reference.startswith((".", "/", "~")) or reference.count("/") != 1:
@@ -50,13 +65,18 @@ def find_model(reference: str) -> ModelSource:
 def _read_config(path: Path, reference: str) -> dict[str, Any]:
     if not path.is_file():
         raise RequestError(f"{reference!r} has no config.json; give a directory written by save_pretrained, or a config.json")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RequestError(f"{path} is not valid JSON ({error}); save the model's config again") from None
-    if not isinstance(config, dict) or "model_type" not in config:
+    config = _read_json(path)
+    if "model_type" not in config:
         raise RequestError(f'{path} has no "model_type"; it must be a transformers config.json')
     return config
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        document = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise RequestError(f"{path} is not valid JSON ({error}); save the model's config again") from None
+    return document if isinstance(document, dict) else {}
 
 
 def _from_hub(reference: str) -> ModelSource:

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from importlib.metadata import version
+from importlib.metadata import PackageNotFoundError, version
 from typing import NamedTuple
 
-from upshift.errors import RequestError
+from upshift.errors import MissingExtra, RequestError
 from upshift.models.profile import ModelProfile, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 
-FORMAT = "6"  # raise when the meaning of a stored profile changes
+FORMAT = "7"  # raise when the meaning of a stored profile changes
 
 
 class Variant(NamedTuple):
@@ -31,7 +31,7 @@ def profile_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
     """The profile from the cache, else traced now (seconds, imports torch) and stored."""
-    versions = {name: version(name) for name in ("torch", "transformers")}
+    versions = _versions(source)
     text = repr((FORMAT, source.model_hash, versions, sequence_length, sorted(variants)))
     key = hashlib.sha256(text.encode()).hexdigest()[:24]
     path = read_settings().cache_dir / "profiles" / f"{key}.json"
@@ -50,3 +50,14 @@ def profile_model(
     temporary.write_text(profile.to_json())
     temporary.replace(path)
     return profile
+
+
+def _versions(source: ModelSource) -> dict[str, str]:
+    """Of the libraries that decide which operators run."""
+    versions = {name: version(name) for name in ("torch", "transformers")}
+    if source.adapter is not None:
+        try:
+            versions["peft"] = version("peft")
+        except PackageNotFoundError:
+            raise MissingExtra(library="peft", extra="peft", purpose="a model with an adapter") from None
+    return versions

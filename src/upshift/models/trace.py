@@ -13,7 +13,7 @@ import torch
 
 from upshift.errors import RequestError
 from upshift.models.block_attention import NAME
-from upshift.models.build import LayerStack, build_model, read_config, sample_inputs
+from upshift.models.build import LayerStack, sample_inputs
 from upshift.models.chunked_loss import why_not_chunked
 from upshift.models.describe import attention_kernels, count_parameters, declarations, max_positions, why_untraceable
 from upshift.models.fit import Measurement, fit_segment, fit_single
@@ -50,11 +50,10 @@ def trace_model(
     tracer = Tracer(source)
     points = trace_points(sequence_length)
     try:
-        model = tracer.model(torch.float32)
         reason = _chunking(tracer, points[0])
         variants = choose_variants(tracer, variants, sequence_length)
         steps = _trace_steps(tracer, variants, sequence_length, chunking=reason is None, progress=progress)
-        flops = _forward_flops(tracer, points)
+        forward_flops, backward_flops = _model_flops(tracer, points)
         kv = _kv_elements(tracer, points)
     except RequestError:
         raise
@@ -69,25 +68,26 @@ def trace_model(
         versions=versions,
         vocab_size=getattr(tracer.config.get_text_config(), "vocab_size", None),
         hidden_size=getattr(tracer.config.get_text_config(), "hidden_size", None),
-        max_positions=max_positions(model),
+        max_positions=max_positions(tracer.base),
         parameters=_count_parameters(tracer),
-        declares=declarations(model),
+        declares=declarations(tracer.base),
         stacks=tuple(
-            Stack(path=s.path, traced_layers=s.kept, assignment=s.assignment, layer_parameters=s.layer_parameters)
+            Stack(path=s.path, traced_layers=s.kept, assignment=s.assignment, layer_trainable=s.layer_trainable)
             for s in tracer.stacks
         ),
         steps=tuple(steps),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
         chunked_loss_reason=reason or "the head is a plain linear layer that feeds the causal-LM loss unchanged",
-        forward_flops=flops,
+        forward_flops=forward_flops,
+        backward_flops=backward_flops,
     )
 
 
 def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int) -> tuple[Variant, ...]:
     """Those whose kernels the model has, and none that another one makes needless: where block attention is reached, a
     causal model's packed rows take it; at length, ``eager`` is no faster than the others and holds its score matrices."""
-    kernels = attention_kernels(tracer.model(torch.float32))
+    kernels = attention_kernels(tracer.base)
     block = next((v for v in variants if v.attention == NAME and NAME in kernels), None)
     reached = block is not None and _reaches_block(tracer, block, trace_points(sequence_length)[0])
     chosen = []
@@ -132,7 +132,7 @@ def _trace_steps(
 
 def _trace_step(tracer: Tracer, variant: Variant, chunked_gap: Segment | None, sequence_length: int) -> StepTrace:
     """Plain, and with every layer recomputed where the model offers it."""
-    recompute = tracer.model(torch.float32).supports_gradient_checkpointing
+    recompute = tracer.base.supports_gradient_checkpointing
     # Block attention runs some ten operators a block: traced at lengths of a few blocks, it is as exact beyond.
     points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
     plain, recomputed = [], []
@@ -166,39 +166,49 @@ def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int
 def _chunking(tracer: Tracer, point: tuple[int, int]) -> str | None:
     model = tracer.model(torch.float32)
     with fake_masks(masked=False), tracer.fake:
-        inputs = sample_inputs(model, tracer.objective, batch=point[0], sequence=point[1], masked=False)
+        inputs = sample_inputs(tracer.base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
         return why_not_chunked(model, inputs)
 
 
 def _count_parameters(tracer: Tracer) -> Parameters:
-    with torch.device("meta"):
-        whole = build_model(read_config(tracer.source), tracer.model_class, dtype=torch.float32)
-    return count_parameters(whole, tuple(stack.path for stack in tracer.stacks))
+    always_fp32 = 0
+    if tracer.source.adapter is not None:  # peft casts what it adds to bf16 weights up
+        trained = [p for p in tracer.whole(torch.bfloat16).parameters() if p.requires_grad]
+        always_fp32 = sum(p.numel() for p in trained if p.dtype == torch.float32)
+    paths = tuple(stack.path for stack in tracer.stacks)
+    return count_parameters(tracer.whole(torch.float32), paths, always_fp32=always_fp32)
 
 
-def _forward_flops(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial:
-    """Of the model in evaluation mode with fused attention: dropout would decompose attention and hide that it is causal."""
+def _model_flops(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Polynomial, Polynomial]:
+    """Of forward and backward, in evaluation mode with fused attention: dropout would decompose attention and hide that it
+    is causal. What a fused backward computes again is left out."""
     model = tracer.model(torch.float32)
-    if "sdpa" in attention_kernels(model):
-        model.set_attn_implementation("sdpa")
+    if "sdpa" in attention_kernels(tracer.base):
+        tracer.base.set_attn_implementation("sdpa")
     recompute_layers(model, 0)
     model.train(False)
-    totals = []
+    totals: dict[str, list[int]] = {"forward": [], "backward": []}
     for batch, sequence in points:
-        with fake_masks(masked=False), tracer.fake, torch.no_grad(), LiveTracker() as tracker:
-            inputs = sample_inputs(model, tracer.objective, batch=batch, sequence=sequence, masked=False)
+        with fake_masks(masked=False), tracer.fake, LiveTracker() as tracker:
+            inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
             with segment_borders(model, tracer.stacks, tracker) as borders:
                 borders.start("forward")
-                model(**inputs)
+                loss = model(**inputs).loss
+                borders.start("backward")
+                loss.backward()
                 tracker.border(None)
-        totals.append(
-            sum(
-                (interval.matmul_flops + interval.attention_flops) * _layers_like(tracer.stacks, name)
-                for name, interval in tracker.intervals
+        model.zero_grad(set_to_none=True)
+        for phase, flops in totals.items():
+            flops.append(
+                sum(
+                    (interval.matmul_flops + interval.attention_flops - interval.repeated_flops)
+                    * _layers_like(tracer.stacks, name)
+                    for name, interval in tracker.intervals
+                    if name.startswith(phase)
+                )
             )
-        )
     model.train()
-    return fit_single(points, totals)
+    return fit_single(points, totals["forward"]), fit_single(points, totals["backward"])
 
 
 def _layers_like(stacks: list[LayerStack], name: str) -> int:
@@ -211,13 +221,13 @@ def _layers_like(stacks: list[LayerStack], name: str) -> int:
 
 def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | None:
     model = tracer.model(torch.float32)
-    if not model.can_generate():
+    if not tracer.base.can_generate():
         return None
     totals = []
     model.train(False)
     for batch, sequence in points:
         with fake_masks(masked=False), tracer.fake, torch.no_grad():
-            inputs = sample_inputs(model, tracer.objective, batch=batch, sequence=sequence, masked=False)
+            inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
             cache = getattr(model(**inputs, use_cache=True), "past_key_values", None)
         if cache is None:
             return None

@@ -30,6 +30,7 @@ class Interval:
     released: int = 0
     matmul_flops: int = 0
     attention_flops: int = 0
+    repeated_flops: int = 0  # of these, the scores that a fused backward computes again
     moved_bytes: int = 0
     matmul_bytes: int = 0
     num_kernels: int = 0
@@ -43,8 +44,9 @@ INSIDE: dict[Any, Callable[..., Any]] = {
 }
 
 
-def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> int | None:
-    """FLOPs of a fused attention operator, causal counted as half; None for any other operator."""
+def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
+    """FLOPs of a fused attention operator, causal counted as half, and how many of them repeat the forward's; None for any
+    other operator."""
     packet = function._overloadpacket
     forward = {
         ATEN._scaled_dot_product_flash_attention_for_cpu: 4,
@@ -56,6 +58,7 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
         ATEN._scaled_dot_product_flash_attention_backward: 11,
         ATEN._scaled_dot_product_efficient_attention_backward: 11,
     }
+    repeated = 0
     if packet in forward:
         query, key, value = args[:3]
         flops = sdpa_flop_count(query.shape, key.shape, value.shape)
@@ -63,10 +66,12 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     elif packet in backward:
         grad, query, key, value = args[:4]
         flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
+        repeated = flops - 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
         causal = _argument(function, "is_causal", args, kwargs)
     else:
         return None
-    return int(flops // 2 if causal else flops)
+    half = 2 if causal else 1
+    return int(flops // half), int(repeated // half)
 
 
 def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
@@ -195,7 +200,8 @@ class LiveTracker(TorchDispatchMode):
         num_bytes = sum(_touched_bytes(tensor) for tensor in touched)
         attention = _attention_flops(function, args, kwargs)
         if attention is not None:
-            interval.attention_flops += attention
+            interval.attention_flops += attention[0]
+            interval.repeated_flops += attention[1]
             interval.matmul_bytes += num_bytes
         elif (grouped := _grouped_flops(function, args)) is not None:
             interval.matmul_flops += grouped

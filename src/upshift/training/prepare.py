@@ -12,6 +12,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, find_stacks, read_config
 from upshift.models.chunked_loss import chunked_head
@@ -31,32 +32,33 @@ def set_process(plan: Plan) -> None:
     torch.set_float32_matmul_precision(("high" if plan.device == "cuda" else "medium") if plan.precision == "tf32" else "highest")
 
 
-def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> PreTrainedModel:
-    """The trainable model in the plan's weight precision, on the host."""
+def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
+    """The trainable model in the plan's weight precision, on the host; an adapter's weights are random in any case."""
     dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
     config = read_config(source)
     model_class, _ = choose_class(config, source.reference)
     if from_config:
         torch.manual_seed(seed)
-        return build_model(config, model_class, dtype=dtype)
+        return complete_model(build_model(config, model_class, dtype=dtype), source)
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
     check_weights(source.directory)
     model: PreTrainedModel = model_class.from_pretrained(source.directory, dtype=dtype, use_safetensors=True)
-    return model.train()
+    return complete_model(model, source)
 
 
-def prepare(model: PreTrainedModel, plan: Plan) -> PreTrainedModel:
-    """Apply the plan to ``model`` in place and move it to the plan's device."""
-    model.to(plan.device)  # type: ignore[arg-type]
-    if plan.attention != model.config._attn_implementation:
-        set_attention(model, plan.attention)
+def prepare(model: nn.Module, plan: Plan) -> nn.Module:
+    """Apply the plan to ``model`` (a transformers or a peft model) in place and move it to the plan's device."""
+    model.to(plan.device)
+    base = base_of(model)
+    if plan.attention != base.config._attn_implementation:
+        set_attention(base, plan.attention)
     recompute_layers(model, plan.activation_checkpointing)
     compile_layers(model, plan)
     return model
 
 
-def compile_layers(model: PreTrainedModel, plan: Plan) -> None:
+def compile_layers(model: nn.Module, plan: Plan) -> None:
     if plan.torch_compile == "layer":
         for _, stack in find_stacks(model):
             for layer in stack:
@@ -79,12 +81,12 @@ def autocast(plan: Plan) -> torch.autocast:
     return torch.autocast(plan.device, dtype=dtype, enabled=plan.precision in ("bf16", "fp16"))
 
 
-def extra_inputs(model: PreTrainedModel) -> dict[str, bool]:
+def extra_inputs(model: nn.Module) -> dict[str, bool]:
     """A key-value cache in training costs memory and makes transformers ignore packed position ids."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+    return {"use_cache": False} if "use_cache" in inspect.signature(base_of(model).forward).parameters else {}
 
 
-def loss_of(model: PreTrainedModel, plan: Plan, micro_batch: MicroBatch, extra: dict[str, bool]) -> torch.Tensor:
+def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch, extra: dict[str, bool]) -> torch.Tensor:
     """Mean loss of a micro-batch's labels. ``extra``: of ``extra_inputs``, asked once."""
     inputs = to_tensors(micro_batch, plan.device)
     with autocast(plan):

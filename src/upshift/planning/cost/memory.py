@@ -40,7 +40,7 @@ class Placed:
 
     segment: Segment
     count: int
-    parameters: int  # of one of them
+    parameters: int  # that one of them trains
     is_loss: bool = False
     is_recomputed: bool = False
 
@@ -85,8 +85,8 @@ def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrac
 
 def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[Placed]:
     """Every segment of the full model in forward order, the first ``activation_checkpointing`` layers recomputed."""
-    outside = profile.parameters.total - profile.parameters.layers
-    head = profile.parameters.head or (profile.parameters.embedding if profile.parameters.tied else 0)
+    head = profile.parameters.trainable_head
+    outside = profile.parameters.trainable - profile.parameters.trainable_layers
     placed: list[Placed] = []
     to_recompute, recompute = plan.activation_checkpointing, plan.activation_checkpointing > 0
     last = len(profile.stacks)
@@ -98,7 +98,7 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[
             recompute = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
             segment = traced.recomputed[index] if recompute else traced.plain[index]
-            placed.append(Placed(segment, count, stack.layer_parameters[index], is_recomputed=recompute))
+            placed.append(Placed(segment, count, stack.layer_trainable[index], is_recomputed=recompute))
     gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
         gap = trace.chunked_gap
@@ -124,9 +124,9 @@ def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape
     """
     batch, sequence = shape or (plan.per_device_train_batch_size, plan.sequence_length)
     placed = place_segments(profile, trace, plan)
-    gradients = float(profile.parameters.total * plan.parameter_bytes)
+    gradients = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
     resident = {
-        "weights": float(profile.parameters.total * plan.parameter_bytes + profile.parameters.buffers_bytes),
+        "weights": float(profile.parameters.weight_bytes(plan.parameter_bytes) + profile.parameters.buffers_bytes),
         "optimizer": optimizer_state_bytes(profile, plan),
         "batch": batch_bytes(profile, plan, batch, sequence),
     }
@@ -196,13 +196,13 @@ def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) ->
 
 def optimizer_state_bytes(profile: ModelProfile, plan: Plan) -> float:
     """State as the optimizer allocates it: one fp32 step count a tensor, then its moments."""
-    parameters = profile.parameters
+    parameters, shapes = profile.parameters, profile.parameters.trainable_shapes
     steps = 4.0 * parameters.num_tensors
     if plan.optim in ("adamw_torch_fused", "adamw_torch"):
-        return steps + 2.0 * parameters.total * plan.parameter_bytes
+        return steps + 2.0 * parameters.gradient_bytes(plan.parameter_bytes)
     if plan.optim == "adamw_torch_8bit":
-        return steps + sum(shape.count * _eight_bit_state(shape.elements, plan.parameter_bytes) for shape in parameters.shapes)
-    return steps + sum(shape.count * _adafactor_state(shape.shape) * plan.parameter_bytes for shape in parameters.shapes)
+        return steps + sum(shape.count * _eight_bit_state(shape.elements, plan.parameter_bytes) for shape in shapes)
+    return steps + sum(shape.count * _adafactor_state(shape.shape) * plan.parameter_bytes for shape in shapes)
 
 
 def _eight_bit_state(elements: int, parameter_bytes: int) -> float:
@@ -226,5 +226,5 @@ def optimizer_workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
     if plan.optim == "adamw_torch_fused":
         return 0.0
     if plan.optim == "adamw_torch":
-        return float(parameters.total * plan.parameter_bytes)
+        return float(parameters.gradient_bytes(plan.parameter_bytes))
     return 2.0 * parameters.largest * plan.parameter_bytes if plan.optim == "adafactor" else 4.0 * 4 * parameters.largest

@@ -139,9 +139,9 @@ def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: 
     if plan.flattens and workload.lengths is not None:
         terms["attention"] *= workload.lengths.visible_share(BLOCK_QUERIES)
     words = UPDATE_BYTES[plan.optim] + CLIP_WORDS
-    terms["update"] = profile.parameters.total * plan.parameter_bytes * words / rates.memory
+    terms["update"] = profile.parameters.gradient_bytes(plan.parameter_bytes) * words / rates.memory
     if plan.num_processes > 1:
-        terms["gradient exchange"] = 2.0 * profile.parameters.total * plan.parameter_bytes / GIGABIT_BYTES
+        terms["gradient exchange"] = 2.0 * profile.parameters.gradient_bytes(plan.parameter_bytes) / GIGABIT_BYTES
     compiling = {"off": 0.0, "layer": LAYER_COMPILE_SECONDS, "model": MODEL_COMPILE_SECONDS * max(profile.num_layers, 1)}
     return StepTime(terms=terms, one_time=compiling[plan.torch_compile])
 

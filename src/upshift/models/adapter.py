@@ -1,0 +1,67 @@
+"""A peft adapter around a transformers model, and the parameters that are not trained: put on, and looked through."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+from torch import nn
+from transformers import PreTrainedModel
+
+from upshift.errors import MissingExtra
+from upshift.models.source import ModelSource
+
+
+def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
+    """``model`` with the source's adapter around it (random weights) and its frozen parameters frozen, in training mode.
+
+    Raises MissingExtra where the source has an adapter and peft is not installed.
+    """
+    whole: nn.Module = model if source.adapter is None else _attach(model, source.adapter, source.adapter_name)
+    if source.frozen is not None:
+        freeze(whole, source.frozen)
+    return whole.train()
+
+
+def _attach(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Module:
+    try:
+        from peft import PeftConfig, get_peft_model
+    except ImportError:
+        raise MissingExtra(library="peft", extra="peft", purpose=f"a model with a {adapter['peft_type']} adapter") from None
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # peft reads a property that transformers renamed, and knows few layer types by name
+        attached: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
+    return attached
+
+
+def base_of(model: nn.Module) -> PreTrainedModel:
+    """The transformers model inside a peft model; any other model itself."""
+    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
+    return inner  # type: ignore[return-value]
+
+
+def freeze(model: nn.Module, frozen: tuple[str, ...]) -> None:
+    """Train every parameter but those at or under one of these paths."""
+    paths = set(frozen)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(paths.isdisjoint(_path_and_parents(name)))
+
+
+def frozen_paths(model: nn.Module) -> tuple[str, ...]:
+    """The fewest module and parameter paths that hold all parameters without gradient, and none with one."""
+    trained: set[str] = set()
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            trained.update(_path_and_parents(name))
+    shortest = [
+        next(path for path in _path_and_parents(name) if path not in trained)
+        for name, parameter in model.named_parameters()
+        if not parameter.requires_grad
+    ]
+    return tuple(dict.fromkeys(shortest))
+
+
+def _path_and_parents(name: str) -> list[str]:
+    """Of ``a.b.c``: ``a``, ``a.b``, ``a.b.c``."""
+    parts = name.split(".")
+    return [".".join(parts[: end + 1]) for end in range(len(parts))]

@@ -1,0 +1,160 @@
+"""A live model written down as a ModelSource: class, config, adapter and frozen parameters, so that it can be planned for.
+
+The record is checked by building the model again from it, without memory: every module and parameter must come out the same.
+"""
+
+from __future__ import annotations
+
+import enum
+import json
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+from transformers import PreTrainedModel
+
+from upshift.errors import RequestError
+from upshift.models.adapter import base_of, complete_model, frozen_paths
+from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.source import ModelSource
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+# Of a peft config: where it came from, and how its first weights were drawn, which no plan depends on.
+ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
+
+
+def source_of(model: nn.Module) -> ModelSource:
+    """The source that builds this model again, with random weights.
+
+    ``model``: a class of transformers, or a peft model around one. Raises RequestError with the reason for any other.
+    """
+    base = _transformers_model(model)
+    adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
+    _check_weights(model)
+    source = ModelSource(
+        reference=type(base).__name__, directory=None, config=_config_of(base), adapter=adapter, adapter_name=adapter_name
+    )
+    rebuilt = _rebuild(source, type(base), dtype=next(base.parameters()).dtype)
+    _check_modules(model, rebuilt)
+    _check_parameters(model, rebuilt)
+    if [p.requires_grad for p in model.parameters()] != [p.requires_grad for p in rebuilt.parameters()]:
+        return source.changed(frozen=frozen_paths(model))
+    return source
+
+
+def _transformers_model(model: nn.Module) -> PreTrainedModel:
+    base = base_of(model)
+    name = type(base).__name__
+    if not isinstance(base, PreTrainedModel):
+        raise RequestError(f"{name} is no transformers model; give a PreTrainedModel, or a peft model around one")
+    if getattr(transformers, name, None) is not type(base):
+        raise RequestError(f"{name} is defined outside transformers ({type(base).__module__}), so it cannot be built for planning")
+    if getattr(base.config, "quantization_config", None) is not None or getattr(base, "is_quantized", False):
+        raise RequestError(f"{name} is quantized, which Upshift does not plan; load it without quantization_config")
+    if getattr(base, "_hf_peft_config_loaded", False):
+        raise RequestError(f"{name} has adapters added with add_adapter; wrap it with peft.get_peft_model instead")
+    return base
+
+
+def _adapter_of(model: nn.Module) -> tuple[dict[str, Any], str]:
+    """(peft config as plain JSON, its name). Works on any object with peft's interface; peft is not imported."""
+    configs: dict[str, Any] = model.peft_config  # type: ignore[assignment]
+    active = model.active_adapters
+    if len(configs) != 1 or list(configs) != list(active):  # type: ignore[arg-type]
+        raise RequestError(f"the model has adapters {sorted(configs)}, active {active}; plans are made for one that is active")
+    ((name, config),) = configs.items()
+    if config.is_prompt_learning or config.is_adaption_prompt:
+        raise RequestError(f"a {config.peft_type.value} adapter lengthens the sequence, which plans do not know; use LoRA")
+    if any(getattr(module, "merged", False) is True for module in model.modules()):
+        raise RequestError("the adapter is merged into the weights; call unmerge_adapter() before training")
+    kept = {key: value for key, value in config.to_dict().items() if key not in ADAPTER_HISTORY}
+    if isinstance(kept.get(ADAPTER_INITIAL), str):
+        kept[ADAPTER_INITIAL] = True
+    return _plain(kept, f"the {config.peft_type.value} config"), name
+
+
+def _config_of(base: PreTrainedModel) -> dict[str, Any]:
+    """The config as plain JSON that reads back the same. Raises RequestError where it does not."""
+    known = transformers.CONFIG_MAPPING
+    model_type = base.config.model_type
+    if model_type not in known or known[model_type] is not type(base.config):
+        raise RequestError(f"the config class {type(base.config).__name__} is not transformers' own for {model_type!r}")
+    config = _plain(base.config.to_dict(), f"the config of {type(base).__name__}")
+    again = _plain(known[model_type].from_dict(dict(config)).to_dict(), "its copy")
+    changed = sorted(key for key in config.keys() | again.keys() if config.get(key) != again.get(key))
+    if changed:
+        raise RequestError(f"the config of {type(base).__name__} reads back with another {', '.join(changed)}")
+    return config | {"architectures": [type(base).__name__]}
+
+
+def _plain(document: dict[str, Any], what: str) -> dict[str, Any]:
+    def listed(value: Any) -> Any:
+        if isinstance(value, (set, frozenset)):
+            return sorted(value)
+        if isinstance(value, enum.Enum):
+            return value.value
+        raise TypeError(f"a {type(value).__name__}")
+
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(document, default=listed))
+    except (TypeError, ValueError) as error:
+        raise RequestError(f"{what} cannot be written as JSON: it holds {error}") from None
+    return plain
+
+
+def _check_weights(model: nn.Module) -> None:
+    parameters = list(model.parameters())
+    if not any(parameter.requires_grad for parameter in parameters):
+        raise RequestError("no parameter requires a gradient; unfreeze some, or load the adapter with is_trainable=True")
+    devices = sorted({str(parameter.device) for parameter in parameters})
+    if len(devices) > 1 or devices == ["meta"]:
+        raise RequestError(f"the weights are on {' and '.join(devices)}; plans are made for a whole model on one device")
+    dtypes = {parameter.dtype for parameter in parameters}
+    if not dtypes <= set(WEIGHT_DTYPES):
+        found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
+        raise RequestError(f"the weights are {found}; load the model with dtype float32 or bfloat16")
+
+
+def _rebuild(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> nn.Module:
+    """On the meta device."""
+    config = read_config(source)
+    chosen, _ = choose_class(config, source.reference)
+    if chosen is not model_class:
+        raise RequestError(f"{model_class.__name__} has no loss that Upshift plans; the nearest class is {chosen.__name__}")
+    try:
+        with torch.device("meta"):
+            return complete_model(build_model(config, model_class, dtype=dtype), source)
+    except RequestError:
+        raise
+    except Exception as error:  # model and adapter classes raise their own kinds; every one means: no plan for this model
+        reason = " ".join(str(error).split())[:240]
+        raise RequestError(f"{source.reference} cannot be built from its config: {type(error).__name__}: {reason}") from error
+
+
+def _check_modules(model: nn.Module, rebuilt: nn.Module) -> None:
+    """Modules replaced, added or patched by hand run code that a rebuilt model does not."""
+    built = {path: _kind(module) for path, module in rebuilt.named_modules()}
+    found = {path: _kind(module) for path, module in model.named_modules()}
+    for path in {**built, **found}:
+        if built.get(path) != found.get(path):
+            raise RequestError(
+                f"module {path or 'the model'!r} is {found.get(path, 'missing')} where its config makes {built.get(path, 'none')}"
+            )
+    for path, module in model.named_modules():
+        if "forward" in vars(module):
+            raise RequestError(f"the forward of {path or 'the model'!r} was replaced by another; plans know the class's own")
+
+
+def _kind(module: nn.Module) -> str:
+    return f"{type(module).__module__}.{type(module).__qualname__}"
+
+
+def _check_parameters(model: nn.Module, rebuilt: nn.Module) -> None:
+    built, found = ({name: (tuple(p.shape), p.dtype) for name, p in m.named_parameters()} for m in (rebuilt, model))
+    for name in {**built, **found}:
+        if built.get(name) != found.get(name):
+            raise RequestError(
+                f"parameter {name!r} is {found.get(name, 'missing')} where its config makes {built.get(name, 'none')}"
+            )
