@@ -70,7 +70,8 @@ def run_trial(request: TrialRequest) -> TrialResult:
     first = replace(sequences, starts=sequences.starts[:CHECK_SEQUENCES], lengths=sequences.lengths[:CHECK_SEQUENCES])
     check = evaluate(model, plan, evaluation_batches(first, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective))
     torch.manual_seed(request.seed)
-    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed))
+    clipping = {"max_grad_norm": 0.0} if plan.optimizer_in_backward else {}
+    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed, **clipping))
     result = _measure(stepper, batch, request)
     return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0))
 
