@@ -12,12 +12,14 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from upshift.errors import JobFailed
+from upshift.errors import JobFailed, RequestError
+from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
-from upshift.training.optimizers import build_optimizer, build_schedule
+from upshift.training.optimizers.build import build_optimizer, build_schedule
+from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import halve, is_out_of_memory
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
@@ -42,10 +44,15 @@ class Stepper:
     def __init__(
         self, model: PreTrainedModel, plan: Plan, arguments: Arguments, *, on_halved: OnHalved = lambda old, new, why: None
     ) -> None:
+        problem = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
+        if problem is not None:
+            raise RequestError(problem)
         self.model, self.plan, self.arguments = model, plan, arguments
         self.optimizer = build_optimizer(model, plan, arguments)
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
+        if plan.optimizer_in_backward:
+            update_in_backward(self.optimizer)
         self._extra = extra_inputs(model)
         self._on_halved, self._halvings = on_halved, 0
 
@@ -74,8 +81,8 @@ class Stepper:
                 return total
             except (MemoryError, RuntimeError) as error:
                 largest = max(micro_batches, key=lambda m: m.num_padded_tokens)
-                if not is_out_of_memory(error) or halve(largest) is None:
-                    raise
+                if not is_out_of_memory(error) or halve(largest) is None or self.plan.optimizer_in_backward:
+                    raise  # with the optimizer in the backward pass some weights may have moved: there is no going back
                 refusal = str(error)
             # Here and not above: the exception held the tensors of the step that failed.
             self.optimizer.zero_grad(set_to_none=True)
@@ -97,6 +104,8 @@ class Stepper:
             return torch.zeros((), device=self.plan.device)
         loss = loss_of(self.model, self.plan, micro_batch, self._extra)
         share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
+        if self.plan.optimizer_in_backward:
+            check_finite(float(share))  # afterwards the weights have moved
         self.scaler.scale(share).backward()
         return share.detach()
 
@@ -108,9 +117,7 @@ class Stepper:
         if self.arguments.max_grad_norm:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm))
         loss = float(total)
-        if not math.isfinite(loss):
-            what = "NaN" if math.isnan(loss) else "infinite"
-            raise JobFailed(f"the loss became {what}; lower the learning rate, or use bf16 or fp32 instead of fp16")
+        check_finite(loss)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])
@@ -141,6 +148,12 @@ class Stepper:
     def schedule_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.schedule.state_dict()
         return {key: value for key, value in state.items() if isinstance(value, (int, float, list))}
+
+
+def check_finite(loss: float) -> None:
+    if not math.isfinite(loss):
+        what = "NaN" if math.isnan(loss) else "infinite"
+        raise JobFailed(f"the loss became {what}; lower the learning rate, or use bf16 or fp32 instead of fp16")
 
 
 def _sum_bucket(bucket: list[torch.Tensor]) -> None:

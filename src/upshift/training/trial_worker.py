@@ -60,7 +60,8 @@ def run_trial(request: TrialRequest) -> TrialResult:
     batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, rank)
     check = evaluate(model, plan, checked)
     torch.manual_seed(request.seed)
-    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed))
+    clipping = {"max_grad_norm": 0.0} if plan.optimizer_in_backward else {}
+    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed, **clipping))
     result = _measure(stepper, batch, request)
     return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0))
 

@@ -46,8 +46,8 @@ STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of 
 
 
 class PlannedTraining:
-    """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the plan may
-    make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans; 0: none are tried."""
+    """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the
+    plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans; 0: none are tried."""
 
     def __init__(
         self,
@@ -152,7 +152,7 @@ class PlannedTraining:
 
     def _without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
         if demanded:
-            raise RequestError(f"no plan can be made here ({reason}), so fixed={self._fixed} and allow={self._allow} have no effect")
+            raise RequestError(f"no plan can be made here ({reason}); leave out fixed={self._fixed} and allow={self._allow}")
         return Choice(plain, reason)
 
     def _rows(self, sample: Sample, num_batches: int) -> CollatedRows:
@@ -258,10 +258,9 @@ class PlannedTraining:
             torch.cuda.empty_cache()
 
     def _ran_out(self, largest: Shape, smaller: Shape, why: str) -> None:
-        tell(
-            f"step {self.state.global_step + 1} ran out of memory with {largest[0]} x {largest[1]} tokens at once; it is done again, "
-            f"and so are all after it, with at most {smaller[0]} x {smaller[1]}, to the same gradients ({' '.join(why.split())[:160]})"
-        )
+        old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
+        tell(f"step {self.state.global_step + 1} ran out of memory with {old} at once ({' '.join(why.split())[:160]})")
+        tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients")
 
     @property
     def _is_encoder_decoder(self) -> bool:
