@@ -1,0 +1,1 @@
+"""transformers.Trainer with Upshift's training, evaluation and checkpoints."""
