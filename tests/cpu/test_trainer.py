@@ -125,8 +125,9 @@ def summarization() -> Task:
 
 def image_classification() -> Task:
     config = transformers.ViTConfig(
-        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8, num_labels=4
-    )
+        hidden_size=32, num_hidden_layers=2, num_attention_heads=2, intermediate_size=64, image_size=32, patch_size=8,
+        num_labels=4,
+    )  # fmt: skip
     generator = torch.Generator().manual_seed(0)
     data = [{"pixel_values": torch.randn(3, 32, 32, generator=generator), "labels": number % 4} for number in range(64)]
     return Task(build(config, "AutoModelForImageClassification"), data, None, accuracy)

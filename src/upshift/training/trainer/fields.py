@@ -60,7 +60,7 @@ FIELDS: dict[str, Field] = {
     ),
     "torch_compile_backend": Field("honoured", "with torch_compile: the whole model, as transformers does"),
     "torch_compile_mode": Field("honoured", "with torch_compile: the whole model, as transformers does"),
-    "label_smoothing_factor": Field("honoured", "as transformers does, to the last bit of its definition, in chunks where planned"),
+    "label_smoothing_factor": Field("honoured", "as transformers defines it, in chunks where planned"),
     "logging_nan_inf_filter": Field("honoured", "for what is logged; a loss that is not finite ends training before the update"),
     "debug": Field("honoured", "underflow_overflow as transformers does; nothing is compiled then"),
     **dict.fromkeys(
@@ -80,7 +80,7 @@ FIELDS: dict[str, Field] = {
         CHECKPOINTS,
     ),
     # refused
-    "neftune_noise_alpha": Field("refused", "noise on the embeddings changes the mathematics behind the plan's back; leave it unset"),
+    "neftune_noise_alpha": Field("refused", "plans are made for the model's own mathematics, without noise on it; leave it unset"),
     **dict.fromkeys(
         (
             "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",

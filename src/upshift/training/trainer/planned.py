@@ -18,7 +18,9 @@ from torch import Tensor, nn
 
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
+from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
+from upshift.models.build import find_stacks
 from upshift.models.recompute import recompute_layers
 from upshift.planning.plan import Plan
 from upshift.settings import read_settings
@@ -186,8 +188,6 @@ class PlannedTraining:
         return max(math.ceil(per_epoch * self.args.num_train_epochs), 1)
 
     def _fixed_fields(self) -> tuple[str, ...]:
-        from upshift.models.build import find_stacks
-
         layers = sum(len(stack) for _, stack in find_stacks(self.model))
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
         fixed = [*fixed_fields(self.args, num_layers=layers, optimizer_given=given), *self._fixed]
@@ -217,12 +217,12 @@ class PlannedTraining:
             self.args.optim = optim
 
     def _prepare_model(self, plan: Plan) -> None:
-        model = self.model
-        if plan.attention != model.config._attn_implementation:
-            set_attention(model, plan.attention)
+        base = base_of(self.model)
+        if plan.attention != base.config._attn_implementation:
+            set_attention(base, plan.attention)
         if not recomputes(self.args):
-            recompute_layers(model, plan.activation_checkpointing)
-        compile_layers(model, plan)
+            recompute_layers(self.model, plan.activation_checkpointing)
+        compile_layers(self.model, plan)
 
     def _make_step(self, choice: Choice, split: Split) -> BatchStep | None:
         if optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS:
