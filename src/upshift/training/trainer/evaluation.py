@@ -5,8 +5,7 @@ The loop is transformers' own; only the container in which it collects losses, o
 
 from __future__ import annotations
 
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from transformers import Trainer
 from transformers.trainer_utils import EvalLoopOutput
 
 from upshift.errors import RequestError
+from upshift.training.trainer.borrowed import with_global
 from upshift.training.trainer.spool import HELD_BYTES, Column, Spool, spool_directory
 
 CONTAINER = "EvalLoopContainer"  # the name by which transformers' loop makes its containers
@@ -45,19 +45,8 @@ class StreamedEvaluation:
         def container(do_nested_concat: bool = True, padding_index: int = -100) -> Outputs:
             return Outputs(spool, concatenated=do_nested_concat, padding=padding_index)
 
-        loop = _with_global(Trainer.evaluation_loop, CONTAINER, container)
+        loop = with_global(Trainer.evaluation_loop, CONTAINER, container)
         return loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
-
-
-def _with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
-    """The same function, reading another value for one global of its module, which stays as it is.
-
-    A copy of the loop would age with every version of transformers; a change of the module would reach other trainers.
-    """
-    namespace = {**function.__globals__, name: value}
-    copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 class Outputs:
