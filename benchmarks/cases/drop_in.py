@@ -105,7 +105,8 @@ def run_task(case: Case, options: Any, size: Size, task: str) -> dict[str, Any]:
         def keep(number: int, name: str, answer: dict[str, Any]) -> None:
             tell(f"{task} round {number + 1} {name}: {answer['tokens_per_second']:.0f} tokens/s")
             shown = requests[name] | {"model": None, "data": None}
-            case.add(name, plan=answer["plan"] or shown, measured=numbers(answer), details={"round": number, "task": task} | answer)
+            details = {"round": number, "task": task} | answer
+            case.add(name, plan=answer["plan"] or shown, measured=numbers(answer), details=details)
 
         runs = {name: partial(run_contender, request, folder) for name, request in requests.items()}
         results = interleave(runs, rounds=options.rounds, on_result=keep)

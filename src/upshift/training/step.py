@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -20,7 +20,7 @@ from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.optimizers.build import build_optimizer, build_schedule
 from upshift.training.optimizers.in_backward import update_in_backward
-from upshift.training.out_of_memory import halve, is_out_of_memory
+from upshift.training.out_of_memory import Halving, halve
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
 WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
@@ -54,7 +54,13 @@ class Stepper:
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
         self._extra = extra_inputs(model)
-        self._on_halved, self._halvings = on_halved, 0
+        # With the optimizer in the backward pass some weights may have moved: there is no going back.
+        self._halving = Halving[MicroBatch](
+            halve=halve if not plan.optimizer_in_backward else lambda micro_batch: None,
+            size=lambda micro_batch: micro_batch.num_padded_tokens,
+            restart=self._drop_gradients,
+            on_halved=lambda old, new, why: on_halved(old.shape, new.shape, why),
+        )
 
     def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepOutcome:
         """Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout.
@@ -66,37 +72,22 @@ class Stepper:
             return self.update(total, batch.num_tokens)
 
     def _gradients(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
-        """When memory runs out, again from the start with smaller micro-batches, and so from then on: the weights have not
-        moved, and the gradients of the global batch are the same."""
-        while True:
-            micro_batches = self._cut(batch.micro_batches)
-            try:
-                with computing(self.model, self.plan):
-                    total = torch.zeros((), device=self.plan.device)
-                    with watch():
-                        for micro_batch in micro_batches[:WATCHED_MICRO_BATCHES]:
-                            total += self.accumulate(micro_batch, batch.num_label_tokens)
-                    for micro_batch in micro_batches[WATCHED_MICRO_BATCHES:]:
+        def work(micro_batches: list[MicroBatch]) -> torch.Tensor:
+            with computing(self.model, self.plan):
+                total = torch.zeros((), device=self.plan.device)
+                with watch():
+                    for micro_batch in micro_batches[:WATCHED_MICRO_BATCHES]:
                         total += self.accumulate(micro_batch, batch.num_label_tokens)
-                return total
-            except (MemoryError, RuntimeError) as error:
-                largest = max(micro_batches, key=lambda m: m.num_padded_tokens)
-                if not is_out_of_memory(error) or halve(largest) is None or self.plan.optimizer_in_backward:
-                    raise  # with the optimizer in the backward pass some weights may have moved: there is no going back
-                refusal = str(error)
-            # Here and not above: the exception held the tensors of the step that failed.
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.plan.device == "cuda":
-                torch.cuda.empty_cache()
-            self._halvings += 1
-            smaller = max(self._cut(batch.micro_batches), key=lambda m: m.num_padded_tokens)
-            self._on_halved(largest.shape, smaller.shape, refusal)
+                for micro_batch in micro_batches[WATCHED_MICRO_BATCHES:]:
+                    total += self.accumulate(micro_batch, batch.num_label_tokens)
+            return total
 
-    def _cut(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        cut = list(micro_batches)
-        for _ in range(self._halvings):
-            cut = [part for micro_batch in cut for part in halve(micro_batch) or (micro_batch,)]
-        return cut
+        return self._halving.run(batch.micro_batches, work)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.plan.device == "cuda":
+            torch.cuda.empty_cache()
 
     def accumulate(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its share of the global batch's mean loss."""

@@ -14,7 +14,10 @@ from upshift.training.batches.layout import Layout, RowGroup, lay_out
 
 def cut_rows(rows: CollatedRows, plan: Plan, *, classes: Sequence[Sequence[int]], trims: bool) -> list[RowGroup]:
     """Groups of rows, longest first. Rows of different ``classes`` stay apart."""
-    widest = max(anatomy.width for anatomy in rows.anatomies)
+    widths = [rows.anatomies[number].width for number, _ in rows.places]
+    widest = max(widths)
+    if not trims:  # the loss looks at padding: each row keeps the width it came with
+        classes = [[row for row in members if widths[row] == width] for members in classes for width in sorted({*widths})]
     layout = Layout(
         micro_batch=plan.per_device_train_batch_size,
         packing=plan.packing,
@@ -22,9 +25,9 @@ def cut_rows(rows: CollatedRows, plan: Plan, *, classes: Sequence[Sequence[int]]
         pad_multiple=min(plan.pad_multiple, widest),
     )
     groups = []
-    for members in classes:
-        lengths = [rows.lengths[row] if trims else widest for row in members]
-        room = max(plan.sequence_length, *lengths) if plan.packing else widest
+    for members in filter(None, classes):
+        lengths = [rows.lengths[row] if trims else widths[row] for row in members]
+        room = max(plan.sequence_length, *lengths) if plan.packing else widest if trims else lengths[0]
         for group in lay_out(lengths, layout, sequence_length=room)[0]:
             own = tuple(tuple(members[index] for index in row) for row in group.rows)
             groups.append(RowGroup(own, group.width))

@@ -8,17 +8,18 @@ from __future__ import annotations
 
 import transformers
 
+from upshift.training.trainer.checkpoints import PlainCheckpoints
 from upshift.training.trainer.evaluation import StreamedEvaluation
 from upshift.training.trainer.planned import PlannedTraining
 
 
-class Trainer(PlannedTraining, StreamedEvaluation, transformers.Trainer):  # type: ignore[misc]
+class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):  # type: ignore[misc]
     """transformers.Trainer with ``plan``, ``fixed``, ``allow`` and ``trial_seconds`` besides (see PlannedTraining)."""
 
     _library_class = transformers.Trainer
 
 
-class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """transformers.Seq2SeqTrainer in the same way: evaluation by generation."""
 
     _library_class = transformers.Seq2SeqTrainer
