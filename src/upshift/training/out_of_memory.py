@@ -69,11 +69,14 @@ class Halving(Generic[Part]):
         halve: Callable[[Part], tuple[Part, Part] | None],
         size: Callable[[Part], int],
         restart: Callable[[], None],
+        on_failure: Callable[[], None] = lambda: None,
         on_halved: Callable[[Part, Part, str], None],
     ) -> None:
-        """``restart`` drops what a failed try left. ``on_halved``: the largest part before and after, the allocator's words."""
+        """``on_failure`` may look at memory as it failed; ``restart`` then drops what the try left. ``on_halved``: the largest
+        part before and after, the allocator's words."""
         self.count = 0
         self._halve, self._size, self._restart, self._on_halved = halve, size, restart, on_halved
+        self._on_failure = on_failure
 
     def run(self, parts: Sequence[Part], work: Callable[[list[Part]], Result]) -> Result:
         while True:
@@ -85,6 +88,7 @@ class Halving(Generic[Part]):
                 if not is_out_of_memory(error) or self._halve(largest) is None:
                     raise
                 refusal = str(error)
+                self._on_failure()
             # Here and not above: the exception held the tensors of the try that failed.
             self._restart()
             self.count += 1

@@ -16,6 +16,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
+from upshift.training.autopsy import Scene, read_scene
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.optimizers.build import build_optimizer, build_schedule
@@ -54,11 +55,13 @@ class Stepper:
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
         self._extra = extra_inputs(model)
+        self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         self._halving = Halving[MicroBatch](
             halve=halve if not plan.optimizer_in_backward else lambda micro_batch: None,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
             restart=self._drop_gradients,
+            on_failure=self._look,
             on_halved=lambda old, new, why: on_halved(old.shape, new.shape, why),
         )
 
@@ -83,6 +86,9 @@ class Stepper:
             return total
 
         return self._halving.run(batch.micro_batches, work)
+
+    def _look(self) -> None:
+        self.scene = read_scene(self.plan.device)
 
     def _drop_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)

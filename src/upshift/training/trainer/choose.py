@@ -7,7 +7,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torch import nn
@@ -18,12 +18,13 @@ from upshift.models.live import source_of
 from upshift.models.source import ModelSource
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
-from upshift.planning.proof_store import proof_path, recall_proof, store_proof
+from upshift.planning.proof_store import forget_plan, proof_path, recall_proof, store_proof
 from upshift.planning.prove import Proof, Tried, after_trial, prove
 from upshift.planning.rank import Candidate
 from upshift.planning.space import check_allow
 from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 from upshift.planning.workload import Workload
+from upshift.record import Numbers
 from upshift.training.batches.collated import CollatedRows
 from upshift.training.batches.stored_rows import StoredRows, write_rows
 from upshift.training.trainer.sample import Sample, histogram
@@ -62,6 +63,31 @@ class Choice:
     planning: Planning | None = None
     candidate: Candidate | None = None
     proof: Proof | None = None
+    proof_file: Path | None = None
+
+    @property
+    def predicted(self) -> Numbers | None:
+        return self.planning.numbers(self.candidate) if self.planning and self.candidate else None
+
+    @property
+    def free_bytes(self) -> float | None:
+        """Memory that was free on the device when the plan was made."""
+        host = self.planning.host if self.planning else None
+        if host is None:
+            return None
+        device = host.gpu if self.plan.device == "cuda" else host.cpu
+        return device.free_memory_bytes if device else None
+
+
+def correct(choice: Choice, *, rows: int) -> Choice:
+    """After a step ran out: the plan with smaller micro-batches, and in the cache, so that the next run starts with it no
+    more."""
+    batch, held = choice.plan.per_device_train_batch_size, choice.plan.global_batch
+    smaller = next((size for size in range(min(rows, batch), 0, -1) if held % size == 0), 1)
+    if choice.proof_file is not None:
+        forget_plan(choice.proof_file, choice.plan)
+    plan = choice.plan.changed(per_device_train_batch_size=smaller, gradient_accumulation_steps=held // smaller)
+    return replace(choice, plan=plan)
 
 
 def plain_plan(host: Host, *, device: str, batch: int, accumulation: int, sequence_length: int = 1) -> Plan:
@@ -95,7 +121,8 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     seconds = _trial_seconds(planning, request)
     proof = _prove(source, planning, request, fixed, seconds, on_trial) if seconds else None
     candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
-    return Choice(Plan.model_validate(candidate.plan.model_dump()), "", planning, candidate, proof)
+    path = proof_path(planning, fixed=fixed, from_config=True) if proof else None
+    return Choice(Plan.model_validate(candidate.plan.model_dump()), "", planning, candidate, proof, path)
 
 
 def _trial_seconds(planning: Planning, request: Request) -> float:

@@ -80,7 +80,7 @@ FIELDS: dict[str, Field] = {
         CHECKPOINTS,
     ),
     # refused
-    "neftune_noise_alpha": Field("refused", "plans are made for the model's own mathematics, without noise on it; leave it unset"),
+    "neftune_noise_alpha": Field("refused", "plans are for the model's own mathematics, without noise on it; leave it unset"),
     **dict.fromkeys(
         (
             "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",

@@ -11,6 +11,7 @@ import math
 import time
 from collections.abc import Iterator, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ from upshift.models.build import find_stacks
 from upshift.models.recompute import recompute_layers
 from upshift.planning.plan import Plan
 from upshift.settings import read_settings
+from upshift.training.autopsy import Scene, as_lines, examine, read_scene
 from upshift.training.batches.collated import CollatedRows, NotRows
 from upshift.training.host_memory import limited_memory
 from upshift.training.out_of_memory import Halving
@@ -36,7 +38,7 @@ from upshift.training.trainer.asked import (
     optimizer_name,
     recomputes,
 )
-from upshift.training.trainer.choose import SHORT_RUN_SECONDS, Choice, Request, choose, plain_plan, too_short, words_of
+from upshift.training.trainer.choose import SHORT_RUN_SECONDS, Choice, Request, choose, correct, plain_plan, too_short, words_of
 from upshift.training.trainer.fields import refuse_unsupported, was_set
 from upshift.training.trainer.report import report, tell, trial_line
 from upshift.training.trainer.sample import NoSample, Sample, draw_sample, undisturbed_random_numbers
@@ -67,6 +69,7 @@ class PlannedTraining:
         self.choice: Choice | None = None
         self._batch_step: BatchStep | None = None
         self._waiting: list[Any] = []
+        self._scene: Scene | None = None  # as memory was when a step ran out
 
     # The run
 
@@ -242,6 +245,7 @@ class PlannedTraining:
                 halve=partial(halve_part, plan=choice.plan),
                 size=lambda pair: pair[0].group.num_padded_tokens,
                 restart=self._drop_gradients,
+                on_failure=self._look,
                 on_halved=lambda old, new, why: self._ran_out(old[0].shape, new[0].shape, why),
             ),
         )
@@ -252,15 +256,28 @@ class PlannedTraining:
             loss: Tensor = self.compute_loss(self.model_wrapped, inputs, num_items_in_batch=num_items)
         return loss
 
+    def _look(self) -> None:
+        self._scene = read_scene(torch.device(self.args.device).type)
+
     def _drop_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _ran_out(self, largest: Shape, smaller: Shape, why: str) -> None:
+    def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
+        assert self.choice is not None and self._scene is not None
+        autopsy = examine(
+            self._scene, step=self.state.global_step + 1, plan=self.choice.plan, model=self.model, optimizer=self.optimizer,
+            predicted=self.choice.predicted, free_when_planned=self.choice.free_bytes,
+            shape=largest, smaller=smaller, words=words,
+        )  # fmt: skip
+        path = autopsy.write(Path(self.args.output_dir))
         old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
-        tell(f"step {self.state.global_step + 1} ran out of memory with {old} at once ({' '.join(why.split())[:160]})")
-        tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients")
+        tell(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
+        tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
+        for line in as_lines(autopsy):
+            tell(line)
+        self.choice = correct(self.choice, rows=max(smaller[0], 1))
 
     @property
     def _is_encoder_decoder(self) -> bool:
