@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -111,7 +111,6 @@ PARTLY_TRAINED: dict[str, Callable[[], torch.nn.Module]] = {
     "llama, dora of two layers": lambda: get_peft_model(
         LlamaForCausalLM(CONFIGS["llama"]), LoraConfig(use_dora=True, layers_to_transform=[2, 3])
     ),
-    "llama, ia3": lambda: get_peft_model(LlamaForCausalLM(CONFIGS["llama"]), IA3Config(task_type="CAUSAL_LM")),
     "bert classifier, lora": lambda: get_peft_model(
         BertForSequenceClassification(BERT_CLASSIFIER), LoraConfig(task_type="SEQ_CLS", r=8)
     ),

@@ -71,7 +71,7 @@ class Tracer:
         model = self.model(dtype)
         set_attention(base_of(model), variant.attention)
         recompute_layers(model, None if recompute else 0)
-        head = chunked_head(model, chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
+        head = chunked_head(base_of(model), chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
         with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:
             tracker.adopt((list(model.parameters()), list(model.buffers())))
             inputs = sample_inputs(base_of(model), self.objective, batch=batch, sequence=sequence, masked=variant.masked)

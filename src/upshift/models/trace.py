@@ -164,10 +164,9 @@ def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int
 
 
 def _chunking(tracer: Tracer, point: tuple[int, int]) -> str | None:
-    model = tracer.model(torch.float32)
     with fake_masks(masked=False), tracer.fake:
         inputs = sample_inputs(tracer.base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
-        return why_not_chunked(model, inputs)
+        return why_not_chunked(tracer.base, inputs)
 
 
 def _count_parameters(tracer: Tracer) -> Parameters:

@@ -74,8 +74,7 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 @contextmanager
 def computing(model: nn.Module, plan: Plan) -> Iterator[None]:
     """While open, the model's loss is computed the way the plan says."""
-    head = chunked_head(model, chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else contextlib.nullcontext()
-    with head:
+    with chunked_head(base_of(model), chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else contextlib.nullcontext():
         yield
 
 
