@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import random
 import resource
@@ -10,11 +11,11 @@ import shutil
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -103,7 +104,7 @@ class Net(nn.Module):
         return {"loss": nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten()), "logits": logits}
 
 
-SETTINGS = {
+SETTINGS = {  # 6 steps an epoch
     "per_device_train_batch_size": 4, "num_train_epochs": 2, "logging_steps": 1, "save_steps": 1, "report_to": [],
     "disable_tqdm": True, "use_cpu": True, "learning_rate": 1e-2, "logging_nan_inf_filter": False,
 }  # fmt: skip
@@ -150,11 +151,11 @@ CASES: dict[str, tuple[Callable[[], Any], Any, dict[str, Any]]] = {
 def test_resuming_is_exact(case: str, tmp_path: Path) -> None:
     make, collate, settings = CASES[case]
     others = {"eval_dataset": rows(8)} if "eval_strategy" in settings else None
-    whole = trainer(tmp_path, model=make(), collate=collate, others=others, **settings)
+    whole = trainer(tmp_path, model=make(), collate=collate, others=others, **{"save_steps": 2, **settings})
     whole.train()
     checkpoints = sorted(tmp_path.glob("checkpoint-*"), key=checkpoint_files.step_of)
-    assert len(checkpoints) == (2 if case == "in epochs" else whole.state.max_steps)
-    for checkpoint in checkpoints[:: 1 if len(checkpoints) < 3 else 3]:
+    assert len(checkpoints) == (2 if case == "in epochs" else whole.state.max_steps // 2)
+    for checkpoint in checkpoints[:: 1 if len(checkpoints) < 5 else 2]:  # within an epoch and at its end
         again = trainer(tmp_path / "again", model=make(), collate=collate, others=others, save_strategy="no", **{
             key: value for key, value in settings.items() if key != "save_strategy"
         })  # fmt: skip
@@ -379,6 +380,18 @@ def test_pickles_are_refused_and_left_alone(name: str, tmp_path: Path) -> None:
     assert seen(checkpoint) == before
 
 
+def test_a_pickle_of_somebody_else_is_left_unread(tmp_path: Path) -> None:
+    trainer(tmp_path, max_steps=1).train()
+    (tmp_path / "checkpoint-1" / "average.pt").write_bytes(b"pickle")
+    trainer(tmp_path, max_steps=2).train(resume_from_checkpoint=True)
+    peft = pytest.importorskip("peft")
+    make = lambda: peft.get_peft_model(gpt2(), peft.LoraConfig(target_modules=["c_attn"], fan_in_fan_out=True))  # noqa: E731
+    trainer(tmp_path / "peft", model=make(), max_steps=1).train()
+    (tmp_path / "peft" / "checkpoint-1" / "pytorch_model.bin").write_bytes(b"pickle")
+    with pytest.raises(RequestError, match="pickles are never loaded"):
+        trainer(tmp_path / "peft", model=make(), max_steps=2).train(resume_from_checkpoint=True)
+
+
 def test_nothing_to_resume_is_said(tmp_path: Path) -> None:
     with pytest.raises(RequestError, match="holds no checkpoint"):
         trainer(tmp_path).train(resume_from_checkpoint=True)
@@ -520,29 +533,28 @@ def test_pushing_writes_no_pickle(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert not [name for name in uploaded[0] if name.endswith(PICKLES)]
 
 
-SCRIPT = """
-    import sys, torch
-    sys.path.insert(0, {tests!r})
-    torch.set_num_threads(1)
-    import test_trainer_checkpoint as test
-    from pathlib import Path
-    output = Path(sys.argv[1])
-    {body}
-"""
+def in_a_fork(work: Callable[[], Any], output: Any = None) -> Any:
+    """A process of its own, which needs no second to import torch. What it raises goes to the file `output`."""
 
+    def guarded() -> None:
+        try:
+            work()
+        except JobFailed as error:
+            output.write_text(str(error))
+            raise SystemExit(1) from None
 
-def process(output: Path, body: str, **options: Any) -> subprocess.Popen[str]:
-    script = textwrap.dedent(SCRIPT).format(tests=str(Path(__file__).parent), body=body)
-    paths = [str(Path(saving.__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    return subprocess.Popen(
-        [sys.executable, "-c", script, str(output)], env=environment, text=True, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
-        **options,
-    )  # fmt: skip
+    child = multiprocessing.get_context("fork").Process(target=guarded)
+    child.start()
+    return child
 
 
 LONG = {"num_train_epochs": 6, "save_total_limit": 2}
-LONG_RUN = "test.trainer(output, model=test.bert(), collate=test.masked, **test.LONG).train(resume_from_checkpoint={})"
+
+
+def long_run(output: Path, *, resume: bool) -> Any:
+    one = trainer(output, model=bert(), collate=masked, **LONG)
+    one.train(resume_from_checkpoint=resume)
+    return one
 
 
 def test_a_process_killed_at_any_moment_resumes_exactly(tmp_path: Path) -> None:
@@ -550,18 +562,17 @@ def test_a_process_killed_at_any_moment_resumes_exactly(tmp_path: Path) -> None:
     whole.train()
     output = tmp_path / "killed"
     delays, torn, newest = random.Random(7), 0, -1
-    for _ in range(6):
-        started = find_checkpoints(output).newest is not None
-        child = process(output, LONG_RUN.format(started))
+    for _ in range(10):
+        child = in_a_fork(partial(long_run, output, resume=find_checkpoints(output).newest is not None))
         deadline = time.monotonic() + 60
-        while child.poll() is None and time.monotonic() < deadline:
+        while child.is_alive() and time.monotonic() < deadline:
             found = find_checkpoints(output)
             if found.newest is not None and (checkpoint_files.step_of(found.newest) or 0) > newest:
                 break
             time.sleep(0.001)
         time.sleep(delays.uniform(0, 0.06))
-        child.send_signal(signal.SIGKILL)
-        child.communicate()
+        os.kill(child.pid, signal.SIGKILL)
+        child.join()
         torn += any(path.name.endswith((".tmp", ".replaced")) for path in output.iterdir())
         found = find_checkpoints(output)
         assert found.newest is not None and found.damaged == ()
@@ -569,23 +580,29 @@ def test_a_process_killed_at_any_moment_resumes_exactly(tmp_path: Path) -> None:
         if newest == whole.state.max_steps:
             break
     assert torn > 0
-    again = trainer(output, model=bert(), collate=masked, **LONG)
-    again.train(resume_from_checkpoint=True)
-    same_run(whole, again)
+    same_run(whole, long_run(output, resume=True))
     assert len([name for name in seen(output) if name.startswith("checkpoint")]) == 2
 
 
+EXIT = """
+import sys
+sys.path.insert(0, {tests!r})
+import test_trainer_checkpoint as test
+saver = test.trainer(test.Path(sys.argv[1]), max_steps=1)
+write = test.saving.write_trainer_optimizer
+test.saving.write_trainer_optimizer = lambda *args: (test.time.sleep(0.5), write(*args))
+saver._finalize_training = lambda *args: 1 / 0
+saver.train()
+"""
+
+
 def test_a_failing_interpreter_finishes_the_save(tmp_path: Path) -> None:
-    body = """
-    saver = test.trainer(output, max_steps=1)
-    write = test.saving.write_trainer_optimizer
-    test.saving.write_trainer_optimizer = lambda *args: (test.time.sleep(0.5), write(*args))
-    saver._finalize_training = lambda *args: 1 / 0
-    saver.train()
-    """
-    child = process(tmp_path, textwrap.dedent(body).strip())
-    _, errors = child.communicate(timeout=60)
-    assert child.returncode == 1 and "ZeroDivisionError" in errors, errors
+    paths = [str(Path(saving.__file__).parents[3]), os.environ.get("PYTHONPATH", "")]
+    command = [sys.executable, "-c", EXIT.format(tests=str(Path(__file__).parent)), str(tmp_path)]
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr, done.stderr
     assert find_checkpoints(tmp_path).newest == tmp_path / "checkpoint-1"
 
 
@@ -594,13 +611,16 @@ def test_a_file_that_does_not_fit(share: float, tmp_path: Path) -> None:
     """The limit on a file's size stands for a full disk: a write fails halfway."""
     trainer(tmp_path, max_steps=1).train()
     size = (tmp_path / "checkpoint-1" / "optimizer.safetensors").stat().st_size
-    body = "test.trainer(output, max_steps=3).train(resume_from_checkpoint=True)"
-    limit = int(size * share)
-    child = process(tmp_path, body, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit)))
-    _, errors = child.communicate(timeout=60)
-    failed = [line for line in errors.splitlines() if line.startswith("upshift.errors.JobFailed: ")]
-    assert child.returncode == 1 and len(failed) == 1, errors
-    assert "checkpoint-2 could not be written" in failed[0] and "checkpoint-1 is still loadable" in failed[0]
+    limit, told = int(size * share), tmp_path.with_suffix(".said")
+
+    def work() -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
+        trainer(tmp_path, max_steps=3).train(resume_from_checkpoint=True)
+
+    child = in_a_fork(work, told)
+    child.join(60)
+    assert child.exitcode == 1
+    assert "checkpoint-2 could not be written" in told.read_text() and "checkpoint-1 is still loadable" in told.read_text()
     assert seen(tmp_path) == ["checkpoint-1"]
     again = trainer(tmp_path, max_steps=3)
     again.train(resume_from_checkpoint=True)

@@ -42,7 +42,7 @@ class BackgroundWriter:
     def _run(self, work: Callable[[], None]) -> None:
         try:
             work()
-        except Exception as failure:  # noqa: BLE001 - whatever it is, wait() raises it in the thread that asked for the work
+        except Exception as failure:  # whatever it is, wait() raises it in the thread that asked for the work
             # Also here: a process that ends without another call would say nothing.
             logger.error("%s", failure)
             self._failure = failure

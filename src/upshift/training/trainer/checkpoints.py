@@ -17,6 +17,7 @@ from upshift.training.trainer.saving import PlainSaving
 from upshift.training.trainer.trainer_files import (
     SCALER_NAME,
     SCHEDULER_NAME,
+    check_adapters,
     check_resumable,
     newest_resumable,
     read_saved_optimizer,
@@ -42,10 +43,11 @@ class PlainCheckpoints(PlainSaving):
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory = Path(resume_from_checkpoint)
-        check_resumable(directory)
         if self._is_saved_whole():
+            check_resumable(directory)
             read_weights(directory, self._plain_model())
         else:
+            check_adapters(directory)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
@@ -80,12 +82,13 @@ class PlainCheckpoints(PlainSaving):
         self._writer.wait()
         self.accelerator.wait_for_everyone()  # one process has written
         best = Path(self.state.best_model_checkpoint)
-        if best.is_dir():
-            check_resumable(best)
         if best.is_dir() and self._is_saved_whole():
+            check_resumable(best)
             read_weights(best, self._plain_model())
-        else:
-            super()._load_best_model()
+            return
+        if best.is_dir():
+            check_adapters(best)
+        super()._load_best_model()
 
     def get_train_dataloader(self: Any) -> Any:
         loader = super().get_train_dataloader()

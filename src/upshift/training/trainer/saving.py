@@ -135,7 +135,9 @@ class PlainSaving:
         return bool(callbacks or foreign or asked)
 
     def _checkpoint_bytes(self: Any) -> int:
-        weights = model_bytes(self._plain_model())
+        model = self._plain_model()
+        trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
+        weights = model_bytes(model) if self._is_saved_whole() else sum(parameter.nbytes for parameter in trained)
         return weights if self.args.save_only_model else weights + optimizer_bytes(self._plain_optimizer())
 
     def _note_best(self: Any, run_dir: Path) -> None:

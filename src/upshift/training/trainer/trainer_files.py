@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -29,6 +29,7 @@ ARGUMENTS_NAME = "training_args.json"
 OPTIMIZER_NAME = "optimizer.json"  # beside optimizer.safetensors
 SCHEDULER_NAME = "scheduler.json"
 SCALER_NAME = "scaler.json"
+PICKLED_WEIGHTS = frozenset({"pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"})
 NOT_WRITTEN = "not_written"  # the arguments that JSON has no word for
 PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
 PLAIN_OR = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
@@ -113,17 +114,27 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def check_resumable(directory: Path) -> None:
-    """Raises RequestError if this is no whole checkpoint, or is one with pickles, which are never loaded."""
-    pickles = sorted(path.name for path in directory.glob("*") if path.suffix in PICKLES)
-    if pickles:
+    """Raises RequestError if this is no whole checkpoint, or one of transformers.Trainer, whose pickles are never loaded."""
+    if (directory / STATE_NAME).is_file():
+        check_checkpoint(directory)  # a pickle that somebody else added there is left unread
+        return
+    _refuse_pickles(path for path in directory.glob("*") if path.suffix in PICKLES)
+    raise RequestError(f"{directory} is no whole checkpoint, it has no {STATE_NAME}; resume from another checkpoint")
+
+
+def check_adapters(directory: Path) -> None:
+    """Before transformers and peft read a checkpoint's adapters. Raises RequestError if they could take a pickle."""
+    check_resumable(directory)
+    _refuse_pickles(path for path in directory.rglob("*") if path.name in PICKLED_WEIGHTS)
+
+
+def _refuse_pickles(found: Iterable[Path]) -> None:
+    for path in sorted(found)[:1]:
         raise RequestError(
-            f"{directory} holds {pickles[0]}, as transformers.Trainer writes: pickles are never loaded, and nothing there was "
-            f"changed; start a new run from its weights with from_pretrained({str(directory)!r}), or resume it with "
+            f"{path.parent} holds {path.name}, as transformers.Trainer writes: pickles are never loaded, and nothing there was "
+            f"changed; start a new run from its weights with from_pretrained({str(path.parent)!r}), or resume it with "
             "transformers.Trainer"
         )
-    if not (directory / STATE_NAME).is_file():
-        raise RequestError(f"{directory} is no whole checkpoint, it has no {STATE_NAME}; resume from another checkpoint")
-    check_checkpoint(directory)
 
 
 def newest_resumable(directory: Path) -> Path:
