@@ -12,7 +12,7 @@ from upshift.models.profile import ModelProfile, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 
-FORMAT = "6"  # raise when the meaning of a stored profile changes
+FORMAT = "7"  # raise when the meaning of a stored profile changes
 
 
 class Variant(NamedTuple):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from upshift.hardware import gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Host
 from upshift.hardware.spec import Precision as MatrixPrecision
-from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, num_sides
+from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
 from upshift.planning.cost.memory import place_segments
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
@@ -106,10 +106,12 @@ def micro_batch_terms(profile: ModelProfile, trace: StepTrace, plan: Plan, rates
     batch, sequence = plan.per_device_train_batch_size, plan.sequence_length
     matmul = attention = moved = kernels = kept = 0.0
     for item in place_segments(profile, trace, plan):
+        # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
+        count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
-            matmul += item.count * cost.matmul_flops.at(batch, sequence)
-            attention += item.count * cost.attention_flops.at(batch, sequence)
-            moved += item.count * cost.moved_bytes.at(batch, sequence)
+            matmul += count * cost.matmul_flops.at(batch, sequence)
+            attention += count * cost.attention_flops.at(batch, sequence)
+            moved += count * cost.moved_bytes.at(batch, sequence)
             kernels += item.count * cost.num_kernels
         kept += item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
     if plan.torch_compile != "off":
