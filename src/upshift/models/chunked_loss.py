@@ -144,7 +144,10 @@ class DeferredLogits:
         head = self.head._replace(ignore_index=ignore_index, label_smoothing=label_smoothing or self.head.label_smoothing)
         self.uses.losses += 1
         total = linear_cross_entropy(self.hidden, self.weight, self.bias, target, head)
-        return total if reduction == "sum" else total / (target != ignore_index).sum()
+        if reduction == "sum":
+            return total
+        num_labels = (target != ignore_index).sum()
+        return torch.where(num_labels > 0, total / num_labels.clamp(min=1), torch.nan)  # no label: NaN, and gradients of zero
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):

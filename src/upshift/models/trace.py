@@ -81,7 +81,7 @@ def trace_model(
         steps=tuple(steps),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
-        chunked_loss_reason=reason or "the head is a plain linear layer, and its logits go to cross entropy in a way that is known",
+        chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
         forward_flops=flops,
     )
 
