@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from upshift.models.profile import ModelProfile, Segment, StepTrace, highest
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Segment, StepTrace, highest
 from upshift.planning.cost.optimizer import state_bytes, trained_shapes, update_workspace_bytes, workspace_bytes
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
@@ -43,6 +43,7 @@ class Placed:
     is_loss: bool = False
     is_layer: bool = False
     is_recomputed: bool = False
+    scratch: float = 0.0  # bytes in the forward pass that the trace does not show
 
 
 @dataclass(frozen=True)
@@ -100,10 +101,21 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[
             segment = traced.recomputed[index] if recompute else traced.plain[index]
             placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=recompute))
     gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
+    scratch = 0.0
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
-        gap = trace.chunked_gap
-    placed.append(Placed(gap, 1, head if last else outside, is_loss=True))
+        gap, scratch = trace.chunked_gap, chunk_scratch_bytes(profile, plan)
+    placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
     return placed
+
+
+def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """What larger chunks than the traced ones hold; on a GPU also two copies of their logits in fp32 and the product for the
+    weight's gradient, which the traced CPU makes by blocks."""
+    words, product_bytes = profile.vocab_size or 0, 4 if plan.precision in ("fp32", "tf32") else 2
+    larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * words * product_bytes
+    if plan.device != "cuda":
+        return float(larger)
+    return float(larger + words * max(8 * plan.loss_chunk_tokens, product_bytes * (profile.hidden_size or 0)))
 
 
 def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
@@ -149,7 +161,7 @@ def _walk_forward(
     released = 0.0
     for item in placed:
         cost, own = item.segment.forward, "loss" if item.is_loss else "activations"
-        rise, left = max(highest(cost.rise, batch, sequence), 0.0), cost.left.at(batch, sequence)
+        rise, left = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch, cost.left.at(batch, sequence)
         released_here = cost.released.at(batch, sequence)
         if plan.activation_offload and item.is_layer:
             left, released_here = 0.0, 0.0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from upshift.hardware import gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Host
 from upshift.hardware.spec import Precision as MatrixPrecision
-from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, num_sides
+from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
 from upshift.planning.cost.memory import place_segments
 from upshift.planning.cost.optimizer import compile_seconds, trained_shapes, update_core_seconds, update_flops, update_words
 from upshift.planning.plan import Plan
@@ -125,12 +125,14 @@ def micro_batch_terms(
     matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
     for item in place_segments(profile, trace, plan):
         in_fp8 = plan.precision == "fp8" and item.is_layer
+        # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
+        count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
-            products = item.count * cost.matmul_flops.at(batch, sequence)
+            products = count * cost.matmul_flops.at(batch, sequence)
             matmul, outside = (matmul + products, outside) if item.is_layer else (matmul, outside + products)
-            attention += item.count * cost.attention_flops.at(batch, sequence)
-            moved += item.count * cost.moved_bytes.at(batch, sequence)
-            moved += item.count * cost.matmul_bytes.at(batch, sequence) * FP8_CAST_SHARE * in_fp8
+            attention += count * cost.attention_flops.at(batch, sequence)
+            moved += count * cost.moved_bytes.at(batch, sequence)
+            moved += count * cost.matmul_bytes.at(batch, sequence) * FP8_CAST_SHARE * in_fp8
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)
         left = item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
         kept, offloaded = kept + left, offloaded + left * (plan.activation_offload and item.is_layer)
