@@ -72,9 +72,12 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 
 
 @contextmanager
-def computing(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """While open, the model's loss is computed the way the plan says."""
-    with chunked_head(base_of(model), chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else contextlib.nullcontext():
+def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
+    """While open, the model's loss is computed the way the plan says; smoothed, where it is in chunks."""
+    if not plan.loss_chunk_tokens:
+        yield
+        return
+    with chunked_head(base_of(model), chunk_tokens=plan.loss_chunk_tokens, label_smoothing=label_smoothing):
         yield
 
 

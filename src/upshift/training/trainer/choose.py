@@ -4,6 +4,7 @@ user's own settings run, for a stated reason.
 
 from __future__ import annotations
 
+import math
 import tempfile
 import time
 from collections.abc import Callable
@@ -34,6 +35,8 @@ TRIAL_SHARE = 0.05  # of the run's predicted time may go into trials
 MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
 TIMED_SECONDS = 2.0  # of one trial
+WORTH_WORKERS = 0.01  # of a step
+WORKER_HEADROOM = 2.0  # batches drawn over batches used, so that a slow one does not stop the device
 SHORT_RUN_SECONDS = 30.0  # tracing a model takes about as long
 
 
@@ -64,6 +67,8 @@ class Choice:
     candidate: Candidate | None = None
     proof: Proof | None = None
     proof_file: Path | None = None
+    num_workers: int = 0  # processes that draw batches
+    loading: str = ""  # why so many
 
     @property
     def predicted(self) -> Numbers | None:
@@ -122,7 +127,11 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     proof = _prove(source, planning, request, fixed, seconds, on_trial) if seconds else None
     candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
     path = proof_path(planning, fixed=fixed, from_config=True) if proof else None
-    return Choice(Plan.model_validate(candidate.plan.model_dump()), "", planning, candidate, proof, path)
+    drawing = request.sample.seconds_per_batch * request.accumulation
+    cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
+    workers, why = count_workers(drawing, candidate.time.total, device=request.device, cores=cores)
+    plan = Plan.model_validate(candidate.plan.model_dump())
+    return Choice(plan, "", planning, candidate, proof, path, workers, why)
 
 
 def _trial_seconds(planning: Planning, request: Request) -> float:
@@ -181,6 +190,17 @@ def _stored(request: Request) -> StoredRows:
         trims=request.split.trims,
         drops_mask=request.split.drops_mask,
     )
+
+
+def count_workers(drawing: float, step: float, *, device: str, cores: int) -> tuple[int, str]:
+    """How many processes draw batches, and why. ``drawing``, ``step``: seconds of one global batch."""
+    share = drawing / step
+    told = f"drawing a global batch takes {1000 * drawing:.1f} ms, {share:.1%} of a step"
+    if device == "cpu":
+        return 0, f"{told}; the step itself keeps every core busy, so workers would only take from it"
+    if share < WORTH_WORKERS:
+        return 0, told
+    return min(math.ceil(WORKER_HEADROOM * share), max(cores - 1, 1)), f"{told}; workers draw while the device computes"
 
 
 def too_short(seconds: float) -> str:

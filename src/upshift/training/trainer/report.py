@@ -24,6 +24,7 @@ def report(choice: Choice) -> list[str]:
     for reason in planning.reasons:
         if str(getattr(choice.plan, reason.choice)) == reason.value:
             lines.append(f"  {reason.choice}={reason.value}: {reason.why} ({reason.runner_up}: {reason.runner_up_cost})")
+    lines.append(f"  dataloader_num_workers={choice.num_workers}: {choice.loading}")
     return lines
 
 
