@@ -14,6 +14,9 @@ import transformers
 from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq, DataCollatorWithPadding, TrainingArguments
 
 import upshift
+from upshift.errors import JobFailed, RequestError
+from upshift.training.autopsy import Autopsy
+from upshift.training.trainer.fields import FIELDS, markdown, refuse_unsupported
 
 STEPS = 20
 
@@ -179,12 +182,215 @@ def test_same_curve_and_metrics(task: Callable[[], Task], accumulation: int, tmp
     check_same(ours, theirs)
 
 
+CUT = ("precision=fp32", "per_device_train_batch_size=2", "torch_compile=off", "attention=sdpa")
+MORE = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
+
+
+def both(task: Callable[[], Task], folder: Path, *fixed: str, allow: tuple[str, ...] = (), **more: Any) -> tuple[Any, Any]:
+    """(ours by a plan with these fields, theirs)"""
+    theirs = train(transformers, task(), folder / "theirs", **MORE, **more)
+    options = {"fixed": fixed, "trial_seconds": 0, "allow": allow}
+    return train(upshift, task(), folder / "ours", upshift_options=options, **MORE, **more), theirs
+
+
 @pytest.mark.parametrize("task", TASKS, ids=lambda task: task.__name__)
 def test_same_curve_when_the_batch_is_cut(task: Callable[[], Task], tmp_path: Path) -> None:
     """Sorted by length, trimmed, in smaller micro-batches than the user's: the same gradients."""
-    more = {"gradient_accumulation_steps": 2, "per_device_train_batch_size": 4}
-    theirs = train(transformers, task(), tmp_path / "theirs", **more)
-    fixed = ("precision=fp32", "per_device_train_batch_size=2", "torch_compile=off")
-    ours = train(upshift, task(), tmp_path / "ours", upshift_options={"fixed": fixed, "trial_seconds": 0}, **more)
+    ours, theirs = both(task, tmp_path, *CUT)
     assert ours[2].choice.plan.per_device_train_batch_size == 2
     check_same(ours, theirs)
+
+
+@pytest.mark.parametrize("task", [causal_lm, masked_lm, summarization], ids=lambda task: task.__name__)
+@pytest.mark.parametrize("smoothing", [0.0, 0.1])
+def test_same_curve_with_the_head_in_chunks(task: Callable[[], Task], smoothing: float, tmp_path: Path) -> None:
+    ours, theirs = both(task, tmp_path, *CUT, "loss_chunk_tokens=512", label_smoothing_factor=smoothing)
+    assert ours[2].choice.plan.loss_chunk_tokens == 512
+    check_same(ours, theirs)
+
+
+def test_same_curve_end_to_end_in_one_row(tmp_path: Path) -> None:
+    fixed = ("precision=fp32", "torch_compile=off", "attention=block", "packing=True", "per_device_train_batch_size=4")
+    ours, theirs = both(causal_lm, tmp_path, *fixed)
+    assert ours[2].choice.plan.flattens
+    check_same(ours, theirs)
+
+
+def lora() -> Task:
+    import peft
+
+    task = causal_lm()
+
+    def adapted() -> torch.nn.Module:
+        torch.manual_seed(0)
+        adapter = peft.LoraConfig(task_type="CAUSAL_LM", r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+        return peft.get_peft_model(task.model(), adapter)
+
+    return dataclasses.replace(task, model=adapted)
+
+
+def test_same_curve_of_an_adapter(tmp_path: Path) -> None:
+    ours, theirs = both(lora, tmp_path, *CUT)
+    check_same(ours, theirs)
+    assert sum(p.requires_grad for p in ours[2].model.parameters()) == 8
+
+
+@pytest.mark.parametrize("optim", ["adafactor", "sgd"])
+def test_an_optimizer_set_by_hand_is_kept(optim: str, tmp_path: Path) -> None:
+    ours, theirs = both(causal_lm, tmp_path, *CUT, optim=optim)
+    assert ours[2].choice.plan.optim == optim
+    check_same(ours, theirs)
+
+
+def test_a_step_that_runs_out_of_memory_is_done_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At step 3 no more than two rows fit at once: the same curve, an autopsy, and a corrected plan."""
+    theirs = train(transformers, causal_lm(), tmp_path / "theirs", **MORE)
+    original = upshift.Trainer.compute_loss
+    calls: list[int] = []
+
+    def refuse(self: Any, model: Any, inputs: Any, *arguments: Any, **named: Any) -> Any:
+        if model.training and self.state.global_step >= 2 and len(inputs["input_ids"]) > 2:
+            calls.append(len(inputs["input_ids"]))
+            raise torch.OutOfMemoryError("simulated")
+        return original(self, model, inputs, *arguments, **named)
+
+    monkeypatch.setattr(transformers.Trainer, "compute_loss", refuse)
+    ours = train(upshift, causal_lm(), tmp_path / "ours", **MORE)
+    check_same(ours, theirs)
+    assert calls == [4]
+    (line,) = (tmp_path / "ours" / "upshift_out_of_memory.jsonl").read_text().splitlines()
+    autopsy = Autopsy.from_json(line)
+    assert (autopsy.step, autopsy.words) == (3, "simulated") and autopsy.shape[0] == 4 and autopsy.smaller[0] == 2
+    assert ours[2].choice.plan.per_device_train_batch_size == 2
+
+
+def test_a_poisoned_batch_moves_no_weight(tmp_path: Path) -> None:
+    task = causal_lm()
+    seen: list[dict[str, torch.Tensor]] = []
+
+    class Poison(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            if state.global_step == 4:
+                seen.append({name: value.clone() for name, value in model.state_dict().items()})
+                model.lm_head.register_forward_hook(lambda module, inputs, output: output * float("nan"))
+
+    trainer = upshift.Trainer(
+        model=task.model(), args=TrainingArguments(str(tmp_path), max_steps=9, report_to="none", use_cpu=True, disable_tqdm=True),
+        data_collator=task.collator, train_dataset=task.data, callbacks=[Poison()],
+    )  # fmt: skip
+    with pytest.raises(JobFailed, match="step 5: the loss became NaN; no weight has moved in it"):
+        trainer.train()
+    after = trainer.model.state_dict()
+    assert all(torch.equal(value, after[name]) for name, value in seen[0].items())
+
+
+class Pairs(torch.nn.Module):
+    """A contrastive loss: every row's depends on all rows of its batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layer = torch.nn.Linear(8, 8)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        hidden = self.layer(pixel_values)
+        return {"loss": torch.nn.functional.cross_entropy(hidden @ pixel_values.T, torch.arange(len(hidden)))}
+
+
+class Normalized(Pairs):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = torch.nn.BatchNorm1d(8)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": torch.nn.functional.cross_entropy(self.norm(self.layer(pixel_values)), labels)}
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Pairs, "not made of the losses"), (Normalized, "norm computes over the rows")])
+def test_a_loss_that_does_not_split_is_left_whole(kind: Any, why: str, tmp_path: Path) -> None:
+    """Models that are not of transformers train too, by the user's own settings."""
+    generator = torch.Generator().manual_seed(1)
+    data = [{"pixel_values": torch.randn(8, generator=generator), "labels": number % 8} for number in range(32)]
+    task = Task(kind, data, transformers.default_data_collator)
+    ours, theirs = (train(library, task, tmp_path / library.__name__, **MORE) for library in (upshift, transformers))
+    check_same(ours, theirs)
+    assert why in ours[2].choice.reason
+
+
+def test_the_users_own_loss_is_called(tmp_path: Path) -> None:
+    """An overridden compute_loss, and a compute_loss_func, see logits and are measured like any loss."""
+
+    def double(library: Any) -> Any:
+        class Doubled(library.Trainer):  # type: ignore[misc, name-defined]
+            def compute_loss(self, model: Any, inputs: Any, return_outputs: bool = False, num_items_in_batch: Any = None) -> Any:
+                outputs = model(**inputs)
+                loss = 2 * outputs.loss + 0 * outputs.logits.float().mean()
+                return (loss, outputs) if return_outputs else loss
+
+        return type("library", (), {"Trainer": Doubled})
+
+    task = text_classification()
+    theirs = train(double(transformers), task, tmp_path / "theirs", **MORE)
+    ours = train(double(upshift), task, tmp_path / "ours", **MORE)
+    check_same(ours, theirs)
+
+
+def test_callbacks_stop_and_log_the_same(tmp_path: Path) -> None:
+    task = dataclasses.replace(
+        text_classification(),
+        arguments={"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2,
+                   "load_best_model_at_end": True, "metric_for_best_model": "accuracy", "save_total_limit": 1},
+    )  # fmt: skip
+    logs = []
+    for library in (upshift, transformers):
+        arguments = TrainingArguments(
+            str(tmp_path / library.__name__), max_steps=30, report_to="none", use_cpu=True, disable_tqdm=True, logging_steps=1,
+            learning_rate=1e-9, **task.arguments,
+        )  # fmt: skip
+        trainer = library.Trainer(
+            model=task.model(), args=arguments, data_collator=task.collator, train_dataset=task.data,
+            eval_dataset=task.data[:16], compute_metrics=accuracy,
+        )  # fmt: skip
+        trainer.add_callback(transformers.EarlyStoppingCallback(early_stopping_patience=3))
+        trainer.train()
+        predicted = trainer.predict(task.data[:16])
+        logs.append((trainer.state.global_step, [sorted(e) for e in trainer.state.log_history], predicted.predictions))
+    assert logs[0][:2] == logs[1][:2] and logs[0][0] < 30
+    np.testing.assert_allclose(logs[0][2], logs[1][2], rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"), [("neftune_noise_alpha", 5), ("ddp_bucket_cap_mb", 25), ("ddp_timeout", 60)], ids=str
+)
+def test_what_cannot_be_honoured_is_named(argument: str, value: Any, tmp_path: Path) -> None:
+    task = causal_lm()
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True, **{argument: value})
+    with pytest.raises(RequestError, match=f"{argument}={value!r} cannot be honoured"):
+        upshift.Trainer(model=task.model(), args=arguments, train_dataset=task.data)
+
+
+def test_every_argument_is_in_the_table() -> None:
+    """docs/training_arguments.md says of every field of the installed transformers what becomes of it."""
+    core = {field.name for field in dataclasses.fields(TrainingArguments)}
+    assert core <= FIELDS.keys()
+    page = Path(__file__).parents[2] / "docs" / "training_arguments.md"
+    assert page.read_text(encoding="utf-8") == markdown()
+    refuse_unsupported(TrainingArguments("unused", use_cpu=True))  # defaults are nobody's wish
+
+
+def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
+    class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
+        def __init__(self, rows: list[Any]) -> None:
+            self.rows, self.read = rows, iter(rows)
+
+        def __iter__(self) -> Any:
+            return self
+
+        def __next__(self) -> Any:
+            return next(self.read)
+
+    task = causal_lm()
+    arguments = TrainingArguments(str(tmp_path), max_steps=8, report_to="none", use_cpu=True, disable_tqdm=True)
+    trainer = upshift.Trainer(model=task.model(), args=arguments, data_collator=task.collator, train_dataset=Stream(task.data))
+    assert trainer.train().global_step == 8  # 64 rows are 8 batches of 8
+    assert "read once" in trainer.choice.reason

@@ -21,6 +21,7 @@ from upshift.models.block_attention import set_attention
 from upshift.models.recompute import recompute_layers
 from upshift.planning.plan import Plan
 from upshift.training.autopsy import Scene, as_lines, examine, read_scene
+from upshift.training.batches.objective import IGNORED
 from upshift.training.host_memory import limited_memory
 from upshift.training.out_of_memory import Halving
 from upshift.training.prepare import autocast, compile_layers, computing, set_process
@@ -169,8 +170,10 @@ class PlannedTraining(Choosing):
         assert self.choice is not None
         with self.compute_loss_context_manager():
             if self.label_smoother is not None and self.choice.plan.loss_chunk_tokens and not self._loss_is_own:
-                counted = self.model_accepts_loss_kwargs and num_items is not None
-                loss: Tensor = model(**inputs, **({"num_items_in_batch": num_items} if counted else {}))["loss"]
+                loss: Tensor = model(**inputs)["loss"]  # a mean over labels; LabelSmoother divides by num_items where given
+                if num_items is not None:
+                    labels = inputs["labels"][:, 1:] if self._shifts_labels else inputs["labels"]
+                    loss = loss * ((labels != IGNORED).sum() / num_items)
             else:
                 loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
         return loss
