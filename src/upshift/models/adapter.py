@@ -36,8 +36,7 @@ def _attach(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Mo
 
 def base_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a peft model; any other model itself."""
-    inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator]
-    return inner  # type: ignore[return-value]
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
 
 
 def freeze(model: nn.Module, frozen: tuple[str, ...]) -> None:

@@ -70,7 +70,8 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 @contextmanager
 def computing(model: nn.Module, plan: Plan) -> Iterator[None]:
     """While open, the model's loss is computed the way the plan says."""
-    with chunked_head(base_of(model), chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else contextlib.nullcontext():
+    chunk = plan.loss_chunk_tokens
+    with chunked_head(base_of(model), chunk_tokens=chunk) if chunk else contextlib.nullcontext():
         yield
 
 
