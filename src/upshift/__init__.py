@@ -11,6 +11,8 @@ from typing import Any
 _HOME = {
     "plan": "upshift.planning.planner",
     "train": "upshift.training.run",
+    "Trainer": "upshift.training.trainer.trainer",
+    "Seq2SeqTrainer": "upshift.training.trainer.trainer",
     "inspect": "upshift.models.inspect",
     "Plan": "upshift.planning.plan",
     "Host": "upshift.hardware.spec",

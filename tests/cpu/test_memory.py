@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,8 @@ from upshift.models import live
 from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, read_config, sample_inputs
-from upshift.models.profile import ModelProfile
+from upshift.models.chunked_loss import chunked_head
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, find_model
 from upshift.models.store import Variant, profile_model
@@ -60,7 +62,7 @@ def source_of(config: PretrainedConfig, folder: Path) -> ModelSource:
     return find_model(str(folder))
 
 
-def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int, chunked: bool = False) -> int:
+def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int) -> int:
     """A plain training loop of torch alone, its third micro-batch or step watched by the profiler."""
     config = read_config(source)
     if hasattr(config, "use_cache"):
@@ -74,6 +76,8 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int,
     optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], fused=True)
     inputs = sample_inputs(base_of(model), objective, batch=batch, sequence=sequence, masked=False)
 
+    head = chunked_head(model, chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else nullcontext()
+
     def step() -> None:
         for _ in range(plan.gradient_accumulation_steps):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.precision == "bf16"):
@@ -82,9 +86,10 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int,
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    with allocated_peak("cpu", resident_bytes=tensor_bytes(model, optimizer, *inputs.values())) as peak:
+    with head:
         step()
+        with allocated_peak("cpu", resident_bytes=tensor_bytes(model, optimizer, *inputs.values())) as peak:
+            step()
     assert peak.bytes is not None
     return peak.bytes
 
@@ -148,6 +153,24 @@ def test_block_attention_is_predicted(name, precision, tmp_path):
         plan = plan_for(profile, precision, recomputed, batch=batch, sequence=sequence).changed(attention="block")
         predicted = predict_memory(profile, profile.steps[0], plan).peak
         assert predicted == pytest.approx(measured_peak(source, plan, batch=batch, sequence=sequence), rel=0.02)
+
+
+@pytest.mark.parametrize(
+    ("name", "precision"), [("llama", "bf16"), ("qwen2", "fp32"), ("gpt2", "bf16"), ("bert", "fp32"), ("t5", "bf16")]
+)
+def test_chunked_loss_is_predicted(name, precision, tmp_path):
+    """With a vocabulary that makes the loss the peak; GPT-2 and Qwen2 with tied weights, BERT with a bias."""
+    source = source_of(type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict() | {"vocab_size": 6000}), tmp_path)
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant(precision, "sdpa", False),))
+    trace = profile.steps[0]
+    assert trace.chunked_gap is not None
+    for batch, sequence, accumulation in ((12, 48, 1), (9, SEQUENCE, 2)):
+        plain = plan_for(profile, precision, 0, batch=batch, sequence=sequence, accumulation=accumulation)
+        plan = plain.changed(loss_chunk_tokens=LOSS_CHUNK_TOKENS)
+        predicted = predict_memory(profile, trace, plan).peak
+        assert predicted == pytest.approx(measured_peak(source, plan, batch=batch, sequence=sequence), rel=0.02)
+        for more in (plain, plain.changed(loss_chunk_tokens=2 * LOSS_CHUNK_TOKENS), plan.changed(device="cuda")):
+            assert predicted < predict_memory(profile, trace, more).peak
 
 
 def test_block_attention_is_no_choice_where_the_model_needs_more_of_it(tmp_path):

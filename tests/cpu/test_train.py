@@ -35,6 +35,7 @@ from upshift.planning.plan import Plan
 from upshift.record import Numbers, Record
 from upshift.settings import read_settings
 from upshift.training.arguments import Arguments
+from upshift.training.autopsy import Autopsy
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.source import BatchSource
 from upshift.training.checkpoint import files as checkpoint_files
@@ -388,7 +389,10 @@ def test_out_of_memory_at_step_3_changes_the_micro_batch_and_nothing_else(
     plan = a_plan(per_device_train_batch_size=8, gradient_accumulation_steps=1, **choices)
     record = run_job(a_job(home, tmp_path, plan=plan), prepared("llama"), on_event=events.append)
     (told,) = [event for event in events if isinstance(event, OutOfMemory)]
-    assert told.step == 3 and prod(told.smaller) <= limit < prod(told.largest) and told.why == "simulated"
+    assert told.step == 3 and prod(told.smaller) <= limit < prod(told.largest)
+    autopsy = Autopsy.from_json(Path(told.autopsy).read_text())
+    assert autopsy.words == "simulated" and autopsy.shape == tuple(told.largest) and autopsy.verdict == told.verdict
+    assert {part.part for part in autopsy.parts} >= {"weights", "gradients", "optimizer"}
     assert difference(plain, record) < 1e-5
 
 

@@ -97,8 +97,8 @@ def test_the_plan_never_changes_what_is_in_a_global_batch(lengths, shape, object
         assert {batch.num_label_tokens for batch in got} == {expected.num_label_tokens}
         for micro in micro_batches:
             rows, width = (1, 16 * shape[0]) if shape[1] == "flat" else (shape[0], 16)
-            assert len(micro.input_ids) <= rows and micro.input_ids.shape[1] <= width
-            counted = micro.labels[:, 1:] if objective is CAUSAL else micro.labels
+            assert len(micro.arrays["input_ids"]) <= rows and micro.arrays["input_ids"].shape[1] <= width
+            counted = micro.arrays["labels"][:, 1:] if objective is CAUSAL else micro.arrays["labels"]
             assert np.count_nonzero(counted != IGNORED) == micro.num_label_tokens
 
 
@@ -108,7 +108,7 @@ def test_every_row_is_made_of_whole_sequences(lengths, shape):
     source = ranks(lengths, shape)[0]
     for batch in first_batches(source, 2):
         for micro in batch.micro_batches:
-            found = sorted(tuple(piece) for row in range(len(micro.input_ids)) for piece in pieces_of(micro, row))
+            found = sorted(tuple(piece) for row in range(len(micro.arrays["input_ids"])) for piece in pieces_of(micro, row))
             starts, sizes = source.sequences.starts, source.sequences.lengths
             tokens = source.sequences.tokens
             ids = micro.sequence_ids.tolist()
@@ -117,17 +117,17 @@ def test_every_row_is_made_of_whole_sequences(lengths, shape):
 
 def pieces_of(micro, row: int) -> Iterator[list[int]]:
     """Sequences of a row as the model sees them: cut where positions restart, without padding."""
-    inputs, labels = micro.input_ids[row], micro.labels[row]
-    positions = np.arange(len(inputs)) if micro.position_ids is None else micro.position_ids[row]
+    inputs, labels = micro.arrays["input_ids"][row], micro.arrays["labels"][row]
+    positions = np.arange(len(inputs)) if "position_ids" not in micro.arrays else micro.arrays["position_ids"][row]
     starts = np.flatnonzero(positions == 0).tolist()
     for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
         assert positions[start:end].tolist() == list(range(end - start))
         real = inputs[start:end] != PAD
         assert labels[start] == IGNORED
         assert (labels[start + 1 : end] == np.where(real, inputs[start:end], IGNORED)[1:]).all()
-        if micro.attention_mask is not None:
-            assert micro.position_ids is None
-            assert (micro.attention_mask[row] == real).all()
+        if "attention_mask" in micro.arrays:
+            assert "position_ids" not in micro.arrays
+            assert (micro.arrays["attention_mask"][row] == real).all()
         if real.any():
             yield inputs[start:end][real].tolist()
 
@@ -142,8 +142,8 @@ def test_resuming_continues_exactly(lengths, shape, step):
     for expected, got in zip(whole[step:], resumed, strict=True):
         assert (got.position, got.next_position) == (expected.position, expected.next_position)
         for one, other in zip(expected.micro_batches, got.micro_batches, strict=True):
-            assert one.arrays().keys() == other.arrays().keys()
-            assert all((one.arrays()[name] == other.arrays()[name]).all() for name in one.arrays())
+            assert one.arrays.keys() == other.arrays.keys()
+            assert all((one.arrays[name] == other.arrays[name]).all() for name in one.arrays)
 
 
 def test_an_epoch_is_a_permutation_and_epochs_and_seeds_differ():
@@ -177,8 +177,8 @@ def test_packed_rows_with_one_sequence_take_no_positions():
     sequences = cut_sequences(corpus_of([16, 16, 16, 16, 9, 8, 8]), 16)
     source = BatchSource(sequences=sequences, global_batch=7, layout=Layout(micro_batch=2, packing=True))
     micro_batches = next(source.batches()).micro_batches
-    assert [micro.position_ids is None for micro in micro_batches] == [True, True, False]
-    assert all(micro.attention_mask is None for micro in micro_batches)
+    assert ["position_ids" not in micro.arrays for micro in micro_batches] == [True, True, False]
+    assert all("attention_mask" not in micro.arrays for micro in micro_batches)
 
 
 def test_more_ranks_than_sequences_get_stand_ins_without_labels():
@@ -188,7 +188,7 @@ def test_more_ranks_than_sequences_get_stand_ins_without_labels():
         assert [len(hand) for hand in micro_batches] == [1] * 7
         stand_ins = [hand[0] for hand in micro_batches if not len(hand[0].sequence_ids)]
         assert len(stand_ins) == 2
-        assert all((m.labels == IGNORED).all() and m.num_label_tokens == 0 == m.num_tokens for m in stand_ins)
+        assert all((m.arrays["labels"] == IGNORED).all() and m.num_label_tokens == 0 == m.num_tokens for m in stand_ins)
 
 
 def test_dealing_splits_the_longest_and_balances():
@@ -208,23 +208,23 @@ def test_masking_follows_the_sequence_and_bert_shares():
         source = BatchSource(sequences=sequences, global_batch=60, layout=layout, objective=objective)
         for micro in next(source.batches()).micro_batches:
             for row, sequence in enumerate(micro.sequence_ids.tolist()):
-                assert labels.setdefault(sequence, micro.labels[row].tolist()) == micro.labels[row].tolist()
-            chosen = micro.labels != IGNORED
-            kept = (micro.input_ids == micro.labels)[chosen].sum()
-            masked = (micro.input_ids == 0)[chosen].sum()
+                assert labels.setdefault(sequence, micro.arrays["labels"][row].tolist()) == micro.arrays["labels"][row].tolist()
+            chosen = micro.arrays["labels"] != IGNORED
+            kept = (micro.arrays["input_ids"] == micro.arrays["labels"])[chosen].sum()
+            masked = (micro.arrays["input_ids"] == 0)[chosen].sum()
             shares += [chosen.sum(), masked, kept]
     assert shares[0] / (2 * 60 * 512) == pytest.approx(0.15, abs=0.01)
     assert shares[1] / shares[0] == pytest.approx(0.8, abs=0.02)
     assert shares[2] / shares[0] == pytest.approx(0.1, abs=0.02)
     next_epoch = next(source.batches(Position(epoch=1))).micro_batches[0]
-    assert labels[int(next_epoch.sequence_ids[0])] != next_epoch.labels[0].tolist()
+    assert labels[int(next_epoch.sequence_ids[0])] != next_epoch.arrays["labels"][0].tolist()
 
 
 def test_special_tokens_are_never_masked():
     objective = MASKED.changed(mask_probability=1.0)
     tokens = TokenizedCorpus.from_documents([np.array([2, 50, 51, 2])])
     micro = next(evaluation_batches(cut_sequences(tokens, 8), global_batch=4, layout=Layout(micro_batch=1), objective=objective))
-    assert micro.micro_batches[0].labels[0, :4].tolist() == [IGNORED, 50, 51, IGNORED]
+    assert micro.micro_batches[0].arrays["labels"][0, :4].tolist() == [IGNORED, 50, 51, IGNORED]
 
 
 def test_seq2seq_halves():
@@ -232,9 +232,9 @@ def test_seq2seq_halves():
     layout = Layout(micro_batch=1, pad_multiple=4)
     batch = next(evaluation_batches(cut_sequences(tokens, 8), global_batch=1, layout=layout, objective=SEQ2SEQ))
     micro = batch.micro_batches[0]
-    assert micro.input_ids.tolist() == [[10, 11, PAD, PAD]]
-    assert micro.attention_mask.tolist() == [[1, 1, 0, 0]]
-    assert micro.labels.tolist() == [[12, 13, 14, IGNORED]]
+    assert micro.arrays["input_ids"].tolist() == [[10, 11, PAD, PAD]]
+    assert micro.arrays["attention_mask"].tolist() == [[1, 1, 0, 0]]
+    assert micro.arrays["labels"].tolist() == [[12, 13, 14, IGNORED]]
 
 
 @given(document_lengths, layouts)
@@ -294,12 +294,12 @@ def test_histogram_estimates():
 def test_longest_and_synthetic_batches():
     sequences = cut_sequences(corpus_of([3] * 30 + [16]), 16)
     source = BatchSource(sequences=sequences, global_batch=31, layout=Layout(micro_batch=4))
-    assert longest_batch(source).input_ids.shape == (4, 16)
+    assert longest_batch(source).shape == (4, 16)
     for packing in (False, True):
         micro = synthetic_batch(Layout(micro_batch=3, packing=packing), sequence_length=16, vocab_size=50)
-        assert micro.input_ids.shape == (3, 16)
+        assert micro.arrays["input_ids"].shape == (3, 16)
         assert micro.num_tokens == 48
-        assert (micro.position_ids is not None) == packing
+        assert ("position_ids" in micro.arrays) == packing
 
 
 def source_of(**changes):

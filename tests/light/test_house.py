@@ -43,6 +43,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.chunked_loss",
     "upshift.models.describe",
     "upshift.models.fit",
+    "upshift.models.linear_cross_entropy",
     "upshift.models.live",
     "upshift.models.measure",
     "upshift.models.recompute",

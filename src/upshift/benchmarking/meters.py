@@ -52,7 +52,10 @@ def tensor_bytes(*groups: object) -> int:
     storages: dict[int, int] = {}
 
     def add(value: object) -> None:
-        if isinstance(value, torch.Tensor):
+        if isinstance(value, torch.Tensor) and hasattr(value, "__tensor_flatten__"):  # a class of its own, such as 8-bit state
+            for name in value.__tensor_flatten__()[0]:
+                add(getattr(value, name))
+        elif isinstance(value, torch.Tensor):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
         elif isinstance(value, torch.nn.Module):
             for tensor in (*value.parameters(), *value.buffers(), *(p.grad for p in value.parameters())):

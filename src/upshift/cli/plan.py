@@ -11,6 +11,7 @@ import typer
 from upshift.cli import show
 from upshift.errors import RequestError
 from upshift.models.source import find_model
+from upshift.planning.plan import CHANGES_MATHEMATICS
 from upshift.planning.planner import find_host, plan_training
 from upshift.planning.space import check_allow
 from upshift.planning.workload import Workload
@@ -22,7 +23,7 @@ On = Annotated[str | None, typer.Option("--on", help="a described host such as 1
 Set = Annotated[list[str] | None, typer.Option("--set", help="fix a field of the plan: field=value (repeatable)")]
 Allow = Annotated[
     str,
-    typer.Option("--allow", help="allowed to change the mathematics: bf16-weights,8bit-optimizer,adafactor"),
+    typer.Option("--allow", help=f"allowed to change the mathematics: {','.join(CHANGES_MATHEMATICS)}"),
 ]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 
@@ -35,6 +36,7 @@ def command(
     on: On = None,
     set_: Set = None,
     allow: Allow = "",
+    max_grad_norm: Annotated[float, typer.Option("--max-grad-norm", min=0.0, help="0: gradients are not clipped")] = 1.0,
     steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps that one-time costs are spread over")] = 1000,
     rows: Annotated[int, typer.Option("--rows", min=1, help="plans to show")] = 5,
     as_json: Json = False,
@@ -42,8 +44,9 @@ def command(
     """Ranked plans for training MODEL, with predicted memory and time and the reason for each choice."""
     source = find_model(model)
     workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(split(allow)), total_steps=steps
-    )
+        sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(split(allow)), total_steps=steps,
+        clips_gradients=max_grad_norm > 0,
+    )  # fmt: skip
     with show.step("Measuring this machine" if on is None else f"Looking up {on}"):
         host = find_host(on)
     with show.bar("Tracing the model on fake tensors") as progress:

@@ -146,11 +146,10 @@ class RunDisplay:
             text = f"loss {event.loss:.3f} · {speed} · {held}{against} · {left} left"
             self._show(f"{name} {event.step}/{event.max_steps}", event.step, event.max_steps, text=text, key=name)
         elif kind == "OutOfMemory":
-            predicted = f", {format_bytes(self.predicted_bytes)} predicted" if self.predicted_bytes else ""
             self._print(
-                f"[yellow]step {event.step} ran out of memory ({format_bytes(event.resident_bytes)} held{predicted}); it goes on "
-                f"with micro-batches of {event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} "
-                f"before, and the same gradients[/yellow]"
+                f"[yellow]step {event.step} ran out of memory: {event.verdict}; it goes on with micro-batches of "
+                f"{event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} before, and the same "
+                f"gradients; {event.autopsy}[/yellow]"
             )
         elif kind == "Evaluated":
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")

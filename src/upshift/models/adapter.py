@@ -36,7 +36,7 @@ def _attach(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Mo
 
 def base_of(model: nn.Module) -> PreTrainedModel:
     """The transformers model inside a peft model; any other model itself."""
-    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore
+    return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,return-value]
 
 
 def freeze(model: nn.Module, frozen: tuple[str, ...]) -> None:

@@ -1,134 +1,206 @@
-"""The linear head and its cross entropy in chunks of tokens, so that the logits of a whole batch never stand in memory.
+"""A model's own forward pass with head and loss in chunks of tokens, so that the logits of a whole batch never stand in memory.
 
-The unmodified model runs with its own forward: its output embedding is made to hand the hidden states through, and its
-``loss_function`` (the property that transformers gives every model) multiplies them by the head's weight a chunk at a
-time, computing loss and gradients in one go (Hsu et al., "Liger Kernel", 2024, section 3.2). Whether that is the same
-mathematics is decided by ``why_not_chunked``: the tensor that reaches the loss must be the very tensor that left the head.
+The unmodified model runs: only its output embedding returns, in place of logits, ``DeferredLogits``, which remember what the
+model does to them (scaling, soft-capping, bias, shifting, flattening) and become a loss when they reach
+``torch.nn.functional.cross_entropy``. So labels, shifts and divisors are the model's, and what is between head and loss
+is found by running it. Anything that deferred logits cannot do is refused in words.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import nn
 
-IGNORE_INDEX = -100
-
-
-class LinearCrossEntropy(torch.autograd.Function):
-    """Mean cross entropy of ``hidden @ weight.T (+ bias)`` over the labels that are not ignored.
-
-    hidden [N, H], weight [V, H], bias [V] or None, labels [N] -> scalar fp32. Gradients are made in the forward pass, while
-    a chunk's probabilities are at hand; the backward pass only scales them by the incoming scalar.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any, hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, chunk_tokens: int
-    ) -> torch.Tensor:
-        compute = hidden.dtype
-        if torch.is_autocast_enabled(hidden.device.type):
-            compute = torch.get_autocast_dtype(hidden.device.type)
-        matrix = weight.to(compute)
-        needs_grad = any(ctx.needs_input_grad[:3])
-        grad_hidden = torch.empty_like(hidden) if needs_grad else None
-        grad_weight = None
-        grad_bias = torch.zeros_like(bias) if needs_grad and bias is not None else None
-        num_labels = (labels != IGNORE_INDEX).sum().clamp(min=1)
-        total = torch.zeros((), dtype=torch.float32, device=hidden.device)
-        with torch.autocast(hidden.device.type, enabled=False):
-            for start in range(0, hidden.shape[0], chunk_tokens):
-                rows = slice(start, start + chunk_tokens)
-                inputs = hidden[rows].to(compute)
-                logits = (inputs @ matrix.T).float()
-                if bias is not None:
-                    logits += bias
-                loss, slope = _loss_and_slope(logits, labels[rows], num_labels)
-                total += loss
-                if needs_grad:
-                    if grad_bias is not None:
-                        grad_bias += slope.sum(0)
-                    slope = slope.to(compute)
-                    torch.mm(slope, matrix, out=grad_hidden[rows]) if hidden.dtype == compute else grad_hidden[rows].copy_(
-                        slope @ matrix
-                    )
-                    grad_weight = _add_outer(grad_weight, slope, inputs, weight.dtype)
-        ctx.save_for_backward(grad_hidden, grad_weight, grad_bias)
-        return total
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        (scale,) = grad_outputs
-        gradients = ctx.saved_tensors
-        return (*(g.mul_(scale.to(g.dtype)) if g is not None else None for g in gradients), None, None)
-
-
-def _loss_and_slope(logits: torch.Tensor, labels: torch.Tensor, num_labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Summed loss of one chunk divided by ``num_labels``, and its gradient by the logits."""
-    kept = labels != IGNORE_INDEX
-    columns = labels.clamp(min=0).unsqueeze(1)
-    log_probabilities = torch.log_softmax(logits, dim=1)
-    loss = -(log_probabilities.gather(1, columns).squeeze(1) * kept).sum() / num_labels
-    slope = log_probabilities.exp_()
-    slope.scatter_add_(1, columns, torch.full_like(columns, -1, dtype=slope.dtype))
-    return loss, slope.mul_((kept / num_labels).unsqueeze(1))
-
-
-def _add_outer(total: torch.Tensor | None, slope: torch.Tensor, inputs: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """total [V, H] (None: zero) + slope.T [V, C] @ inputs [C, H], in ``dtype``."""
-    if total is None:
-        return (slope.T @ inputs).to(dtype)
-    return total.addmm_(slope.T, inputs) if dtype == slope.dtype else total.add_(slope.T @ inputs)
-
-
-@contextmanager
-def chunked_head(model: nn.Module, *, chunk_tokens: int) -> Iterator[list[torch.Tensor]]:
-    """Run ``model`` with its loss in chunks while the context is open. Yields the tensors that left the head, for the check."""
-    head = model.get_output_embeddings()  # type: ignore[operator]
-    left_head: list[torch.Tensor] = []
-
-    def hand_through(hidden: torch.Tensor) -> torch.Tensor:
-        left_head[:] = [hidden]
-        return hidden
-
-    def loss(logits: torch.Tensor, labels: torch.Tensor, vocab_size: int | None = None, **ignored: Any) -> torch.Tensor:
-        if not left_head or logits is not left_head[0]:
-            raise ChunkedHeadError("the model changes the logits between its head and its loss")
-        left_head.clear()
-        shifted = nn.functional.pad(labels, (0, 1), value=IGNORE_INDEX)[..., 1:]
-        hidden = logits.reshape(-1, logits.shape[-1])
-        value: torch.Tensor = LinearCrossEntropy.apply(hidden, head.weight, head.bias, shifted.reshape(-1), chunk_tokens)
-        return value
-
-    original_loss = model.loss_function
-    head.forward = hand_through
-    model.loss_function = loss  # type: ignore[assignment]
-    try:
-        yield left_head
-    finally:
-        del head.forward
-        model.loss_function = original_loss  # type: ignore[assignment]
+from upshift.models.linear_cross_entropy import HeadLoss, linear_cross_entropy
 
 
 class ChunkedHeadError(RuntimeError):
-    """This model's head and loss are not a plain linear layer followed by cross entropy."""
+    """The model does something between its head and its loss that cannot be computed in chunks."""
+
+
+@dataclass
+class Uses:
+    """How often the head ran while a context was open, and how many of its results became losses."""
+
+    heads: int = 0
+    losses: int = 0
+
+
+@dataclass(frozen=True, eq=False)
+class DeferredLogits:
+    """Logits [..., V] that are not computed: hidden [..., H], weight [V, H], bias [V] or None, and what is done to them."""
+
+    hidden: torch.Tensor
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+    head: HeadLoss
+    uses: Uses
+
+    @property
+    def shape(self) -> torch.Size:
+        return torch.Size((*self.hidden.shape[:-1], len(self.weight)))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        device = self.hidden.device.type
+        return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else self.hidden.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.hidden.device
+
+    @property
+    def ndim(self) -> int:
+        return self.hidden.ndim
+
+    def size(self, dimension: int | None = None) -> Any:
+        return self.shape if dimension is None else self.shape[dimension]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def contiguous(self) -> DeferredLogits:
+        return self
+
+    def float(self) -> DeferredLogits:
+        """The loss is computed in fp32 in any case."""
+        return self
+
+    def to(self, *target: Any, **options: Any) -> DeferredLogits:
+        """To another dtype, as ``float``; logits stay on the device of the hidden states."""
+        devices = [torch.device(place) for place in (*target, options.get("device")) if isinstance(place, str | torch.device)]
+        if any(device.type != self.device.type for device in devices):
+            raise ChunkedHeadError(f"the model moves its logits to {devices[0]}")
+        return self
+
+    def reshape(self, *shape: Any) -> DeferredLogits:
+        """Any that leaves the vocabulary the last dimension."""
+        *leading, last = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
+        if last != len(self.weight):
+            raise ChunkedHeadError(f"the model reshapes logits over {len(self.weight)} words to rows of {last}")
+        return replace(self, hidden=self.hidden.reshape(*leading, self.hidden.shape[-1]))
+
+    view = reshape
+
+    def __getitem__(self, key: Any) -> DeferredLogits:
+        """Tokens may be chosen, words may not."""
+        keys = key if isinstance(key, tuple) else (key,)
+        whole = keys[-1] == slice(None) if Ellipsis in keys or len(keys) >= self.ndim else True
+        if not whole or not all(isinstance(part, slice | type(Ellipsis)) for part in keys):
+            raise ChunkedHeadError("the model takes some of the logits by other than ranges of tokens")
+        return replace(self, hidden=self.hidden[key])
+
+    def __mul__(self, factor: Any) -> DeferredLogits:
+        if not isinstance(factor, int | float):
+            raise ChunkedHeadError("the model multiplies its logits by a tensor")
+        if self.head.cap is not None:
+            return replace(self, head=self.head._replace(cap=self.head.cap * factor))
+        bias = None if self.bias is None else self.bias * factor
+        return replace(self, bias=bias, head=self.head._replace(scale=self.head.scale * factor))
+
+    __rmul__ = __mul__
+
+    def __truediv__(self, divisor: Any) -> DeferredLogits:
+        if not isinstance(divisor, int | float):
+            raise ChunkedHeadError("the model divides its logits by a tensor")
+        return self * (1.0 / divisor)
+
+    def __add__(self, words: Any) -> DeferredLogits:
+        """A number for each word, as a bias."""
+        if not isinstance(words, torch.Tensor) or words.numel() != len(self.weight) or words.shape[-1] != len(self.weight):
+            raise ChunkedHeadError("the model adds other than one number a word to its logits")
+        if self.head.cap is not None:
+            raise ChunkedHeadError("the model adds to its logits after soft-capping them")
+        added = words.reshape(-1)
+        return replace(self, bias=added if self.bias is None else self.bias + added)
+
+    __radd__ = __add__
+
+    def tanh(self) -> DeferredLogits:
+        if self.head.cap is not None:
+            raise ChunkedHeadError("the model soft-caps its logits twice")
+        return replace(self, head=self.head._replace(cap=1.0))
+
+    def cross_entropy(
+        self,
+        target: torch.Tensor,
+        weight: torch.Tensor | None = None,
+        size_average: bool | None = None,
+        ignore_index: int = -100,
+        reduce: bool | None = None,
+        reduction: str = "mean",
+        label_smoothing: float = 0.0,
+    ) -> torch.Tensor:
+        """``torch.nn.functional.cross_entropy`` of these logits [N, V] and labels [N]; label smoothing and z-loss as asked."""
+        if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
+            raise ChunkedHeadError("the model weighs its classes, or wants one loss a token")
+        if self.ndim != 2 or target.ndim != 1:
+            raise ChunkedHeadError("the model's loss does not take rows of logits and one label a row")
+        head = self.head._replace(ignore_index=ignore_index, label_smoothing=label_smoothing or self.head.label_smoothing)
+        self.uses.losses += 1
+        total = linear_cross_entropy(self.hidden, self.weight, self.bias, target, head)
+        if reduction == "sum":
+            return total
+        num_labels = (target != ignore_index).sum()
+        return torch.where(num_labels > 0, total / num_labels.clamp(min=1), torch.nan)  # no label: NaN, and gradients of zero
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ChunkedHeadError(f"the model takes .{name} of its logits")
+
+    @classmethod
+    def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """What torch calls for a function of its own that meets deferred logits."""
+        own = {
+            nn.functional.cross_entropy: cls.cross_entropy, torch.tanh: cls.tanh,
+            torch.Tensor.add: _swapped(cls.__add__), torch.Tensor.mul: _swapped(cls.__mul__),
+        }  # fmt: skip
+        if function not in own:
+            raise ChunkedHeadError(f"the model takes torch's {getattr(function, '__name__', function)} of its logits")
+        return own[function](*args, **(kwargs or {}))
+
+
+def _swapped(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
+    """For ``tensor + logits``, which torch passes in this order."""
+    return lambda tensor, logits: method(logits, tensor)
+
+
+@contextmanager
+def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float = 0.0, z_loss: float = 0.0) -> Iterator[Uses]:
+    """Run ``model`` with its loss in chunks of ``chunk_tokens`` labelled tokens while the context is open.
+
+    label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: this times the mean over labels of
+    logsumexp(logits) ** 2 is added. Raises ChunkedHeadError, when the model runs, where ``why_not_chunked`` has a reason.
+    """
+    head = model.get_output_embeddings()  # type: ignore[operator]
+    options, uses = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss), Uses()
+
+    def defer(hidden: torch.Tensor) -> DeferredLogits:
+        uses.heads += 1
+        return DeferredLogits(hidden, head.weight, head.bias, options, uses)
+
+    head.forward = defer
+    try:
+        yield uses
+    finally:
+        del head.forward
 
 
 def why_not_chunked(model: nn.Module, inputs: dict[str, torch.Tensor]) -> str | None:
     """None where the loss may be computed in chunks, else the reason. Runs one forward pass (fake tensors will do)."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear:
-        return "the model has no plain linear output embedding"
-    if getattr(model, "loss_type", None) != "ForCausalLM":
-        return f"the model's loss is {getattr(model, 'loss_type', None)}, not ForCausalLM"
+        kind = "no output embedding" if head is None else f"{type(head).__module__}.{type(head).__name__} as output embedding"
+        return f"the model has {kind}, not a plain linear layer"
     try:
-        with chunked_head(model, chunk_tokens=64) as left_head, torch.no_grad():
+        with chunked_head(model, chunk_tokens=64) as uses, torch.no_grad():
             model(**inputs)
-            if left_head:
-                return "the model computes its loss without its loss_function"
     except ChunkedHeadError as error:
         return str(error)
-    return None
+    return None if uses.heads == uses.losses > 0 else "the model's logits do not become its loss by cross entropy"

@@ -50,7 +50,7 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
     if not isinstance(base, PreTrainedModel):
         raise RequestError(f"{name} is no transformers model; give a PreTrainedModel, or a peft model around one")
     if getattr(transformers, name, None) is not type(base):
-        raise RequestError(f"{name} is defined outside transformers, in {type(base).__module__}; plans know its own classes only")
+        raise RequestError(f"{name} is defined outside transformers ({type(base).__module__}), so it cannot be built to plan")
     if getattr(base.config, "quantization_config", None) is not None or getattr(base, "is_quantized", False):
         raise RequestError(f"{name} is quantized, which Upshift does not plan; load it without quantization_config")
     if getattr(base, "_hf_peft_config_loaded", False):

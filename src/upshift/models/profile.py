@@ -26,9 +26,14 @@ Objective = Literal[
 TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
 
 
-# What the chunked loss was traced with, and what plans use; another size moves the peak by chunk x vocabulary only.
+# What the chunked loss was traced with, and what plans use; a larger size moves the peak by chunk x vocabulary only.
 LOSS_CHUNK_TOKENS = 512
 BLOCK_QUERIES = 128  # of block attention: measured in docs/log.md
+
+
+def labelled_share(objective: str) -> float:
+    """Of the tokens, those with a label; masked-lm: BERT, https://arxiv.org/abs/1810.04805, section 3.1."""
+    return 0.15 if objective == "masked-lm" else 1.0
 
 
 def num_sides(objective: str) -> int:

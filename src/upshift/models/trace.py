@@ -19,6 +19,7 @@ from upshift.models.describe import attention_kernels, count_parameters, declara
 from upshift.models.fit import Measurement, fit_segment, fit_single
 from upshift.models.measure import Tracer, fake_masks, segment_borders
 from upshift.models.profile import (
+    LOSS_CHUNK_TOKENS,
     ModelProfile,
     Parameters,
     Polynomial,
@@ -33,6 +34,7 @@ from upshift.models.store import Variant
 from upshift.models.tracker import LiveTracker
 
 BLOCK_TRACE_LENGTH = 1024
+CHUNKED_TRACE_LENGTH = 512  # all that comes after the layers is linear in the tokens
 EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
 BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
 
@@ -78,7 +80,7 @@ def trace_model(
         steps=tuple(steps),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
-        chunked_loss_reason=reason or "the head is a plain linear layer that feeds the causal-LM loss unchanged",
+        chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
         forward_flops=forward_flops,
         backward_flops=backward_flops,
     )
@@ -117,6 +119,14 @@ def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
     return max(sequence_length // 4, 3), max(sequence_length // 2, 5), max(sequence_length, 8)
 
 
+def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
+    """Of one to two chunks or little more, as few as may be: below a chunk the buffers are smaller than polynomials can say."""
+    longest = max(min(sequence_length, CHUNKED_TRACE_LENGTH), 8)
+    lengths = (longest // 2, longest * 3 // 4, longest)
+    batch = max(-(-LOSS_CHUNK_TOKENS // lengths[0]), BATCHES[0])
+    return [(rows, length) for rows in (batch, batch + 1) for length in lengths]
+
+
 def _trace_steps(
     tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, chunking: bool, progress: Callable[[int, int], None]
 ) -> list[StepTrace]:
@@ -124,7 +134,7 @@ def _trace_steps(
     steps = []
     for number, variant in enumerate(variants):
         if chunking and variant.precision not in chunked:
-            chunked[variant.precision] = _trace_chunked(tracer, variant, trace_points(sequence_length))
+            chunked[variant.precision] = _trace_chunked(tracer, variant, chunked_points(sequence_length))
         steps.append(_trace_step(tracer, variant, chunked.get(variant.precision), sequence_length))
         progress(number + 1, len(variants))
     return steps

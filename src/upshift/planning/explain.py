@@ -11,7 +11,7 @@ from upshift.value import Value
 
 EXPLAINED = (
     "precision", "per_device_train_batch_size", "activation_checkpointing", "attention", "torch_compile", "optim",
-    "loss_chunk_tokens", "packing", "num_processes", "host_memory",
+    "optimizer_in_backward", "loss_chunk_tokens", "packing", "num_processes", "host_memory",
 )  # fmt: skip
 BECAUSE = {
     "precision": "rate of matrix products and bytes moved",
@@ -20,6 +20,7 @@ BECAUSE = {
     "attention": "time and memory of the attention kernel at this length",
     "torch_compile": "fused kernels against the time to compile",
     "optim": "time and temporaries of the update",
+    "optimizer_in_backward": "gradients never stand together in memory",
     "loss_chunk_tokens": "the logits of the whole batch never stand in memory",
     "packing": "no computation on padding",
     "num_processes": "one process with many threads against several with few",

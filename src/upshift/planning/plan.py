@@ -7,21 +7,27 @@ from typing import Literal
 from pydantic import Field
 
 from upshift.models.profile import TracedPrecision
+from upshift.planning.optimizers import OPTIMIZERS, Optimizer
 from upshift.value import Value
 
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp8"]
 Attention = Literal["sdpa", "block", "eager"]
 Compile = Literal["off", "layer", "model"]
-Optimizer = Literal["adamw_torch_fused", "adamw_torch", "adafactor", "adamw_torch_8bit"]
 HostMemory = Literal["system", "keep"]
 
 PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
 
 # Choices that change the mathematics, by the name the user allows them with.
 CHANGES_MATHEMATICS: dict[str, str] = {
-    "bf16-weights": "weights, gradients and optimizer state in bf16; no fp32 master copy",
+    "bf16-weights": "weights, gradients and optimizer state in bf16, updates rounded stochastically; no fp32 master copy",
+    "fp8": "matrix products of the layers in fp8, scaled by tensor",
     "8bit-optimizer": "AdamW state quantized to 8 bits",
+    "4bit-optimizer": "AdamW state quantized to 4 bits",
     "adafactor": "factored second moments instead of AdamW's",
+    "muon": "orthogonalized updates of the layers' matrices instead of AdamW's",
+    "sgd": "no adaptive step sizes",
+    "adagrad": "step sizes that only shrink, instead of AdamW's",
+    "rmsprop": "no first moment unless momentum is asked for",
 }
 
 
@@ -35,7 +41,8 @@ class Plan(Value):
     precision: Precision = Field(
         "fp32",
         description="tf32: fp32 weights with cheaper fp32 matrix products (TF32 on GPUs; oneDNN on CPUs, which is "
-        "fp32-accurate where the CPU has no AMX); bf16, fp16: autocast over fp32 weights; bf16-weights: all in bf16",
+        "fp32-accurate where the CPU has no AMX); bf16, fp16: autocast over fp32 weights; bf16-weights: all in bf16; "
+        "fp8: bf16 with the layers' matrix products in fp8",
     )
     per_device_train_batch_size: int = Field(gt=0, description="micro-batch: sequences (rows, when packing) at once")
     gradient_accumulation_steps: int = Field(1, gt=0)
@@ -44,6 +51,10 @@ class Plan(Value):
     attention: Attention = Field("sdpa", description="block: matrix products over blocks of queries (CPU)")
     torch_compile: Compile = "off"
     optim: Optimizer = "adamw_torch_fused"
+    optim_args: str = Field("", description="options of the optimizer, such as momentum=0.9 for sgd")
+    optimizer_in_backward: bool = Field(False, description="each parameter is updated, its gradient freed, as it is born")
+    optim_offload: bool = Field(False, description="the optimizer's state and its update are on the host (CUDA)")
+    activation_offload: bool = Field(False, description="activations wait for the backward pass in host memory (CUDA)")
     loss_chunk_tokens: int = Field(0, ge=0, description="0: the model's own loss over all logits at once")
     num_processes: int = Field(1, gt=0)
     threads_per_process: int = Field(1, gt=0, description="CPU threads of each process")
@@ -66,18 +77,13 @@ class Plan(Value):
     @property
     def changes_mathematics(self) -> tuple[str, ...]:
         """The names, for ``--allow``, of its choices that change the mathematics."""
-        changes = []
-        if self.precision == "bf16-weights":
-            changes.append("bf16-weights")
-        if self.optim == "adamw_torch_8bit":
-            changes.append("8bit-optimizer")
-        if self.optim == "adafactor":
-            changes.append("adafactor")
-        return tuple(changes)
+        changes = [self.precision] if self.precision in CHANGES_MATHEMATICS else []
+        allow = OPTIMIZERS[self.optim].allow
+        return tuple(changes if allow is None else [*changes, allow])
 
     @property
     def traced_precision(self) -> TracedPrecision:
-        """Which trace has this plan's tensor sizes: fp16 autocast has those of bf16, tf32 those of fp32."""
+        """Which trace has this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those of fp32."""
         if self.precision in ("fp32", "tf32"):
             return "fp32"
         return "bf16-pure" if self.precision == "bf16-weights" else "bf16"
@@ -103,5 +109,11 @@ class Plan(Value):
             parts.append("packed")
         if self.host_memory != "system":
             parts.append("keep memory")
-        parts.append(self.optim)
+        if self.activation_offload:
+            parts.append("activations on host")
+        parts.append(self.optim + (f" {self.optim_args}" if self.optim_args else ""))
+        if self.optimizer_in_backward:
+            parts.append("in backward")
+        if self.optim_offload:
+            parts.append("optimizer on host")
         return " · ".join(parts)

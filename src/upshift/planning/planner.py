@@ -103,16 +103,18 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
     return measure(host)
 
 
-def variants_for(host: Host, workload: Workload, source: ModelSource) -> tuple[Variant, ...]:
-    """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask."""
+def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = ()) -> tuple[Variant, ...]:
+    """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask; but
+    for what is ``fixed`` otherwise. The plain default's is always among them."""
     precisions = ["fp32"]
-    if host.supports("bf16") or host.supports("fp16"):
+    if not {"precision=fp32", "precision=tf32"} & {*fixed} and (host.supports("bf16") or host.supports("fp16")):
         precisions.append("bf16")
     if "bf16-weights" in workload.allow:
         precisions.append("bf16-pure")
     masks = (False, True) if workload.lengths is not None else (False,)
     kernels = ["sdpa"]
-    if host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT:
+    block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
+    if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
         kernels.append("block")
     variants = [Variant(p, kernel, masked) for p in precisions for kernel in kernels for masked in masks]  # type: ignore[arg-type]
     return (*variants, *(Variant(p, "eager", False) for p in precisions))  # type: ignore[arg-type]
@@ -130,7 +132,7 @@ def plan_training(
     profile = profile_model(
         source,
         sequence_length=workload.sequence_length,
-        variants=variants_for(host, workload, source),
+        variants=variants_for(host, workload, fixed),
         progress=progress,
     )
     if profile.max_positions is not None and workload.sequence_length > profile.max_positions:

@@ -55,10 +55,7 @@ def store_proof(path: Path, proof: Proof) -> None:
         StoredTrial(plan=Plan.model_validate(t.candidate.plan.model_dump()), results=tuple(t.results), wrong_loss=t.wrong_loss)
         for t in proof.tried
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen)).to_json())
-    temporary.replace(path)
+    _write(path, StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen)))
 
 
 def recall_proof(path: Path, planning: Planning) -> Proof | None:
@@ -79,3 +76,23 @@ def recall_proof(path: Path, planning: Planning) -> Proof | None:
     chosen = tried[stored.chosen]
     fits = any(c.plan == chosen.candidate.plan for c in planning.ranking.candidates)
     return Proof(default=tried[0], tried=tried, chosen=chosen) if fits or stored.chosen == 0 else None
+
+
+def forget_plan(path: Path, plan: Plan) -> None:
+    """A plan that ran out of memory in a real run is chosen no more: another of those tried is, or trials are made anew."""
+    if not path.is_file():
+        return
+    stored = StoredProof.from_file(path)
+    kept = [trial for trial in stored.tried if trial.plan.label() != plan.label()]
+    speeds = [max(r.tokens_per_second or 0.0 for r in trial.results) * (not trial.wrong_loss) for trial in kept]
+    if len(kept) < MIN_TRIALS or max(speeds) == 0.0 or kept[0] != stored.tried[0]:
+        path.unlink()
+        return
+    _write(path, StoredProof(tried=tuple(kept), chosen=speeds.index(max(speeds))))
+
+
+def _write(path: Path, proof: StoredProof) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(proof.to_json())
+    temporary.replace(path)

@@ -28,6 +28,7 @@ FIELD_WEIGHTS = {
     "activation_checkpointing": 1.0,
     "loss_chunk_tokens": 1.0,
     "optim": 1.0,
+    "optimizer_in_backward": 1.0,
     "per_device_train_batch_size": 0.5,
     "host_memory": 0.5,
 }

@@ -20,6 +20,7 @@ FORMULA_INTERVAL = (0.6, 1.6)  # measured over predicted step time, before any t
 COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "attention",
     "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes", "host_memory", "threads_per_process",
+    "optim_args", "optimizer_in_backward", "optim_offload", "activation_offload",
 )  # fmt: skip
 
 
@@ -105,6 +106,7 @@ def _cost(
     key = (
         trace.precision, trace.attention, trace.masked, plan.per_device_train_batch_size, plan.gradient_accumulation_steps > 1,
         plan.activation_checkpointing, plan.loss_chunk_tokens, plan.optim, plan.packing, plan.flattens and plan.num_processes,
+        plan.optimizer_in_backward,
     )  # fmt: skip
     if key not in memories:
         memories[key] = predict_memory(profile, trace, plan, shape=shape or largest_micro_batch(plan, workload))

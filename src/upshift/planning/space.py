@@ -14,7 +14,9 @@ from pydantic import ValidationError
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile
-from upshift.planning.cost.time import MATRIX_PRECISION
+from upshift.planning.cost.time import MATRIX_PRECISION, host_link
+from upshift.planning.legal import conflict, repeats
+from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
 from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Plan, Precision
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
@@ -23,6 +25,9 @@ BLOCK_ATTENTION_LIMIT = 8192  # its kept probabilities grow with the square of t
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
 BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length")
+# Never chosen unasked: no run on a GPU has confirmed what they are predicted to cost.
+ONLY_WHEN_ASKED = ("optim_offload", "activation_offload")
+LIBRARY_OF_PRECISION = {"fp8": "torchao"}
 
 
 def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
@@ -38,7 +43,8 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
         "attention": attention,
         "torch_compile": ["off", "layer", "model"] if _can_compile(host) else ["off"],
-        "optim": _optimizers(workload),
+        "optim": _optimizers(host, workload),
+        "optimizer_in_backward": [False] if workload.clips_gradients else [False, True],
         "loss_chunk_tokens": [0, LOSS_CHUNK_TOKENS] if _can_chunk(profile) else [0],
         "packing": [False, True] if _worth_packing(profile, workload) else [False],
         "num_processes": _process_counts(host, workload),
@@ -61,8 +67,10 @@ def enumerate_plans(
         "model": profile.model_hash,
         "sequence_length": workload.sequence_length,
     }
+    base |= {name: fixed[name] for name in (*ONLY_WHEN_ASKED, "optim_args") if name in fixed}
     cores = host.cpu.usable_cores if host.cpu else 1
     names = list(values)
+    num_legal, problem = 0, None
     for combination in itertools.product(*values.values()):
         chosen: dict[str, Any] = dict(zip(names, combination, strict=True))
         per_process, rest = divmod(workload.global_batch, chosen["num_processes"])
@@ -70,13 +78,20 @@ def enumerate_plans(
             continue
         threads = max(cores // chosen["num_processes"], 1)
         for micro_batch in _micro_batches(per_process, fixed):
-            yield Plan.model_construct(
+            plan = Plan.model_construct(
                 **base,
                 **chosen,
                 per_device_train_batch_size=micro_batch,
                 gradient_accumulation_steps=per_process // micro_batch,
                 threads_per_process=fixed.get("threads_per_process", threads),
             )
+            excluded = conflict(plan, clips_gradients=workload.clips_gradients)
+            problem = problem or excluded
+            if excluded is None and ("optim" in fixed or not repeats(plan)):
+                num_legal += 1
+                yield plan
+    if problem is not None and not num_legal:
+        raise RequestError(problem)
 
 
 def _micro_batches(per_process: int, fixed: dict[str, Any]) -> list[int]:
@@ -98,7 +113,8 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
             raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
         fixed[name] = _parse_value(name, text, hints[name])
     _check_batches(fixed, workload)
-    legal = choices(host, profile, workload)
+    read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
+    legal = legal_values(host, profile, workload)
     for name, value in fixed.items():
         if name == "activation_checkpointing" and legal[name] != [0]:
             if value > profile.num_layers or (not profile.declares.gradient_checkpointing_per_layer and value not in legal[name]):
@@ -106,13 +122,23 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
                     f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute"
                 )
         elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
-            valid, why = ", ".join(map(str, legal[name])), _why(name, value, profile, workload)
+            valid, why = ", ".join(map(str, legal[name])), _why(name, value, host, profile, workload)
             raise RequestError(f"--set {name}={value} is not possible here; use one of {valid}{why}")
     return fixed
 
 
+def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
+    """``choices``, and beside them what is legal and only taken when asked for."""
+    moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
+    aliases = [name for name in ALIASES if ALIASES[name] in _optimizers(host, workload)]
+    values = choices(host, profile, workload)
+    return {**values, "optim": [*values["optim"], *aliases], **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
+
+
 def _parse_value(name: str, text: str, hint: Any) -> Any:
     options = get_args(hint)
+    if name == "optim":
+        check_name(text)
     try:
         plan = Plan(device="cpu", host="", model="", sequence_length=1, **{"per_device_train_batch_size": 1, name: text})
     except ValidationError as error:
@@ -135,12 +161,22 @@ def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:
         raise RequestError(f"{product} sequences are not the global batch of {total}; leave one of them out")
 
 
-def _why(name: str, value: Any, profile: ModelProfile, workload: Workload) -> str:
+def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
+    """Why a value of a field is not legal here. Raises MissingExtra where only a library is missing."""
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
-    needed = {"bf16-weights": "bf16-weights", "adamw_torch_8bit": "8bit-optimizer", "adafactor": "adafactor"}.get(str(value))
-    if needed and needed not in workload.allow:
+    if name in ONLY_WHEN_ASKED:
+        return " (it needs a CUDA device whose connection to the host is known)"
+    if name == "optimizer_in_backward":
+        return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"
+    needed = value if name == "precision" else OPTIMIZERS[value].allow if name == "optim" else None
+    if needed in CHANGES_MATHEMATICS and needed not in workload.allow:
         return f" (it changes the mathematics; add --allow {needed})"
+    library = LIBRARY_OF_PRECISION.get(value) if name == "precision" else OPTIMIZERS[value].library if name == "optim" else None
+    if name == "optim" and OPTIMIZERS[value].cuda_only and host.device != "cuda":
+        return f" ({library} is for CUDA devices)"
+    if library is not None and (name == "optim" or host.supports(MATRIX_PRECISION[value])):
+        check_library(library, purpose=f"{name}={value}")
     return ""
 
 
@@ -162,16 +198,24 @@ def _precisions(host: Host, workload: Workload) -> list[Precision]:
     found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]
     if "bf16-weights" in workload.allow and "bf16" in found:
         found.append("bf16-weights")
+    if "fp8" in workload.allow and "bf16" in found and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):
+        found.append("fp8")
     return found
 
 
-def _optimizers(workload: Workload) -> list[str]:
-    found = ["adamw_torch_fused", "adamw_torch"]
-    if "adafactor" in workload.allow:
-        found.append("adafactor")
-    if "8bit-optimizer" in workload.allow and find_spec("torchao") is not None:
-        found.append("adamw_torch_8bit")
+def _optimizers(host: Host, workload: Workload) -> list[str]:
+    """Under one name each."""
+    found: list[str] = []
+    for name, facts in OPTIMIZERS.items():
+        allowed = facts.allow is None or facts.allow in workload.allow
+        runs = host.device == "cuda" or not facts.cuda_only
+        if allowed and runs and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):
+            found.append(name)
     return found
+
+
+def _is_installed(library: str) -> bool:
+    return find_spec(library) is not None
 
 
 def _can_compile(host: Host) -> bool:

@@ -38,6 +38,7 @@ class TrialRequest(Value):
     seconds: float = Field(gt=0, description="timed work; loading and compiling come on top, up to ``limit_seconds``")
     limit_seconds: float = Field(gt=0)
     sample: str | None = Field(None, description="npz with tokens and offsets; None: synthetic full-length sequences")
+    rows: str | None = Field(None, description="file of collated batches, which make the global batch; instead of a sample")
     objective: dict[str, Any] | None = Field(
         None, description="the training objective; None: the model's own, without a tokenizer"
     )

@@ -16,4 +16,5 @@ class Workload(Value):
     global_batch: int = Field(gt=0, description="sequences per optimizer step; no plan changes it")
     lengths: LengthHistogram | None = Field(None, description="of the data; None: every sequence is full")
     total_steps: int = Field(1000, gt=0, description="optimizer steps of the run; one-time costs are spread over them")
+    clips_gradients: bool = Field(True, description="by their global norm, which needs all of them at once")
     allow: tuple[str, ...] = Field((), description="choices that change the mathematics, allowed by the user")

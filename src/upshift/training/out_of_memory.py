@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from typing import Generic, TypeVar
 
 import numpy as np
 import torch
@@ -11,7 +13,8 @@ from numpy.typing import NDArray
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.objective import IGNORED
 
-COLUMNS = ("input_ids", "labels", "position_ids", "attention_mask")
+Part = TypeVar("Part")
+Result = TypeVar("Result")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -22,14 +25,14 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
     """Two halves that hold the same labels: of its rows, or of one long row where a sequence begins. None: indivisible."""
-    rows = len(micro_batch.input_ids)
+    rows, width = micro_batch.shape
     if rows > 1:
         middle = (rows + 1) // 2
         return _part(micro_batch, slice(None, middle), slice(None)), _part(micro_batch, slice(middle, None), slice(None))
-    starts = _starts(micro_batch.position_ids)
+    starts = _starts(micro_batch.arrays.get("position_ids"))
     if not len(starts):
         return None
-    cut = int(starts[np.abs(starts - micro_batch.input_ids.shape[1] / 2).argmin()])
+    cut = int(starts[np.abs(starts - width / 2).argmin()])
     return _part(micro_batch, slice(None), slice(None, cut)), _part(micro_batch, slice(None), slice(cut, None))
 
 
@@ -41,14 +44,58 @@ def _starts(position_ids: NDArray[np.int64] | None) -> NDArray[np.int64]:
 
 
 def _part(micro_batch: MicroBatch, rows: slice, columns: slice) -> MicroBatch:
-    arrays = {name: getattr(micro_batch, name) for name in COLUMNS}
-    cut = {name: None if array is None else array[rows, columns] for name, array in arrays.items()}
+    every = columns == slice(None)
+    cut = {name: array[rows] if every else array[rows, columns] for name, array in micro_batch.arrays.items()}
     labels = int(np.count_nonzero(cut["labels"] != IGNORED))
     share = labels / max(micro_batch.num_label_tokens, 1)
     return replace(
         micro_batch,
-        **cut,
+        arrays=cut,
         sequence_ids=micro_batch.sequence_ids[:0],  # of the whole micro-batch they were known
         num_label_tokens=labels,
         num_tokens=round(micro_batch.num_tokens * share),
     )
+
+
+class Halving(Generic[Part]):
+    """Does the work of a step in parts; when memory runs out, again from the start in smaller parts, and so from then on.
+
+    The weights have not moved, so the gradients of the global batch come out the same.
+    """
+
+    def __init__(
+        self,
+        *,
+        halve: Callable[[Part], tuple[Part, Part] | None],
+        size: Callable[[Part], int],
+        restart: Callable[[], None],
+        on_failure: Callable[[], None] = lambda: None,
+        on_halved: Callable[[Part, Part, str], None],
+    ) -> None:
+        """``on_failure`` may look at memory as it failed; ``restart`` then drops what the try left. ``on_halved``: the largest
+        part before and after, the allocator's words."""
+        self.count = 0
+        self._halve, self._size, self._restart, self._on_halved = halve, size, restart, on_halved
+        self._on_failure = on_failure
+
+    def run(self, parts: Sequence[Part], work: Callable[[list[Part]], Result]) -> Result:
+        while True:
+            now = self._cut(parts)
+            try:
+                return work(now)
+            except (MemoryError, RuntimeError) as error:
+                largest = max(now, key=self._size)
+                if not is_out_of_memory(error) or self._halve(largest) is None:
+                    raise
+                refusal = str(error)
+                self._on_failure()
+            # Here and not above: the exception held the tensors of the try that failed.
+            self._restart()
+            self.count += 1
+            self._on_halved(largest, max(self._cut(parts), key=self._size), refusal)
+
+    def _cut(self, parts: Sequence[Part]) -> list[Part]:
+        cut = list(parts)
+        for _ in range(self.count):
+            cut = [half for part in cut for half in self._halve(part) or (part,)]
+        return cut

@@ -19,7 +19,9 @@ from upshift.models.chunked_loss import chunked_head
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, check_weights
 from upshift.planning.plan import Plan
+from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
+from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
 
 
@@ -49,6 +51,8 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
 
 def prepare(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply the plan to ``model`` (a transformers or a peft model) in place and move it to the plan's device."""
+    if plan.precision == "fp8":
+        convert_to_fp8(model, emulate=plan.device != "cuda")
     model.to(plan.device)
     base = base_of(model)
     if plan.attention != base.config._attn_implementation:
@@ -68,17 +72,19 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 
 
 @contextmanager
-def computing(model: nn.Module, plan: Plan) -> Iterator[None]:
-    """While open, the model's loss is computed the way the plan says."""
-    chunk = plan.loss_chunk_tokens
-    with chunked_head(base_of(model), chunk_tokens=chunk) if chunk else contextlib.nullcontext():
+def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
+    """While open, the model's loss is computed the way the plan says; smoothed, where it is in chunks."""
+    if not plan.loss_chunk_tokens:
+        yield
+        return
+    with chunked_head(base_of(model), chunk_tokens=plan.loss_chunk_tokens, label_smoothing=label_smoothing):
         yield
 
 
 def autocast(plan: Plan) -> torch.autocast:
     """For the forward pass only: the backward pass runs in the precisions that the forward pass chose."""
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    return torch.autocast(plan.device, dtype=dtype, enabled=plan.precision in ("bf16", "fp16"))
+    return torch.autocast(plan.device, dtype=dtype, enabled=plan.precision in ("bf16", "fp16", "fp8"))
 
 
 def extra_inputs(model: nn.Module) -> dict[str, bool]:
@@ -89,6 +95,7 @@ def extra_inputs(model: nn.Module) -> dict[str, bool]:
 def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch, extra: dict[str, bool]) -> torch.Tensor:
     """Mean loss of a micro-batch's labels. ``extra``: of ``extra_inputs``, asked once."""
     inputs = to_tensors(micro_batch, plan.device)
-    with autocast(plan):
+    offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
+    with autocast(plan), offloading:
         loss: torch.Tensor = model(**inputs, **extra).loss
     return loss

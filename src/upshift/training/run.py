@@ -10,6 +10,7 @@ from typing import Any
 
 from upshift.errors import RequestError
 from upshift.models.source import ModelSource, check_weights, fetch_weights, find_model
+from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.proof_store import proof_path, recall_proof, store_proof
@@ -95,6 +96,7 @@ def prepare_run(
     from_config: bool = False,
     text_column: str | None = None,
     tokenizer: Any = None,
+    clips_gradients: bool = True,
     trial_seconds: float = TRIAL_SECONDS,
     watcher: Watcher | None = None,
 ) -> tuple[Prepared, int]:
@@ -103,19 +105,16 @@ def prepare_run(
     check_allow(allow)
     source = _trainable(model, from_config=from_config)
     data = prepare_data(
-        source,
-        data_path,
-        tokenizer=tokenizer,
-        sequence_length=sequence_length,
-        text_column=text_column,
+        source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column,
         progress=watcher.tokenizing,
-    )
+    )  # fmt: skip
     host = find_host(None)
     given = _given_plan(plan_file, resume_from, host=host, source=source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
     workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow
-    )
+        sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
+        clips_gradients=clips_gradients,
+    )  # fmt: skip
     planning = plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing)
     watcher.planned(planning)
     if given is not None:
@@ -150,7 +149,7 @@ def train(
     given = dict(arguments or {})
     prepared, steps = prepare_run(
         model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=given.pop("max_steps", None),
-        resume_from=output if resume else None, watcher=watcher, **request,
+        resume_from=output if resume else None, watcher=watcher, clips_gradients=given.get("max_grad_norm", 1.0) > 0, **request,
     )  # fmt: skip
     watcher = watcher or Watcher()
     watcher.ready(prepared)
@@ -197,6 +196,9 @@ def _check_given(plan: Plan, workload: Workload) -> None:
     missing = [name for name in plan.changes_mathematics if name not in workload.allow]
     if missing:
         raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
+    excluded = conflict(plan, clips_gradients=workload.clips_gradients)
+    if excluded is not None:
+        raise RequestError(excluded)
 
 
 def _prove(

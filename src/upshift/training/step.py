@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -12,13 +12,16 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
-from upshift.errors import JobFailed
+from upshift.errors import JobFailed, RequestError
+from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
+from upshift.training.autopsy import Scene, read_scene
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
-from upshift.training.optimizers import build_optimizer, build_schedule
-from upshift.training.out_of_memory import halve, is_out_of_memory
+from upshift.training.optimizers.build import build_optimizer, build_schedule
+from upshift.training.optimizers.in_backward import update_in_backward
+from upshift.training.out_of_memory import Halving, halve
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
 WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
@@ -42,12 +45,25 @@ class Stepper:
     def __init__(
         self, model: PreTrainedModel, plan: Plan, arguments: Arguments, *, on_halved: OnHalved = lambda old, new, why: None
     ) -> None:
+        problem = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
+        if problem is not None:
+            raise RequestError(problem)
         self.model, self.plan, self.arguments = model, plan, arguments
         self.optimizer = build_optimizer(model, plan, arguments)
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
+        if plan.optimizer_in_backward:
+            update_in_backward(self.optimizer)
         self._extra = extra_inputs(model)
-        self._on_halved, self._halvings = on_halved, 0
+        self.scene: Scene  # memory as it was when a step ran out
+        # With the optimizer in the backward pass some weights may have moved: there is no going back.
+        self._halving = Halving[MicroBatch](
+            halve=halve if not plan.optimizer_in_backward else lambda micro_batch: None,
+            size=lambda micro_batch: micro_batch.num_padded_tokens,
+            restart=self._drop_gradients,
+            on_failure=self._look,
+            on_halved=lambda old, new, why: on_halved(old.shape, new.shape, why),
+        )
 
     def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepOutcome:
         """Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout.
@@ -59,37 +75,25 @@ class Stepper:
             return self.update(total, batch.num_tokens)
 
     def _gradients(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
-        """When memory runs out, again from the start with smaller micro-batches, and so from then on: the weights have not
-        moved, and the gradients of the global batch are the same."""
-        while True:
-            micro_batches = self._cut(batch.micro_batches)
-            try:
-                with computing(self.model, self.plan):
-                    total = torch.zeros((), device=self.plan.device)
-                    with watch():
-                        for micro_batch in micro_batches[:WATCHED_MICRO_BATCHES]:
-                            total += self.accumulate(micro_batch, batch.num_label_tokens)
-                    for micro_batch in micro_batches[WATCHED_MICRO_BATCHES:]:
+        def work(micro_batches: list[MicroBatch]) -> torch.Tensor:
+            with computing(self.model, self.plan):
+                total = torch.zeros((), device=self.plan.device)
+                with watch():
+                    for micro_batch in micro_batches[:WATCHED_MICRO_BATCHES]:
                         total += self.accumulate(micro_batch, batch.num_label_tokens)
-                return total
-            except (MemoryError, RuntimeError) as error:
-                largest = max(micro_batches, key=lambda m: m.num_padded_tokens)
-                if not is_out_of_memory(error) or halve(largest) is None:
-                    raise
-                refusal = str(error)
-            # Here and not above: the exception held the tensors of the step that failed.
-            self.optimizer.zero_grad(set_to_none=True)
-            if self.plan.device == "cuda":
-                torch.cuda.empty_cache()
-            self._halvings += 1
-            smaller = max(self._cut(batch.micro_batches), key=lambda m: m.num_padded_tokens)
-            self._on_halved(largest.input_ids.shape, smaller.input_ids.shape, refusal)
+                for micro_batch in micro_batches[WATCHED_MICRO_BATCHES:]:
+                    total += self.accumulate(micro_batch, batch.num_label_tokens)
+            return total
 
-    def _cut(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        cut = list(micro_batches)
-        for _ in range(self._halvings):
-            cut = [part for micro_batch in cut for part in halve(micro_batch) or (micro_batch,)]
-        return cut
+        return self._halving.run(batch.micro_batches, work)
+
+    def _look(self) -> None:
+        self.scene = read_scene(self.plan.device)
+
+    def _drop_gradients(self) -> None:
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.plan.device == "cuda":
+            torch.cuda.empty_cache()
 
     def accumulate(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
         """Forward and backward of one micro-batch; returns its share of the global batch's mean loss."""
@@ -97,6 +101,8 @@ class Stepper:
             return torch.zeros((), device=self.plan.device)
         loss = loss_of(self.model, self.plan, micro_batch, self._extra)
         share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
+        if self.plan.optimizer_in_backward:
+            check_finite(float(share))  # afterwards the weights have moved
         self.scaler.scale(share).backward()
         return share.detach()
 
@@ -108,9 +114,7 @@ class Stepper:
         if self.arguments.max_grad_norm:
             norm = float(torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.arguments.max_grad_norm))
         loss = float(total)
-        if not math.isfinite(loss):
-            what = "NaN" if math.isnan(loss) else "infinite"
-            raise JobFailed(f"the loss became {what}; lower the learning rate, or use bf16 or fp32 instead of fp16")
+        check_finite(loss)
         self.scaler.step(self.optimizer)
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])
@@ -141,6 +145,12 @@ class Stepper:
     def schedule_state(self) -> dict[str, Any]:
         state: dict[str, Any] = self.schedule.state_dict()
         return {key: value for key, value in state.items() if isinstance(value, (int, float, list))}
+
+
+def check_finite(loss: float) -> None:
+    if not math.isfinite(loss):
+        what = "NaN" if math.isnan(loss) else "infinite"
+        raise JobFailed(f"the loss became {what}; lower the learning rate, or use bf16 or fp32 instead of fp16")
 
 
 def _sum_bucket(bucket: list[torch.Tensor]) -> None:

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import resource
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
-import psutil
 import torch
 
 from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes, tensor_bytes
 from upshift.benchmarking.timer import time_once
 from upshift.models.profile import num_sides
-from upshift.models.source import find_model
-from upshift.planning.plan import Plan
+from upshift.models.source import ModelSource, find_model
 from upshift.planning.trial import TrialRequest, TrialResult
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
@@ -24,14 +21,15 @@ from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.objective import Objective
 from upshift.training.batches.of_plan import layout_for, objective_of
 from upshift.training.batches.source import BatchSource, GlobalBatch, evaluation_batches
+from upshift.training.batches.stored_rows import cut_stored, read_rows
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
 from upshift.training.evaluate import evaluate
+from upshift.training.host_memory import limited_memory
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.step import Stepper
 
-MEMORY_SHARE = 0.95  # of what is free at the start; beyond it an allocation fails inside the trial, not in the system
 CHECK_SEQUENCES = 4
 MIN_SAMPLES, MAX_SAMPLES = 2, 24
 EXPENSIVE = 2.0  # times the timed work: such a micro-batch is run once, and not under the meter
@@ -42,7 +40,8 @@ def main(request_path: str, answer_path: str) -> None:
     request = TrialRequest.from_file(Path(request_path))
     start = time.perf_counter()
     try:
-        result = join_processes(request.plan, run_trial, request)
+        with limited_memory(request.plan.num_processes):
+            result = join_processes(request.plan, run_trial, request)
     except Exception as error:  # a trial is asked "does this run?"; every kind of no is an answer, with its words
         result = TrialResult(failure=_one_line(error), out_of_memory=is_out_of_memory(error))
     result = result.changed(wall_seconds=time.perf_counter() - start)
@@ -52,27 +51,38 @@ def main(request_path: str, answer_path: str) -> None:
 def run_trial(request: TrialRequest) -> TrialResult:
     rank, world_size = rank_environment()
     plan = request.plan
-    _limit_memory(plan)
     set_process(plan)
     base = resident_bytes()
     reset_resident_peak()
     source = find_model(request.model_reference)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled)
-    objective = Objective.model_validate(request.objective) if request.objective else objective_of(source)
-    sequences = _sequences(request, objective)
-    layout = layout_for(plan, objective, rank=rank)
-    batch = next(
-        BatchSource(
-            sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
-        ).batches()
-    )
-    first = replace(sequences, starts=sequences.starts[:CHECK_SEQUENCES], lengths=sequences.lengths[:CHECK_SEQUENCES])
-    check = evaluate(model, plan, evaluation_batches(first, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective))
+    batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, rank)
+    check = evaluate(model, plan, checked)
     torch.manual_seed(request.seed)
-    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed))
+    clipping = {"max_grad_norm": 0.0} if plan.optimizer_in_backward else {}
+    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed, **clipping))
     result = _measure(stepper, batch, request)
     return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0))
+
+
+def _token_batches(request: TrialRequest, source: ModelSource, rank: int) -> tuple[GlobalBatch, Iterator[GlobalBatch]]:
+    """(what is timed, the few sequences whose loss is checked)"""
+    objective = Objective.model_validate(request.objective) if request.objective else objective_of(source)
+    sequences = _sequences(request, objective)
+    layout = layout_for(request.plan, objective, rank=rank)
+    whole = BatchSource(
+        sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
+    )
+    first = replace(sequences, starts=sequences.starts[:CHECK_SEQUENCES], lengths=sequences.lengths[:CHECK_SEQUENCES])
+    checked = evaluation_batches(first, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective)
+    return next(whole.batches()), checked
+
+
+def _stored_batches(request: TrialRequest) -> tuple[GlobalBatch, Iterator[GlobalBatch]]:
+    rows, how = read_rows(Path(request.rows or ""))
+    few = range(min(CHECK_SEQUENCES, len(rows)))
+    return cut_stored(rows, how, request.plan, range(len(rows))), iter([cut_stored(rows, how, request.plan, few)])
 
 
 def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
@@ -94,7 +104,7 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         compile_seconds, factor = 0.0, 1.0
         if plan.torch_compile != "off":
             factor, compile_seconds = _compile(stepper, chosen[0], batch.num_label_tokens)
-            compile_seconds += sum(accumulate(m) for m in {m.input_ids.shape: m for m in chosen[1:]}.values())
+            compile_seconds += sum(accumulate(m) for m in {m.shape: m for m in chosen[1:]}.values())
         # From the second micro-batch on the gradients exist: a plan that accumulates is not known by one.
         at_least = min(2, len(chosen), plan.gradient_accumulation_steps)
         micro, padded = _time_micro_batches(chosen, accumulate, at_least=at_least, seconds=request.seconds)
@@ -116,7 +126,7 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         update_seconds=update_seconds,
         tokens_per_second=batch.num_tokens / average,
         one_time_seconds=max(compile_seconds - sum(micro) / len(micro), 0.0) + max(first_update - update_seconds, 0.0),
-        largest_micro_batch=chosen[0].input_ids.shape,
+        largest_micro_batch=chosen[0].shape,
         peak_bytes=peak_bytes,
         resident_bytes=resident,
         check_loss=factor,
@@ -177,14 +187,6 @@ def _sequences(request: TrialRequest, objective: Objective) -> Sequences:
     count = max(request.global_batch, CHECK_SEQUENCES)
     documents = [generator.integers(0, objective.vocab_size or 2, size=length).astype(np.int32) for _ in range(count)]
     return cut_sequences(TokenizedCorpus.from_documents(documents), length)
-
-
-def _limit_memory(plan: Plan) -> None:
-    """Make the allocator refuse before the system starts to kill."""
-    free = psutil.virtual_memory().available
-    used = resident_bytes()
-    limit = int(used + free * MEMORY_SHARE / plan.num_processes)
-    resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
 
 
 def _one_line(error: BaseException) -> str:

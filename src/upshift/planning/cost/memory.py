@@ -8,16 +8,15 @@ compiled plan is predicted as if it were not, which is an upper bound.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from math import prod
 
-from upshift.models.profile import ModelProfile, Segment, StepTrace, highest
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Segment, StepTrace, highest
+from upshift.planning.cost.optimizer import state_bytes, trained_shapes, update_workspace_bytes, workspace_bytes
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
 PARTS = ("weights", "gradients", "optimizer", "batch", "activations", "loss", "workspace")
 LASTING_PARTS = ("weights", "gradients", "optimizer", "batch")
 PHASES = ("forward", "backward", "optimizer")
-ADAMW_8BIT_BLOCK = 256  # torchao.optim: elements that share one fp32 scale
 
 
 @dataclass
@@ -42,7 +41,9 @@ class Placed:
     count: int
     parameters: int  # that one of them trains
     is_loss: bool = False
+    is_layer: bool = False
     is_recomputed: bool = False
+    scratch: float = 0.0  # bytes in the forward pass that the trace does not show
 
 
 @dataclass(frozen=True)
@@ -98,12 +99,23 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[
             recompute = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
             segment = traced.recomputed[index] if recompute else traced.plain[index]
-            placed.append(Placed(segment, count, stack.layer_trainable[index], is_recomputed=recompute))
+            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=recompute))
     gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
+    scratch = 0.0
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
-        gap = trace.chunked_gap
-    placed.append(Placed(gap, 1, head if last else outside, is_loss=True))
+        gap, scratch = trace.chunked_gap, chunk_scratch_bytes(profile, plan)
+    placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
     return placed
+
+
+def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """What larger chunks than the traced ones hold; on a GPU also two copies of their logits in fp32 and the product for the
+    weight's gradient, which the traced CPU makes by blocks."""
+    words, product_bytes = profile.vocab_size or 0, 4 if plan.precision in ("fp32", "tf32") else 2
+    larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * words * product_bytes
+    if plan.device != "cuda":
+        return float(larger)
+    return float(larger + words * max(8 * plan.loss_chunk_tokens, product_bytes * (profile.hidden_size or 0)))
 
 
 def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
@@ -127,54 +139,92 @@ def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape
     gradients = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
     resident = {
         "weights": float(profile.parameters.weight_bytes(plan.parameter_bytes) + profile.parameters.buffers_bytes),
-        "optimizer": optimizer_state_bytes(profile, plan),
+        "optimizer": state_bytes(profile, plan),
         "batch": batch_bytes(profile, plan, batch, sequence),
     }
     accumulating = plan.gradient_accumulation_steps > 1
     phases = {name: Peak() for name in PHASES}
-    live = _walk_forward(phases["forward"], resident, placed, gradients if accumulating else 0.0, batch, sequence)
-    _walk_backward(phases["backward"], resident, placed, live, gradients, accumulating, batch, sequence)
-    phases["optimizer"].offer({**resident, "gradients": gradients, "workspace": optimizer_workspace_bytes(profile, plan)})
+    live = _walk_forward(phases["forward"], resident, placed, gradients if accumulating else 0.0, plan, batch, sequence)
+    backward = _Backward(plan, tuple(shape.elements for shape in trained_shapes(profile)), profile, batch, sequence)
+    _walk_backward(phases["backward"], resident, placed, live, gradients, backward)
+    if not plan.optimizer_in_backward:
+        phases["optimizer"].offer({**resident, "gradients": gradients, "workspace": workspace_bytes(profile, plan)})
     rises = [highest(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
     return StepMemory(phases=phases, recomputed=max(rises, default=0.0))
 
 
 def _walk_forward(
-    peak: Peak, resident: dict[str, float], placed: list[Placed], gradients: float, batch: int, sequence: int
+    peak: Peak, resident: dict[str, float], placed: list[Placed], gradients: float, plan: Plan, batch: int, sequence: int
 ) -> float:
     """Returns what is live when the forward pass has ended."""
     held = {"activations": 0.0, "loss": 0.0}
     released = 0.0
     for item in placed:
         cost, own = item.segment.forward, "loss" if item.is_loss else "activations"
-        rise, left = max(highest(cost.rise, batch, sequence), 0.0), cost.left.at(batch, sequence)
+        rise, left = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch, cost.left.at(batch, sequence)
+        released_here = cost.released.at(batch, sequence)
+        if plan.activation_offload and item.is_layer:
+            left, released_here = 0.0, 0.0
         for before in {0, item.count - 1}:
             parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
             parts[own] += before * left
             parts["loss" if item.is_loss else "workspace"] += rise
             peak.offer(parts)
         held[own] += item.count * left
-        released += item.count * cost.released.at(batch, sequence)
+        released += item.count * released_here
     return held["activations"] + held["loss"] - released
 
 
+@dataclass(frozen=True)
+class _Backward:
+    """How the backward pass of a segment moves memory under a plan."""
+
+    plan: Plan
+    tensors: tuple[int, ...]  # elements of the trained parameters
+    profile: ModelProfile
+    batch: int
+    sequence: int
+
+    @property
+    def accumulating(self) -> bool:
+        return self.plan.gradient_accumulation_steps > 1
+
+    def of(self, item: Placed, own: float) -> tuple[float, float]:
+        """(bytes above the entry at the highest moment, bytes that stay); ``own``: the segment's gradients."""
+        segment, at = item.segment, (self.batch, self.sequence)
+        cost = segment.backward_accumulating if self.accumulating else segment.backward
+        left = cost.left.at(*at)
+        rises = [rise.at(*at) for rise in cost.rise]
+        if self.plan.optimizer_in_backward and own:
+            largest = max((size for size in self.tensors if size <= item.parameters), default=0)
+            alone = own * largest / item.parameters
+            workspace = update_workspace_bytes(self.profile, self.plan, largest)
+            # What does not grow with the batch are gradients: those born before are gone, the largest one may be there.
+            freed = [max(min(rise.one, own) - alone, 0.0) for rise in cost.rise]
+            rises = [rise - gone for rise, gone in zip(rises, freed, strict=True)]
+            # A layer's first update comes while its activations are there, a head's when the logits are gone.
+            rises.append((0.0 if item.is_layer else left - own) + alone + workspace)
+            left -= own
+        highest_rise = max(rises, default=0.0)
+        if self.plan.activation_offload and item.is_layer:
+            back = segment.forward.left.at(*at) - segment.forward.released.at(*at)
+            highest_rise, left = highest_rise + back, left + back
+        return max(highest_rise, 0.0), left
+
+
 def _walk_backward(
-    peak: Peak,
-    resident: dict[str, float],
-    placed: list[Placed],
-    live: float,
-    gradients: float,
-    accumulating: bool,
-    batch: int,
-    sequence: int,
+    peak: Peak, resident: dict[str, float], placed: list[Placed], live: float, gradients: float, backward: _Backward
 ) -> None:
     """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist."""
+    accumulating, in_backward = backward.accumulating, backward.plan.optimizer_in_backward
     born = gradients if accumulating else 0.0
     per_parameter = gradients / max(sum(item.count * item.parameters for item in placed), 1)
+    tied = backward.profile.parameters.tied
     for item in reversed(placed):
-        cost = item.segment.backward_accumulating if accumulating else item.segment.backward
-        rise, left = max(highest(cost.rise, batch, sequence), 0.0), cost.left.at(batch, sequence)
         own = 0.0 if accumulating else item.parameters * per_parameter
+        waits = in_backward and not (tied and item.is_loss)  # a tied head's gradient is whole when the embedding's is born
+        rise, left = backward.of(item, own if waits else 0.0)
+        own = 0.0 if waits else own
         for before in {0, item.count - 1}:
             gradients_now = born + before * own
             total = live + before * left + (born if accumulating else 0.0)
@@ -192,39 +242,3 @@ def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) ->
         return 0.0
     tensors = 3 if plan.packing or profile.objective != "causal-lm" else 2
     return 8.0 * batch * sequence * tensors
-
-
-def optimizer_state_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """State as the optimizer allocates it: one fp32 step count a tensor, then its moments."""
-    parameters, shapes = profile.parameters, profile.parameters.trainable_shapes
-    steps = 4.0 * parameters.num_tensors
-    if plan.optim in ("adamw_torch_fused", "adamw_torch"):
-        return steps + 2.0 * parameters.gradient_bytes(plan.parameter_bytes)
-    if plan.optim == "adamw_torch_8bit":
-        return steps + sum(shape.count * _eight_bit_state(shape.elements, plan.parameter_bytes) for shape in shapes)
-    return steps + sum(shape.count * _adafactor_state(shape.shape) * plan.parameter_bytes for shape in shapes)
-
-
-def _eight_bit_state(elements: int, parameter_bytes: int) -> float:
-    """torchao keeps small tensors (under 4,096 elements, or not whole blocks) in the parameter's own precision."""
-    if elements < 4096 or elements % ADAMW_8BIT_BLOCK:
-        return 2.0 * elements * parameter_bytes
-    return 2.0 * (elements + 4 * elements / ADAMW_8BIT_BLOCK + 4 * 256)
-
-
-def _adafactor_state(shape: tuple[int, ...]) -> float:
-    """Row and column second moments of matrices, the full one of vectors (torch.optim.Adafactor)."""
-    if len(shape) < 2:
-        return float(prod(shape))
-    outer = prod(shape[:-2])
-    return float(outer * (shape[-2] + shape[-1]))
-
-
-def optimizer_workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """Temporaries at the height of the update: none when fused, a copy of every parameter when foreach (COSTS.md D1)."""
-    parameters = profile.parameters
-    if plan.optim == "adamw_torch_fused":
-        return 0.0
-    if plan.optim == "adamw_torch":
-        return float(parameters.gradient_bytes(plan.parameter_bytes))
-    return 2.0 * parameters.largest * plan.parameter_bytes if plan.optim == "adafactor" else 4.0 * 4 * parameters.largest

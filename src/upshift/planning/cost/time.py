@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from upshift.hardware import gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Host
 from upshift.hardware.spec import Precision as MatrixPrecision
-from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, num_sides
+from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
 from upshift.planning.cost.memory import place_segments
+from upshift.planning.cost.optimizer import compile_seconds, trained_shapes, update_core_seconds, update_flops, update_words
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
 MATRIX_PRECISION: dict[str, MatrixPrecision] = {
-    "fp32": "fp32", "tf32": "fp32_medium", "bf16": "bf16", "fp16": "fp16", "bf16-weights": "bf16",
+    "fp32": "fp32", "tf32": "fp32_medium", "bf16": "bf16", "fp16": "fp16", "bf16-weights": "bf16", "fp8": "fp8",
 }  # fmt: skip
 # Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
 # share of the fp32 matrix rate, in fp32 and bf16 alike.
@@ -31,8 +32,11 @@ COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of 
 LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.md), as is the next
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
-UPDATE_BYTES = {"adamw_torch_fused": 7.0, "adamw_torch": 16.0, "adafactor": 12.0, "adamw_torch_8bit": 5.0}  # words a parameter
 CLIP_WORDS = 2.0  # norm reads, scaling writes
+UPDATE_IN_BACKWARD_DISPATCHES = 60.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
+# What torchao does to each operand of a matrix product in bf16 before it: read it for its scale, read it again, write fp8.
+# Counted from its source, never measured here.
+FP8_CAST_SHARE, FP8_KERNELS = 2.5, 3.0
 GIGABIT_BYTES = 5e9  # gradient exchange between processes of one host, through shared memory
 
 
@@ -41,6 +45,7 @@ class Rates:
     """What one process of the plan has to itself."""
 
     matrix: float
+    outside: float  # matrix products outside the layers, which stay in bf16 beside fp8 layers
     attention: float
     memory: float
     dispatch: float
@@ -75,6 +80,7 @@ def rates_for(host: Host, plan: Plan, *, flops_per_gemm: float) -> Rates | None:
     share = min(plan.threads_per_process / measured.num_threads, 1.0)
     return Rates(
         matrix=matrix * share,
+        outside=matrix * share,
         attention=(BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE) * fp32 * share,
         memory=memory / plan.num_processes,
         dispatch=measured.dispatch_seconds * DISPATCHES_PER_KERNEL,
@@ -84,38 +90,56 @@ def rates_for(host: Host, plan: Plan, *, flops_per_gemm: float) -> Rates | None:
 
 def _gpu_rates(host: Host, precision: MatrixPrecision, flops_per_gemm: float) -> Rates | None:
     gpu, measured = host.gpu, host.measured
+    beside: MatrixPrecision = "bf16" if precision == "fp8" else precision
     if gpu is None:
         return None
     dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
     if measured is not None and measured.gpu is not None:
         matrix, memory = measured.gpu.matrix(precision), measured.gpu.memory_bytes_per_second
+        outside = measured.gpu.matrix(beside)
     elif gpu.peak is not None:
         key = gpu.table_key or ""
-        peak, bandwidth = gpu.peak.matrix(precision), gpu.peak.memory_bytes_per_second
-        matrix = peak * (gemm_efficiency(key, flops_per_gemm) or DEFAULT_GEMM_EFFICIENCY) if peak else None
+        bandwidth = gpu.peak.memory_bytes_per_second
+        share = gemm_efficiency(key, flops_per_gemm) or DEFAULT_GEMM_EFFICIENCY
+        matrix, outside = (peak * share if peak else None for peak in (gpu.peak.matrix(precision), gpu.peak.matrix(beside)))
         memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY) if bandwidth else None
     else:
         return None
-    if matrix is None or memory is None:
+    if matrix is None or outside is None or memory is None:
         return None
-    return Rates(matrix, GPU_ATTENTION_SHARE * matrix, memory, dispatch, 0.0)
+    return Rates(matrix, outside, GPU_ATTENTION_SHARE * outside, memory, dispatch, 0.0)
 
 
-def micro_batch_terms(profile: ModelProfile, trace: StepTrace, plan: Plan, rates: Rates) -> dict[str, float]:
-    """Seconds of forward and backward of one full-length micro-batch."""
+def host_link(host: Host) -> float | None:
+    """Bytes per second between host and device, in one direction; None where unknown."""
+    if host.measured is not None and host.measured.host_to_device_bytes_per_second is not None:
+        return host.measured.host_to_device_bytes_per_second
+    return host.host_to_device.bytes_per_second if host.host_to_device is not None else None
+
+
+def micro_batch_terms(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, rates: Rates, *, link: float | None = None
+) -> dict[str, float]:
+    """Seconds of forward and backward of one full-length micro-batch. ``link``: bytes per second between host and device."""
     batch, sequence = plan.per_device_train_batch_size, plan.sequence_length
-    matmul = attention = moved = kernels = kept = 0.0
+    matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
     for item in place_segments(profile, trace, plan):
+        in_fp8 = plan.precision == "fp8" and item.is_layer
+        # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
+        count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
-            matmul += item.count * cost.matmul_flops.at(batch, sequence)
-            attention += item.count * cost.attention_flops.at(batch, sequence)
-            moved += item.count * cost.moved_bytes.at(batch, sequence)
-            kernels += item.count * cost.num_kernels
-        kept += item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
+            products = count * cost.matmul_flops.at(batch, sequence)
+            matmul, outside = (matmul + products, outside) if item.is_layer else (matmul, outside + products)
+            attention += count * cost.attention_flops.at(batch, sequence)
+            moved += count * cost.moved_bytes.at(batch, sequence)
+            moved += count * cost.matmul_bytes.at(batch, sequence) * FP8_CAST_SHARE * in_fp8
+            kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)
+        left = item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
+        kept, offloaded = kept + left, offloaded + left * (plan.activation_offload and item.is_layer)
     if plan.torch_compile != "off":
         moved, kernels = moved * COMPILED_MOVED_SHARE, kernels * COMPILED_KERNEL_SHARE
     terms = {
-        "matrix products": matmul / rates.matrix,
+        "matrix products": matmul / rates.matrix + outside / rates.outside,
         "attention": attention / rates.attention,
         "memory traffic": moved / rates.memory,
         "page faults": 0.0 if plan.host_memory == "keep" else kept * rates.first_touch,
@@ -124,6 +148,8 @@ def micro_batch_terms(profile: ModelProfile, trace: StepTrace, plan: Plan, rates
         terms["dispatch"] = max(kernels * rates.dispatch - sum(terms.values()), 0.0)
     else:
         terms["dispatch"] = kernels * rates.dispatch
+    if offloaded and link is not None:
+        terms["activations to the host and back"] = 2.0 * offloaded / link
     return terms
 
 
@@ -135,15 +161,37 @@ def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: 
     if rates is None:
         return None
     micro_batches = full_micro_batches(plan, workload)
-    terms = {name: seconds * micro_batches for name, seconds in micro_batch_terms(profile, trace, plan, rates).items()}
+    of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host))
+    terms = {name: seconds * micro_batches for name, seconds in of_one.items()}
     if plan.flattens and workload.lengths is not None:
         terms["attention"] *= workload.lengths.visible_share(BLOCK_QUERIES)
-    words = UPDATE_BYTES[plan.optim] + CLIP_WORDS
-    terms["update"] = profile.parameters.gradient_bytes(plan.parameter_bytes) * words / rates.memory
+    update = _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients)
+    if update is None:
+        return None
+    terms["update"] = update
     if plan.num_processes > 1:
         terms["gradient exchange"] = 2.0 * profile.parameters.gradient_bytes(plan.parameter_bytes) / GIGABIT_BYTES
     compiling = {"off": 0.0, "layer": LAYER_COMPILE_SECONDS, "model": MODEL_COMPILE_SECONDS * max(profile.num_layers, 1)}
-    return StepTime(terms=terms, one_time=compiling[plan.torch_compile])
+    return StepTime(terms=terms, one_time=compiling[plan.torch_compile] + compile_seconds(profile, plan))
+
+
+def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host, *, clips: bool) -> float | None:
+    """Of the optimizer's step; None where it runs on a host whose memory was not measured."""
+    shapes = trained_shapes(profile)
+    elements = sum(shape.count * shape.elements for shape in shapes)
+    moved, clipped = (elements * plan.parameter_bytes * words for words in (update_words(plan), CLIP_WORDS * clips))
+    if plan.optim_offload:
+        link, memory = host_link(host), host.measured.cpu.memory_bytes_per_second if host.measured else None
+        if link is None or memory is None:
+            return None
+        # A gradient goes to the host, a weight comes back.
+        return clipped / rates.memory + 2.0 * elements * plan.parameter_bytes / link + moved / memory
+    seconds = (moved + clipped) / rates.memory + update_flops(profile, plan) / rates.matrix
+    seconds += elements * update_core_seconds(plan) / plan.threads_per_process
+    if plan.optimizer_in_backward and plan.device == "cpu":
+        num_tensors = sum(shape.count for shape in shapes)
+        seconds += num_tensors * UPDATE_IN_BACKWARD_DISPATCHES * rates.dispatch / DISPATCHES_PER_KERNEL
+    return seconds
 
 
 def full_micro_batches(plan: Plan, workload: Workload) -> float:

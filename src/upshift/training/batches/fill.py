@@ -7,6 +7,7 @@ borders, silently).
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -26,34 +27,28 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    input_ids: Ids
-    labels: Ids
-    attention_mask: Ids | None
-    position_ids: Ids | None
+    arrays: Mapping[str, NDArray[Any]]  # what the model is called with
     sequence_ids: Ids  # which sequences it holds; empty for a stand-in that only keeps ranks in step
     num_label_tokens: int  # labels that count; causal-lm: after the shift that the model does
     num_tokens: int  # real tokens, without padding
 
     @property
-    def num_padded_tokens(self) -> int:
-        return self.input_ids.size
+    def shape(self) -> tuple[int, int]:
+        """Rows and tokens a row; rows without tokens (images) count as one."""
+        ids = self.arrays.get("input_ids")
+        return (ids.shape[0], ids.shape[1]) if ids is not None else (len(next(iter(self.arrays.values()))), 1)
 
-    def arrays(self) -> dict[str, Ids]:
-        """What the model is called with."""
-        named = {
-            "input_ids": self.input_ids,
-            "attention_mask": self.attention_mask,
-            "position_ids": self.position_ids,
-            "labels": self.labels,
-        }
-        return {name: array for name, array in named.items() if array is not None}
+    @property
+    def num_padded_tokens(self) -> int:
+        rows, width = self.shape
+        return rows * width
 
 
 def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
     """The model's keyword arguments; to a CUDA device through pinned memory, without waiting."""
     import torch
 
-    tensors = {name: torch.from_numpy(array) for name, array in micro_batch.arrays().items()}
+    tensors = {name: torch.from_numpy(array) for name, array in micro_batch.arrays.items()}
     if device is None or torch.device(device).type == "cpu":
         return tensors
     pinned = torch.device(device).type == "cuda"
@@ -72,10 +67,7 @@ def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objec
     real = np.arange(group.width) < _column(lengths)
     inputs, labels = objective.mask_tokens(input_ids, real, ids if len(ids) else np.zeros(1, np.int64), seed=seed, epoch=epoch)
     return MicroBatch(
-        input_ids=inputs,
-        labels=labels,
-        attention_mask=_mask(lengths, group.width),
-        position_ids=None,
+        arrays=_given(input_ids=inputs, attention_mask=_mask(lengths, group.width), labels=labels),
         sequence_ids=ids,
         num_label_tokens=int(np.count_nonzero(labels != IGNORED)),
         num_tokens=int(lengths.sum()),
@@ -103,11 +95,9 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objectiv
             position_ids[row, filled:] = count[: group.width - filled]
     ids = np.array([member for members in group.rows for member in members], np.int64)
     lengths = sequences.lengths[ids]
+    mask = _mask(lengths, group.width) if layout.mask_padding and not layout.packing else None
     return MicroBatch(
-        input_ids=input_ids,
-        labels=labels,
-        attention_mask=_mask(lengths, group.width) if layout.mask_padding and not layout.packing else None,
-        position_ids=position_ids,
+        arrays=_given(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, labels=labels),
         sequence_ids=ids,
         num_label_tokens=int((lengths - 1).sum()),
         num_tokens=int(lengths.sum()),
@@ -121,14 +111,19 @@ def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, 
     width, label_width = (min(w, sequences.sequence_length) for w in widths)
     starts = sequences.starts[ids]
     return MicroBatch(
-        input_ids=_padded(sequences, ids, starts, first, width, objective.pad_token_id),
-        labels=_padded(sequences, ids, starts + first, lengths - first, label_width, IGNORED),
-        attention_mask=_mask(first, width),
-        position_ids=None,
+        arrays=_given(
+            input_ids=_padded(sequences, ids, starts, first, width, objective.pad_token_id),
+            attention_mask=_mask(first, width),
+            labels=_padded(sequences, ids, starts + first, lengths - first, label_width, IGNORED),
+        ),
         sequence_ids=ids,
         num_label_tokens=int((lengths - first).sum()),
         num_tokens=int(lengths.sum()),
     )
+
+
+def _given(**arrays: Ids | None) -> dict[str, Ids]:
+    return {name: array for name, array in arrays.items() if array is not None}
 
 
 def _padded(sequences: Sequences, ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:

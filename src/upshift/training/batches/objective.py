@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from pydantic import model_validator
 
 from upshift.errors import RequestError
+from upshift.models.profile import labelled_share
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
 
@@ -28,7 +29,7 @@ class Objective(Value):
     mask_token_id: int | None = None  # masked-lm only, and the three below
     special_token_ids: tuple[int, ...] = ()  # never masked
     vocab_size: int | None = None  # the range of random replacements
-    mask_probability: float = 0.15
+    mask_probability: float = labelled_share("masked-lm")
 
     @model_validator(mode="after")
     def _check(self) -> Objective:

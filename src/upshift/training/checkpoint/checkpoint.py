@@ -13,6 +13,7 @@ from typing import Any, Protocol
 import torch
 from transformers import PreTrainedModel
 
+from upshift.errors import RequestError
 from upshift.training.checkpoint.files import (
     FoundCheckpoints,
     check_checkpoint,
@@ -113,6 +114,8 @@ def load_checkpoint(
     Raises RequestError when the checkpoint is not whole or is of another model or optimizer.
     """
     saved = check_checkpoint(directory)
+    if not isinstance(saved, SavedState):
+        raise RequestError(f"{directory} is of a Trainer; resume it with trainer.train(resume_from_checkpoint=True)")
     read_weights(directory, model)
     read_optimizer(directory, saved.optimizer, optimizer, model)
     if scheduler is not None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 
 from upshift.errors import JobFailed, RequestError
 from upshift.models.source import check_safetensors, check_weights
-from upshift.training.checkpoint.state import STATE_NAME, SavedState
+from upshift.training.checkpoint.state import STATE_NAME, Manifest, SavedState, read_manifest
 from upshift.units import format_bytes
 
 logger = logging.getLogger(__name__)
@@ -56,9 +56,9 @@ def find_checkpoints(directory: Path) -> FoundCheckpoints:
     return FoundCheckpoints(newest=None, damaged=tuple(damaged))
 
 
-def check_checkpoint(directory: Path) -> SavedState:
-    """Its state, once every file is known to be there in full length. Raises RequestError. Reads no tensors."""
-    saved = SavedState.read(directory)
+def check_checkpoint(directory: Path) -> Manifest:
+    """Its manifest, once every file is known to be there in full length. Raises RequestError. Reads no tensors."""
+    saved = read_manifest(directory)
     for name, expected in saved.files.items():
         file = directory / name
         size = file.stat().st_size if file.is_file() else None
@@ -67,7 +67,8 @@ def check_checkpoint(directory: Path) -> SavedState:
             raise RequestError(f"{file} {problem}; resume from another checkpoint")
         if file.suffix == ".safetensors":
             check_safetensors(file)
-    check_weights(directory)
+    if isinstance(saved, SavedState):  # a Trainer may have saved adapters only
+        check_weights(directory)
     return saved
 
 
@@ -130,8 +131,10 @@ def file_sizes(directory: Path) -> dict[str, int]:
 def sync_tree(directory: Path) -> None:
     """Files, then the directories that name them: a rename must not reach the disk before the contents."""
     # safetensors lets only the owner read its files, whatever the umask says.
-    mode = stat.S_IMODE((directory / "config.json").stat().st_mode)
-    for path in directory.glob("*.safetensors"):
+    weights = list(directory.rglob("*.safetensors"))
+    others = [path for path in directory.iterdir() if path.is_file() and path not in weights]
+    mode = stat.S_IMODE(others[0].stat().st_mode)
+    for path in weights:
         path.chmod(mode)
     for path in [*directory.rglob("*"), directory]:
         _sync(path)
@@ -158,13 +161,13 @@ def put_in_place(temporary: Path, final: Path) -> None:
     replaced = final.with_name(f"{final.name}.replaced")
     if final.exists():
         if _damage(final) is None:
-            _remove(replaced)
+            remove_checkpoint(replaced)
             final.rename(replaced)
         else:
-            _remove(final)
+            remove_checkpoint(final)
     temporary.rename(final)
     _sync(final.parent)
-    _remove(replaced)
+    remove_checkpoint(replaced)
 
 
 def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
@@ -176,10 +179,10 @@ def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
         if kept < max(keep, MIN_KEPT) and _damage(path) is None:
             kept += 1
         else:
-            _remove(path)
+            remove_checkpoint(path)
 
 
-def _remove(path: Path) -> None:
+def remove_checkpoint(path: Path) -> None:
     """Deletes a checkpoint under a name that never counts as one: a half-deleted directory is no candidate."""
     if path.exists():
         doomed = path.with_name(f"{path.name}.removed.tmp")

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
@@ -79,18 +79,23 @@ def model_files(directory: Path) -> list[str]:
 def write_model(directory: Path, model: PreTrainedModel, tokenizer: Any | None, *, original_names: bool) -> None:
     if getattr(model, "_hf_peft_config_loaded", False):
         raise RequestError("a model with adapters cannot be saved whole; merge the adapters first")
+    write_weights(directory, model, model.state_dict(), original_names=original_names)
+    if tokenizer is not None:
+        write_tokenizer(directory, tokenizer)
+
+
+def write_weights(directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], *, original_names: bool) -> None:
+    """Also the configs. `weights`: the model's state_dict, or a copy of it."""
     with _no_progress_bars():
         model.save_pretrained(
             directory,
-            state_dict={plain_name(name): tensor for name, tensor in model.state_dict().items()},
+            state_dict={plain_name(name): tensor for name, tensor in weights.items()},
             max_shard_size=MAX_SHARD_SIZE,
             save_original_format=original_names,
         )
-    if tokenizer is not None:
-        _write_tokenizer(directory, tokenizer)
 
 
-def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
+def write_tokenizer(directory: Path, tokenizer: Any) -> None:
     try:
         tokenizer.save_pretrained(directory)
     except Exception as error:  # the Rust library has no class for its I/O errors; a subclass is Python's own
@@ -110,7 +115,7 @@ def _no_progress_bars() -> Iterator[None]:
             transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
-def model_bytes(model: PreTrainedModel) -> int:
+def model_bytes(model: nn.Module) -> int:
     """Of the weights on disk: tied tensors once."""
     unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in model.state_dict().values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
@@ -120,7 +125,7 @@ def extra_bytes(tokenizer: Any | None) -> int:
     return JSON_BYTES + (len(tokenizer) * TOKENIZER_ENTRY_BYTES if tokenizer is not None else 0)
 
 
-def read_weights(directory: Path, model: PreTrainedModel) -> None:
+def read_weights(directory: Path, model: nn.Module) -> None:
     """Copies the weights into the model's own tensors, bit for bit. Raises RequestError if the model is another one."""
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled: set[int] = set()
@@ -129,7 +134,7 @@ def read_weights(directory: Path, model: PreTrainedModel) -> None:
             for name in file.keys():  # noqa: SIM118 - not a dict
                 _copy(file.get_tensor(name), name=name, targets=targets, directory=directory)
                 filled.add(targets[name].data_ptr())
-    not_saved = [re.compile(pattern) for pattern in model._keys_to_ignore_on_save or ()]
+    not_saved = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
     for name, tensor in targets.items():
         # A tied weight is saved under one of its names.
         if tensor.data_ptr() not in filled and not any(pattern.search(name) for pattern in not_saved):

@@ -18,8 +18,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
+from upshift.planning.optimizers import OPTIMIZERS
 from upshift.training.checkpoint.plain_json import decode, encode
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedSubclass
+from upshift.training.optimizers.on_host import OnHost
 
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 MAX_FILE_BYTES = 4 * 10**9  # safetensors wants every tensor of one file in host memory at once
@@ -35,8 +37,18 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
-def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
+def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
+    """Of the tensors that the optimizer updates: the model's parameters, or what stands for them on the host."""
     names = parameter_names(model)
+    return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
+
+
+def _class_name(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer.inner if isinstance(optimizer, OnHost) else optimizer).__name__
+
+
+def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
+    names = _names(optimizer, model)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     subclasses: dict[str, SavedSubclass] = {}
@@ -52,7 +64,7 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
                 tensors |= {f"{full_name}.{part}": tensor for part, tensor in parts.items()}
     _write_tensors(directory, tensors)
     return SavedOptimizer(
-        optimizer_class=type(optimizer).__name__,
+        optimizer_class=_class_name(optimizer),
         groups=tuple(_saved_group(group, names) for group in optimizer.param_groups),
         numbers=numbers,
         subclasses=subclasses,
@@ -61,7 +73,14 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
     values = [value for state in optimizer.state.values() for value in state.values() if isinstance(value, Tensor)]
-    return sum(value.numel() * value.element_size() for value in values)
+    return sum(part.numel() * part.element_size() for value in values for part in _parts(value).values())
+
+
+def _parts(value: Tensor) -> dict[str, Tensor]:
+    """The plain tensors that a state tensor of a class of its own consists of."""
+    if type(value) in (Tensor, nn.Parameter):
+        return {"": value}
+    return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
 
 
 def _saved_group(group: dict[str, Any], names: dict[Tensor, str]) -> SavedGroup:
@@ -81,7 +100,11 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         size += num_bytes
     for number, members in enumerate(files, start=1):
         suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
-        contents = {name: tensors[name].contiguous() for name in members}
+        contents, storages = {}, set()
+        for name in members:  # safetensors takes no two names for one storage, such as bitsandbytes' tables
+            storage = tensors[name].untyped_storage()._cdata
+            contents[name] = tensors[name].clone() if storage in storages else tensors[name].contiguous()
+            storages.add(storage)
         save_file(contents, directory / f"optimizer{suffix}.safetensors")
 
 
@@ -90,7 +113,7 @@ def _take_apart(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedS
     class_name = f"{kind.__module__}.{kind.__qualname__}"
     refusal = RequestError(
         f"the state of optimizer {type(optimizer).__name__} is in tensors of {class_name}, which cannot be saved; "
-        "use adamw_torch_fused, adamw_torch, adafactor or adamw_torch_8bit"
+        f"use one of {', '.join(OPTIMIZERS)}"
     )
     if not class_name.startswith(REBUILDABLE):
         raise refusal
@@ -112,12 +135,12 @@ def _put_together(saved: SavedSubclass, parts: dict[str, Tensor]) -> Tensor:
 
 def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Restores state and options in place. Raises RequestError if the optimizer is not the one that was saved."""
-    if saved.optimizer_class != type(optimizer).__name__:
+    if saved.optimizer_class != _class_name(optimizer):
         raise RequestError(
-            f"{directory} was trained with {saved.optimizer_class}, this run uses {type(optimizer).__name__}; "
+            f"{directory} was trained with {saved.optimizer_class}, this run uses {_class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
-    names = parameter_names(model)
+    names = _names(optimizer, model)
     _restore_options(directory, saved, optimizer, names)
     parameters = {name: parameter for parameter, name in names.items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}

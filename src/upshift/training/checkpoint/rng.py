@@ -10,6 +10,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +18,14 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 RNG_NAME = "rng.safetensors"
+
+
+class HostRng(NamedTuple):
+    """The generators of the host, as they are: cheap to take at every batch."""
+
+    cpu: torch.Tensor
+    python: tuple[Any, ...]
+    numpy: tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -27,16 +36,24 @@ class RngState:
     cuda: torch.Tensor | None  # of the process's one device
     python: str  # JSON
     numpy: str  # JSON
+    ahead: RngState | None = None  # before the batch that is made already and not yet trained on
 
 
-def capture_rng(device: torch.device) -> RngState:
-    kind, keys, *rest = np.random.get_state(legacy=True)
+def host_rng() -> HostRng:
+    return HostRng(torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True))
+
+
+def capture_rng(device: torch.device, *, ahead: HostRng | None = None) -> RngState:
     return RngState(
-        cpu=torch.get_rng_state(),
+        **_in_words(host_rng()),
         cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        python=json.dumps(random.getstate()),
-        numpy=json.dumps([kind, np.asarray(keys).tolist(), *rest]),
+        ahead=None if ahead is None else RngState(**_in_words(ahead), cuda=None),
     )
+
+
+def _in_words(rng: HostRng) -> dict[str, Any]:
+    kind, keys, *rest = rng.numpy
+    return {"cpu": rng.cpu, "python": json.dumps(rng.python), "numpy": json.dumps([kind, np.asarray(keys).tolist(), *rest])}
 
 
 def restore_rng(state: RngState, device: torch.device) -> None:
@@ -58,23 +75,30 @@ def seed_rng(*parts: int) -> None:
 
 def write_rngs(directory: Path, states: Sequence[RngState]) -> None:
     tensors, texts = {}, {}
-    for rank, state in enumerate(states):
-        tensors[f"{rank}.cpu"] = state.cpu
+    named = {str(rank): state for rank, state in enumerate(states)}
+    named |= {f"{name}.ahead": state.ahead for name, state in named.items() if state.ahead is not None}
+    for name, state in named.items():
+        tensors[f"{name}.cpu"] = state.cpu
         if state.cuda is not None:
-            tensors[f"{rank}.cuda"] = state.cuda
-        texts[f"{rank}.python"], texts[f"{rank}.numpy"] = state.python, state.numpy
+            tensors[f"{name}.cuda"] = state.cuda
+        texts[f"{name}.python"], texts[f"{name}.numpy"] = state.python, state.numpy
     save_file(tensors, directory / RNG_NAME, metadata=texts)
 
 
 def read_rng(directory: Path, *, rank: int) -> RngState | None:
     """None when the checkpoint was saved by fewer processes."""
     with safe_open(directory / RNG_NAME, framework="pt") as file:
-        texts, names = file.metadata() or {}, set(file.keys())
-        if f"{rank}.cpu" not in names:
-            return None
-        return RngState(
-            cpu=file.get_tensor(f"{rank}.cpu"),
-            cuda=file.get_tensor(f"{rank}.cuda") if f"{rank}.cuda" in names else None,
-            python=texts[f"{rank}.python"],
-            numpy=texts[f"{rank}.numpy"],
-        )
+        return _read(file, str(rank))
+
+
+def _read(file: Any, name: str) -> RngState | None:
+    texts, names = file.metadata() or {}, set(file.keys())
+    if f"{name}.cpu" not in names:
+        return None
+    return RngState(
+        cpu=file.get_tensor(f"{name}.cpu"),
+        cuda=file.get_tensor(f"{name}.cuda") if f"{name}.cuda" in names else None,
+        python=texts[f"{name}.python"],
+        numpy=texts[f"{name}.numpy"],
+        ahead=_read(file, f"{name}.ahead"),
+    )

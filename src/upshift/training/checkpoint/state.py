@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Self
 
 from pydantic import Field, ValidationError
 
@@ -50,14 +50,10 @@ class SavedOptimizer(Value):
     subclasses: dict[str, SavedSubclass]  # by `<parameter name>.<state key>`
 
 
-class SavedState(Value):
+class Manifest(Value):
     """The file upshift_state.json. It is written last, so a directory that has it whole was written whole."""
 
     format: int = 1
-    train: TrainState
-    optimizer: SavedOptimizer
-    scheduler: dict[str, Any]
-    scaler: dict[str, Any] | None
     files: dict[str, int]  # size in bytes of every other file
 
     def write(self, directory: Path) -> None:
@@ -65,7 +61,7 @@ class SavedState(Value):
         (directory / STATE_NAME).write_text(json.dumps(self.model_dump(), indent=1), encoding="utf-8")
 
     @classmethod
-    def read(cls, directory: Path) -> SavedState:
+    def read(cls, directory: Path) -> Self:
         path = directory / STATE_NAME
         try:
             return cls.model_validate(json.loads(path.read_bytes()))
@@ -77,3 +73,27 @@ class SavedState(Value):
             raise RequestError(
                 f"{path} is no state of this version ({first_problem(cls, error)}); resume from another checkpoint"
             ) from None
+
+
+class SavedState(Manifest):
+    """Of a run of the training loop, which keeps there all that is not a tensor."""
+
+    train: TrainState
+    optimizer: SavedOptimizer
+    scheduler: dict[str, Any]
+    scaler: dict[str, Any] | None
+
+
+class TrainerManifest(Manifest):
+    """Of a Trainer's checkpoint, which has a file for each of its parts."""
+
+    trainer: str  # the version of transformers
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """Of either kind. Raises RequestError."""
+    try:
+        of_trainer = "trainer" in json.loads((directory / STATE_NAME).read_bytes())
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError):
+        of_trainer = False  # the reader below says what is wrong
+    return (TrainerManifest if of_trainer else SavedState).read(directory)

@@ -37,8 +37,8 @@ class OutOfMemory:
     step: int
     largest: tuple[int, ...]  # rows and tokens a row of the micro-batch that did not fit
     smaller: tuple[int, ...]  # of the largest one now
-    resident_bytes: int  # of this process when the step was tried again
-    why: str  # the allocator's words
+    verdict: str  # the autopsy's
+    autopsy: str  # its file
 
 
 @dataclass(frozen=True)

@@ -14,6 +14,7 @@ from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
+from upshift.training.autopsy import examine
 from upshift.training.batches.of_plan import layout_for
 from upshift.training.batches.source import BatchSource, GlobalBatch, Position, evaluation_batches
 from upshift.training.checkpoint.checkpoint import (
@@ -168,8 +169,14 @@ class TrainingLoop:
             )
         )
 
-    def _ran_out(self, largest: Shape, smaller: Shape, why: str) -> None:
-        self._tell(OutOfMemory(self.step + 1, largest, smaller, self.meter.resident_now(), " ".join(why.split())[:200]))
+    def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
+        autopsy = examine(
+            self.stepper.scene, step=self.step + 1, plan=self.plan, model=self.stepper.model, optimizer=self.stepper.optimizer,
+            predicted=self.job.predicted, free_when_planned=None, shape=largest, smaller=smaller, words=words,
+        )  # fmt: skip
+        if self.rank == 0:
+            path = autopsy.write(self.output)
+            self._tell(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
 
     def _reason_to_stop(self) -> str:
         """The same on every rank: the clock and the signals of rank 0 decide."""

@@ -9,6 +9,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
+from upshift.training.autopsy import AUTOPSIES_NAME
 from upshift.training.checkpoint.files import find_checkpoints, replace_text, writing
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.data.tokens import Sequences
@@ -16,7 +17,7 @@ from upshift.training.job.request import Job
 from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
-OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp")
+OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME)
 CHANGEABLE = ("max_steps", "eval_steps", "save_steps")  # arguments that a resumed run may have anew
 
 

@@ -1,0 +1,164 @@
+"""Cross entropy of a linear layer over a vocabulary, a chunk of labelled tokens at a time: the logits never stand in memory.
+
+Loss and gradients of a chunk are made in one go, while its probabilities are at hand (Hsu et al., "Liger Kernel", 2024,
+section 3.2). Rows whose label is ignored are not computed. Sums, not means: what a mean divides by multiplies the gradients
+afterwards, so that half precision does not lose them.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+CACHED_BYTES = 2**24  # worked on at once on a CPU: they stay in its cache from one pass over them to the next
+
+
+class HeadLoss(NamedTuple):
+    """From hidden states to a loss: logits = ``scale * hidden @ weight.T + bias``, or ``cap * tanh(that)``."""
+
+    chunk_tokens: int
+    scale: float = 1.0
+    cap: float | None = None  # None: no tanh
+    ignore_index: int = -100
+    label_smoothing: float = 0.0  # Szegedy et al. 2016, as torch.nn.functional.cross_entropy has it
+    z_loss: float = 0.0  # times logsumexp(logits) ** 2; Chowdhery et al., "PaLM", 2022, section 5
+
+
+@torch.compiler.disable  # the number of chunks follows the labels: compiled, each would be a graph of its own
+def linear_cross_entropy(
+    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: HeadLoss
+) -> torch.Tensor:
+    """Sum of the losses of all labels but the ignored ones: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar.
+
+    Matrix products are in autocast's dtype where it is on, all else in fp32. Backward once only: it consumes the gradients.
+    """
+    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, torch.is_grad_enabled())
+    return total
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Gradients are made in the forward pass; the backward pass only scales them by the incoming scalar."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        labels: torch.Tensor,
+        head: HeadLoss,
+        with_gradients: bool,
+    ) -> torch.Tensor:
+        device = hidden.device.type
+        compute = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        wanted = [with_gradients and needed for needed in ctx.needs_input_grad[:3]]
+        sums = Gradients(
+            hidden=torch.zeros_like(hidden, memory_format=torch.contiguous_format) if wanted[0] else None,
+            weight=torch.empty_like(weight, memory_format=torch.contiguous_format) if wanted[1] else None,
+            bias=torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None,
+        )
+        with torch.autocast(device, enabled=False):
+            total = _sum_chunks(hidden, weight.to(compute), bias, labels, head, sums if any(wanted) else None)
+        ctx.save_for_backward(sums.hidden, sums.weight, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype))
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        (scale,) = grad_outputs
+        gradients = ctx.saved_tensors
+        return (*(g.mul_(scale.to(g.dtype)) if g is not None else None for g in gradients), None, None, None)
+
+
+class Gradients(NamedTuple):
+    """Of the summed loss, added to chunk by chunk; None where nobody wants one."""
+
+    hidden: torch.Tensor | None  # [N, H]
+    weight: torch.Tensor | None  # [V, H]; the first chunk fills it
+    bias: torch.Tensor | None  # [V]
+
+
+def _sum_chunks(
+    hidden: torch.Tensor,
+    matrix: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    head: HeadLoss,
+    sums: Gradients | None,
+) -> torch.Tensor:
+    """``matrix``: the weight in the dtype of the products. One buffer of logits serves all chunks."""
+    total = torch.zeros((), dtype=torch.float32, device=hidden.device)
+    rows = _labelled_rows(labels, head.ignore_index)
+    buffer = matrix.new_empty(min(head.chunk_tokens, len(rows)), len(matrix))
+    for number, chunk in enumerate(rows.split(head.chunk_tokens)):  # one empty chunk where there are no rows
+        inputs = hidden[chunk].to(matrix.dtype)
+        logits = torch.mm(inputs, matrix.T, out=buffer[: len(chunk)])
+        block = _rows_in_cache(logits)
+        for part, targets in zip(logits.split(block), labels[chunk].split(block), strict=True):
+            total += _loss_then_slope(part, targets, bias, head, sums)
+        if sums is not None and sums.hidden is not None:
+            sums.hidden.index_copy_(0, chunk, (logits @ matrix).to(hidden.dtype))
+        if sums is not None and sums.weight is not None:
+            _add_outer(sums.weight, logits, inputs, first=number == 0)
+    return total
+
+
+def _add_outer(total: torch.Tensor, slope: torch.Tensor, inputs: torch.Tensor, *, first: bool) -> None:
+    """total [V, H] += slope.T [V, C] @ inputs [C, H], or = where ``first``. Where dtypes differ the product is read again: by
+    blocks, from the cache."""
+    if total.dtype == slope.dtype:
+        torch.addmm(total, slope.T, inputs, beta=0 if first else 1, out=total)
+        return
+    block = _rows_in_cache(total)
+    for part, columns in zip(total.split(block), slope.T.split(block), strict=True):
+        part.copy_(columns @ inputs) if first else part.add_(columns @ inputs)
+
+
+def _labelled_rows(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
+    """Their numbers; all rows where labels are fake: the most memory that there can be, in shapes that depend on no data."""
+    if isinstance(labels, FakeTensor):
+        return torch.arange(len(labels), device=labels.device)
+    return (labels != ignore_index).nonzero().squeeze(1)
+
+
+def _rows_in_cache(matrix: torch.Tensor) -> int:
+    """How many rows of its size to work on at once, in fp32; on a GPU all, as each block would cost it the start of kernels."""
+    if matrix.device.type != "cpu":
+        return max(len(matrix), 1)
+    return max(CACHED_BYTES // (4 * matrix.shape[1]), 1)
+
+
+def _loss_then_slope(
+    part: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None, head: HeadLoss, sums: Gradients | None
+) -> torch.Tensor:
+    """Summed loss of ``part`` [C, V], products without scale and bias; its gradient by them is written over it."""
+    logits, columns = part.float(), labels.unsqueeze(1)
+    if head.scale != 1.0:
+        logits.mul_(head.scale)
+    if bias is not None:
+        logits.add_(bias)
+    if head.cap is not None:
+        logits.tanh_().mul_(head.cap)
+    log_probabilities = torch.log_softmax(logits, dim=1)
+    picked = log_probabilities.gather(1, columns)
+    normaliser = logits.gather(1, columns) - picked if head.z_loss else None
+    loss = picked.sum() * (head.label_smoothing - 1.0)
+    if head.label_smoothing:
+        loss -= log_probabilities.mean(1).sum() * head.label_smoothing
+    if normaliser is not None:
+        loss += normaliser.square().sum() * head.z_loss
+    if sums is None:
+        return loss
+    slope = log_probabilities.exp_()
+    if normaliser is not None:
+        slope.mul_(normaliser.mul_(2.0 * head.z_loss).add_(1.0))
+    if head.label_smoothing:
+        slope.sub_(head.label_smoothing / slope.shape[1])
+    slope.scatter_add_(1, columns, torch.full_like(columns, head.label_smoothing - 1.0, dtype=slope.dtype))
+    if head.cap is not None:  # the derivative of cap * tanh(x) is cap * (1 - tanh(x) ** 2)
+        slope.mul_(logits.square_().mul_(-1.0 / head.cap).add_(head.cap))
+    if sums.bias is not None:
+        sums.bias.add_(slope.sum(0))
+    part.copy_(slope.mul_(head.scale) if head.scale != 1.0 else slope)
+    return loss

@@ -1,0 +1,181 @@
+"""What each optimizer holds, allocates and computes, from the shapes of the parameters that it trains."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import prod
+
+from upshift.models.profile import ModelProfile, ParameterShape
+from upshift.planning.optimizers import ALIASES, OPTIMIZERS, read_optim_args
+from upshift.planning.plan import Plan
+
+STEP_BYTES = 4.0  # a step count is an fp32 tensor of its own
+SMALL_ELEMENTS = 4096  # torchao and bitsandbytes keep smaller tensors in full precision
+LOW_BIT_BLOCK = 256  # elements that share one fp32 scale: what transformers gives both torchao optimizers
+STOCHASTIC_CHUNK = {"cpu": 2**16, "cuda": 2**24}  # elements updated at once (training/optimizers/stochastic.py)
+STOCHASTIC_CHUNK_BYTES = 4 * 4 + 4 + 4  # fp32 weight, gradient and moments, random bits, their half in use
+LOW_BIT_WORKSPACE = {"adamw_torch_8bit": 8.0, "adamw_torch_4bit": 26.0}  # bytes an element, compiled for a CPU (docs/log.md)
+NEWTON_SCHULZ_STEPS = 5  # torch.optim.Muon
+
+# Memory traffic of an update, in words of a parameter's size, from what its kernels read and write.
+UPDATE_WORDS = {
+    "adamw_torch_fused": 7.0, "adamw_torch": 16.0, "adafactor": 12.0, "adamw_torch_8bit": 5.0, "adamw_torch_4bit": 4.5,
+    "adamw_bnb_8bit": 5.0, "muon": 9.0, "sgd": 3.0, "adagrad": 5.0, "rmsprop": 9.0,
+}  # fmt: skip
+MOMENTUM_WORDS = 2.0
+# What an update computes beyond moving memory, in seconds of one core a parameter, on CPUs alone; 2-core Zen 4 (docs/log.md).
+CORE_SECONDS = {"adamw_torch_8bit": 28e-9, "adamw_torch_4bit": 45e-9}
+STOCHASTIC_CORE_SECONDS = 3.5e-9
+# torchao compiles its update once for every shape (docs/log.md): tensors with low-bit state, and small ones.
+LOW_BIT_COMPILE_SECONDS, SMALL_COMPILE_SECONDS = 5.0, 0.5
+
+
+def trained_shapes(profile: ModelProfile) -> tuple[ParameterShape, ...]:
+    """The parameters that an optimizer is given: its state depends on their shapes."""
+    return profile.parameters.trainable_shapes
+
+
+def state_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """State as the optimizer allocates it, in one process; 0 where it is kept on the host."""
+    if plan.optim_offload:
+        return 0.0
+    optim = ALIASES.get(plan.optim, plan.optim)
+    if optim == "muon":
+        return _muon_state_bytes(profile, plan)
+    of_shape = _state_of(optim, plan)
+    return sum(float(shape.count * of_shape(shape)) for shape in trained_shapes(profile))
+
+
+def _state_of(optim: str, plan: Plan) -> Callable[[ParameterShape], float]:
+    """Bytes of one parameter's state."""
+    size = plan.parameter_bytes
+    options = read_optim_args(plan.optim, plan.optim_args)
+    if optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
+        bits, block = (8 if optim == "adamw_torch_8bit" else 4), int(options.get("block_size", LOW_BIT_BLOCK))
+        return lambda shape: STEP_BYTES + _low_bit_state(shape.elements, bits, block, size)
+    if optim == "adamw_bnb_8bit":
+        return lambda shape: _bitsandbytes_state(shape.elements)
+    if optim == "adafactor":
+        return lambda shape: 4.0 + _adafactor_state(shape.shape) * size
+    if optim == "sgd":
+        return lambda shape: size * float(shape.elements) if options.get("momentum") else 0.0
+    if optim == "adagrad":
+        return lambda shape: STEP_BYTES + size * shape.elements
+    if optim == "rmsprop":
+        moments = 1 + bool(options.get("momentum")) + bool(options.get("centered"))
+        return lambda shape: STEP_BYTES + moments * size * shape.elements
+    steps = 0.0 if rounds_stochastically(plan) else STEP_BYTES
+    return lambda shape: steps + 2.0 * size * shape.elements
+
+
+def rounds_stochastically(plan: Plan) -> bool:
+    """Whether the update is the one of training/optimizers/stochastic.py."""
+    return plan.precision == "bf16-weights" and OPTIMIZERS[plan.optim].library is None
+
+
+def _low_bit_state(elements: int, bits: int, block: int, parameter_bytes: int) -> float:
+    """Codes, fp32 scales and a table of fp32 values for each of two moments (torchao.optim)."""
+    if elements < SMALL_ELEMENTS or elements % block:
+        return 2.0 * elements * parameter_bytes
+    return 2.0 * (elements * bits / 8 + 4 * elements / block + 4 * 2**bits)
+
+
+def _bitsandbytes_state(elements: int) -> float:
+    """Codes and fp32 scales; the tables of values are shared by all parameters."""
+    if elements < SMALL_ELEMENTS:
+        return 2.0 * 4 * elements
+    return 2.0 * (elements + 4 * -(-elements // LOW_BIT_BLOCK))
+
+
+def _adafactor_state(shape: tuple[int, ...]) -> float:
+    """Row and column second moments of matrices, the full one of vectors (transformers.Adafactor, whose scale is one more)."""
+    if len(shape) < 2:
+        return float(prod(shape))
+    outer = prod(shape[:-2])
+    return float(outer * (shape[-2] + shape[-1]))
+
+
+def hidden_matrices(profile: ModelProfile) -> tuple[ParameterShape, ...]:
+    """The two-dimensional parameters of the layers, which Muon updates."""
+    parameters = profile.parameters
+    outside = {parameters.embedding, parameters.head}
+    return tuple(shape for shape in trained_shapes(profile) if len(shape.shape) == 2 and shape.elements not in outside)
+
+
+def _hidden_elements(profile: ModelProfile) -> float:
+    """Elements of the layers' matrices: what the layers have without their vectors and stacks of matrices. The profile
+    does not say which vectors are the layers' own; those outside are one or two of the hidden size."""
+    others = sum(shape.count * shape.elements for shape in trained_shapes(profile) if len(shape.shape) != 2)
+    return max(float(profile.parameters.trainable_layers - others), 0.0)
+
+
+def _muon_state_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """One moment of the layers' matrices, two and a step count of everything else."""
+    shapes = trained_shapes(profile)
+    total = sum(shape.count * shape.elements for shape in shapes)
+    steps = STEP_BYTES * (sum(shape.count for shape in shapes) - sum(shape.count for shape in hidden_matrices(profile)))
+    return steps + plan.parameter_bytes * (2.0 * total - _hidden_elements(profile))
+
+
+def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """Temporaries at the height of the update, all parameters being updated in one call."""
+    shapes = trained_shapes(profile)
+    largest = max(shape.elements for shape in shapes)
+    if plan.optim_offload:
+        return 0.0
+    if rounds_stochastically(plan):
+        return float(STOCHASTIC_CHUNK_BYTES * min(largest, STOCHASTIC_CHUNK[plan.device]))
+    if plan.optim == "adamw_torch":
+        return float(sum(shape.count * shape.elements for shape in shapes) * plan.parameter_bytes)
+    return update_workspace_bytes(profile, plan, largest)
+
+
+def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> float:
+    """Temporaries of the update of one parameter of ``elements``."""
+    size = plan.parameter_bytes
+    if rounds_stochastically(plan):
+        return float(STOCHASTIC_CHUNK_BYTES * min(elements, STOCHASTIC_CHUNK[plan.device]))
+    if plan.optim == "muon":
+        matrices = [shape.shape for shape in hidden_matrices(profile) if shape.elements <= elements]
+        return max((_newton_schulz_bytes(shape) for shape in matrices), default=0.0)
+    if plan.optim in LOW_BIT_WORKSPACE:
+        return LOW_BIT_WORKSPACE[plan.optim] * elements
+    copies = {"adamw_torch": 1.0, "adafactor": 2.0, "rmsprop": 2.0}.get(plan.optim, 0.0)
+    return copies * elements * size
+
+
+def _newton_schulz_bytes(shape: tuple[int, ...]) -> float:
+    """The fp32 update, it and its next iterate in bf16, two Gram matrices in bf16."""
+    return 4.0 * prod(shape) + 2 * 2.0 * prod(shape) + 2 * 2.0 * min(shape) ** 2
+
+
+def update_words(plan: Plan) -> float:
+    """Read and written by the update, in words of a parameter's size, for each parameter."""
+    momentum = plan.optim in ("sgd", "rmsprop") and bool(read_optim_args(plan.optim, plan.optim_args).get("momentum"))
+    return UPDATE_WORDS[ALIASES.get(plan.optim, plan.optim)] + MOMENTUM_WORDS * momentum
+
+
+def update_core_seconds(plan: Plan) -> float:
+    """Of one core for each parameter, where the update computes more than it moves."""
+    if plan.device != "cpu":
+        return 0.0
+    return STOCHASTIC_CORE_SECONDS if rounds_stochastically(plan) else CORE_SECONDS.get(plan.optim, 0.0)
+
+
+def update_flops(profile: ModelProfile, plan: Plan) -> float:
+    """Matrix products of Newton-Schulz iterations (Muon): m x n, m the smaller, needs 4 m^2 n + 2 m^3 for each."""
+    if plan.optim != "muon":
+        return 0.0
+    flops = 0.0
+    for shape in hidden_matrices(profile):
+        m, n = sorted(shape.shape)
+        flops += shape.count * NEWTON_SCHULZ_STEPS * (4.0 * m * m * n + 2.0 * m**3)
+    return flops
+
+
+def compile_seconds(profile: ModelProfile, plan: Plan) -> float:
+    """Of an optimizer that compiles its own update, before the first step."""
+    if OPTIMIZERS[plan.optim].library != "torchao":
+        return 0.0
+    sizes = [shape.elements for shape in trained_shapes(profile)]
+    return sum(LOW_BIT_COMPILE_SECONDS if size >= SMALL_ELEMENTS else SMALL_COMPILE_SECONDS for size in sizes)

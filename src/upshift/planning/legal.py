@@ -1,0 +1,49 @@
+"""Which choices of a plan exclude each other, in words."""
+
+from __future__ import annotations
+
+from upshift.planning.optimizers import ALIASES, OPTIMIZERS
+from upshift.planning.plan import Plan
+
+
+def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
+    """Why this plan cannot run, or None."""
+    if plan.precision == "bf16-weights":
+        if not OPTIMIZERS[plan.optim].rounds:
+            return (
+                f"optim={plan.optim} rounds its updates of bf16 weights to the nearest value and so loses small ones; "
+                f"with precision=bf16-weights use one of {', '.join(name for name, facts in OPTIMIZERS.items() if facts.rounds)}"
+            )
+        if plan.num_processes > 1 and OPTIMIZERS[plan.optim].library is not None:
+            return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
+    if plan.optimizer_in_backward:
+        return _in_backward(plan, clips_gradients)
+    if plan.optim_offload and OPTIMIZERS[plan.optim].library is not None:
+        return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
+    if plan.optim_offload and plan.precision == "fp16":
+        return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
+    return None
+
+
+def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
+    if clips_gradients:
+        return (
+            "optimizer_in_backward updates weights before the norm of all gradients is known; "
+            "train without clipping (max_grad_norm 0) or without optimizer_in_backward"
+        )
+    if plan.gradient_accumulation_steps > 1 or plan.num_processes > 1:
+        return (
+            "optimizer_in_backward needs the whole global batch in one micro-batch of one process; "
+            "use gradient_accumulation_steps=1 and num_processes=1"
+        )
+    if plan.precision == "fp16":
+        return "optimizer_in_backward cannot skip a step whose scaled fp16 gradients overflow; use precision=bf16"
+    if plan.optim_offload:
+        return "optimizer_in_backward and optim_offload exclude each other; use one of them"
+    return None
+
+
+def repeats(plan: Plan) -> bool:
+    """Whether the plan does what another one of the space does: it is left out unless asked for."""
+    stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # then one implementation has both names
+    return stochastic or plan.optim in ALIASES

@@ -1,0 +1,111 @@
+"""Every optimizer by its name in transformers.TrainingArguments.optim: what it changes, what it needs, which options it takes.
+
+The names that transformers knows and Upshift does not plan are refused with the reason.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from typing import Literal
+
+from upshift.errors import MissingExtra, RequestError
+
+Optimizer = Literal[
+    "adamw_torch_fused", "adamw_torch", "adafactor", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit",
+    "muon", "sgd", "adagrad", "rmsprop",
+]  # fmt: skip
+Option = float | bool | int
+
+EXTRAS = {"torchao": "quant", "bitsandbytes": "bitsandbytes"}  # the extra of this package that brings the library
+
+
+@dataclass(frozen=True)
+class OptimizerFacts:
+    allow: str | None = None  # the name that a user allows it with, where it is not AdamW as given
+    library: str | None = None
+    cuda_only: bool = False
+    rounds: bool = False  # its update of bf16 weights is rounded stochastically
+    options: Mapping[str, type] = field(default_factory=dict)  # of optim_args, as transformers reads them
+
+
+LOW_BIT_OPTIONS = {"block_size": int}
+OPTIMIZERS: dict[Optimizer, OptimizerFacts] = {
+    "adamw_torch_fused": OptimizerFacts(rounds=True),
+    "adamw_torch": OptimizerFacts(rounds=True),
+    "adafactor": OptimizerFacts("adafactor"),
+    "adamw_torch_8bit": OptimizerFacts("8bit-optimizer", "torchao", rounds=True, options=LOW_BIT_OPTIONS),
+    "adamw_torch_4bit": OptimizerFacts("4bit-optimizer", "torchao", rounds=True, options=LOW_BIT_OPTIONS),
+    "adamw_bnb_8bit": OptimizerFacts("8bit-optimizer", "bitsandbytes", cuda_only=True),
+    "adamw_8bit": OptimizerFacts("8bit-optimizer", "bitsandbytes", cuda_only=True),
+    "muon": OptimizerFacts("muon"),
+    "sgd": OptimizerFacts("sgd", options={"momentum": float, "dampening": float, "nesterov": bool}),
+    "adagrad": OptimizerFacts("adagrad", options={"lr_decay": float, "eps": float}),
+    "rmsprop": OptimizerFacts("rmsprop", options={"momentum": float, "alpha": float, "eps": float, "centered": bool}),
+}
+ALIASES: dict[str, str] = {"adamw_8bit": "adamw_bnb_8bit"}  # transformers has two names for it
+
+_BITSANDBYTES = "of bitsandbytes only its 8-bit AdamW is planned; use adamw_bnb_8bit"
+_PAGED = "paged state is not predicted; keep the state on the host with optim_offload=true"
+_LOW_RANK = "it projects the gradients of named modules, which is not planned; use adamw_torch_8bit or optimizer_in_backward=true"
+_SCHEDULE_FREE = "it replaces the learning-rate schedule and has weights of its own for evaluation; use adamw_torch_fused"
+REFUSED: dict[str, str] = {
+    **dict.fromkeys(("lion_32bit", "lion_8bit", "ademamix", "ademamix_8bit"), _BITSANDBYTES),
+    **dict.fromkeys(("rmsprop_bnb", "rmsprop_bnb_8bit", "rmsprop_bnb_32bit"), "bitsandbytes' own is not planned; use rmsprop"),
+    **dict.fromkeys(("paged_adamw_32bit", "paged_adamw_8bit", "paged_ademamix_32bit", "paged_ademamix_8bit"), _PAGED),
+    **dict.fromkeys(("paged_lion_32bit", "paged_lion_8bit"), _PAGED),
+    **dict.fromkeys(("galore_adamw", "galore_adamw_8bit", "galore_adafactor"), _LOW_RANK),
+    **dict.fromkeys(("galore_adamw_layerwise", "galore_adamw_8bit_layerwise", "galore_adafactor_layerwise"), _LOW_RANK),
+    **dict.fromkeys(("apollo_adamw", "apollo_adamw_layerwise"), _LOW_RANK),
+    **dict.fromkeys(("lomo", "adalomo"), "it takes over the backward pass; use optimizer_in_backward=true with another one"),
+    **dict.fromkeys(("schedule_free_radam", "schedule_free_adamw", "schedule_free_sgd"), _SCHEDULE_FREE),
+    "adamw_torch_xla": "it is for XLA devices, which are not planned; use adamw_torch_fused",
+    "adamw_torch_npu_fused": "it is for Ascend devices, which are not planned; use adamw_torch_fused",
+    "adamw_anyprecision": "its library torchdistx is no longer maintained; use precision=bf16-weights with adamw_torch_fused",
+    "grokadamw": "its third-party update is not predicted; use adamw_torch_fused",
+    "stable_adamw": "its third-party update is not predicted; use adamw_torch_fused with gradient clipping",
+}
+
+
+def check_name(name: str) -> None:
+    """Raises RequestError for a name that transformers knows and Upshift refuses."""
+    if name in REFUSED:
+        raise RequestError(f"optim={name} is not offered: {REFUSED[name]}")
+
+
+def check_library(library: str, *, purpose: str) -> None:
+    """Raises MissingExtra with the install line where the library is not installed."""
+    if find_spec(library) is None:
+        raise MissingExtra(library=library, extra=EXTRAS[library], purpose=purpose)
+
+
+def read_optim_args(optim: Optimizer, text: str) -> dict[str, Option]:
+    """``momentum=0.9,nesterov=true`` as the optimizer's own arguments, as transformers.TrainingArguments.optim_args.
+
+    Raises RequestError for an option that this optimizer does not take, or for a value of another type.
+    """
+    known = OPTIMIZERS[optim].options
+    read: dict[str, Option] = {}
+    for assignment in filter(None, text.replace(" ", "").split(",")):
+        name, _, value = assignment.partition("=")
+        if name not in known:
+            takes = f"takes {', '.join(known)}" if known else "takes none"
+            raise RequestError(f"optim_args {assignment!r}: optim={optim} {takes}")
+        try:
+            read[name] = _read(known[name], value)
+        except ValueError:
+            raise RequestError(f"optim_args {assignment!r}: give {name} a {known[name].__name__}") from None
+    return read
+
+
+def _read(kind: type, text: str) -> Option:
+    if kind is bool:
+        return {"true": True, "1": True, "yes": True, "false": False, "0": False, "no": False}[_known_truth(text)]
+    return int(text) if kind is int else float(text)
+
+
+def _known_truth(text: str) -> str:
+    if text.lower() not in ("true", "1", "yes", "false", "0", "no"):
+        raise ValueError(text)
+    return text.lower()

@@ -1,0 +1,83 @@
+"""Weights and optimizer state copied to host memory, so that training can go on while they are written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from torch import Tensor, nn
+
+from upshift.benchmarking.meters import resident_bytes, resident_peak_bytes
+from upshift.hardware.cgroup import read_limits
+
+USABLE_SHARE = 0.95  # of the free memory, as planning counts it
+
+
+def has_room(num_bytes: int) -> bool:
+    """May the host hold so much more? What this process has needed beyond what it holds now stays free for it."""
+    limit = read_limits(Path("/")).free_memory_bytes
+    available = int(psutil.virtual_memory().available)
+    free = available if limit is None else min(available, limit)
+    needed_again = max(0, resident_peak_bytes() - resident_bytes())
+    return num_bytes + needed_again <= USABLE_SHARE * free
+
+
+class HostCopies:
+    """Copies tensors to host memory; what shared memory before shares it afterwards."""
+
+    def __init__(self) -> None:
+        self._copies: dict[tuple[Any, ...], Tensor] = {}
+
+    def of(self, tensor: Tensor) -> Tensor:
+        if type(tensor) not in (Tensor, nn.Parameter):
+            return self._of_parts(tensor)
+        place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
+        if place not in self._copies or tensor.numel() == 0:
+            self._copies[place] = tensor.detach().to("cpu", copy=True)
+        return self._copies[place]
+
+    def _of_parts(self, tensor: Any) -> Tensor:
+        """Of a subclass that is made of plain tensors, such as torchao's 8-bit states."""
+        if not hasattr(tensor, "__tensor_flatten__"):
+            copy: Tensor = tensor.detach().clone()
+            return copy
+        names, context = tensor.__tensor_flatten__()
+        parts = {name: self.of(getattr(tensor, name)) for name in names}
+        whole: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
+        return whole
+
+
+def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    copies = HostCopies()
+    return {name: copies.of(tensor) for name, tensor in model.state_dict().items()}
+
+
+def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """An optimizer of the same class with copied state, for the same parameters. It can be written and nothing else."""
+    copies = HostCopies()
+
+    def copied(value: Any) -> Any:
+        return copies.of(value) if isinstance(value, Tensor) else value
+
+    copy: torch.optim.Optimizer = object.__new__(type(optimizer))
+    state = {parameter: {key: copied(value) for key, value in kept.items()} for parameter, kept in optimizer.state.items()}
+    groups = [
+        {key: list(value) if key == "params" else copied(value) for key, value in group.items()}
+        for group in optimizer.param_groups
+    ]
+    vars(copy).update(state=state, param_groups=groups)
+    return copy
+
+
+class ParameterNames(nn.Module):
+    """The names of a model's parameters at one moment, as write_optimizer reads them."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self._named = tuple(model.named_parameters())
+
+    def named_parameters(self, *_: Any, **__: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        return iter(self._named)

@@ -1,0 +1,88 @@
+"""Builds the plan's optimizer and the user's learning-rate schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import Adafactor, get_scheduler
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.planning.cost.optimizer import LOW_BIT_BLOCK, rounds_stochastically
+from upshift.planning.optimizers import ALIASES, check_library, read_optim_args
+from upshift.planning.plan import Plan
+from upshift.training.arguments import Arguments
+from upshift.training.optimizers.muon import MuonWithAdamW, split_for_muon
+from upshift.training.optimizers.on_host import OnHost
+from upshift.training.optimizers.stochastic import StochasticAdamW
+
+Groups = list[dict[str, Any]]
+
+
+def build_optimizer(model: nn.Module, plan: Plan, arguments: Arguments) -> torch.optim.Optimizer:
+    """As transformers.Trainer builds the one of that name; muon, which it does not have, takes AdamW's learning rate.
+
+    No weight decay on biases and norms (vectors). Raises MissingExtra where the optimizer's library is not installed.
+    """
+    groups = parameter_groups(model, plan, arguments)
+    if plan.optim_offload:
+        return OnHost(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
+    return _builder(plan, arguments, device=plan.device)(groups)
+
+
+def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Groups:
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    groups: Groups = [
+        {"params": [p for p in trained if p.ndim >= 2], "weight_decay": arguments.weight_decay},
+        {"params": [p for p in trained if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    if plan.optim == "muon":
+        groups = split_for_muon(model, groups)
+    return [group for group in groups if group["params"]]
+
+
+def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Groups], torch.optim.Optimizer]:
+    """What makes the optimizer from its groups, for parameters on ``device``."""
+    lr = arguments.learning_rate
+    adam: dict[str, Any] = {"lr": lr, "betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
+    options = read_optim_args(plan.optim, plan.optim_args)
+    if rounds_stochastically(plan):
+        return lambda groups: StochasticAdamW(groups, seed=arguments.seed, **adam)
+    of_torch: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
+        "adamw_torch_fused": lambda groups: torch.optim.AdamW(groups, fused=True, **adam),
+        "adamw_torch": lambda groups: torch.optim.AdamW(groups, foreach=True, **adam),
+        "adafactor": lambda groups: Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False),
+        "muon": lambda groups: MuonWithAdamW(groups, **adam),
+        "sgd": lambda groups: torch.optim.SGD(groups, lr=lr, fused=True, **options),
+        "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=lr, fused=device == "cpu", **options),  # its kernel is CPU's
+        "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=lr, foreach=False, **options),
+    }
+    return of_torch.get(plan.optim) or _of_library(plan, adam, options)
+
+
+def _of_library(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
+    if ALIASES.get(plan.optim, plan.optim) == "adamw_bnb_8bit":
+        check_library("bitsandbytes", purpose=f"optim={plan.optim}")
+        if plan.device != "cuda":
+            raise RequestError(f"optim={plan.optim} needs a CUDA device, not {plan.device}; use adamw_torch_8bit")
+        from bitsandbytes.optim import AdamW
+
+        return lambda groups: AdamW(groups, optim_bits=8, **adam)
+    try:
+        from torchao.optim import AdamW4bit, AdamW8bit
+    except ImportError:
+        raise MissingExtra(library="torchao", extra="quant", purpose=f"optim={plan.optim}") from None
+    low_bit = AdamW4bit if plan.optim == "adamw_torch_4bit" else AdamW8bit
+    given = {"block_size": LOW_BIT_BLOCK, "bf16_stochastic_round": plan.precision == "bf16-weights", **options}
+    return lambda groups: low_bit(groups, **given, **adam)
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Any:
+    return get_scheduler(
+        arguments.lr_scheduler_type,
+        optimizer,
+        num_warmup_steps=arguments.warmup_steps,
+        num_training_steps=arguments.max_steps,
+    )

@@ -1,0 +1,56 @@
+"""Muon for the layers' matrices and fused AdamW for everything else, as one optimizer with one state and one list of groups."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from upshift.errors import RequestError
+from upshift.models.build import find_stacks
+
+
+def split_for_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Each group as one for Muon, the matrices of the layers that are no embeddings, and one for AdamW."""
+    layers = [layer for _, stack in find_stacks(model) for layer in stack]
+    tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
+    hidden = {p for layer in layers for p in layer.parameters() if p.ndim == 2 and p not in tables}
+    if not hidden.intersection(p for group in groups for p in group["params"]):
+        raise RequestError("optim=muon needs trained matrices in the model's layers and found none; use adamw_torch_fused")
+    split = []
+    for group in groups:
+        for muon in (True, False):
+            split.append({**group, "params": [p for p in group["params"] if (p in hidden) == muon], "muon": muon})
+    return split
+
+
+class MuonWithAdamW(torch.optim.Optimizer):
+    """``groups`` say by ``muon`` which of the two updates them.
+
+    Updates of both are of the same size for a learning rate: Muon's are scaled by 0.2 * sqrt(largest side), so that AdamW's
+    learning rate and weight decay are kept. See Liu et al., Muon is Scalable for LLM Training, 2025, section 2.2.
+    """
+
+    def __init__(self, groups: list[dict[str, Any]], *, lr: float, betas: tuple[float, float], eps: float) -> None:
+        super().__init__(groups, {"lr": lr, "weight_decay": 0.0})
+        adam, muon = self._groups(muon=False), self._groups(muon=True)
+        # Each writes its own options into the groups that it shares with this one.
+        self._parts: dict[bool, torch.optim.Optimizer] = {True: torch.optim.Muon(muon, lr=lr, adjust_lr_fn="match_rms_adamw")}
+        if adam:
+            self._parts[False] = torch.optim.AdamW(adam, lr=lr, betas=betas, eps=eps, fused=True)
+
+    def _groups(self, *, muon: bool) -> list[dict[str, Any]]:
+        return [group for group in self.param_groups if group["muon"] is muon]
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for muon, part in self._parts.items():
+            part.state, part.param_groups = self.state, self._groups(muon=muon)
+            part.step()
+        return loss

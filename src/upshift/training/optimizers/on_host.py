@@ -1,0 +1,62 @@
+"""Keeps an optimizer's state and its update on the host: gradients go there, updated weights come back.
+
+torchao's CPUOffloadOptimizer copies each gradient as it is born and so cannot clip, and gives every parameter a group of
+its own; this one moves them when the step is asked for, and its state is saved like that of the optimizer inside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class OnHost(torch.optim.Optimizer):
+    """``groups`` hold the parameters on the device; ``build`` makes the optimizer of their copies on the host."""
+
+    def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
+        super().__init__(groups, {})
+        self.copies: dict[Tensor, Tensor] = {}  # on the host -> the parameter that it stands for
+        self._versions: dict[Tensor, int] = {}  # of the parameters when the copies were equal to them
+        of_copies = [{**group, "params": [self._copy(p) for p in group["params"]]} for group in self.param_groups]
+        self.inner = build(of_copies)
+        self.param_groups, self.state = self.inner.param_groups, self.inner.state
+
+    def _copy(self, parameter: Tensor) -> Tensor:
+        pinned = parameter.device.type == "cuda"
+        copy = torch.empty_like(parameter, device="cpu", pin_memory=pinned)
+        copy.grad = torch.empty_like(copy, pin_memory=pinned)
+        self.copies[copy] = parameter
+        return copy
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self.inner.state, self.inner.param_groups = self.state, self.param_groups
+        buffers = {copy: copy.grad for copy in self.copies}
+        for copy, parameter in self.copies.items():
+            if parameter.grad is None:
+                copy.grad = None
+            else:
+                copy.grad.copy_(parameter.grad, non_blocking=True)
+            if self._versions.get(copy) != parameter._version:  # loaded, or moved by someone else
+                copy.copy_(parameter, non_blocking=True)
+        if any(parameter.device.type == "cuda" for parameter in self.copies.values()):
+            torch.cuda.synchronize()
+        self.inner.step()
+        for copy, parameter in self.copies.items():
+            parameter.copy_(copy, non_blocking=True)
+            self._versions[copy], copy.grad = parameter._version, buffers[copy]
+        return loss
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        for parameter in self.copies.values():
+            if set_to_none:
+                parameter.grad = None
+            elif parameter.grad is not None:
+                parameter.grad.zero_()

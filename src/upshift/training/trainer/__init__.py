@@ -1,0 +1,1 @@
+"""``upshift.Trainer``: the arguments and behaviour of transformers.Trainer, steps by the plan."""

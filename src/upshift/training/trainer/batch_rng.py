@@ -1,0 +1,76 @@
+"""The random numbers of batches that are made before they are trained on.
+
+accelerate's data loader is one batch ahead, so at a checkpoint one batch is made already, with random numbers drawn
+before the last step. A resumed run collates it again with the same numbers, and then goes on with those of the checkpoint;
+transformers restores the generators only after that batch and the next one. Random numbers that a dataset itself draws
+when it is asked for a sample are not drawn again the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils.data import IterableDataset
+
+from upshift.training.checkpoint.rng import HostRng, RngState, host_rng, restore_rng
+
+
+class BatchRng:
+    """Watches one data loader that makes its batches in this process."""
+
+    def __init__(self) -> None:
+        self._iterator: Any = None
+        self._ahead = 0  # batches made and not handed out
+        self._before: HostRng | None = None  # where collating the newest one started from
+        self._again: tuple[RngState, torch.device] | None = None
+        self._restored = False
+
+    def watch(self, loader: Any) -> None:
+        if loader.num_workers or isinstance(loader.dataset, IterableDataset):
+            return
+        collate = self._recorded(loader.collate_fn)
+        # accelerate's loader iterates over one inside, and gives its own collate_fn to the one that skips batches.
+        for one in (loader, getattr(loader, "base_dataloader", loader)):
+            one.collate_fn = collate
+
+    def next_batches(self, iterator: Iterator[Any]) -> None:
+        """Before batches are taken from an iterator over the loader."""
+        if iterator is not self._iterator:
+            self._iterator, self._ahead = iterator, 0
+
+    def handed_out(self, num_batches: int) -> None:
+        self._ahead -= num_batches
+
+    @property
+    def ahead(self) -> HostRng | None:
+        """Before collating the batch that is made and not handed out; None: there is none, or other processes make them."""
+        return self._before if self._ahead == 1 else None
+
+    def resume(self, state: RngState, device: torch.device) -> None:
+        """The next batch is made as `state.ahead` says, and after it the generators are in `state`."""
+        self._again = (state, device) if state.ahead is not None else None
+
+    def resumed(self) -> bool:
+        """Has the batch of `resume` come, with what follows it? From now on no batch is made again."""
+        restored, self._again, self._restored = self._restored, None, False
+        return restored
+
+    def _recorded(self, collate: Callable[[Any], Any]) -> Callable[[Any], Any]:
+        def make(samples: Any) -> Any:
+            self._ahead += 1
+            if self._again is None:
+                self._before = host_rng()
+                return collate(samples)
+            state, device = self._again
+            assert state.ahead is not None
+            self._again = None
+            restore_rng(state.ahead, device)
+            self._before = host_rng()
+            batch = collate(samples)
+            restore_rng(state, device)
+            self._restored = True
+            return batch
+
+        return make

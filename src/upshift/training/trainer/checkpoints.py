@@ -1,0 +1,105 @@
+"""Checkpoints of a transformers.Trainer without pickle: resuming from the newest whole one, to the bit."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from upshift.training.checkpoint.model import read_weights
+from upshift.training.checkpoint.optimizer import read_optimizer
+from upshift.training.checkpoint.rng import RNG_NAME, read_rng, restore_rng, seed_rng
+from upshift.training.trainer.saving import PlainSaving
+from upshift.training.trainer.trainer_files import (
+    SCALER_NAME,
+    SCHEDULER_NAME,
+    check_adapters,
+    check_resumable,
+    newest_resumable,
+    read_saved_optimizer,
+    read_state,
+)
+
+logger = logging.getLogger(__name__)
+
+
+class PlainCheckpoints(PlainSaving):
+    """For a subclass of transformers.Trainer: checkpoints are safetensors and JSON, and PlainSaving says how they are saved.
+
+    Resuming restores weights, optimizer, schedule, scaler and random numbers bit for bit, and also what a data collator
+    drew for the batch that was made ahead; data loader workers draw anew. `resume_from_checkpoint=True` takes the newest
+    whole checkpoint. Raises RequestError for a checkpoint that is not whole or that holds pickles.
+    """
+
+    def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
+        """As transformers.Trainer.train."""
+        if resume_from_checkpoint is True:
+            resume_from_checkpoint = str(newest_resumable(Path(self.args.output_dir)))
+        return super().train(resume_from_checkpoint, *args, **options)
+
+    def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
+        directory = Path(resume_from_checkpoint)
+        if self._is_saved_whole():
+            check_resumable(directory)
+            read_weights(directory, self._plain_model())
+        else:
+            check_adapters(directory)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None:
+            return
+        directory = Path(checkpoint)
+        saved = read_saved_optimizer(directory)
+        if saved is None:
+            logger.warning("%s is of a model only: optimizer, schedule and random numbers start anew", directory)
+            return
+        read_optimizer(directory, saved, self._plain_optimizer(), self._plain_model())
+        read_state(directory / SCHEDULER_NAME, self.lr_scheduler)
+        rng = read_rng(directory, rank=self.args.process_index)
+        if rng is not None:
+            self._batches.resume(rng, self.args.device)
+
+    def _load_scaler(self: Any, checkpoint: str | None) -> None:
+        scaler = getattr(self.accelerator, "scaler", None)
+        if checkpoint is not None and scaler is not None:
+            read_state(Path(checkpoint) / SCALER_NAME, scaler)
+
+    def _load_rng_state(self: Any, checkpoint: str | None) -> None:
+        if checkpoint is None or self._batches.resumed() or not (Path(checkpoint) / RNG_NAME).is_file():
+            return
+        rng = read_rng(Path(checkpoint), rank=self.args.process_index)
+        if rng is not None:
+            restore_rng(rng, self.args.device)
+        else:  # of fewer processes
+            seed_rng(self.args.seed, self.state.global_step, self.args.process_index)
+
+    def _load_best_model(self: Any) -> None:
+        self._writer.wait()
+        self.accelerator.wait_for_everyone()  # one process has written
+        best = Path(self.state.best_model_checkpoint)
+        if best.is_dir() and self._is_saved_whole():
+            check_resumable(best)
+            read_weights(best, self._plain_model())
+            return
+        if best.is_dir():
+            check_adapters(best)
+        super()._load_best_model()
+
+    def get_train_dataloader(self: Any) -> Any:
+        loader = super().get_train_dataloader()
+        self._batches.watch(loader)
+        return loader
+
+    def get_batch_samples(
+        self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], torch.Tensor | int | None]:
+        """As transformers.Trainer.get_batch_samples."""
+        self._batches.next_batches(epoch_iterator)
+        batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self._batches.handed_out(len(batches))
+        return batches, num_items

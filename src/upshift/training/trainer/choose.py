@@ -1,0 +1,211 @@
+"""The Trainer's plan: from the live model, the user's arguments and a sample of the data. Where a plan cannot be made, the
+user's own settings run, for a stated reason.
+"""
+
+from __future__ import annotations
+
+import math
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from torch import nn
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.live import source_of
+from upshift.models.source import ModelSource
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning, find_host, plan_training
+from upshift.planning.proof_store import forget_plan, proof_path, recall_proof, store_proof
+from upshift.planning.prove import Proof, Tried, after_trial, prove
+from upshift.planning.rank import Candidate
+from upshift.planning.space import check_allow
+from upshift.planning.trial import TrialRequest, TrialResult, trial_server
+from upshift.planning.workload import Workload
+from upshift.record import Numbers
+from upshift.training.batches.collated import CollatedRows
+from upshift.training.batches.stored_rows import StoredRows, write_rows
+from upshift.training.trainer.sample import Sample, histogram
+from upshift.training.trainer.separable import Split
+
+TRIAL_SHARE = 0.05  # of the run's predicted time may go into trials
+MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
+START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
+TIMED_SECONDS = 2.0  # of one trial
+WORTH_WORKERS = 0.01  # of a step
+WORKER_HEADROOM = 2.0  # batches drawn over batches used, so that a slow one does not stop the device
+SHORT_RUN_SECONDS = 30.0  # tracing a model takes about as long
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a plan is asked for."""
+
+    model: nn.Module
+    sample: Sample
+    split: Split
+    rows: CollatedRows  # of the whole sample
+    global_batch: int  # rows per optimizer step
+    accumulation: int  # of the collator's batches
+    total_steps: int
+    fixed: tuple[str, ...]
+    allow: tuple[str, ...]
+    trial_seconds: float
+    device: str
+
+
+@dataclass(frozen=True)
+class Choice:
+    """``planning`` is None where the user's own settings run, for ``reason``."""
+
+    plan: Plan
+    reason: str = ""
+    planning: Planning | None = None
+    candidate: Candidate | None = None
+    proof: Proof | None = None
+    proof_file: Path | None = None
+    num_workers: int = 0  # processes that draw batches
+    loading: str = ""  # why so many
+
+    @property
+    def predicted(self) -> Numbers | None:
+        return self.planning.numbers(self.candidate) if self.planning and self.candidate else None
+
+    @property
+    def free_bytes(self) -> float | None:
+        """Memory that was free on the device when the plan was made."""
+        host = self.planning.host if self.planning else None
+        if host is None:
+            return None
+        device = host.gpu if self.plan.device == "cuda" else host.cpu
+        return device.free_memory_bytes if device else None
+
+
+def correct(choice: Choice, *, rows: int) -> Choice:
+    """After a step ran out: the plan with smaller micro-batches, and in the cache, so that the next run starts with it no
+    more."""
+    batch, held = choice.plan.per_device_train_batch_size, choice.plan.global_batch
+    smaller = next((size for size in range(min(rows, batch), 0, -1) if held % size == 0), 1)
+    if choice.proof_file is not None:
+        forget_plan(choice.proof_file, choice.plan)
+    plan = choice.plan.changed(per_device_train_batch_size=smaller, gradient_accumulation_steps=held // smaller)
+    return replace(choice, plan=plan)
+
+
+def plain_plan(host: Host, *, device: str, batch: int, accumulation: int, sequence_length: int = 1) -> Plan:
+    """The user's own settings: nothing is cut, nothing is changed."""
+    return Plan(
+        device="cuda" if device == "cuda" else "cpu",
+        host=host.fingerprint,
+        model="",
+        sequence_length=sequence_length,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulation,
+        threads_per_process=host.cpu.usable_cores if host.cpu else 1,
+    )
+
+
+def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
+    """Raises RequestError where the model cannot be planned for, NothingFits where no plan fits."""
+    lengths = histogram(request.rows)
+    source = source_of(request.model)
+    allow = check_allow(request.allow)
+    even = lengths.mean >= lengths.sequence_length or not request.split.trims
+    workload = Workload(
+        sequence_length=lengths.sequence_length,
+        global_batch=request.global_batch,
+        lengths=None if even else lengths,
+        total_steps=request.total_steps,
+        allow=allow,
+    )
+    fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
+    planning = plan_training(source, find_host(None), workload, fixed=tuple(dict.fromkeys(fixed)))
+    seconds = _trial_seconds(planning, request)
+    proof = _prove(source, planning, request, fixed, seconds, on_trial) if seconds else None
+    candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
+    path = proof_path(planning, fixed=fixed, from_config=True) if proof else None
+    drawing = request.sample.seconds_per_batch * request.accumulation
+    cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
+    workers, why = count_workers(drawing, candidate.time.total, device=request.device, cores=cores)
+    plan = Plan.model_validate(candidate.plan.model_dump())
+    return Choice(plan, "", planning, candidate, proof, path, workers, why)
+
+
+def _trial_seconds(planning: Planning, request: Request) -> float:
+    run = planning.default.time.total * request.total_steps
+    seconds = min(request.trial_seconds, TRIAL_SHARE * run)
+    return seconds if seconds >= min(MIN_TRIAL_SECONDS, request.trial_seconds) else 0.0
+
+
+def _prove(
+    source: ModelSource,
+    planning: Planning,
+    request: Request,
+    fixed: tuple[str, ...],
+    seconds: float,
+    on_trial: Callable[[Tried], None],
+) -> Proof:
+    path = proof_path(planning, fixed=fixed, from_config=True)
+    known = recall_proof(path, planning)
+    if known is not None:
+        return known
+    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as name, trial_server() as server:
+        folder = Path(name)
+        reference = folder / "model.json"
+        source.write(reference)
+        rows = write_rows(folder, request.sample.batches[: request.accumulation], _stored(request))
+
+        def run(plan: Plan, limit_seconds: float) -> TrialResult:
+            return server.run(
+                TrialRequest(
+                    model_reference=str(reference),
+                    from_config=True,
+                    plan=Plan.model_validate(plan.model_dump()),
+                    global_batch=request.global_batch,
+                    seconds=min(TIMED_SECONDS, seconds / 10),
+                    limit_seconds=limit_seconds + START_LIMIT_SECONDS,
+                    rows=str(rows),
+                )
+            )
+
+        start = time.monotonic()
+        proof = prove(
+            planning.ranking.candidates, planning.default,
+            workload=planning.workload, run=run, budget_seconds=seconds, on_trial=on_trial,
+        )  # fmt: skip
+    if time.monotonic() - start <= 2 * seconds:  # else something kept the machine busy
+        store_proof(path, proof)
+    return proof
+
+
+def _stored(request: Request) -> StoredRows:
+    rows = request.rows
+    return StoredRows(
+        encoder_decoder=rows.encoder_decoder,
+        shifts_labels=rows.shifts_labels,
+        unit=request.split.unit or "rows",
+        trims=request.split.trims,
+        drops_mask=request.split.drops_mask,
+    )
+
+
+def count_workers(drawing: float, step: float, *, device: str, cores: int) -> tuple[int, str]:
+    """How many processes draw batches, and why. ``drawing``, ``step``: seconds of one global batch."""
+    share = drawing / step
+    told = f"drawing a global batch takes {1000 * drawing:.1f} ms, {share:.1%} of a step"
+    if device == "cpu":
+        return 0, f"{told}; the step itself keeps every core busy, so workers would only take from it"
+    if share < WORTH_WORKERS:
+        return 0, told
+    return min(math.ceil(WORKER_HEADROOM * share), max(cores - 1, 1)), f"{told}; workers draw while the device computes"
+
+
+def too_short(seconds: float) -> str:
+    return f"the whole run takes some {seconds:.0f} s, less than planning it would"
+
+
+def words_of(error: RequestError) -> str:
+    return f"no plan: {error}"

@@ -1,0 +1,129 @@
+"""How ``upshift.Trainer`` comes to its plan: from the user's arguments, the live model and a sample of the data."""
+
+from __future__ import annotations
+
+import math
+import time
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upshift.errors import RequestError
+from upshift.hardware.detect import detect
+from upshift.models.build import find_stacks
+from upshift.planning.plan import Plan
+from upshift.settings import read_settings
+from upshift.training.batches.collated import CollatedRows, NotRows
+from upshift.training.trainer.asked import OWN_LOOP_OPTIMIZERS, allowed_by_hand, fixed_fields, optimizer_name
+from upshift.training.trainer.choose import SHORT_RUN_SECONDS, Choice, Request, choose, plain_plan, too_short, words_of
+from upshift.training.trainer.report import tell, trial_line
+from upshift.training.trainer.sample import NoSample, Sample, draw_sample, undisturbed_random_numbers
+from upshift.training.trainer.separable import Split, evaluating_loss, measure_split
+
+STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
+
+
+class Choosing:
+    """Mixed into transformers' Trainer classes below ``PlannedTraining``, which sets what the user asked for."""
+
+    args: Any
+    model: Any
+    _library_class: type
+    _given_plan: Plan | None
+    _fixed: tuple[str, ...]
+    _allow: tuple[str, ...]
+    _trial_seconds: float
+
+    def _choose(self) -> tuple[Choice, Split]:
+        """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits."""
+        demanded = bool(self._fixed or self._allow)
+        host = detect(visible_devices=read_settings().cuda_visible_devices)
+        device, batch = torch.device(self.args.device).type, self._train_batch_size
+        accumulation = self.args.gradient_accumulation_steps
+        plain = plain_plan(host, device=device, batch=batch, accumulation=accumulation)
+        whole = Split(None)
+        if optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS:
+            return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), whole
+        loader = self.get_train_dataloader()
+        try:
+            sample = draw_sample(loader, accumulation=accumulation)
+            rows = self._rows(sample, len(sample.batches))
+            split, forward_seconds = self._measure_split(sample)
+        except (NoSample, NotRows) as error:
+            return self._without_plan(plain, str(error), demanded), whole
+        if self._given_plan is not None:
+            return Choice(self._given_plan, "this plan was given"), split
+        steps = self._total_steps(loader)
+        seconds = STEP_OVER_FORWARD * steps * accumulation * batch * forward_seconds
+        if split.unit is None:
+            return self._without_plan(plain, split.reason, demanded), split
+        if seconds < SHORT_RUN_SECONDS and not demanded:
+            return Choice(plain, too_short(seconds)), split
+        request = Request(
+            model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation,
+            accumulation=accumulation, total_steps=steps, fixed=self._fixed_fields(), device=device,
+            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))), trial_seconds=self._trial_seconds,
+        )  # fmt: skip
+        try:
+            return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split
+        except RequestError as error:
+            if demanded:
+                raise
+            return Choice(plain, words_of(error)), split
+
+    def _without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
+        if demanded:
+            raise RequestError(f"no plan can be made here ({reason}); leave out fixed={self._fixed} and allow={self._allow}")
+        return Choice(plain, reason)
+
+    def _rows(self, sample: Sample, num_batches: int) -> CollatedRows:
+        decoder, shifts = self._is_encoder_decoder, self._shifts_labels
+        return sample.rows(num_batches, encoder_decoder=decoder, shifts_labels=shifts)
+
+    def _measure_split(self, sample: Sample) -> tuple[Split, float]:
+        """(how the loss splits, seconds of one row's forward pass)"""
+        rows = self._rows(sample, self.args.gradient_accumulation_steps)
+        counts = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
+        times: list[float] = []
+
+        def compute(inputs: dict[str, Tensor], items: int | None) -> Tensor:
+            start = time.perf_counter()
+            loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=items)
+            times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
+            return loss
+
+        with undisturbed_random_numbers():
+            split = measure_split(rows, evaluating_loss(self.model, compute), model=self.model, counts_items=counts)
+        # The two rows measured are short ones: time goes with tokens.
+        widths = [anatomy.width for anatomy in rows.anatomies]
+        shortest = sorted(rows.lengths)[:2]
+        scale = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
+        return split, (min(times) if times else math.inf) * scale
+
+    def _total_steps(self, loader: Any) -> int:
+        if self.args.max_steps > 0:
+            return int(self.args.max_steps)
+        per_epoch = -(-len(loader) // self.args.gradient_accumulation_steps)
+        return max(math.ceil(per_epoch * self.args.num_train_epochs), 1)
+
+    def _fixed_fields(self) -> tuple[str, ...]:
+        layers = sum(len(stack) for _, stack in find_stacks(self.model))
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        fixed = [*fixed_fields(self.args, num_layers=layers, optimizer_given=given), *self._fixed]
+        if self._loss_is_own:
+            fixed.append("loss_chunk_tokens=0")
+        return tuple(fixed)
+
+    @property
+    def _is_encoder_decoder(self) -> bool:
+        return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
+
+    @property
+    def _shifts_labels(self) -> bool:
+        return bool(self._loss_shifts_labels)
+
+    @property
+    def _loss_is_own(self) -> bool:
+        """Whether the user's code computes the loss, which may look at the logits."""
+        return type(self).compute_loss is not self._library_class.compute_loss or self.compute_loss_func is not None

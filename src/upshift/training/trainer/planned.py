@@ -1,0 +1,199 @@
+"""The training half of ``upshift.Trainer``: a plan before the first step, and every step by it.
+
+Mixed into transformers' Trainer classes, before them. What a user's subclass overrides stays in charge: its own
+``training_step`` is called, and its ``compute_loss`` is measured like any other loss before a batch is cut.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upshift.errors import JobFailed
+from upshift.models.adapter import base_of
+from upshift.models.block_attention import set_attention
+from upshift.models.recompute import recompute_layers
+from upshift.planning.plan import Plan
+from upshift.training.autopsy import Scene, as_lines, examine, read_scene
+from upshift.training.host_memory import limited_memory
+from upshift.training.out_of_memory import Halving
+from upshift.training.prepare import autocast, compile_layers, computing, set_process
+from upshift.training.trainer.asked import (
+    OWN_LOOP_OPTIMIZERS,
+    check_devices,
+    optimizer_name,
+    recomputes,
+)
+from upshift.training.trainer.choose import Choice, correct
+from upshift.training.trainer.choosing import Choosing
+from upshift.training.trainer.fields import refuse_unsupported, was_set
+from upshift.training.trainer.report import report, tell
+from upshift.training.trainer.separable import Split
+from upshift.training.trainer.step import BatchStep, Shape, halve_part
+
+TRIAL_SECONDS = 60.0
+
+
+class PlannedTraining(Choosing):
+    """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the
+    plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans; 0: none are tried."""
+
+    def __init__(
+        self,
+        *arguments: Any,
+        plan: Plan | None = None,
+        fixed: Sequence[str] = (),
+        allow: Sequence[str] = (),
+        trial_seconds: float = TRIAL_SECONDS,
+        **named: Any,
+    ) -> None:
+        super().__init__(*arguments, **named)
+        refuse_unsupported(self.args)
+        check_devices(self.args)
+        self._given_plan, self._fixed, self._allow, self._trial_seconds = plan, tuple(fixed), tuple(allow), trial_seconds
+        self.choice: Choice | None = None
+        self._batch_step: BatchStep | None = None
+        self._waiting: list[Any] = []
+        self._scene: Scene | None = None  # as memory was when a step ran out
+
+    # The run
+
+    def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        self.choice, split = self._choose()
+        if self.args.should_log:
+            for line in report(self.choice):
+                tell(line)
+        with self._as_planned(self.choice.plan), limited_memory():
+            self._batch_step = self._make_step(self.choice, split)
+            try:
+                return super()._inner_training_loop(*arguments, **named)
+            except JobFailed as error:
+                raise JobFailed(f"step {self.state.global_step + 1}: {error}; no weight has moved in it") from None
+            finally:
+                self._batch_step, self._waiting = None, []
+
+    def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
+        """Collects the batches of one optimizer step and computes them with the last."""
+        if self._batch_step is None:
+            return super().training_step(model, inputs, num_items_in_batch)
+        self._waiting.append(inputs)
+        if len(self._waiting) < self.current_gradient_accumulation_steps:
+            return torch.zeros((), device=self.args.device)
+        batches, self._waiting = self._waiting, []
+        model.train()
+        if callable(getattr(self.optimizer, "train", None)):
+            self.optimizer.train()  # schedule-free optimizers
+        every = self.args.torch_empty_cache_steps
+        if every is not None and self.state.global_step % every == 0:
+            torch.cuda.empty_cache()
+        return self._batch_step.run(batches, num_items_in_batch, scaled=self._is_scaled(num_items_in_batch))
+
+    def _is_scaled(self, num_items: Any) -> bool:
+        """transformers' own rule (Trainer.training_step)."""
+        said = getattr(self, "loss_is_scaled_for_ga", None)
+        if said is not None:
+            return bool(said)
+        return bool((self.model_accepts_loss_kwargs and num_items is not None) or self.compute_loss_func is not None)
+
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        stack: contextlib.ExitStack = super().compute_loss_context_manager()
+        if self.choice is not None:
+            stack.enter_context(autocast(self.choice.plan))
+        return stack
+
+    # Doing
+
+    @contextlib.contextmanager
+    def _as_planned(self, plan: Plan) -> Iterator[None]:
+        """The model, the process and the optimizer as the plan says; the process's settings come back afterwards."""
+        if self.choice is None or self.choice.planning is None and self._given_plan is None:
+            yield
+            return
+        threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
+        optim, workers = self.args.optim, self.args.dataloader_num_workers
+        set_process(plan)
+        self._prepare_model(plan)
+        if not was_set(self.args, "optim") and self.optimizer is None:
+            self.args.optim = type(optim)(plan.optim)
+        if not was_set(self.args, "dataloader_num_workers"):
+            self.args.dataloader_num_workers = self.choice.num_workers
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            torch.set_float32_matmul_precision(products)
+            self.args.optim, self.args.dataloader_num_workers = optim, workers
+
+    def _prepare_model(self, plan: Plan) -> None:
+        base = base_of(self.model)
+        if plan.attention != base.config._attn_implementation:
+            set_attention(base, plan.attention)
+        if not recomputes(self.args):
+            recompute_layers(self.model, plan.activation_checkpointing)
+        compile_layers(self.model, plan)
+
+    def _make_step(self, choice: Choice, split: Split) -> BatchStep | None:
+        if optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS:
+            return None
+        planned = choice.planning is not None or self._given_plan is not None
+        smoothing = self.args.label_smoothing_factor
+        chunked = planned and not self._loss_is_own
+        head = partial(computing, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
+        return BatchStep(
+            plan=choice.plan,
+            split=split,
+            cuts=planned,
+            encoder_decoder=self._is_encoder_decoder,
+            shifts_labels=self._shifts_labels,
+            loss=self._loss_of,
+            backward=self.accelerator.backward,
+            computing=head,
+            halvings=Halving(
+                halve=partial(halve_part, plan=choice.plan),
+                size=lambda pair: pair[0].group.num_padded_tokens,
+                restart=self._drop_gradients,
+                on_failure=self._look,
+                on_halved=lambda old, new, why: self._ran_out(old[0].shape, new[0].shape, why),
+            ),
+        )
+
+    def _loss_of(self, inputs: dict[str, Any], num_items: Any) -> Tensor:
+        """``compute_loss``; but transformers smooths labels over logits, which a chunked head never has: it smooths itself."""
+        inputs, model = self._prepare_inputs(inputs), self.model_wrapped
+        assert self.choice is not None
+        with self.compute_loss_context_manager():
+            if self.label_smoother is not None and self.choice.plan.loss_chunk_tokens and not self._loss_is_own:
+                counted = self.model_accepts_loss_kwargs and num_items is not None
+                loss: Tensor = model(**inputs, **({"num_items_in_batch": num_items} if counted else {}))["loss"]
+            else:
+                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+        return loss
+
+    def _look(self) -> None:
+        self._scene = read_scene(torch.device(self.args.device).type)
+
+    def _drop_gradients(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        if torch.cuda.is_available():
+            torch.cuda.empty_cache()
+
+    def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
+        assert self.choice is not None and self._scene is not None
+        autopsy = examine(
+            self._scene, step=self.state.global_step + 1, plan=self.choice.plan, model=self.model, optimizer=self.optimizer,
+            predicted=self.choice.predicted, free_when_planned=self.choice.free_bytes,
+            shape=largest, smaller=smaller, words=words,
+        )  # fmt: skip
+        path = autopsy.write(Path(self.args.output_dir))
+        old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
+        tell(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")
+        tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
+        for line in as_lines(autopsy):
+            tell(line)
+        self.choice = correct(self.choice, rows=max(smaller[0], 1))

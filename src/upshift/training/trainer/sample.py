@@ -1,0 +1,92 @@
+"""A few batches of the user's own data, drawn before training without disturbing it."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import torch
+
+from upshift.planning.lengths import MAX_BUCKETS, LengthHistogram
+from upshift.planning.packing import round_up
+from upshift.training.batches.collated import Batch, CollatedRows
+
+MAX_EXAMPLES = 512
+MIN_GLOBAL_BATCHES = 4
+MAX_SECONDS = 10.0  # of drawing
+WIDTH_MULTIPLE = 8
+
+
+@dataclass(frozen=True)
+class Sample:
+    batches: list[Batch]  # as the collator gives them, each of the user's per-device size
+    seconds_per_batch: float
+
+    def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> CollatedRows:
+        """Of its first batches. Raises NotRows."""
+        return CollatedRows(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
+
+
+class NoSample(ValueError):
+    """The data cannot be looked at without using it up; the words say why."""
+
+
+def draw_sample(loader: Any, *, accumulation: int) -> Sample:
+    """From ``trainer.get_train_dataloader()``. Raises NoSample for data that can be read once only."""
+    dataset, collate = loader.dataset, loader.collate_fn
+    size = loader.batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
+    wanted = min(max(MIN_GLOBAL_BATCHES * accumulation * size, MAX_EXAMPLES // 2), max(MAX_EXAMPLES, accumulation * size))
+    batches: list[Batch] = []
+    start = time.perf_counter()
+    with undisturbed_random_numbers():
+        examples = _examples(dataset, wanted)
+        while chunk := list(islice(examples, size)):
+            batches.append(dict(collate(chunk)))
+            if time.perf_counter() - start > MAX_SECONDS and len(batches) >= accumulation:
+                break
+    if not batches:
+        raise NoSample("the training data is empty")
+    return Sample(batches, (time.perf_counter() - start) / len(batches))
+
+
+def _examples(dataset: Any, count: int) -> Iterator[Any]:
+    if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
+        chosen = np.linspace(0, len(dataset) - 1, num=min(count, len(dataset))).astype(int).tolist()
+        random.Random(0).shuffle(chosen)  # data may be sorted by length
+        return (dataset[index] for index in chosen)
+    if isinstance(dataset, Iterator):
+        raise NoSample("the training data is an iterator, which can be read once only")
+    return islice(iter(dataset), count)
+
+
+@contextmanager
+def undisturbed_random_numbers() -> Iterator[None]:
+    """Collators and datasets may draw; training must draw as if they had not."""
+    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    try:
+        yield
+    finally:
+        random.setstate(states[0])
+        np.random.set_state(states[1])
+        torch.set_rng_state(states[2])
+
+
+def histogram(rows: CollatedRows) -> LengthHistogram:
+    """Lengths of the longer side of each row; the sequence length is the longest, rounded up."""
+    lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
+    longest = round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE)
+    bucket = max(longest // MAX_BUCKETS, 1)
+    counts: dict[int, int] = {}
+    for length in lengths:
+        key = min(round_up(length, bucket), longest)
+        counts[key] = counts.get(key, 0) + 1
+    found = sorted(counts)
+    return LengthHistogram(
+        sequence_length=longest, lengths=tuple(found), counts=tuple(counts[key] for key in found), num_tokens=sum(lengths)
+    )

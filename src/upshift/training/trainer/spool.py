@@ -1,0 +1,209 @@
+"""Arrays that arrive batch by batch and may be larger than memory: held up to a limit, then in files without a name.
+
+A file without a name takes disk space only while an array, or this process, holds it: nothing is left behind, whatever
+ends the process.
+"""
+
+from __future__ import annotations
+
+import errno
+import math
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, Any
+
+import numpy as np
+import psutil
+import torch
+from torch import Tensor
+
+from upshift.errors import JobFailed, RequestError
+from upshift.units import MIB, format_bytes
+
+HELD_BYTES = 32 * MIB  # with the holes that a heap has between such tensors, twice that
+IN_MEMORY_SYSTEMS = frozenset({"tmpfs", "ramfs"})  # a file there takes memory
+
+
+def spool_directory(output_dir: Path) -> Path:
+    """The system's temporary directory; if that is memory, the nearest existing directory above `output_dir`."""
+    temporary = Path(tempfile.gettempdir()).resolve()
+    mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
+    kind = next((mounts[place] for place in (temporary, *temporary.parents) if place in mounts), "")
+    if kind not in IN_MEMORY_SYSTEMS:
+        return temporary
+    return next(place for place in (output_dir.resolve(), *output_dir.resolve().parents) if place.is_dir())
+
+
+class Spool:
+    """The columns of one evaluation, which together hold at most `held_bytes` outside of files."""
+
+    def __init__(self, directory: Path, held_bytes: int) -> None:
+        self.directory, self.held_bytes = directory, held_bytes
+        self._columns: list[Column] = []
+
+    def column(self) -> Column:
+        column = Column(self)
+        self._columns.append(column)
+        return column
+
+    def keep_to_limit(self) -> None:
+        if sum(column.held_bytes for column in self._columns) > self.held_bytes:
+            for column in self._columns:
+                column.spill()
+
+
+class Column:
+    """Tensors of any device in, one numpy array (or one a piece) out."""
+
+    def __init__(self, spool: Spool) -> None:
+        self._spool = spool
+        self._shapes: list[tuple[int, ...]] = []
+        self._dtypes: list[torch.dtype] = []
+        self._held: list[Tensor] = []
+        self._file: SpoolFile | None = None
+        self.held_bytes = 0
+
+    def add(self, tensor: Tensor) -> int:
+        """The number of the piece."""
+        tensor = _owning(tensor.detach())
+        self._shapes.append(tuple(tensor.shape))
+        self._dtypes.append(tensor.dtype)
+        self._held.append(tensor)
+        self.held_bytes += tensor.nbytes
+        self._spool.keep_to_limit()
+        return len(self._shapes) - 1
+
+    def to_host(self) -> None:
+        self._held = [tensor.cpu() for tensor in self._held]
+
+    def spill(self) -> None:
+        """What is held goes to the column's file. Raises JobFailed when the disk is full."""
+        self._file = self._file or SpoolFile(self._spool.directory)
+        for tensor in self._held:
+            self._file.append(numpy_array(tensor))
+        self._held, self.held_bytes = [], 0
+
+    def pieces(self) -> list[np.ndarray]:
+        """One array for each tensor, in order; those of one column share its file."""
+        if self._file is None:
+            return [numpy_array(tensor) for tensor in self._held]
+        self.spill()
+        whole, start, views = self._file.mapped(), 0, []
+        for shape, dtype in zip(self._shapes, self._dtypes, strict=True):
+            end = start + math.prod(shape) * numpy_dtype(dtype).itemsize
+            views.append(whole[start:end].view(numpy_dtype(dtype)).reshape(shape))
+            start = end
+        return views
+
+    def whole(self, padding: int) -> np.ndarray:
+        """All pieces along the first dimension, the second as wide as the widest, filled up with `padding`."""
+        if len(self._shapes) == 1:
+            return self.pieces()[0]
+        shape, dtype = self._together()
+        if self._file is None:
+            rows = [_rows(numpy_array(tensor), shape, dtype, padding) for tensor in self._held]
+            return np.concatenate(rows)
+        self.spill()
+        same = all(_at_least_1d(one)[1:] == shape[1:] for one in self._shapes) and len(set(self._dtypes)) == 1
+        file = self._file if same else self._widened(shape, dtype, padding)
+        return file.mapped().view(dtype).reshape(shape)
+
+    def _widened(self, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> SpoolFile:
+        assert self._file is not None
+        file = SpoolFile(self._spool.directory)
+        self._file.rewind()
+        for one, kind in zip(self._shapes, self._dtypes, strict=True):
+            file.append(_rows(self._file.read(one, numpy_dtype(kind)), shape, dtype, padding))
+        return file
+
+    def _together(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
+        """Shape and type of the whole, by the rules of transformers' nested_concat."""
+        first, dtype = list(_at_least_1d(self._shapes[0])), self._dtypes[0]
+        for shape, kind in zip(self._shapes[1:], self._dtypes[1:], strict=True):
+            other = _at_least_1d(shape)
+            if len(other) != len(first) or list(other[2:]) != first[2:]:
+                raise RequestError(
+                    f"outputs of shapes {self._shapes[0]} and {shape} cannot be one array, only the first two dimensions may "
+                    "differ; leave them out with ignore_keys or preprocess_logits_for_metrics"
+                )
+            if len(first) > 1 and other[1] != first[1]:
+                first[1] = max(first[1], other[1])  # the first type stays, as there
+            else:
+                dtype = torch.promote_types(dtype, kind)
+            first[0] += other[0]
+        return tuple(first), numpy_dtype(dtype)
+
+
+class SpoolFile:
+    """Arrays one after the other in a file that has no name."""
+
+    def __init__(self, directory: Path) -> None:
+        self._directory, self._size = directory, 0
+        with self._in_words():
+            self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - its arrays hold it
+
+    def append(self, array: np.ndarray) -> None:
+        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        with self._in_words():
+            while data:
+                written = self._file.write(data)
+                data, self._size = data[written:], self._size + written
+
+    def rewind(self) -> None:
+        self._file.seek(0)
+
+    def read(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
+        """The next array."""
+        array = np.empty(shape, dtype)
+        data = memoryview(array.reshape(-1).view(np.uint8))
+        while data:
+            data = data[self._file.readinto(data) :]  # type: ignore[attr-defined]
+        return array
+
+    def mapped(self) -> np.ndarray:
+        """The bytes of the file, writable. They outlive this object; the disk space is freed with the last array on them."""
+        if self._size == 0:  # nothing to map
+            return np.empty(0, np.uint8)
+        return np.memmap(self._file, np.uint8, "r+", shape=(self._size,))
+
+    @contextmanager
+    def _in_words(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            reason = "the disk is full" if error.errno == errno.ENOSPC else error.strerror or str(error)
+            raise JobFailed(
+                f"the outputs of the evaluation do not fit into {self._directory}: {reason} after "
+                f"{format_bytes(self._size)}; free space, name a larger disk in TMPDIR, or return less from "
+                "preprocess_logits_for_metrics"
+            ) from error
+
+
+def numpy_array(tensor: Tensor) -> np.ndarray:
+    tensor = tensor.cpu()
+    return (tensor.float() if tensor.dtype == torch.bfloat16 else tensor).numpy()  # numpy has no bfloat16
+
+
+def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
+    return numpy_array(torch.empty(0, dtype=dtype)).dtype
+
+
+def _owning(tensor: Tensor) -> Tensor:
+    """A view would keep all of the tensor that it looks at."""
+    return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
+
+
+def _at_least_1d(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return shape or (1,)
+
+
+def _rows(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> np.ndarray:
+    """`part` as rows of an array of this shape and type."""
+    part = np.atleast_1d(part)
+    if part.shape[1:] == shape[1:]:
+        return part.astype(dtype, copy=False)
+    rows = np.full((len(part), *shape[1:]), padding, dtype)
+    rows[:, : part.shape[1]] = part
+    return rows

@@ -1,0 +1,128 @@
+"""One optimizer step's gradients for the Trainer: the user's batches, cut and computed by the plan, never out of memory."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from upshift.errors import JobFailed
+from upshift.planning.plan import Plan
+from upshift.training.batches.collated import Batch, CollatedRows, NotRows
+from upshift.training.batches.cut import cut_rows, halve_group
+from upshift.training.batches.layout import RowGroup
+from upshift.training.out_of_memory import Halving
+from upshift.training.trainer.separable import Split
+
+Loss = Callable[[dict[str, Any], Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
+Shape = tuple[int, ...]
+Told = Callable[[Shape, Shape, str], None]  # rows and width of the largest part before and after, the allocator's words
+
+
+@dataclass(frozen=True)
+class Part:
+    """What is computed at once: a whole batch of the collator's, or rows."""
+
+    batch: int | None
+    group: RowGroup
+
+    @property
+    def shape(self) -> Shape:
+        return len(self.group.rows), self.group.width
+
+
+@dataclass(frozen=True)
+class BatchStep:
+    plan: Plan
+    split: Split
+    cuts: bool  # False: the user's batches stay whole until memory runs out
+    encoder_decoder: bool
+    shifts_labels: bool
+    loss: Loss
+    backward: Callable[[Tensor], None]
+    computing: Callable[[], AbstractContextManager[Any]]  # open around each try
+    halvings: Halving[tuple[Part, CollatedRows | None]]
+
+    def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:
+        """Sums the gradients of the global batch; returns its loss as transformers.Trainer would report it.
+
+        ``scaled``: transformers holds the loss to be normalized over the whole step, and does not divide it by the number of
+        batches. Raises JobFailed where the loss is not finite, before any weight has moved.
+        """
+        rows = self._rows(batches)
+        weights = rows.weights(by_labels=self.split.unit == "labels") if rows is not None else []
+        scale = 1.0 if scaled else 1.0 / len(batches)
+        state = torch.get_rng_state()
+
+        def work(parts: list[tuple[Part, CollatedRows | None]]) -> Tensor:
+            torch.set_rng_state(state)
+            total = torch.zeros(())
+            with self.computing():
+                for part, _ in parts:
+                    whole = part.batch is not None or rows is None
+                    inputs = dict(batches[part.batch or 0]) if whole else self._inputs(part, rows)
+                    loss = self.loss(inputs, num_items) * (scale if whole else scale * self._share(part, weights))
+                    self.backward(loss)
+                    total = total.to(loss.device) + loss.detach()
+            return total
+
+        total = self.halvings.run([(part, rows) for part in self._parts(batches, rows, weights)], work)
+        value = float(total)
+        if not math.isfinite(value):
+            raise JobFailed("the loss became NaN" if math.isnan(value) else "the loss became infinite")
+        return total
+
+    def _rows(self, batches: list[Batch]) -> CollatedRows | None:
+        if self.split.unit is None:
+            return None
+        try:
+            return CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
+        except NotRows:
+            return None  # this one is not like the sample: it stays as the user's collator made it
+
+    def _parts(
+        self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]
+    ) -> list[Part]:
+        if rows is None:
+            return [Part(number, RowGroup((), 0)) for number in range(len(batches))]
+        if not self.cuts:
+            firsts = [rows.places.index((number, 0)) for number in range(len(batches))]
+            return [
+                Part(number, RowGroup(tuple((first + row,) for row in range(anatomy.num_rows)), anatomy.width))
+                for number, (first, anatomy) in enumerate(zip(firsts, rows.anatomies, strict=True))
+            ]
+        groups = cut_rows(rows, self.plan, classes=self._classes(rows, weights), trims=self.split.trims)
+        return [Part(None, group) for group in groups if self._counts(group, rows)]
+
+    def _classes(self, rows: CollatedRows, weights: list[tuple[float, int]]) -> list[list[int]]:
+        """Rows that may share a part: those whose labels weigh the same in the loss of the global batch."""
+        found: dict[Any, list[int]] = {}
+        for row, (number, _) in enumerate(rows.places):
+            weight = 0 if self.split.unit == "items" else weights[row][1]
+            found.setdefault(weight if rows.can_mix else (number, weight), []).append(row)
+        return list(found.values())
+
+    def _counts(self, group: RowGroup, rows: CollatedRows) -> bool:
+        """Whether there is a label in it: a mean over no labels is not a number."""
+        return any(rows.num_labels[member] for row in group.rows for member in row)
+
+    def _inputs(self, part: Part, rows: CollatedRows) -> dict[str, Any]:
+        drop_mask = self.split.drops_mask and self.cuts
+        return dict(rows.build(part.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
+
+    def _share(self, part: Part, weights: list[tuple[float, int]]) -> float:
+        """Of a part's own loss in the sum of its batches' losses."""
+        if self.split.unit == "items":
+            return 1.0
+        return sum(weights[member][0] for row in part.group.rows for member in row)
+
+
+def halve_part(pair: tuple[Part, CollatedRows | None], plan: Plan) -> Any:
+    part, rows = pair
+    halves = halve_group(part.group, rows, plan) if rows is not None else None
+    return None if halves is None else tuple((Part(None, half), rows) for half in halves)
