@@ -9,6 +9,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig
 
+from upshift.errors import RequestError
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.describe import attention_kernels, declarations
@@ -56,6 +57,28 @@ MODELS: dict[str, tuple[str, str, dict[str, object]]] = {
         "BartConfig", "BartForConditionalGeneration",
         {"d_model": 32, "encoder_layers": 3, "decoder_layers": 2, "encoder_attention_heads": 4, "decoder_attention_heads": 4,
          "encoder_ffn_dim": 48, "decoder_ffn_dim": 48, "vocab_size": 96, "max_position_embeddings": 64},
+    ),
+    "distilbert: question answering": (
+        "DistilBertConfig", "DistilBertForQuestionAnswering",
+        {"dim": 32, "n_heads": 4, "n_layers": 3, "hidden_dim": 48, "vocab_size": 96},
+    ),
+    "electra: regression": (
+        "ElectraConfig", "ElectraForSequenceClassification",
+        SMALL | {"embedding_size": 16, "intermediate_size": 48, "num_labels": 1},
+    ),
+    "deberta-v2: disentangled attention, classes": (
+        "DebertaV2Config", "DebertaV2ForSequenceClassification",
+        SMALL | {
+            "intermediate_size": 48, "relative_attention": True, "pos_att_type": ["c2p", "p2c"], "position_buckets": 8,
+            "share_att_key": True, "num_labels": 3,
+        },
+    ),
+    "roberta: several classes a text": (
+        "RobertaConfig", "RobertaForSequenceClassification",
+        SMALL | {"intermediate_size": 48, "num_labels": 5, "problem_type": "multi_label_classification"},
+    ),
+    "albert: token classes": (
+        "AlbertConfig", "AlbertForTokenClassification", SMALL | {"embedding_size": 16, "intermediate_size": 48},
     ),
 }  # fmt: skip
 
@@ -108,3 +131,9 @@ def test_traced_whole(name, tmp_path):
     for step in profile.steps:
         segments = [*step.gaps, *(segment for stack in step.stacks for segment in stack.plain)]
         assert sum(segment.forward.left.at(2, LENGTH) for segment in segments) > 0, "something is kept for the backward pass"
+
+
+def test_multiple_choice_is_refused_with_the_reason():
+    config = transformers.BertConfig(**SMALL, intermediate_size=48, architectures=["BertForMultipleChoice"])
+    with pytest.raises(RequestError, match="several rows for each example"):
+        choose_class(config, "swag")

@@ -45,6 +45,11 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
     """The class that trains: the one the config names, else the first auto mapping that knows the config."""
     tables = {objective: getattr(modeling_auto, name) for objective, name in OBJECTIVES}
     for name in config.architectures or ():
+        if name in modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
+            raise RequestError(
+                f"{reference!r} ({name}) takes several rows for each example, and how many its config does not say; "
+                "Upshift plans for one row an example"
+            )
         for objective, table in tables.items():
             if name in table.values() and hasattr(transformers, name):
                 return getattr(transformers, name), objective

@@ -47,6 +47,9 @@ class Tracer:
         config = read_config(self.source)
         if hasattr(config, "use_cache"):
             config.use_cache = False
+        if self.objective == "sequence-classification" and config.problem_type is None:
+            # What models set themselves when they first see labels of classes; DeBERTa looks at their values until then.
+            config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
         with torch.device("meta"):
             return complete_model(build_model(config, self.model_class, dtype=dtype), self.source)
 

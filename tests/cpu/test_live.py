@@ -1,0 +1,245 @@
+"""A live model becomes a source that builds it again; and peft models run under every plan with the loss of plain peft."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from peft import AdaLoraConfig, IA3Config, LoraConfig, PromptTuningConfig, get_peft_model
+from torch import nn
+from transformers import (
+    BertConfig,
+    BertForMultipleChoice,
+    BertForSequenceClassification,
+    BertModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+)
+
+from upshift.errors import RequestError
+from upshift.models.live import source_of
+from upshift.models.source import find_model
+from upshift.models.store import Variant, profile_model
+from upshift.planning.plan import Plan
+from upshift.planning.trial import TrialRequest, trial_server
+from upshift.training.prepare import computing, extra_inputs, load_or_build, prepare
+
+LLAMA = LlamaConfig(
+    hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, num_hidden_layers=3, vocab_size=300
+)
+BERT = BertConfig(hidden_size=64, num_attention_heads=4, intermediate_size=96, num_hidden_layers=4, vocab_size=300)
+ALL_LINEAR = LoraConfig(task_type="CAUSAL_LM", r=4, target_modules="all-linear")
+
+
+def plan_of(**fields: object) -> Plan:
+    given = {"device": "cpu", "host": "", "model": "", "sequence_length": 64, "per_device_train_batch_size": 2} | fields
+    return Plan.model_validate(given)
+
+
+def llama(adapter: object, dtype: torch.dtype = torch.float32, *, name: str = "default") -> nn.Module:
+    return get_peft_model(LlamaForCausalLM(LLAMA).to(dtype), copy.deepcopy(adapter), adapter_name=name)  # type: ignore[arg-type]
+
+
+def classifier(dtype: torch.dtype) -> nn.Module:
+    return BertForSequenceClassification(BERT).to(dtype)
+
+
+def partly_frozen(dtype: torch.dtype = torch.float32) -> nn.Module:
+    model = classifier(dtype)
+    model.bert.embeddings.requires_grad_(False)
+    model.bert.encoder.layer[:2].requires_grad_(False)
+    return model
+
+
+def lora_with_one_norm(dtype: torch.dtype) -> nn.Module:
+    model = llama(ALL_LINEAR, dtype)
+    model.base_model.model.model.norm.weight.requires_grad_(True)
+    return model
+
+
+LIVE: dict[str, Callable[[torch.dtype], nn.Module]] = {
+    "whole": classifier,
+    "frozen by hand": partly_frozen,
+    "lora": lambda dtype: llama(ALL_LINEAR, dtype),
+    "lora under another name": lambda dtype: llama(ALL_LINEAR, dtype, name="mine"),
+    "lora with more unfrozen": lora_with_one_norm,
+    "lora from the weights": lambda dtype: llama(LoraConfig(init_lora_weights="pissa", target_modules=["q_proj"]), dtype),
+    "dora": lambda dtype: llama(LoraConfig(use_dora=True), dtype),
+    "ia3": lambda dtype: llama(IA3Config(task_type="CAUSAL_LM"), dtype),
+    "adalora": lambda dtype: llama(AdaLoraConfig(task_type="CAUSAL_LM", total_step=10), dtype),
+    "lora on a classifier": lambda dtype: get_peft_model(classifier(dtype), LoraConfig(task_type="SEQ_CLS")),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", LIVE)
+def test_a_written_source_builds_the_same_model(name, dtype, tmp_path):
+    model = LIVE[name](dtype)
+    source = source_of(model)
+    source.write(tmp_path / "a.source.json")
+    read = find_model(str(tmp_path / "a.source.json"))
+    assert read == source and read.model_hash == source.model_hash
+    precision = "fp32" if dtype == torch.float32 else "bf16-weights"
+    built = load_or_build(read, plan_of(precision=precision), from_config=True, seed=0)
+
+    def described(model: nn.Module) -> list[object]:
+        parameters = [(n, p.shape, p.dtype, p.requires_grad) for n, p in model.named_parameters()]
+        return [parameters, [(n, type(m)) for n, m in model.named_modules()]]
+
+    assert described(built) == described(model)
+    assert built.training
+
+
+def test_what_changes_the_work_changes_the_hash():
+    names = ("whole", "frozen by hand", "lora", "dora", "ia3", "adalora", "lora on a classifier", "lora with more unfrozen")
+    assert len({source_of(LIVE[name](torch.float32)).model_hash for name in names}) == len(names)
+    assert source_of(partly_frozen()).frozen == ("bert.embeddings", "bert.encoder.layer.0", "bert.encoder.layer.1")
+
+
+class OwnLlama(LlamaForCausalLM):
+    pass
+
+
+def another_forward() -> nn.Module:
+    model = LlamaForCausalLM(LLAMA)
+    mlp = model.model.layers[1].mlp
+    mlp.forward = lambda hidden: hidden  # type: ignore[method-assign]
+    return model
+
+
+def another_head() -> nn.Module:
+    model = BertForSequenceClassification(BERT)
+    model.classifier = nn.Sequential(nn.Linear(64, 8), nn.Linear(8, 2))
+    return model
+
+
+def resized() -> nn.Module:
+    model = LlamaForCausalLM(LLAMA)
+    model.lm_head.weight = nn.Parameter(model.lm_head.weight[:200])
+    return model
+
+
+def two_adapters() -> nn.Module:
+    model = llama(ALL_LINEAR)
+    model.add_adapter("second", LoraConfig(r=2, task_type="CAUSAL_LM"))
+    return model
+
+
+def added_adapter() -> nn.Module:
+    model = LlamaForCausalLM(LLAMA)
+    model.add_adapter(LoraConfig())
+    return model
+
+
+def quantized() -> nn.Module:
+    model = LlamaForCausalLM(copy.deepcopy(LLAMA))
+    model.config.quantization_config = {"quant_method": "bitsandbytes"}
+    return model
+
+
+REFUSED: dict[str, tuple[Callable[[], nn.Module], str]] = {
+    "no transformers model": (lambda: nn.Linear(2, 2), "Linear is no transformers model"),
+    "own class": (lambda: OwnLlama(LLAMA), "OwnLlama is defined outside transformers"),
+    "no loss": (lambda: BertModel(BERT), "BertModel has no loss that Upshift plans"),
+    "several rows an example": (lambda: BertForMultipleChoice(BERT), "several rows for each example"),
+    "another forward": (another_forward, r"forward of 'model.layers.1.mlp' was replaced"),
+    "another head": (another_head, r"module 'classifier' is .*Sequential where its config makes .*Linear"),
+    "another size": (resized, "parameter 'lm_head.weight' is .*where its config makes"),
+    "two adapters": (two_adapters, "the model has adapters"),
+    "prompt": (lambda: llama(PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)), "PROMPT_TUNING adapter"),
+    "add_adapter": (added_adapter, "wrap it with peft.get_peft_model"),
+    "quantized": (quantized, "is quantized"),
+    "half": (lambda: LlamaForCausalLM(LLAMA).half(), "the weights are float16"),
+    "nothing trained": (lambda: LlamaForCausalLM(LLAMA).requires_grad_(False), "no parameter requires a gradient"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_model_that_cannot_be_built_again_is_refused_with_the_reason(name):
+    make, reason = REFUSED[name]
+    with pytest.raises(RequestError, match=reason):
+        source_of(make())
+
+
+def lora_with_weights() -> nn.Module:
+    """Random weights on both sides, so that every gradient is more than zero."""
+    torch.manual_seed(0)
+    model = llama(ALL_LINEAR)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter, std=0.05)
+    return model.train()
+
+
+PLANS: dict[str, dict[str, object]] = {
+    "plain": {},
+    "eager": {"attention": "eager"},
+    "block attention": {"attention": "block"},
+    "one layer recomputed": {"activation_checkpointing": 1},
+    "every layer recomputed": {"activation_checkpointing": 3},
+    "loss in chunks": {"loss_chunk_tokens": 16},
+    "recomputed, block attention, loss in chunks": {
+        "activation_checkpointing": 3, "attention": "block", "loss_chunk_tokens": 16,
+    },
+    "layers compiled": {"torch_compile": "layer"},
+    "compiled": {"torch_compile": "model"},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_peft_model_has_the_loss_and_gradients_of_plain_peft_under_every_plan(name):
+    ids = torch.randint(0, 300, (2, 64), generator=torch.Generator().manual_seed(1))
+
+    def loss_and_gradients(model: nn.Module, plan: Plan | None) -> tuple[float, dict[str, torch.Tensor]]:
+        with computing(model, plan) if plan else contextlib.nullcontext():
+            loss = model(input_ids=ids, labels=ids, **extra_inputs(model)).loss
+            loss.backward()
+        return loss.item(), {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+
+    plan = plan_of(**PLANS[name])
+    expected, gradients = loss_and_gradients(lora_with_weights(), None)
+    found, others = loss_and_gradients(prepare(lora_with_weights(), plan), plan)
+    assert found == pytest.approx(expected, rel=1e-6)
+    assert gradients.keys() == others.keys() and all("lora" in name for name in gradients)
+    for parameter, gradient in gradients.items():
+        assert gradient.abs().max() > 0
+        torch.testing.assert_close(others[parameter], gradient, rtol=1e-4, atol=1e-6)
+
+
+def test_flops_of_lora_leave_out_the_gradients_of_frozen_weights():
+    """A frozen matrix hands its gradient on and takes none; the first layer's inputs need none either."""
+    model = llama(ALL_LINEAR)
+    profile = profile_model(source_of(model), sequence_length=64, variants=(Variant("fp32", "sdpa", False),))
+    sizes = {"base": 0, "A": 0, "B": 0, "first base": 0, "first A": 0}
+    for name, parameter in model.named_parameters():
+        if parameter.ndim == 2 and "embed" not in name:
+            kind = "A" if "lora_A" in name else "B" if "lora_B" in name else "base"
+            sizes[kind] += parameter.numel()
+            if kind != "B" and any(f"layers.0.self_attn.{part}_proj" in name for part in "qkv"):
+                sizes[f"first {kind}"] += parameter.numel()
+    batch, length = 2, 64
+    attention = 2 * 3 * batch * length**2 * 64
+    forward = 2 * batch * length * (sizes["base"] + sizes["A"] + sizes["B"]) + attention
+    matrices = sizes["base"] - sizes["first base"] + 2 * sizes["A"] - sizes["first A"] + 2 * sizes["B"]
+    backward = 2 * batch * length * matrices + 2 * attention
+    assert profile.forward_flops.at(batch, length) == pytest.approx(forward, rel=0.002)
+    assert profile.backward_flops.at(batch, length) == pytest.approx(backward, rel=0.002)
+    assert profile.train_flops(batch, length) < 2.2 * profile.forward_flops.at(batch, length)
+
+
+def test_a_trial_runs_a_written_source(tmp_path):
+    source = source_of(llama(ALL_LINEAR))
+    path = tmp_path / "model.source.json"
+    source.write(path)
+    request = TrialRequest(
+        model_reference=str(path), from_config=True, plan=plan_of(model=source.model_hash), global_batch=2, seconds=0.1,
+        limit_seconds=300,
+    )  # fmt: skip
+    with trial_server() as server:
+        result = server.run(request)
+    assert result.failure is None and result.peak_bytes
+    profile = profile_model(source, sequence_length=64, variants=(Variant("fp32", "sdpa", False),))
+    assert profile.parameters.trainable == sum(p.numel() for p in llama(ALL_LINEAR).parameters() if p.requires_grad)
