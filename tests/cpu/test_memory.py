@@ -36,7 +36,11 @@ from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, find_model
 from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.memory import predict_memory
+from upshift.planning.cost.optimizer import state_bytes
 from upshift.planning.plan import Plan
+from upshift.training.arguments import Arguments
+from upshift.training.optimizers.build import build_optimizer
+from upshift.training.optimizers.in_backward import update_in_backward
 
 SEQUENCE = 128
 SMALL = {"hidden_size": 128, "num_attention_heads": 4, "vocab_size": 500}
@@ -73,7 +77,9 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int)
     model = complete_model(build_model(config, model_class, dtype=dtype), source)
     set_attention(base_of(model), plan.attention)
     recompute_layers(model, plan.activation_checkpointing)
-    optimizer = torch.optim.AdamW([parameter for parameter in model.parameters() if parameter.requires_grad], fused=True)
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=10))
+    if plan.optimizer_in_backward:
+        update_in_backward(optimizer)
     inputs = sample_inputs(base_of(model), objective, batch=batch, sequence=sequence, masked=False)
 
     head = chunked_head(model, chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else nullcontext()
@@ -171,6 +177,74 @@ def test_chunked_loss_is_predicted(name, precision, tmp_path):
         assert predicted == pytest.approx(measured_peak(source, plan, batch=batch, sequence=sequence), rel=0.02)
         for more in (plain, plain.changed(loss_chunk_tokens=2 * LOSS_CHUNK_TOKENS), plan.changed(device="cuda")):
             assert predicted < predict_memory(profile, trace, more).peak
+
+
+OPTIMIZED: dict[str, dict[str, str | bool]] = {
+    "foreach": {"optim": "adamw_torch"},
+    "adafactor": {"optim": "adafactor"},
+    "8bit": {"optim": "adamw_torch_8bit"},
+    "4bit": {"optim": "adamw_torch_4bit"},
+    "muon": {"optim": "muon"},
+    "sgd": {"optim": "sgd"},
+    "sgd with momentum": {"optim": "sgd", "optim_args": "momentum=0.9"},
+    "adagrad": {"optim": "adagrad"},
+    "rmsprop": {"optim": "rmsprop", "optim_args": "momentum=0.9,centered=true"},
+    "bf16-weights": {"precision": "bf16-weights"},
+    "in backward": {"optimizer_in_backward": True},
+    "in backward, bf16": {"optimizer_in_backward": True, "precision": "bf16"},
+    "in backward, muon": {"optimizer_in_backward": True, "optim": "muon"},
+    "in backward, bf16-weights": {"optimizer_in_backward": True, "precision": "bf16-weights"},
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZED)
+def test_every_optimizer_is_predicted(name, tmp_path):
+    """Where the activations are highest, and where little but weights, gradients and state is held."""
+    choices = OPTIMIZED[name]
+    if "bit" in name:
+        pytest.importorskip("torchao")
+        torch.compiler.set_stance("force_eager")  # compiled, it allocates other temporaries: only the state is compared
+    source = source_of(CONFIGS["llama"], tmp_path)
+    traced = {"bf16": "bf16", "bf16-weights": "bf16-pure"}.get(str(choices.get("precision")), "fp32")
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant(traced, "sdpa", False),))  # type: ignore[arg-type]
+    errors = {}
+    for batch, sequence, recomputed in ((2, SEQUENCE, 0), (1, 64, 0), (1, 64, profile.num_layers)):
+        plan = plan_for(profile, "fp32", recomputed, batch=batch, sequence=sequence).changed(**choices)
+        predicted = predict_memory(profile, profile.steps[0], plan)
+        if "bit" in name and predicted.peak_phase == "optimizer":
+            continue
+        errors[batch, sequence, recomputed] = predicted.peak / measured_peak(source, plan, batch=batch, sequence=sequence) - 1
+    torch.compiler.set_stance("default")
+    print(name, {key: f"{error:+.2%}" for key, error in errors.items()})
+    assert errors and max(map(abs, errors.values())) < 0.02, errors
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2", "gpt2", "bert", "t5"])
+@pytest.mark.parametrize("optim", ["adamw_torch_8bit", "adamw_torch_4bit", "muon", "adafactor"])
+def test_state_of_optimizers_is_predicted(name, optim, tmp_path):
+    if "bit" in optim:
+        pytest.importorskip("torchao")
+        torch.compiler.set_stance("force_eager")
+    source = source_of(CONFIGS[name], tmp_path)
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
+    plan = plan_for(profile, "fp32", 0, batch=1, sequence=8).changed(optim=optim)
+    config = read_config(source)
+    model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=10))
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizer.step()
+    torch.compiler.set_stance("default")
+    assert state_bytes(profile, plan) == pytest.approx(tensor_bytes(optimizer), rel=0.01)
+
+
+def test_updates_in_the_backward_pass_save_the_gradients(tmp_path):
+    source = source_of(CONFIGS["llama"], tmp_path)
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False),))
+    plan = plan_for(profile, "fp32", profile.num_layers, batch=1, sequence=32)
+    plain, moved = (measured_peak(source, p, batch=1, sequence=32) for p in (plan, plan.changed(optimizer_in_backward=True)))
+    gradients, largest = 4 * profile.parameters.total, 4 * profile.parameters.largest
+    assert gradients - 2 * largest < plain - moved < gradients
 
 
 def test_block_attention_is_no_choice_where_the_model_needs_more_of_it(tmp_path):

@@ -34,6 +34,7 @@ from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.record import Numbers, Record
 from upshift.settings import read_settings
+from upshift.training import step as step_module
 from upshift.training.arguments import Arguments
 from upshift.training.autopsy import Autopsy
 from upshift.training.batches.layout import Layout
@@ -394,6 +395,62 @@ def test_out_of_memory_at_step_3_changes_the_micro_batch_and_nothing_else(
     assert autopsy.words == "simulated" and autopsy.shape == tuple(told.largest) and autopsy.verdict == told.verdict
     assert {part.part for part in autopsy.parts} >= {"weights", "gradients", "optimizer"}
     assert difference(plain, record) < 1e-5
+
+
+WHOLE = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "optim": "adamw_torch_fused"}
+
+
+def test_optimizer_in_backward_trains_alike_and_is_resumed(
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path
+) -> None:
+    data, plan = prepared("gpt2"), a_plan(**WHOLE, optimizer_in_backward=True)
+    common: dict[str, Any] = {"model": "gpt2", "max_steps": 6, "max_grad_norm": 0.0}
+    plain = run_job(a_job(home, tmp_path / "plain", plan=a_plan(**WHOLE), **common), data)
+    moved = run_job(a_job(home, tmp_path / "moved", plan=plan, **common), data)
+    assert curve(moved) == curve(plain) and difference(moved, plain) == 0
+    job = a_job(home, tmp_path / "stopped", plan=plan, **common)
+    with pytest.raises(Interrupted):
+        run_job(job, data, on_event=Stop(3))
+    assert curve(run_job(job.changed(resume=True), data)) == curve(plain)
+
+
+def test_optimizer_in_backward_goes_back_on_nothing(
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Out of memory when some weights have moved is no smaller micro-batch but the end; a NaN stops before any has."""
+    events: list[Event] = []
+    plan = a_plan(**WHOLE, optimizer_in_backward=True)
+    accumulate, loss_of = Stepper.accumulate, step_module.loss_of
+
+    def refuse(stepper: Stepper, *given: Any) -> torch.Tensor:
+        accumulate(stepper, *given)
+        raise torch.OutOfMemoryError("simulated")
+
+    with monkeypatch.context() as patch, pytest.raises(JobFailed, match="out of memory"):
+        patch.setattr(Stepper, "accumulate", refuse)
+        run_job(a_job(home, tmp_path / "one", plan=plan, max_grad_norm=0.0), prepared("llama"), on_event=events.append)
+    assert not any(isinstance(event, OutOfMemory) for event in events)
+    models: list[Any] = []
+
+    def nan(model: Any, *given: Any) -> torch.Tensor:
+        models.append((model, {name: p.detach().clone() for name, p in model.named_parameters()}))
+        return loss_of(model, *given) * float("nan")
+
+    monkeypatch.setattr(step_module, "loss_of", nan)
+    with pytest.raises(JobFailed, match="step 1: the loss became NaN"):
+        run_job(a_job(home, tmp_path / "two", plan=plan, max_grad_norm=0.0), prepared("llama"))
+    model, before = models[-1]
+    assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+
+
+@pytest.mark.parametrize("choices", [{"optim": "muon"}, {"precision": "bf16-weights"}], ids=str)
+def test_processes_round_and_update_alike(
+    choices: dict[str, Any], home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path
+) -> None:
+    one, two = (
+        run_job(a_job(home, tmp_path / str(n), plan=a_plan(num_processes=n, **choices)), prepared("llama")) for n in (1, 2)
+    )
+    assert difference(one, two) < (1e-3 if choices.get("optim") else 1e-2)  # Muon multiplies in bf16
 
 
 def test_what_cannot_be_halved_fails_in_words(

@@ -18,10 +18,11 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
     if plan.optimizer_in_backward:
         return _in_backward(plan, clips_gradients)
-    if plan.optim_offload and OPTIMIZERS[plan.optim].library is not None:
-        return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
-    if plan.optim_offload and plan.precision == "fp16":
-        return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
+    if plan.optim_offload:
+        if OPTIMIZERS[plan.optim].library is not None:
+            return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
+        if plan.precision == "fp16":
+            return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
     return None
 
 

@@ -47,7 +47,7 @@ OPTIMIZERS: dict[Optimizer, OptimizerFacts] = {
 ALIASES: dict[str, str] = {"adamw_8bit": "adamw_bnb_8bit"}  # transformers has two names for it
 
 _BITSANDBYTES = "of bitsandbytes only its 8-bit AdamW is planned; use adamw_bnb_8bit"
-_PAGED = "paged state is not predicted; keep the state on the host with optim_offload=true"
+_PAGED = "paged state is not predicted; use optim_offload=true to keep the state on the host"
 _LOW_RANK = "it projects the gradients of named modules, which is not planned; use adamw_torch_8bit or optimizer_in_backward=true"
 _SCHEDULE_FREE = "it replaces the learning-rate schedule and has weights of its own for evaluation; use adamw_torch_fused"
 REFUSED: dict[str, str] = {

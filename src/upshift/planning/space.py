@@ -70,7 +70,7 @@ def enumerate_plans(
     base |= {name: fixed[name] for name in (*ONLY_WHEN_ASKED, "optim_args") if name in fixed}
     cores = host.cpu.usable_cores if host.cpu else 1
     names = list(values)
-    num_legal, problem = 0, None
+    found, problem = False, None
     for combination in itertools.product(*values.values()):
         chosen: dict[str, Any] = dict(zip(names, combination, strict=True))
         per_process, rest = divmod(workload.global_batch, chosen["num_processes"])
@@ -86,11 +86,12 @@ def enumerate_plans(
                 threads_per_process=fixed.get("threads_per_process", threads),
             )
             excluded = conflict(plan, clips_gradients=workload.clips_gradients)
-            problem = problem or excluded
-            if excluded is None and ("optim" in fixed or not repeats(plan)):
-                num_legal += 1
+            if excluded is not None:
+                problem = problem or excluded
+            elif "optim" in fixed or not repeats(plan):
+                found = True
                 yield plan
-    if problem is not None and not num_legal:
+    if problem is not None and not found:
         raise RequestError(problem)
 
 

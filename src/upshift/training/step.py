@@ -102,7 +102,7 @@ class Stepper:
         loss = loss_of(self.model, self.plan, micro_batch, self._extra)
         share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
         if self.plan.optimizer_in_backward:
-            check_finite(float(share))  # afterwards the weights have moved
+            check_finite(float(share.detach()))  # afterwards the weights have moved
         self.scaler.scale(share).backward()
         return share.detach()
 

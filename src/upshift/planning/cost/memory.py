@@ -42,8 +42,12 @@ class Placed:
     parameters: int  # that one of them trains
     is_loss: bool = False
     is_layer: bool = False
-    is_recomputed: bool = False
     scratch: float = 0.0  # bytes in the forward pass that the trace does not show
+    remade: Segment | None = None  # the layer as it is when the backward pass has recomputed it
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self.remade is not None
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,8 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[
             recompute = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
             segment = traced.recomputed[index] if recompute else traced.plain[index]
-            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=recompute))
+            remade = traced.plain[index] if recompute else None
+            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, remade=remade))
     gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
     scratch = 0.0
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:
@@ -203,7 +208,10 @@ class _Backward:
             freed = [max(min(rise.one, own) - alone, 0.0) for rise in cost.rise]
             rises = [rise - gone for rise, gone in zip(rises, freed, strict=True)]
             # A layer's first update comes while its activations are there, a head's when the logits are gone.
-            rises.append((0.0 if item.is_layer else left - own) + alone + workspace)
+            held = 0.0 if item.is_layer else left - own
+            if item.remade is not None:
+                held = item.remade.forward.left.at(*at) - item.remade.forward.released.at(*at)
+            rises.append(held + alone + workspace)
             left -= own
         highest_rise = max(rises, default=0.0)
         if self.plan.activation_offload and item.is_layer:

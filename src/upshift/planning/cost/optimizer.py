@@ -35,6 +35,11 @@ def trained_shapes(profile: ModelProfile) -> tuple[ParameterShape, ...]:
     return profile.parameters.trainable_shapes
 
 
+def trained_elements(profile: ModelProfile) -> int:
+    """Of all of ``trained_shapes`` together."""
+    return profile.parameters.total
+
+
 def state_bytes(profile: ModelProfile, plan: Plan) -> float:
     """State as the optimizer allocates it, in one process; 0 where it is kept on the host."""
     if plan.optim_offload:
@@ -77,7 +82,7 @@ def _low_bit_state(elements: int, bits: int, block: int, parameter_bytes: int) -
     """Codes, fp32 scales and a table of fp32 values for each of two moments (torchao.optim)."""
     if elements < SMALL_ELEMENTS or elements % block:
         return 2.0 * elements * parameter_bytes
-    return 2.0 * (elements * bits / 8 + 4 * elements / block + 4 * 2**bits)
+    return 2.0 * (elements * bits / 8 + 4 * elements / block + 4 * (1 << bits))
 
 
 def _bitsandbytes_state(elements: int) -> float:
@@ -111,8 +116,7 @@ def _hidden_elements(profile: ModelProfile) -> float:
 
 def _muon_state_bytes(profile: ModelProfile, plan: Plan) -> float:
     """One moment of the layers' matrices, two and a step count of everything else."""
-    shapes = trained_shapes(profile)
-    total = sum(shape.count * shape.elements for shape in shapes)
+    shapes, total = trained_shapes(profile), trained_elements(profile)
     steps = STEP_BYTES * (sum(shape.count for shape in shapes) - sum(shape.count for shape in hidden_matrices(profile)))
     return steps + plan.parameter_bytes * (2.0 * total - _hidden_elements(profile))
 
@@ -126,7 +130,7 @@ def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
     if rounds_stochastically(plan):
         return float(STOCHASTIC_CHUNK_BYTES * min(largest, STOCHASTIC_CHUNK[plan.device]))
     if plan.optim == "adamw_torch":
-        return float(sum(shape.count * shape.elements for shape in shapes) * plan.parameter_bytes)
+        return float(trained_elements(profile) * plan.parameter_bytes)
     return update_workspace_bytes(profile, plan, largest)
 
 

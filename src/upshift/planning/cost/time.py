@@ -14,7 +14,14 @@ from upshift.hardware.spec import Host
 from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
 from upshift.planning.cost.memory import place_segments
-from upshift.planning.cost.optimizer import compile_seconds, trained_shapes, update_core_seconds, update_flops, update_words
+from upshift.planning.cost.optimizer import (
+    compile_seconds,
+    trained_elements,
+    trained_shapes,
+    update_core_seconds,
+    update_flops,
+    update_words,
+)
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
@@ -128,14 +135,19 @@ def micro_batch_terms(
         # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
-            products = count * cost.matmul_flops.at(batch, sequence)
-            matmul, outside = (matmul + products, outside) if item.is_layer else (matmul, outside + products)
+            if item.is_layer:
+                matmul += count * cost.matmul_flops.at(batch, sequence)
+            else:
+                outside += count * cost.matmul_flops.at(batch, sequence)
             attention += count * cost.attention_flops.at(batch, sequence)
             moved += count * cost.moved_bytes.at(batch, sequence)
-            moved += count * cost.matmul_bytes.at(batch, sequence) * FP8_CAST_SHARE * in_fp8
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)
+            if in_fp8:
+                moved += item.count * cost.matmul_bytes.at(batch, sequence) * FP8_CAST_SHARE
         left = item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
-        kept, offloaded = kept + left, offloaded + left * (plan.activation_offload and item.is_layer)
+        kept += left
+        if plan.activation_offload and item.is_layer:
+            offloaded += left
     if plan.torch_compile != "off":
         moved, kernels = moved * COMPILED_MOVED_SHARE, kernels * COMPILED_KERNEL_SHARE
     terms = {
@@ -177,19 +189,19 @@ def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: 
 
 def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host, *, clips: bool) -> float | None:
     """Of the optimizer's step; None where it runs on a host whose memory was not measured."""
-    shapes = trained_shapes(profile)
-    elements = sum(shape.count * shape.elements for shape in shapes)
-    moved, clipped = (elements * plan.parameter_bytes * words for words in (update_words(plan), CLIP_WORDS * clips))
+    elements = trained_elements(profile)
+    size = elements * plan.parameter_bytes
+    moved, clipped = size * update_words(plan), size * CLIP_WORDS * clips
     if plan.optim_offload:
         link, memory = host_link(host), host.measured.cpu.memory_bytes_per_second if host.measured else None
         if link is None or memory is None:
             return None
         # A gradient goes to the host, a weight comes back.
-        return clipped / rates.memory + 2.0 * elements * plan.parameter_bytes / link + moved / memory
+        return clipped / rates.memory + 2.0 * size / link + moved / memory
     seconds = (moved + clipped) / rates.memory + update_flops(profile, plan) / rates.matrix
     seconds += elements * update_core_seconds(plan) / plan.threads_per_process
     if plan.optimizer_in_backward and plan.device == "cpu":
-        num_tensors = sum(shape.count for shape in shapes)
+        num_tensors = sum(shape.count for shape in trained_shapes(profile))
         seconds += num_tensors * UPDATE_IN_BACKWARD_DISPATCHES * rates.dispatch / DISPATCHES_PER_KERNEL
     return seconds
 
