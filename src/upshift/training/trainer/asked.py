@@ -8,12 +8,13 @@ from upshift.errors import RequestError
 from upshift.planning.plan import Optimizer
 from upshift.training.trainer.fields import was_set
 
+NOT_IN_TRAINER = ("optimizer_in_backward", "optim_offload", "activation_offload")  # `upshift train` has them
 OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
 
 
 def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
     """``field=value`` for the planner. ``optimizer_given``: an optimizer or its class came through Trainer's arguments."""
-    fixed = {"num_processes": "1"}
+    fixed = {"num_processes": "1", **dict.fromkeys(NOT_IN_TRAINER, "False")}
     if arguments.bf16 or arguments.fp16:
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
@@ -28,6 +29,13 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
         name = optimizer_name(arguments)
         fixed["optim"] = name if name in get_args(Optimizer) and not optimizer_given else "adamw_torch"
     return tuple(f"{name}={value}" for name, value in fixed.items())
+
+
+def check_fixed(fixed: tuple[str, ...]) -> None:
+    """Raises RequestError for a field that only `upshift train` executes."""
+    for assignment in fixed:
+        if assignment.partition("=")[0] in (*NOT_IN_TRAINER, "num_processes"):
+            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer (one process, its own update); use `upshift train`")
 
 
 def optimizer_name(arguments: Any) -> str:

@@ -19,15 +19,20 @@ from upshift.errors import JobFailed
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.recompute import recompute_layers
+from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.plan import Plan
+from upshift.training.arguments import Arguments
 from upshift.training.autopsy import Scene, as_lines, examine, read_scene
 from upshift.training.batches.objective import IGNORED
+from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import limited_memory
+from upshift.training.optimizers.build import build_optimizer
 from upshift.training.out_of_memory import Halving
 from upshift.training.prepare import autocast, compile_layers, computing, set_process
 from upshift.training.trainer.asked import (
     OWN_LOOP_OPTIMIZERS,
     check_devices,
+    check_fixed,
     optimizer_name,
     recomputes,
 )
@@ -39,6 +44,7 @@ from upshift.training.trainer.separable import Split
 from upshift.training.trainer.step import BatchStep, Shape, halve_part
 
 TRIAL_SECONDS = 60.0
+SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
 
 
 class PlannedTraining(Choosing):
@@ -57,6 +63,7 @@ class PlannedTraining(Choosing):
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
         check_devices(self.args)
+        check_fixed(tuple(fixed))
         self._given_plan, self._fixed, self._allow, self._trial_seconds = plan, tuple(fixed), tuple(allow), trial_seconds
         self.choice: Choice | None = None
         self._batch_step: BatchStep | None = None
@@ -120,7 +127,7 @@ class PlannedTraining(Choosing):
         optim, workers = self.args.optim, self.args.dataloader_num_workers
         set_process(plan)
         self._prepare_model(plan)
-        if not was_set(self.args, "optim") and self.optimizer is None:
+        if not was_set(self.args, "optim") and plan.optim in {*type(optim)}:
             self.args.optim = type(optim)(plan.optim)
         if not was_set(self.args, "dataloader_num_workers"):
             self.args.dataloader_num_workers = self.choice.num_workers
@@ -131,8 +138,21 @@ class PlannedTraining(Choosing):
             torch.set_float32_matmul_precision(products)
             self.args.optim, self.args.dataloader_num_workers = optim, workers
 
+    def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
+        """As transformers.Trainer.create_optimizer; by our own hand where the plan has one that transformers has not."""
+        plan = self.choice.plan if self.choice is not None else None
+        named = {*type(self.args.optim)}
+        if self.optimizer is None and plan is not None and (plan.optim not in named or rounds_stochastically(plan)):
+            kept = {name: getattr(self.args, name) for name in SHARED_ARGUMENTS}
+            self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept))
+        return super().create_optimizer(model) if self.optimizer is None else self.optimizer  # type: ignore[no-any-return]
+
     def _prepare_model(self, plan: Plan) -> None:
         base = base_of(self.model)
+        if plan.precision == "bf16-weights":
+            self.model.to(torch.bfloat16)  # what allow=("bf16-weights",) allows
+        if plan.precision == "fp8":
+            convert_to_fp8(self.model, emulate=plan.device != "cuda")
         if plan.attention != base.config._attn_implementation:
             set_attention(base, plan.attention)
         if not recomputes(self.args):
