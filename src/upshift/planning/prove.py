@@ -15,7 +15,7 @@ from upshift.planning.rank import COST_KEY, Candidate, cost_plan
 from upshift.planning.trial import TrialResult
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Spread
-from upshift.units import gib
+from upshift.units import format_bytes, gib
 
 LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
 # How much two plans that differ in a field may differ in speed: a correction learned on one is trusted less on the other.
@@ -97,10 +97,12 @@ def prove(
     run: Callable[[Plan, float], TrialResult],
     budget_seconds: float,
     on_trial: Callable[[Tried], None] = lambda tried: None,
+    limit_bytes: float | None = None,
 ) -> Proof:
     """Try the plain default, then what looks best after each correction, until the budget is spent.
 
-    ``run(plan, limit_seconds)`` measures one plan. Raises JobFailed when nothing runs, the default included.
+    ``run(plan, limit_seconds)`` measures one plan. ``limit_bytes``: what the chosen one may hold, where that is less than is
+    free. Raises JobFailed when nothing runs, the default included.
     """
     deadline = time.monotonic() + budget_seconds
     tried: list[Tried] = []
@@ -126,9 +128,10 @@ def prove(
     for entry in _rivals(tried, workload):
         if deadline - time.monotonic() > 0.5 * entry.best.wall_seconds:
             look(entry.candidate)
-    working = [entry for entry in tried if entry.ok]
+    working = [entry for entry in tried if entry.ok and not (limit_bytes and (entry.best.resident_bytes or 0) > limit_bytes)]
     if not working:
-        raise JobFailed(f"no plan ran; the plain default failed with: {tried[0].failure}")
+        reason = tried[0].failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
+        raise JobFailed(f"no plan ran; the plain default failed: {reason}")
     return Proof(default=tried[0], tried=tried, chosen=max(working, key=lambda t: t.whole_run_speed(workload)))
 
 

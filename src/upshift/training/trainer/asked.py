@@ -35,7 +35,7 @@ def check_fixed(fixed: tuple[str, ...]) -> None:
     """Raises RequestError for a field that only `upshift train` executes."""
     for assignment in fixed:
         if assignment.partition("=")[0] in (*NOT_IN_TRAINER, "num_processes"):
-            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer (one process, its own update); use `upshift train`")
+            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer (one process, its own update)")
 
 
 def optimizer_name(arguments: Any) -> str:

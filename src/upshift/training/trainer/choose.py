@@ -17,6 +17,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.live import source_of
 from upshift.models.source import ModelSource
+from upshift.planning.cost.resident import USABLE_SHARE
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.proof_store import forget_plan, proof_path, recall_proof, store_proof
@@ -30,6 +31,7 @@ from upshift.training.batches.collated import CollatedRows
 from upshift.training.batches.stored_rows import StoredRows, write_rows
 from upshift.training.trainer.sample import Sample, histogram
 from upshift.training.trainer.separable import Split
+from upshift.units import GIB
 
 TRIAL_SHARE = 0.05  # of the run's predicted time may go into trials
 MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
@@ -55,6 +57,7 @@ class Request:
     allow: tuple[str, ...]
     trial_seconds: float
     device: str
+    memory_limit_gib: float | None  # that the process, or the device, may hold; None: what is free
 
 
 @dataclass(frozen=True)
@@ -122,16 +125,28 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
         allow=allow,
     )
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
-    planning = plan_training(source, find_host(None), workload, fixed=tuple(dict.fromkeys(fixed)))
+    host = limited(find_host(None), request.memory_limit_gib)
+    planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     seconds = _trial_seconds(planning, request)
     proof = _prove(source, planning, request, fixed, seconds, on_trial) if seconds else None
     candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
-    path = proof_path(planning, fixed=fixed, from_config=True) if proof else None
+    path = _proof_path(planning, request, fixed) if proof else None
     drawing = request.sample.seconds_per_batch * request.accumulation
     cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
     workers, why = count_workers(drawing, candidate.time.total, device=request.device, cores=cores)
     plan = Plan.model_validate(candidate.plan.model_dump())
     return Choice(plan, "", planning, candidate, proof, path, workers, why)
+
+
+def limited(host: Host, memory_limit_gib: float | None) -> Host:
+    """The host as if no more memory were free."""
+    if memory_limit_gib is None:
+        return host
+    name = "gpu" if host.gpu else "cpu"
+    device = getattr(host, name)
+    free = memory_limit_gib * GIB / USABLE_SHARE
+    known = device.free_memory_bytes
+    return host.changed(**{name: device.changed(free_memory_bytes=int(min(free, known) if known else free))})
 
 
 def _trial_seconds(planning: Planning, request: Request) -> float:
@@ -148,7 +163,7 @@ def _prove(
     seconds: float,
     on_trial: Callable[[Tried], None],
 ) -> Proof:
-    path = proof_path(planning, fixed=fixed, from_config=True)
+    path = _proof_path(planning, request, fixed)
     known = recall_proof(path, planning)
     if known is not None:
         return known
@@ -175,10 +190,16 @@ def _prove(
         proof = prove(
             planning.ranking.candidates, planning.default,
             workload=planning.workload, run=run, budget_seconds=seconds, on_trial=on_trial,
+            limit_bytes=request.memory_limit_gib * GIB if request.memory_limit_gib else None,
         )  # fmt: skip
     if time.monotonic() - start <= 2 * seconds:  # else something kept the machine busy
         store_proof(path, proof)
     return proof
+
+
+def _proof_path(planning: Planning, request: Request, fixed: tuple[str, ...]) -> Path:
+    limit = () if request.memory_limit_gib is None else (f"memory_limit_gib={request.memory_limit_gib:g}",)
+    return proof_path(planning, fixed=(*fixed, *limit), from_config=True)
 
 
 def _stored(request: Request) -> StoredRows:

@@ -34,10 +34,11 @@ class Choosing:
     _fixed: tuple[str, ...]
     _allow: tuple[str, ...]
     _trial_seconds: float
+    _memory_limit_gib: float | None
 
     def _choose(self) -> tuple[Choice, Split]:
         """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits."""
-        demanded = bool(self._fixed or self._allow)
+        demanded = bool(self._fixed or self._allow or self._memory_limit_gib)
         host = detect(visible_devices=read_settings().cuda_visible_devices)
         device, batch = torch.device(self.args.device).type, self._train_batch_size
         accumulation = self.args.gradient_accumulation_steps
@@ -63,7 +64,7 @@ class Choosing:
         request = Request(
             model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation,
             accumulation=accumulation, total_steps=steps, fixed=self._fixed_fields(), device=device,
-            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))), trial_seconds=self._trial_seconds,
+            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))), trial_seconds=self._trial_seconds, memory_limit_gib=self._memory_limit_gib,
         )  # fmt: skip
         try:
             return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split

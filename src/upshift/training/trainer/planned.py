@@ -49,7 +49,8 @@ SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
 
 class PlannedTraining(Choosing):
     """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the
-    plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans; 0: none are tried."""
+    plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans; 0: none are tried.
+    ``memory_limit_gib``: what the process (on a GPU: the device) may hold; None: all that is free."""
 
     def __init__(
         self,
@@ -58,6 +59,7 @@ class PlannedTraining(Choosing):
         fixed: Sequence[str] = (),
         allow: Sequence[str] = (),
         trial_seconds: float = TRIAL_SECONDS,
+        memory_limit_gib: float | None = None,
         **named: Any,
     ) -> None:
         super().__init__(*arguments, **named)
@@ -65,6 +67,7 @@ class PlannedTraining(Choosing):
         check_devices(self.args)
         check_fixed(tuple(fixed))
         self._given_plan, self._fixed, self._allow, self._trial_seconds = plan, tuple(fixed), tuple(allow), trial_seconds
+        self._memory_limit_gib = memory_limit_gib
         self.choice: Choice | None = None
         self._batch_step: BatchStep | None = None
         self._waiting: list[Any] = []

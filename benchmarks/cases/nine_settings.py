@@ -1,0 +1,161 @@
+"""The nine settings of transformers' single-GPU guide, and the plans that Upshift picks itself: speed against memory.
+
+    python benchmarks/cases/nine_settings.py [--quick] [--rounds 2]
+
+The guide (perf_train_gpu_one; bert-large, 512 random sequences of 512 tokens, batch 4) lets its reader try batch size 1 with
+accumulation, checkpointing, fp16, Adafactor and 8-bit Adam one after the other. Here each runs through upshift.Trainer as a
+plan of its own (bf16 for fp16, which CPUs have), on a smaller BERT; then Upshift's own picks: the fastest plan, and the
+fastest that it predicts to need no more memory than the leanest of the nine. All have the same global batch of 4 sequences.
+Memory is the highest that the process held while training, above what it held with the libraries imported.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.harness import format_table, interleave, run_fresh
+from upshift.planning.planner import find_host
+from upshift.record import Numbers, Spread
+
+ROOT = Path(__file__).parents[1]
+BATCH, WARMUP = 4, 2
+FULL = {"vocab_size": 16384, "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072}
+QUICK = {"vocab_size": 512, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 128}
+SMALL_BATCH = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": BATCH}
+LEAN = {**SMALL_BATCH, "activation_checkpointing": -1, "precision": "bf16"}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "vanilla": {},
+    "bs 1, gas 4": SMALL_BATCH,
+    "bs 1, gas 4, ckpt": {**SMALL_BATCH, "activation_checkpointing": -1},
+    "half": {"precision": "bf16"},
+    "bs 1, gas 4, ckpt, half": LEAN,
+    "Adafactor": {"optim": "adafactor"},
+    "bs 1, gas 4, ckpt, half, Adafactor": {**LEAN, "optim": "adafactor"},
+    "8-bit Adam": {"optim": "adamw_torch_8bit"},
+    "bs 1, gas 4, ckpt, half, 8-bit Adam": {**LEAN, "optim": "adamw_torch_8bit"},
+}
+FASTEST, LEANEST = "Upshift's pick", "Upshift's pick within the leanest's memory"
+PLANNED_STEPS = 1000
+ALLOW = ("adafactor", "8bit-optimizer")  # as the nine use
+
+
+def run_setting(request: dict[str, Any]) -> dict[str, Any]:
+    """In a fresh process: one setting through upshift.Trainer."""
+    import torch
+    import transformers
+
+    import upshift
+    from upshift.benchmarking.meters import reset_resident_peak, resident_bytes, resident_peak_bytes
+    from upshift.hardware import detect
+    from upshift.training.trainer.choose import plain_plan
+
+    length = request["length"]
+    torch.manual_seed(0)
+    base = resident_bytes()
+    config = transformers.BertConfig(**request["config"], max_position_embeddings=length, hidden_dropout_prob=0.0,
+                                     attention_probs_dropout_prob=0.0)  # fmt: skip
+    model = transformers.BertForSequenceClassification(config)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(5, config.vocab_size, (64, length), generator=generator)
+    data = [{"input_ids": row, "labels": number % 2} for number, row in enumerate(ids)]
+    plan = None
+    if request["setting"] is not None:
+        chosen = dict(request["setting"])
+        if chosen.get("activation_checkpointing"):
+            chosen["activation_checkpointing"] = config.num_hidden_layers
+        plan = plain_plan(detect(), device="cpu", batch=BATCH, accumulation=1, sequence_length=length).changed(**chosen)
+    ends: list[float] = []
+
+    class Clock(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, **__: Any) -> None:
+            reset_resident_peak()
+
+        def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            ends.append(time.perf_counter())
+            control.should_training_stop = len(ends) >= request["steps"]
+
+    with tempfile.TemporaryDirectory() as output:
+        arguments = transformers.TrainingArguments(
+            output, max_steps=PLANNED_STEPS, per_device_train_batch_size=BATCH, report_to="none", save_strategy="no",
+            use_cpu=True, disable_tqdm=True, logging_steps=1,
+        )  # fmt: skip
+        trainer = upshift.Trainer(
+            model=model, args=arguments, train_dataset=data, callbacks=[Clock()], plan=plan, allow=ALLOW if plan is None else (),
+            memory_limit_gib=request["memory_limit"],
+        )  # fmt: skip
+        trainer.train()
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    seconds = [after - before for before, after in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False)]
+    return {
+        "label": trainer.choice.plan.label(), "plan": trainer.choice.plan.model_dump(), "seconds": seconds, "losses": losses,
+        "samples_per_second": BATCH / statistics.median(seconds), "held_gib": (resident_peak_bytes() - base) / 2**30,
+        "base_gib": base / 2**30,
+    }  # fmt: skip
+
+
+def run_one(request: dict[str, Any], folder: Path) -> dict[str, Any]:
+    path = folder / "request.json"
+    path.write_text(json.dumps(request))
+    return run_fresh(
+        [sys.executable, __file__, "--request", str(path)], timeout_seconds=1800.0,
+        env={**os.environ, "UPSHIFT_CACHE_DIR": str(folder / "cache")},
+    )  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--rounds", type=int, help="default 2; 1 with --quick")
+    parser.add_argument("--steps", type=int, help="of each run; default 8, 4 with --quick")
+    options = parser.parse_args(arguments)
+    rounds = options.rounds or (1 if options.quick else 2)
+    common = {
+        "config": QUICK if options.quick else FULL, "length": 64 if options.quick else 512,
+        "steps": options.steps or (4 if options.quick else 8), "memory_limit": None,
+    }  # fmt: skip
+    case = Case("nine_settings", options.results, find_host(None), options.quick, {"seed": 0, **common})
+
+    def keep(number: int, name: str, answer: dict[str, Any]) -> None:
+        tell(f"round {number + 1} {name}: {answer['samples_per_second']:.2f} samples/s, {answer['held_gib']:.2f} GiB")
+        step_ms = Spread.of([1000 * value for value in answer["seconds"]], num_warmup=WARMUP)
+        measured = Numbers(step_ms=step_ms, resident_gib=answer["held_gib"] + answer["base_gib"])
+        case.add(name, plan=answer["plan"], measured=measured, details={"round": number} | answer)
+
+    with tempfile.TemporaryDirectory(prefix="upshift-nine-") as name:
+        folder = Path(name)
+        requests = {setting: common | {"setting": fields} for setting, fields in SETTINGS.items()}
+        runs = {setting: partial(run_one, request, folder) for setting, request in requests.items()}
+        results = interleave(runs, rounds=rounds, on_result=keep)
+        leanest = min(statistics.median(a["held_gib"] + a["base_gib"] for a in answers) for answers in results.values())
+        picks = {FASTEST: common | {"setting": None}, LEANEST: common | {"setting": None, "memory_limit": leanest}}
+        for request in picks.values():
+            run_one(request, folder)  # its trials, which the rounds recall
+        own = {pick: partial(run_one, request, folder) for pick, request in picks.items()}
+        results |= interleave({"vanilla again": runs["vanilla"], **own}, rounds=rounds, on_result=keep)
+    rows = {
+        setting: {key: statistics.median(answer[key] for answer in answers) for key in ("samples_per_second", "held_gib")}
+        for setting, answers in results.items()
+    }
+    case.add("summary", plan={}, measured=None, details={"rows": rows, "rounds": rounds})
+    shown = [
+        [setting, f"{row['samples_per_second']:.2f}", f"{row['held_gib']:.2f}", results[setting][0]["label"]]
+        for setting, row in rows.items()
+    ]
+    print(format_table(("setting", "samples/s", "GiB held", "plan"), shown))
+    print(json.dumps({"case": "nine_settings", "rows": rows}))
+    return 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["--request"]:
+        print(json.dumps(run_setting(json.loads(Path(sys.argv[2]).read_bytes()))))
+        sys.exit(0)
+    sys.exit(main())
