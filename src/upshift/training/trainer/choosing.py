@@ -64,7 +64,8 @@ class Choosing:
         request = Request(
             model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation,
             accumulation=accumulation, total_steps=steps, fixed=self._fixed_fields(), device=device,
-            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))), trial_seconds=self._trial_seconds, memory_limit_gib=self._memory_limit_gib,
+            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))), trial_seconds=self._trial_seconds,
+            memory_limit_gib=self._memory_limit_gib,
         )  # fmt: skip
         try:
             return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split
@@ -75,7 +76,7 @@ class Choosing:
 
     def _without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
         if demanded:
-            raise RequestError(f"no plan can be made here ({reason}); leave out fixed={self._fixed} and allow={self._allow}")
+            raise RequestError(f"no plan can be made here ({reason}); leave out fixed, allow and memory_limit_gib")
         return Choice(plain, reason)
 
     def _rows(self, sample: Sample, num_batches: int) -> CollatedRows:
