@@ -66,12 +66,8 @@ def test_attention(
     assert len(check_rows(tmp_path / "attention.jsonl")) == 4
 
 
-def test_head(
-    case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    module = case("head")
-    monkeypatch.setattr(module, "keep_freed_memory", lambda: None)  # it would hold for every test after this one
-    plain, masked = run(module, tmp_path, capsys, "--rounds", "3")["shapes"]
+def test_head(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    plain, masked = run(case("head"), tmp_path, capsys, "--rounds", "3")["shapes"]
     assert plain["relative_difference"] < 1e-5 and masked["relative_difference"] < 1e-2
     assert masked["chunked_over_plain_memory"]["with"] < plain["chunked_over_plain_memory"]["with"] < 0.5
     assert len(check_rows(tmp_path / "head.jsonl")) == 4
