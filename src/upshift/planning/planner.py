@@ -159,7 +159,7 @@ def _refuse(ranking: Ranking, host: Host) -> None:
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
         f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use a shorter --sequence-length, "
-        "--allow bf16-weights,8bit-optimizer, --max-grad-norm 0 (then updates fit into the backward pass), or a larger device"
+        "--allow bf16-weights,8bit-optimizer, --max-grad-norm 0 (updates in the backward pass), or a larger device"
     )
 
 

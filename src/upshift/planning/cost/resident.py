@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from upshift.hardware.spec import Host
 from upshift.planning.cost.memory import StepMemory
+from upshift.planning.optimizers import OPTIMIZERS
 from upshift.planning.plan import Plan
 from upshift.units import GIB, MIB
 
@@ -38,7 +39,9 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
         + LOSS_SHARE * loss * _heap_share(loss, plan)
         + RECOMPUTED_SHARE * memory.recomputed
     )
-    return base + FIRST_STEP_BYTES + COMPILED_BYTES[plan.torch_compile] + memory.peak + holes
+    # An optimizer that compiles its update brings the same compiler into the process.
+    compiled = "layer" if OPTIMIZERS[plan.optim].library == "torchao" else plan.torch_compile
+    return base + FIRST_STEP_BYTES + COMPILED_BYTES[compiled] + memory.peak + holes
 
 
 def _heap_share(loss: float, plan: Plan) -> float:
