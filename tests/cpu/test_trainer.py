@@ -123,7 +123,8 @@ def summarization() -> Task:
         vocab_size=128, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4, decoder_start_token_id=0, pad_token_id=0
     )
     data = [{"input_ids": ids, "labels": ids[: len(ids) // 2]} for ids in sentences(64)]
-    return Task(build(config, "AutoModelForSeq2SeqLM"), data, DataCollatorForSeq2Seq(Tokens()), trainer="Seq2SeqTrainer")
+    model = build(config, "AutoModelForSeq2SeqLM")
+    return Task(model, data, DataCollatorForSeq2Seq(Tokens(), model=model()), trainer="Seq2SeqTrainer")
 
 
 def image_classification() -> Task:

@@ -16,7 +16,10 @@ ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "upshift"
 
-PUBLIC_NAMES = ["Host", "ModelProfile", "Plan", "Record", "Workload", "describe", "detect", "inspect", "plan", "train"]
+PUBLIC_NAMES = [
+    "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "describe", "detect", "inspect", "plan",
+    "train",
+]  # fmt: skip
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (

@@ -83,10 +83,11 @@ def _config_of(base: PreTrainedModel) -> dict[str, Any]:
         raise RequestError(f"the config class {type(base.config).__name__} is not transformers' own for {model_type!r}")
     config = _plain(base.config.to_dict(), f"the config of {type(base).__name__}")
     again = _plain(known[model_type].from_dict(dict(config)).to_dict(), "its copy")
-    changed = sorted(key for key in config.keys() | again.keys() if config.get(key) != again.get(key))
+    # Trainer sets use_cache on any config; training never keeps a cache.
+    changed = sorted(key for key in (config.keys() | again.keys()) - {"use_cache"} if config.get(key) != again.get(key))
     if changed:
         raise RequestError(f"the config of {type(base).__name__} reads back with another {', '.join(changed)}")
-    return config | {"architectures": [type(base).__name__]}
+    return {key: value for key, value in config.items() if key != "use_cache"} | {"architectures": [type(base).__name__]}
 
 
 def _plain(document: dict[str, Any], what: str) -> dict[str, Any]:

@@ -38,7 +38,13 @@ def trained_shapes(profile: ModelProfile) -> tuple[ParameterShape, ...]:
 
 def trained_elements(profile: ModelProfile) -> int:
     """Of all of ``trained_shapes`` together."""
-    return profile.parameters.total
+    return profile.parameters.trainable
+
+
+def element_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """Of a trained parameter: adapters stay fp32 beside bf16 weights."""
+    parameters = profile.parameters
+    return parameters.gradient_bytes(plan.parameter_bytes) / max(parameters.trainable, 1)
 
 
 def state_bytes(profile: ModelProfile, plan: Plan) -> float:
@@ -48,13 +54,12 @@ def state_bytes(profile: ModelProfile, plan: Plan) -> float:
     optim = ALIASES.get(plan.optim, plan.optim)
     if optim == "muon":
         return _muon_state_bytes(profile, plan)
-    of_shape = _state_of(optim, plan)
+    of_shape = _state_of(optim, plan, element_bytes(profile, plan))
     return sum(float(shape.count * of_shape(shape)) for shape in trained_shapes(profile))
 
 
-def _state_of(optim: str, plan: Plan) -> Callable[[ParameterShape], float]:
-    """Bytes of one parameter's state."""
-    size = plan.parameter_bytes
+def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape], float]:
+    """Bytes of one parameter's state; ``size``: of one of its elements."""
     options = read_optim_args(plan.optim, plan.optim_args)
     if optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
         bits, block = (8 if optim == "adamw_torch_8bit" else 4), int(options.get("block_size", LOW_BIT_BLOCK))
@@ -79,7 +84,7 @@ def rounds_stochastically(plan: Plan) -> bool:
     return plan.precision == "bf16-weights" and OPTIMIZERS[plan.optim].library is None
 
 
-def _low_bit_state(elements: int, bits: int, block: int, parameter_bytes: int) -> float:
+def _low_bit_state(elements: int, bits: int, block: int, parameter_bytes: float) -> float:
     """Codes, fp32 scales and a table of fp32 values for each of two moments (torchao.optim)."""
     if elements < SMALL_ELEMENTS or elements % block:
         return 2.0 * elements * parameter_bytes
@@ -119,7 +124,7 @@ def _muon_state_bytes(profile: ModelProfile, plan: Plan) -> float:
     """One moment of the layers' matrices, two and a step count of everything else."""
     shapes, total = trained_shapes(profile), trained_elements(profile)
     steps = STEP_BYTES * (sum(shape.count for shape in shapes) - sum(shape.count for shape in hidden_matrices(profile)))
-    return steps + plan.parameter_bytes * (2.0 * total - _hidden_elements(profile))
+    return steps + element_bytes(profile, plan) * (2.0 * total - _hidden_elements(profile))
 
 
 def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
@@ -131,13 +136,13 @@ def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
     if rounds_stochastically(plan):
         return float(STOCHASTIC_CHUNK_BYTES * min(largest, STOCHASTIC_CHUNK[plan.device]))
     if plan.optim == "adamw_torch":
-        return float(trained_elements(profile) * plan.parameter_bytes)
+        return trained_elements(profile) * element_bytes(profile, plan)
     return update_workspace_bytes(profile, plan, largest)
 
 
 def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> float:
     """Temporaries of the update of one parameter of ``elements``."""
-    size = plan.parameter_bytes
+    size = element_bytes(profile, plan)
     if rounds_stochastically(plan):
         return float(STOCHASTIC_CHUNK_BYTES * min(elements, STOCHASTIC_CHUNK[plan.device]))
     if plan.optim == "muon":

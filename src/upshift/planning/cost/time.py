@@ -190,7 +190,7 @@ def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: 
 def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host, *, clips: bool) -> float | None:
     """Of the optimizer's step; None where it runs on a host whose memory was not measured."""
     elements = trained_elements(profile)
-    size = elements * plan.parameter_bytes
+    size = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
     moved, clipped = size * update_words(plan), size * CLIP_WORDS * clips
     if plan.optim_offload:
         link, memory = host_link(host), host.measured.cpu.memory_bytes_per_second if host.measured else None
