@@ -40,7 +40,7 @@ LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
 CLIP_WORDS = 2.0  # norm reads, scaling writes
-UPDATE_IN_BACKWARD_DISPATCHES = 60.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
+UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
 # What torchao does to each operand of a matrix product in bf16 before it: read it for its scale, read it again, write fp8.
 # Counted from its source, never measured here.
 FP8_CAST_SHARE, FP8_KERNELS = 2.5, 3.0

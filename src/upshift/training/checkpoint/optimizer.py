@@ -77,10 +77,10 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a state tensor of a class of its own consists of."""
-    if type(value) in (Tensor, nn.Parameter):
+    """The plain tensors that a state tensor consists of, where its class says so."""
+    if not hasattr(value, "__tensor_flatten__"):
         return {"": value}
-    return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}  # type: ignore[attr-defined]
+    return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
 
 
 def _saved_group(group: dict[str, Any], names: dict[Tensor, str]) -> SavedGroup:
