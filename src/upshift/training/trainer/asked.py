@@ -27,7 +27,10 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
         fixed["loss_chunk_tokens"] = "0"  # its own fused head
     if was_set(arguments, "optim") or optimizer_given:
         name = optimizer_name(arguments)
-        fixed["optim"] = name if name in get_args(Optimizer) and not optimizer_given else "adamw_torch"
+        known = name in get_args(Optimizer) and not optimizer_given
+        fixed["optim"] = name if known else "adamw_torch"  # another one is transformers' own affair: costed as AdamW
+        if known and arguments.optim_args:
+            fixed["optim_args"] = arguments.optim_args
     return tuple(f"{name}={value}" for name, value in fixed.items())
 
 

@@ -57,6 +57,7 @@ class Request:
     allow: tuple[str, ...]
     trial_seconds: float
     device: str
+    clips_gradients: bool
     memory_limit_gib: float | None  # that the process, or the device, may hold; None: what is free
 
 
@@ -123,6 +124,7 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
         lengths=None if even else lengths,
         total_steps=request.total_steps,
         allow=allow,
+        clips_gradients=request.clips_gradients,
     )
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
     host = limited(find_host(None), request.memory_limit_gib)

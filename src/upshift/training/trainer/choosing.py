@@ -65,7 +65,7 @@ class Choosing:
             model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation,
             accumulation=accumulation, total_steps=steps, fixed=self._fixed_fields(), device=device,
             allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))), trial_seconds=self._trial_seconds,
-            memory_limit_gib=self._memory_limit_gib,
+            clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=self._memory_limit_gib,
         )  # fmt: skip
         try:
             return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split
