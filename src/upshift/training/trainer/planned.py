@@ -128,6 +128,7 @@ class PlannedTraining(Choosing):
             return
         threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
         optim, workers = self.args.optim, self.args.dataloader_num_workers
+        attention = base_of(self.model).config._attn_implementation
         set_process(plan)
         self._prepare_model(plan)
         if not was_set(self.args, "optim") and plan.optim in {*type(optim)}:
@@ -140,6 +141,10 @@ class PlannedTraining(Choosing):
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(products)
             self.args.optim, self.args.dataloader_num_workers = optim, workers
+            if plan.attention != attention:
+                set_attention(base_of(self.model), attention)
+            if not recomputes(self.args):
+                recompute_layers(self.model, 0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers.Trainer.create_optimizer; by our own hand where the plan has one that transformers has not."""

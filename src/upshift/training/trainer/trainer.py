@@ -6,11 +6,17 @@ global batch is cut and computed, what evaluation holds in memory, and what a ch
 
 from __future__ import annotations
 
+from importlib.util import find_spec
+
 import transformers
 
+from upshift.errors import MissingExtra
 from upshift.training.trainer.checkpoints import PlainCheckpoints
 from upshift.training.trainer.evaluation import StreamedEvaluation
 from upshift.training.trainer.planned import PlannedTraining
+
+if find_spec("accelerate") is None:
+    raise MissingExtra(library="accelerate", extra="trainer", purpose="upshift.Trainer")
 
 
 class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):  # type: ignore[misc]
