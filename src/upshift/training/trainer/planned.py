@@ -10,7 +10,7 @@ import contextlib
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +20,7 @@ from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.recompute import recompute_layers
 from upshift.planning.cost.optimizer import rounds_stochastically
-from upshift.planning.plan import Plan
+from upshift.planning.plan import Attention, Plan
 from upshift.training.arguments import Arguments
 from upshift.training.autopsy import Scene, as_lines, examine, read_scene
 from upshift.training.batches.objective import IGNORED
@@ -141,7 +141,7 @@ class PlannedTraining(Choosing):
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(products)
             self.args.optim, self.args.dataloader_num_workers = optim, workers
-            if plan.attention != attention:
+            if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
             if not recomputes(self.args):
                 recompute_layers(self.model, 0)
@@ -161,7 +161,8 @@ class PlannedTraining(Choosing):
             self.model.to(torch.bfloat16)  # what allow=("bf16-weights",) allows
         if plan.precision == "fp8":
             convert_to_fp8(self.model, emulate=plan.device != "cuda")
-        if plan.attention != base.config._attn_implementation:
+        own = base.config._attn_implementation  # one that plans do not know, as FlashAttention, was asked for by the user
+        if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
         if not recomputes(self.args):
             recompute_layers(self.model, plan.activation_checkpointing)
