@@ -48,7 +48,7 @@ class Size:
     steps: int
 
 
-FULL = Size(16384, 768, 6, 12, 512, 10)
+FULL = Size(16384, 768, 6, 12, 512, 8)
 QUICK = Size(4096, 64, 2, 2, 64, 6)
 
 

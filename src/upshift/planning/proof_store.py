@@ -15,7 +15,7 @@ from upshift.planning.trial import TrialResult
 from upshift.settings import read_settings
 from upshift.value import Value
 
-FORMAT = "3"
+FORMAT = "4"
 MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
 
 

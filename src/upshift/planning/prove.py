@@ -12,7 +12,7 @@ from upshift.planning.cost.time import tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import COST_KEY, Candidate, cost_plan
-from upshift.planning.trial import TrialResult
+from upshift.planning.trial import TrialResult, loosened
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Spread
 from upshift.units import format_bytes, gib
@@ -145,7 +145,8 @@ def _rivals(tried: list[Tried], workload: Workload) -> list[Tried]:
 
 def _differs(entry: Tried, default: Tried) -> bool:
     ours, theirs = entry.best.check_loss, default.best.check_loss
-    return ours is not None and theirs is not None and abs(ours - theirs) > LOSS_TOLERANCE * abs(theirs)
+    tolerance = loosened(LOSS_TOLERANCE, default.best.check_labels)
+    return ours is not None and theirs is not None and abs(ours - theirs) > tolerance * abs(theirs)
 
 
 def _next(candidates: list[Candidate], tried: list[Tried], *, seconds: float) -> Candidate | None:

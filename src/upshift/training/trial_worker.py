@@ -14,7 +14,7 @@ from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, res
 from upshift.benchmarking.timer import time_once
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_model
-from upshift.planning.trial import TrialRequest, TrialResult
+from upshift.planning.trial import TrialRequest, TrialResult, loosened
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
 from upshift.training.batches.fill import MicroBatch
@@ -33,7 +33,7 @@ from upshift.training.step import Stepper
 CHECK_SEQUENCES = 4
 MIN_SAMPLES, MAX_SAMPLES = 2, 24
 EXPENSIVE = 2.0  # times the timed work: such a micro-batch is run once, and not under the meter
-COMPILED_TOLERANCE = 0.05  # dropout draws other numbers when compiled; what a compiler breaks is larger
+COMPILED_TOLERANCE = 0.05  # dropout draws other numbers when compiled; what a compiler breaks is larger; of 1,000 labels
 
 
 def main(request_path: str, answer_path: str) -> None:
@@ -58,12 +58,14 @@ def run_trial(request: TrialRequest) -> TrialResult:
     uncompiled = plan.changed(torch_compile="off")
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled)
     batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, rank)
+    checked = list(checked)
     check = evaluate(model, plan, checked)
     torch.manual_seed(request.seed)
     clipping = {"max_grad_norm": 0.0} if plan.optimizer_in_backward else {}
     stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed, **clipping))
     result = _measure(stepper, batch, request)
-    return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0))
+    labels = sum(m.num_label_tokens for b in checked for m in b.micro_batches)
+    return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0), check_labels=max(labels, 1))
 
 
 def _token_batches(request: TrialRequest, source: ModelSource, rank: int) -> tuple[GlobalBatch, Iterator[GlobalBatch]]:
@@ -142,7 +144,8 @@ def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -
     share = float(stepper.accumulate(micro_batch, num_label_tokens))
     stepper.optimizer.zero_grad(set_to_none=True)
     ratio = share * num_label_tokens / micro_batch.num_label_tokens / eager
-    return (1.0 if abs(ratio - 1.0) < COMPILED_TOLERANCE else ratio), time.perf_counter() - start
+    tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
+    return (1.0 if abs(ratio - 1.0) < tolerance else ratio), time.perf_counter() - start
 
 
 def _give_birth(stepper: Stepper, update: Callable[[], float]) -> float:

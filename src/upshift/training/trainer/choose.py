@@ -33,7 +33,9 @@ from upshift.training.trainer.sample import Sample, histogram
 from upshift.training.trainer.separable import Split
 from upshift.units import GIB
 
-TRIAL_SHARE = 0.05  # of the run's predicted time may go into trials
+TRIAL_SHARE = 0.05  # of the run's predicted time may go into trials, of a long run
+LONG_RUN_SHARE = 0.02  # where that is more than the usual minute
+USUAL_TRIAL_SECONDS, LONGEST_TRIAL_SECONDS = 60.0, 300.0
 MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
 TIMED_SECONDS = 2.0  # of one trial
@@ -55,7 +57,7 @@ class Request:
     total_steps: int
     fixed: tuple[str, ...]
     allow: tuple[str, ...]
-    trial_seconds: float
+    trial_seconds: float | None  # at most; None: by the length of the run
     device: str
     clips_gradients: bool
     memory_limit_gib: float | None  # that the process, or the device, may hold; None: what is free
@@ -153,8 +155,10 @@ def limited(host: Host, memory_limit_gib: float | None) -> Host:
 
 def _trial_seconds(planning: Planning, request: Request) -> float:
     run = planning.default.time.total * request.total_steps
-    seconds = min(request.trial_seconds, TRIAL_SHARE * run)
-    return seconds if seconds >= min(MIN_TRIAL_SECONDS, request.trial_seconds) else 0.0
+    usual = min(max(USUAL_TRIAL_SECONDS, LONG_RUN_SHARE * run), LONGEST_TRIAL_SECONDS)
+    most = usual if request.trial_seconds is None else request.trial_seconds
+    seconds = min(most, TRIAL_SHARE * run)
+    return seconds if seconds >= min(MIN_TRIAL_SECONDS, most) else 0.0
 
 
 def _prove(

@@ -33,7 +33,7 @@ class Choosing:
     _given_plan: Plan | None
     _fixed: tuple[str, ...]
     _allow: tuple[str, ...]
-    _trial_seconds: float
+    _trial_seconds: float | None
     _memory_limit_gib: float | None
 
     def _choose(self) -> tuple[Choice, Split]:

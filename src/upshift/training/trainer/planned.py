@@ -43,13 +43,13 @@ from upshift.training.trainer.report import report, tell
 from upshift.training.trainer.separable import Split
 from upshift.training.trainer.step import BatchStep, Shape, halve_part
 
-TRIAL_SECONDS = 60.0
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
 
 
 class PlannedTraining(Choosing):
     """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the
-    plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans; 0: none are tried.
+    plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans (0: none are
+    tried); None: a minute, or 2 % of a run for which that is more, five minutes at most.
     ``memory_limit_gib``: what the process (on a GPU: the device) may hold; None: all that is free."""
 
     def __init__(
@@ -58,7 +58,7 @@ class PlannedTraining(Choosing):
         plan: Plan | None = None,
         fixed: Sequence[str] = (),
         allow: Sequence[str] = (),
-        trial_seconds: float = TRIAL_SECONDS,
+        trial_seconds: float | None = None,
         memory_limit_gib: float | None = None,
         **named: Any,
     ) -> None:
