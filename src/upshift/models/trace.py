@@ -174,9 +174,10 @@ def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int
 
 
 def _chunking(tracer: Tracer, point: tuple[int, int]) -> str | None:
+    base = tracer.base  # made on the meta device, which is none for fake tensors
     with fake_masks(masked=False), tracer.fake:
-        inputs = sample_inputs(tracer.base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
-        return why_not_chunked(tracer.base, inputs)
+        inputs = sample_inputs(base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
+        return why_not_chunked(base, inputs)
 
 
 def _count_parameters(tracer: Tracer) -> Parameters:

@@ -13,11 +13,11 @@ from upshift.models.source import ModelSource, check_weights, fetch_weights, fin
 from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
-from upshift.planning.proof_store import proof_path, recall_proof, store_proof
-from upshift.planning.prove import Proof, Tried, after_trial, prove
+from upshift.planning.proof_store import proof_path
+from upshift.planning.prove import Proof, Tried, after_trial
 from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.space import check_allow
-from upshift.planning.trial import TrialRequest, TrialResult, trial_server
+from upshift.planning.trial import TrialRequest
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.training.arguments import Arguments
@@ -26,12 +26,11 @@ from upshift.training.checkpoint.state import SavedState
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.run import OWN_FILES
+from upshift.training.trials import known_proof, try_plans
 
 TRIAL_SECONDS = 60.0
 CALIBRATED_INTERVAL = (0.8, 1.25)  # measured over predicted step time after a trial, on shared two-core machines (docs/log.md)
-TIMED_SECONDS = 2.0  # of one trial
 SAMPLE_BATCHES = 4
-START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
 
 
 @dataclass(frozen=True)
@@ -211,41 +210,18 @@ def _prove(
     watcher: Watcher,
 ) -> Proof:
     path = proof_path(planning, fixed=fixed, from_config=from_config)
-    known = recall_proof(path, planning)
+    known = known_proof(planning, path, tried=watcher.tried)
     if known is not None:
-        for entry in known.tried:
-            watcher.tried(entry)
         return known
     global_batch = planning.workload.global_batch
-    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as folder, trial_server() as server:
+    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as folder:
         sample = Path(folder) / "sample.npz"
         write_sample(data.training, sample, SAMPLE_BATCHES * global_batch)
-
-        def run(plan: Plan, limit_seconds: float) -> TrialResult:
-            watcher.trying(plan)
-            return server.run(
-                TrialRequest(
-                    model_reference=source.reference,
-                    from_config=from_config,
-                    plan=Plan.model_validate(plan.model_dump()),
-                    global_batch=global_batch,
-                    seconds=min(TIMED_SECONDS, seconds / 10),
-                    limit_seconds=limit_seconds + START_LIMIT_SECONDS,
-                    sample=str(sample),
-                    objective=data.objective.model_dump(),
-                )
-            )
-
-        proof = prove(
-            planning.ranking.candidates,
-            planning.default,
-            workload=planning.workload,
-            run=run,
-            budget_seconds=seconds,
-            on_trial=watcher.tried,
-        )
-    store_proof(path, proof)
-    return proof
+        trial = TrialRequest(
+            model_reference=source.reference, from_config=from_config, plan=planning.default.plan, global_batch=global_batch,
+            seconds=seconds, limit_seconds=seconds, sample=str(sample), objective=data.objective.model_dump(),
+        )  # fmt: skip
+        return try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried)
 
 
 def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:

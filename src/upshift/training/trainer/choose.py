@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,25 +19,24 @@ from upshift.models.source import ModelSource
 from upshift.planning.cost.resident import USABLE_SHARE
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
-from upshift.planning.proof_store import forget_plan, proof_path, recall_proof, store_proof
-from upshift.planning.prove import Proof, Tried, after_trial, prove
+from upshift.planning.proof_store import forget_plan, proof_path
+from upshift.planning.prove import Proof, Tried, after_trial
 from upshift.planning.rank import Candidate
 from upshift.planning.space import check_allow
-from upshift.planning.trial import TrialRequest, TrialResult, trial_server
+from upshift.planning.trial import TrialRequest
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.training.batches.collated import CollatedRows
 from upshift.training.batches.stored_rows import StoredRows, write_rows
 from upshift.training.trainer.sample import Sample, histogram
 from upshift.training.trainer.separable import Split
+from upshift.training.trials import known_proof, try_plans
 from upshift.units import GIB
 
 TRIAL_SHARE = 0.05  # of the run's predicted time may go into trials, of a long run
 LONG_RUN_SHARE = 0.02  # where that is more than the usual minute
 USUAL_TRIAL_SECONDS, LONGEST_TRIAL_SECONDS = 60.0, 300.0
 MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
-START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
-TIMED_SECONDS = 2.0  # of one trial
 WORTH_WORKERS = 0.01  # of a step
 WORKER_HEADROOM = 2.0  # batches drawn over batches used, so that a slow one does not stop the device
 SHORT_RUN_SECONDS = 30.0  # tracing a model takes about as long
@@ -128,18 +126,20 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
         allow=allow,
         clips_gradients=request.clips_gradients,
     )
+    if not request.split.flattens and "packing=True" in request.fixed:
+        raise RequestError("packing=True is not possible: the loss of two rows end to end is not that of the two; leave it out")
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
     host = limited(find_host(None), request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     seconds = _trial_seconds(planning, request)
-    proof = _prove(source, planning, request, fixed, seconds, on_trial) if seconds else None
+    path = _proof_path(planning, request, fixed)
+    proof = _prove(source, planning, request, path, seconds, on_trial) if seconds else None
     candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
-    path = _proof_path(planning, request, fixed) if proof else None
     drawing = request.sample.seconds_per_batch * request.accumulation
     cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
     workers, why = count_workers(drawing, candidate.time.total, device=request.device, cores=cores)
     plan = Plan.model_validate(candidate.plan.model_dump())
-    return Choice(plan, "", planning, candidate, proof, path, workers, why)
+    return Choice(plan, "", planning, candidate, proof, path if proof else None, workers, why)
 
 
 def limited(host: Host, memory_limit_gib: float | None) -> Host:
@@ -165,42 +165,24 @@ def _prove(
     source: ModelSource,
     planning: Planning,
     request: Request,
-    fixed: tuple[str, ...],
+    path: Path,
     seconds: float,
     on_trial: Callable[[Tried], None],
 ) -> Proof:
-    path = _proof_path(planning, request, fixed)
-    known = recall_proof(path, planning)
+    known = known_proof(planning, path)
     if known is not None:
         return known
-    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as name, trial_server() as server:
+    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as name:
         folder = Path(name)
         reference = folder / "model.json"
         source.write(reference)
         rows = write_rows(folder, request.sample.batches[: request.accumulation], _stored(request))
-
-        def run(plan: Plan, limit_seconds: float) -> TrialResult:
-            return server.run(
-                TrialRequest(
-                    model_reference=str(reference),
-                    from_config=True,
-                    plan=Plan.model_validate(plan.model_dump()),
-                    global_batch=request.global_batch,
-                    seconds=min(TIMED_SECONDS, seconds / 10),
-                    limit_seconds=limit_seconds + START_LIMIT_SECONDS,
-                    rows=str(rows),
-                )
-            )
-
-        start = time.monotonic()
-        proof = prove(
-            planning.ranking.candidates, planning.default,
-            workload=planning.workload, run=run, budget_seconds=seconds, on_trial=on_trial,
-            limit_bytes=request.memory_limit_gib * GIB if request.memory_limit_gib else None,
+        trial = TrialRequest(
+            model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
+            seconds=seconds, limit_seconds=seconds, rows=str(rows),
         )  # fmt: skip
-    if time.monotonic() - start <= 2 * seconds:  # else something kept the machine busy
-        store_proof(path, proof)
-    return proof
+        limit = request.memory_limit_gib * GIB if request.memory_limit_gib else None
+        return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit)
 
 
 def _proof_path(planning: Planning, request: Request, fixed: tuple[str, ...]) -> Path:

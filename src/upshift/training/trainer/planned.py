@@ -80,7 +80,9 @@ class PlannedTraining(Choosing):
         if self.args.should_log:
             for line in report(self.choice):
                 tell(line)
-        with self._as_planned(self.choice.plan), limited_memory():
+        # A CUDA context maps far more than it uses.
+        limit = limited_memory() if torch.device(self.args.device).type == "cpu" else contextlib.nullcontext()
+        with self._as_planned(self.choice.plan), limit:
             self._batch_step = self._make_step(self.choice, split)
             try:
                 return super()._inner_training_loop(*arguments, **named)

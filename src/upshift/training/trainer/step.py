@@ -57,10 +57,10 @@ class BatchStep:
         rows = self._rows(batches)
         weights = rows.weights(by_labels=self.split.unit == "labels") if rows is not None else []
         scale = 1.0 if scaled else 1.0 / len(batches)
-        state = torch.get_rng_state()
+        restore = remembered_random_numbers(self.plan.device)
 
         def work(parts: list[tuple[Part, CollatedRows | None]]) -> Tensor:
-            torch.set_rng_state(state)
+            restore()
             total = torch.zeros(())
             with self.computing():
                 for part, _ in parts:
@@ -120,6 +120,19 @@ class BatchStep:
         if self.split.unit == "items":
             return 1.0
         return sum(weights[member][0] for row in part.group.rows for member in row)
+
+
+def remembered_random_numbers(device: str) -> Callable[[], None]:
+    """What brings torch's generators back to where they are now: a step that is done again draws the same dropout."""
+    host = torch.get_rng_state()
+    own = torch.cuda.get_rng_state() if device == "cuda" else None
+
+    def restore() -> None:
+        torch.set_rng_state(host)
+        if own is not None:
+            torch.cuda.set_rng_state(own)
+
+    return restore
 
 
 def halve_part(pair: tuple[Part, CollatedRows | None], plan: Plan) -> Any:

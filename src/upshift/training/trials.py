@@ -1,0 +1,54 @@
+"""Plans tried for real before a run: each in a process of its own, on the run's own data; what they said is remembered."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.proof_store import recall_proof, store_proof
+from upshift.planning.prove import Proof, Tried, prove
+from upshift.planning.trial import TrialRequest, TrialResult, trial_server
+
+START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
+TIMED_SECONDS = 2.0  # of one trial
+
+
+def try_plans(
+    planning: Planning,
+    path: Path,
+    request: TrialRequest,
+    *,
+    seconds: float,
+    trying: Callable[[Plan], None] = lambda plan: None,
+    tried: Callable[[Tried], None] = lambda tried: None,
+    limit_bytes: float | None = None,
+) -> Proof:
+    """The fastest of the plans tried within ``seconds``. ``path``: where the proof is kept. ``request``: a trial of the plain
+    default; the others differ in their plan. ``limit_bytes``: what the chosen plan may hold. Raises JobFailed when none runs."""
+    timed = min(TIMED_SECONDS, seconds / 10)
+    with trial_server() as server:
+
+        def run(plan: Plan, limit_seconds: float) -> TrialResult:
+            trying(plan)
+            checked = Plan.model_validate(plan.model_dump())
+            return server.run(request.changed(plan=checked, seconds=timed, limit_seconds=limit_seconds + START_LIMIT_SECONDS))
+
+        start = time.monotonic()
+        proof = prove(
+            planning.ranking.candidates, planning.default, workload=planning.workload, run=run, budget_seconds=seconds,
+            on_trial=tried, limit_bytes=limit_bytes,
+        )  # fmt: skip
+    if time.monotonic() - start <= 2 * seconds + START_LIMIT_SECONDS:  # else something kept the machine busy
+        store_proof(path, proof)
+    return proof
+
+
+def known_proof(planning: Planning, path: Path, *, tried: Callable[[Tried], None] = lambda tried: None) -> Proof | None:
+    """What earlier trials of the same job said; told again."""
+    known = recall_proof(path, planning)
+    for entry in known.tried if known is not None else ():
+        tried(entry)
+    return known
