@@ -24,8 +24,9 @@ help:
 demo: $(VENV)/.core
 	$(BIN)/upshift demo
 
+# Most tests trace models, which takes one core: a file of tests for each core at a time, each with one thread.
 test: check
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 light: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/light
