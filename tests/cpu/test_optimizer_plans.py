@@ -164,7 +164,7 @@ def test_state_and_one_time_costs(profile: ModelProfile) -> None:
     for optim, share in (("adamw_torch_fused", 8), ("adamw_torch_8bit", 2), ("adamw_torch_4bit", 1)):
         assert held[optim] == pytest.approx(share * total, rel=0.2)
     assert held["adafactor"] < 0.1 * total * 4 < held["muon"] < held["adamw_torch_fused"]
-    shapes = len([shape for shape in profile.parameters.shapes if shape.elements >= 4096])
+    shapes = len([shape for shape in profile.parameters.trainable_shapes if shape.elements >= 4096])
     assert 5 * shapes <= cost(profile, CPU, optim="adamw_torch_8bit").time.one_time < 5 * shapes + 2
     assert cost(profile, CPU).time.one_time == 0
     ordered = ("sgd", "adamw_torch_fused", "muon", "adamw_torch_4bit")
