@@ -9,6 +9,12 @@ GIB = 2**30
 GIGA = 10**9
 TERA = 10**12
 
+FLOP_CONVENTION = (
+    "matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
+    "embedding look-ups free, backward = the products that its gradients need (2 x forward where every weight is "
+    "trained, none for a frozen weight's own gradient), recomputation not counted"
+)
+
 
 def gib(num_bytes: float) -> float:
     """Bytes to GiB."""

@@ -12,11 +12,7 @@ from upshift.benchmarking.environment import environment
 from upshift.benchmarking.harness import append_rows
 from upshift.hardware.spec import Host
 from upshift.record import Environment, Numbers, Record
-
-FLOP_CONVENTION = (
-    "model FLOPs: matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
-    "backward = 2 x forward, recomputation not counted"
-)
+from upshift.units import FLOP_CONVENTION
 
 
 def command_line(description: str, *, results: Path) -> argparse.ArgumentParser:
@@ -68,7 +64,7 @@ class Case:
             measured=measured,
             baseline=baseline,
             baseline_name=baseline_name,
-            flop_convention=FLOP_CONVENTION,
+            flop_convention=f"model FLOPs: {FLOP_CONVENTION}",
             environment=self.environment,
             failure=failure,
             details={"quick": self.quick, "settings": self.settings, **(details or {})},

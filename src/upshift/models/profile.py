@@ -12,6 +12,7 @@ from typing import Literal, NamedTuple
 
 from pydantic import Field
 
+from upshift.units import FLOP_CONVENTION
 from upshift.value import Value
 
 Objective = Literal[
@@ -200,11 +201,7 @@ class ModelProfile(Value):
     chunked_loss_reason: str  # why the loss head can, or cannot, be computed in chunks
     forward_flops: Polynomial  # convention below, whole model, no recomputation
     backward_flops: Polynomial  # as above
-    flop_convention: str = (
-        "matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
-        "embedding look-ups free, backward = the products that its gradients need (2 x forward where every weight is "
-        "trained, none for a frozen weight's own gradient), recomputation not counted"
-    )
+    flop_convention: str = FLOP_CONVENTION
 
     def step(self, *, precision: TracedPrecision, attention: str, masked: bool) -> StepTrace | None:
         for step in self.steps:

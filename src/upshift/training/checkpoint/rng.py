@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -41,6 +42,18 @@ class RngState:
 
 def host_rng() -> HostRng:
     return HostRng(torch.get_rng_state(), random.getstate(), np.random.get_state(legacy=True))
+
+
+@contextmanager
+def undisturbed_rng() -> Iterator[None]:
+    """What is drawn inside is drawn again by what comes after."""
+    before = host_rng()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before.cpu)
+        random.setstate(before.python)
+        np.random.set_state(before.numpy)
 
 
 def capture_rng(device: torch.device, *, ahead: HostRng | None = None) -> RngState:

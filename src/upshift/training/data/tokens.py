@@ -121,6 +121,11 @@ def length_histogram(tokenized: TokenizedCorpus, sequence_length: int) -> Length
     lengths = cut_sequences(tokenized, sequence_length).lengths
     if not len(lengths):
         raise RequestError("the data has no sequence of two or more tokens; give more text")
+    return histogram_of(lengths, sequence_length)
+
+
+def histogram_of(lengths: NDArray[np.int64], sequence_length: int) -> LengthHistogram:
+    """Of lengths up to ``sequence_length``."""
     bucket = -(-sequence_length // MAX_BUCKETS)
     rounded = np.minimum(-(-lengths // bucket) * bucket, sequence_length)
     values, counts = np.unique(rounded, return_counts=True)

@@ -23,6 +23,7 @@ from upshift.training.loop.events import Event, OnEvent
 from upshift.training.loop.loop import Outcome, train
 from upshift.training.loop.run import OWN_FILES, open_run
 from upshift.training.loop.stop import StopRequest
+from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job", "write_sample"]
 
@@ -33,10 +34,6 @@ MAX_MEMORY_SAMPLES = 400
 SCHEDULES = (
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
 )  # fmt: skip
-FLOP_CONVENTION = (
-    "model FLOPs: matrix products and attention, one multiply-add = 2 FLOPs, causal attention counted as half, "
-    "backward = 2 x forward, recomputation not counted"
-)
 
 
 def _ignore(event: Event) -> None:
@@ -94,7 +91,7 @@ def _record(job: Job, data: TrainingData, outcome: Outcome) -> Record:
         measured=outcome.measured,
         baseline=job.baseline,
         baseline_name=job.baseline_name,
-        flop_convention=FLOP_CONVENTION,
+        flop_convention=f"model FLOPs: {FLOP_CONVENTION}",
         environment=environment(detect()),
         checkpoint=job.output,
         details=_details(job, data, outcome),

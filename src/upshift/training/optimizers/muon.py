@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 
 from upshift.errors import RequestError
 from upshift.models.build import find_stacks
+from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
 def split_for_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -45,11 +45,8 @@ class MuonWithAdamW(torch.optim.Optimizer):
         return [group for group in self.param_groups if group["muon"] is muon]
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Closure | None = None) -> Any:
+        loss = evaluate_closure(closure)
         for muon, part in self._parts.items():
             part.state, part.param_groups = self.state, self._groups(muon=muon)
             part.step()

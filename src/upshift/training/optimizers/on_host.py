@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upshift.training.optimizers.closure import Closure, evaluate_closure
+
 
 class OnHost(torch.optim.Optimizer):
     """``groups`` hold the parameters on the device; ``build`` makes the optimizer of their copies on the host."""
@@ -32,11 +34,8 @@ class OnHost(torch.optim.Optimizer):
         return copy
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Closure | None = None) -> Any:
+        loss = evaluate_closure(closure)
         self.inner.state, self.inner.param_groups = self.state, self.param_groups
         buffers = {copy: copy.grad for copy in self.copies}
         for copy, parameter in self.copies.items():

@@ -11,7 +11,6 @@ bit for bit, and dropout's random numbers are not touched.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from torch import Tensor
 from torch.optim.adamw import adamw
 
 from upshift.planning.cost.optimizer import STOCHASTIC_CHUNK
+from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 LOW_HALF, HIGH_HALF = 0xFFFF, -0x10000  # of an fp32 number's bits: what bf16 drops, and what it keeps
 
@@ -33,11 +33,8 @@ class StochasticAdamW(torch.optim.Optimizer):
         self._number = {parameter: number for number, parameter in enumerate(parameters)}
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        loss = None
-        if closure is not None:
-            with torch.enable_grad():
-                loss = closure()
+    def step(self, closure: Closure | None = None) -> Any:
+        loss = evaluate_closure(closure)
         for group in self.param_groups:
             for parameter in group["params"]:
                 if parameter.grad is not None:

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from upshift.errors import RequestError
-from upshift.hardware.detect import detect
 from upshift.models.build import find_stacks
 from upshift.planning.plan import Plan
-from upshift.settings import read_settings
+from upshift.planning.planner import find_host
 from upshift.training.batches.collated import CollatedRows, NotRows
 from upshift.training.trainer.asked import OWN_LOOP_OPTIMIZERS, allowed_by_hand, fixed_fields, optimizer_name
 from upshift.training.trainer.choose import SHORT_RUN_SECONDS, Choice, Request, choose, plain_plan, too_short, words_of
 from upshift.training.trainer.report import tell, trial_line
-from upshift.training.trainer.sample import NoSample, Sample, draw_sample, undisturbed_random_numbers
+from upshift.training.trainer.sample import NoSample, Sample, draw_sample
 from upshift.training.trainer.separable import Split, evaluating_loss, measure_split
 
 STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
@@ -39,7 +38,7 @@ class Choosing:
     def _choose(self) -> tuple[Choice, Split]:
         """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits."""
         demanded = bool(self._fixed or self._allow or self._memory_limit_gib)
-        host = detect(visible_devices=read_settings().cuda_visible_devices)
+        host = find_host(None, probe=False)
         device, batch = torch.device(self.args.device).type, self._train_batch_size
         accumulation = self.args.gradient_accumulation_steps
         plain = plain_plan(host, device=device, batch=batch, accumulation=accumulation)
@@ -95,8 +94,7 @@ class Choosing:
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
             return loss
 
-        with undisturbed_random_numbers():
-            split = measure_split(rows, evaluating_loss(self.model, compute), model=self.model, counts_items=counts)
+        split = measure_split(rows, evaluating_loss(self.model, compute), model=self.model, counts_items=counts)
         # The two rows measured are short ones: time goes with tokens.
         widths = [anatomy.width for anatomy in rows.anatomies]
         shortest = sorted(rows.lengths)[:2]

@@ -5,17 +5,17 @@ from __future__ import annotations
 import random
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
 import numpy as np
-import torch
 
-from upshift.planning.lengths import MAX_BUCKETS, LengthHistogram
+from upshift.planning.lengths import LengthHistogram
 from upshift.planning.packing import round_up
 from upshift.training.batches.collated import Batch, CollatedRows
+from upshift.training.checkpoint.rng import undisturbed_rng
+from upshift.training.data.tokens import histogram_of
 
 MAX_EXAMPLES = 512
 MIN_GLOBAL_BATCHES = 4
@@ -44,7 +44,7 @@ def draw_sample(loader: Any, *, accumulation: int) -> Sample:
     wanted = min(max(MIN_GLOBAL_BATCHES * accumulation * size, MAX_EXAMPLES // 2), max(MAX_EXAMPLES, accumulation * size))
     batches: list[Batch] = []
     start = time.perf_counter()
-    with undisturbed_random_numbers():
+    with undisturbed_rng():
         examples = _examples(dataset, wanted)
         while chunk := list(islice(examples, size)):
             batches.append(dict(collate(chunk)))
@@ -65,28 +65,7 @@ def _examples(dataset: Any, count: int) -> Iterator[Any]:
     return islice(iter(dataset), count)
 
 
-@contextmanager
-def undisturbed_random_numbers() -> Iterator[None]:
-    """Collators and datasets may draw; training must draw as if they had not."""
-    states = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    try:
-        yield
-    finally:
-        random.setstate(states[0])
-        np.random.set_state(states[1])
-        torch.set_rng_state(states[2])
-
-
 def histogram(rows: CollatedRows) -> LengthHistogram:
     """Lengths of the longer side of each row; the sequence length is the longest, rounded up."""
     lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
-    longest = round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE)
-    bucket = max(longest // MAX_BUCKETS, 1)
-    counts: dict[int, int] = {}
-    for length in lengths:
-        key = min(round_up(length, bucket), longest)
-        counts[key] = counts.get(key, 0) + 1
-    found = sorted(counts)
-    return LengthHistogram(
-        sequence_length=longest, lengths=tuple(found), counts=tuple(counts[key] for key in found), num_tokens=sum(lengths)
-    )
+    return histogram_of(np.array(lengths), round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE))

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from upshift.training.batches.collated import CollatedRows
 from upshift.training.batches.layout import RowGroup
+from upshift.training.checkpoint.rng import undisturbed_rng
 
 TOLERANCE = 1e-4  # relative; fp32 sums in another order differ by some 1e-6
 PAIR_CANDIDATES = 64  # rows among which two short ones of different length are looked for
@@ -122,13 +123,12 @@ def evaluating_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Te
     """``compute`` in evaluation mode, without gradients, the random numbers left as they were."""
 
     def loss_of(inputs: Inputs, items: int | None) -> float:
-        training, state = model.training, torch.get_rng_state()
+        training = model.training
         model.train(False)
         try:
-            with torch.no_grad():
+            with torch.no_grad(), undisturbed_rng():
                 return float(compute(dict(inputs), items))
         finally:
             model.train(training)
-            torch.set_rng_state(state)
 
     return loss_of
