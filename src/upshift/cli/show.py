@@ -60,7 +60,8 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
     """Text columns first, right-aligned number columns after; narrow enough for 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in columns:
-        table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None)
+        # A choice and its value are what a person copies: other columns wrap for them.
+        table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None, no_wrap=name in ("choice", "value"))
     for name in numbers:
         table.add_column(name, justify="right")
     return table
