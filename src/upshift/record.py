@@ -37,7 +37,9 @@ class Numbers(Value):
     """What a plan costs and brings, predicted or measured. None is unknown, never zero."""
 
     peak_gib: float | None = Field(None, description="allocated tensors at the highest moment of a step, one process")
+    reserved_gib: float | None = Field(None, description="of a device, what torch's allocator holds: segments and holes")
     resident_gib: float | None = Field(None, description="highest memory of the process (host) or the device in use")
+    out_of_memory_probability: float | None = Field(None, description="that the process or device would need more than is free")
     step_ms: Spread | None = Field(None, description="one optimizer step: a whole global batch")
     tokens_per_second: float | None = Field(None, description="real tokens, padding not counted")
     loss: float | None = None

@@ -125,9 +125,7 @@ def test_label_smoothing_is_the_trainers(name: str, items: int | None) -> None:
     more = {} if items is None else {"num_items_in_batch": items}
     with chunked_head(model, chunk_tokens=CHUNK, label_smoothing=0.1):
         ours = model(**inputs, **more).loss
-    theirs = LabelSmoother(epsilon=0.1)(
-        model(**inputs), inputs["labels"], shift_labels=name in CAUSAL, num_items_in_batch=items
-    )
+    theirs = LabelSmoother(epsilon=0.1)(model(**inputs), inputs["labels"], shift_labels=name in CAUSAL, num_items_in_batch=items)
     check_equal(model, ours, theirs)
 
 
@@ -203,13 +201,13 @@ def flops_of(labels: torch.Tensor, *, frozen: bool = False, grad: bool = True) -
 
 
 def test_only_what_is_wanted_is_computed() -> None:
-    labels = torch.zeros(100, dtype=torch.long)
-    product = 2 * 100 * 50 * 8
+    labels = torch.zeros(128, dtype=torch.long)
+    product = 2 * 128 * 50 * 8
     assert flops_of(labels) == 3 * product
     assert flops_of(labels, frozen=True) == 2 * product, "no gradient for a frozen weight"
     assert flops_of(labels, grad=False) == product, "no gradients in evaluation"
-    labels[15:] = -100
-    assert flops_of(labels) == 3 * product * 15 // 100, "no row without a label"
+    labels[12:] = -100
+    assert flops_of(labels) == 3 * product * 16 // 128, "no row without a label, but for those that fill a chunk"
 
 
 def test_no_label_at_all_is_as_in_torch() -> None:

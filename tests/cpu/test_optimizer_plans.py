@@ -158,9 +158,10 @@ def test_state_and_one_time_costs(profile: ModelProfile) -> None:
             ("adafactor", ""),
         )
     }  # fmt: skip
-    assert held["sgd"] == 0 and cost(profile, CPU, optim="sgd", optim_args="momentum=0.9").memory.phases["optimizer"].parts[
-        "optimizer"
-    ] == 4 * total
+    assert (
+        held["sgd"] == 0
+        and cost(profile, CPU, optim="sgd", optim_args="momentum=0.9").memory.phases["optimizer"].parts["optimizer"] == 4 * total
+    )
     for optim, share in (("adamw_torch_fused", 8), ("adamw_torch_8bit", 2), ("adamw_torch_4bit", 1)):
         assert held[optim] == pytest.approx(share * total, rel=0.2)
     assert held["adafactor"] < 0.1 * total * 4 < held["muon"] < held["adamw_torch_fused"]

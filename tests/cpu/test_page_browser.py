@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import math
-import shutil
-import subprocess
 from pathlib import Path
 
-import pytest
+from headless import opened
 
 from upshift.benchmarking.page import (
     Candidate,
@@ -20,27 +18,7 @@ from upshift.benchmarking.page import (
     write_run_page,
 )
 
-NAMES = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
-FLAGS = (
-    "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
-    "--disable-background-networking", "--disable-component-update", "--disable-sync",
-    "--virtual-time-budget=8000", "--enable-logging=stderr",
-)  # fmt: skip
 HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
-
-
-def browser() -> str:
-    found = next((path for path in map(shutil.which, NAMES) if path), None)
-    if found is None:
-        pytest.skip(f"no browser on this machine: looked for {', '.join(NAMES)}")
-    return found
-
-
-def opened(page: Path, profile: Path) -> tuple[str, list[str]]:
-    """The page after its scripts ran, and what they said on the console."""
-    command = [browser(), *FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
-    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
-    return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]
 
 
 def made_up_page() -> RunPage:

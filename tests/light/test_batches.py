@@ -65,8 +65,12 @@ def ranks(lengths: list[int], shape: tuple[int, str, int, int], objective: Objec
             seed=3,
             objective=objective,
             layout=Layout(
-                micro_batch=micro_batch, packing=packing != "no", flatten=packing == "flat", pad_multiple=pad_multiple,
-                rank=rank, world_size=world_size,
+                micro_batch=micro_batch,
+                packing=packing != "no",
+                flatten=packing == "flat",
+                pad_multiple=pad_multiple,
+                rank=rank,
+                world_size=world_size,
             ),
         )  # fmt: skip
         for rank in range(world_size)

@@ -15,7 +15,9 @@ from hypothesis import strategies as st
 
 from upshift.errors import RequestError
 from upshift.hardware import (
+    CPUS,
     GPUS,
+    PORTS,
     Cpu,
     Gpu,
     Host,
@@ -29,23 +31,62 @@ from upshift.hardware import (
     memory_efficiency,
 )
 from upshift.hardware.cgroup import read_limits
+from upshift.hardware.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
+from upshift.hardware.nvidia import NVIDIA_GPUS, NVML_NAMES
 from upshift.hardware.nvml import find_gpus
-from upshift.hardware.table import ALIASES, AMBIGUOUS, COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY, NVML_NAMES
+from upshift.hardware.table import ALIASES, AMBIGUOUS
 from upshift.units import GIB, MIB
 
 # --- described hosts -------------------------------------------------------------------------------------------------
 
+accelerators = st.sampled_from([*GPUS, *ALIASES])
+DEVICE = {"cuda": "cuda", "rocm": "cuda", "hpu": "hpu", "xla": "xla", "mps": "mps"}
 
-@given(nodes=st.integers(1, 999), gpus=st.integers(1, 999), name=st.sampled_from([*GPUS, *ALIASES]), upper=st.booleans())
-def test_describe_reads_every_form(nodes: int, gpus: int, name: str, upper: bool) -> None:
+
+def devices_per_node(name: str) -> st.SearchStrategy[int]:
+    return st.integers(1, GPUS[ALIASES.get(name, name)].max_per_node or 999)
+
+
+@given(st.data(), st.integers(1, 999), accelerators, st.booleans())
+def test_describe_reads_every_form(data: st.DataObject, nodes: int, name: str, upper: bool) -> None:
+    gpus = data.draw(devices_per_node(name))
     forms = {name: (1, 1), f"{gpus}x{name}": (1, gpus), f" {nodes}x{gpus}x{name}\n": (nodes, gpus)}
     for text, counts in forms.items():
         host = describe(text.upper() if upper else text)
         assert (host.num_nodes, host.gpus_per_node) == counts
         assert host.num_devices == counts[0] * counts[1]
         assert host.gpu == GPUS[ALIASES.get(name, name)].gpu
-        assert host.device == "cuda"
-        assert host.inter_node is None  # unknown, not guessed
+        assert host.device == DEVICE[host.gpu.backend]
+        assert host.num_nodes > 1 or host.inter_node is None
+        assert ("inter_node" in host.origin) == (host.num_nodes > 1)
+        assert (host.intra_node is None) == (counts[1] == 1 or (name == "mi250-gcd" and counts[1] > 2))
+
+
+@given(st.data(), st.integers(2, 999), accelerators, st.sampled_from([*PORTS]), st.none() | st.integers(1, 999), st.booleans())
+def test_describe_reads_the_link_between_nodes(
+    data: st.DataObject, nodes: int, name: str, port: str, count: int | None, upper: bool
+) -> None:
+    gpus = data.draw(devices_per_node(name))
+    counted = None if PORTS[port].per_node else count
+    text = f"{nodes}x{gpus}x{name}@{f'{counted}x' if counted else ''}{port}"
+    host = describe(text.upper() if upper else text)
+    ports = counted or PORTS[port].per_node or gpus
+    assert host.inter_node is not None
+    assert host.inter_node.bytes_per_second == pytest.approx(ports * PORTS[port].bytes_per_second)
+    assert host.inter_node.name == f"{ports}x {PORTS[port].name}"
+    assert host.inter_node.latency_seconds is None
+    assert host.origin["inter_node"].startswith("described")
+    assert host.changed(inter_node=None, name="", origin={}) == describe(text.partition("@")[0]).changed(
+        inter_node=None, name="", origin={}
+    )
+
+
+@given(accelerators, st.text(max_size=20))
+def test_describe_answers_any_link_with_a_host_or_one_line(name: str, port: str) -> None:
+    try:
+        assert describe(f"2x1x{name}@{port}").inter_node is not None
+    except RequestError as error:
+        assert len(str(error).splitlines()) == 1
 
 
 @given(st.text(max_size=40))
@@ -58,7 +99,13 @@ def test_describe_answers_any_text_with_a_host_or_one_line(text: str) -> None:
 
 @pytest.mark.parametrize(
     "text", ["h10", "h100x", "h1000", "xh100", "l40", "l4s", "rtx4090", "nvidia h100", "0xh100", "8x", "", "8x8x8xh100",
-             "-1xh100", "1.5xh100", "8 x h100", "h100 80gb", "٨xh100", "a\nb", "nul\0.json", "no such file.json"]
+             "-1xh100", "1.5xh100", "8 x h100", "h100 80gb", "٨xh100", "a\nb", "nul\0.json", "no such file.json",
+             "gaudi2", "tpu-v5", "v5e", "m2-max", "m2-max-65gb", "mi300", "epyc", "epyc-965", "xeon-8480+", "graviton",
+             "epyc-9654-0gb",
+             "h100-80gb", "3x2xgraviton-3", "1x4xepyc-9654", "0xepyc-9654", "16xh100", "80xgb200", "2xm1-8gb", "512xtpu-v5e",
+             "2x8xh100@", "2x8xh100@ib", "2x8xh100@ndr", "2x8xh100@400", "2x8xh100@ ib-ndr", "2x8xh100@ib-ndr ndr", "@ib-ndr",
+             "2x8xh100@0xib-ndr", "2x8xh100@-1xib-ndr", "2x8xh100@ib-ndr@ib-ndr", "2x8xh100@2xefa-p5", "8xh100@ib-ndr",
+             "1x8xh100@ib-ndr", "epyc-9654@ethernet-25"]
 )  # fmt: skip
 def test_describe_refuses_near_misses(text: str) -> None:
     with pytest.raises(RequestError):
@@ -75,11 +122,12 @@ def test_similar_names_are_different_products() -> None:
 def test_an_ambiguous_name_lists_the_choices(name: str) -> None:
     with pytest.raises(RequestError) as caught:
         describe(f"8x{name}")
-    assert all(choice in str(caught.value) and choice in GPUS for choice in AMBIGUOUS[name])
+    assert AMBIGUOUS[name]
+    assert all(choice in str(caught.value) and choice in {**GPUS, **CPUS} for choice in AMBIGUOUS[name])
 
 
 def test_describe_reads_a_host_file(tmp_path: Path) -> None:
-    host = describe("2x8xh100").changed(inter_node=Link(name="8x InfiniBand NDR", bytes_per_second=400e9))
+    host = describe("2x8xh100").changed(inter_node=Link(name="ours", bytes_per_second=4e9, latency_seconds=3e-6))
     path = tmp_path / "Host.JSON"
     path.write_text(host.to_json())
     assert describe(str(path)) == host
@@ -93,31 +141,93 @@ def test_describe_reads_a_host_file(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("key", GPUS)
 def test_rows_have_a_source_and_consistent_figures(key: str) -> None:
-    gpu, source = GPUS[key].gpu, GPUS[key].source
-    peak = gpu.peak
+    facts = GPUS[key]
+    gpu, peak = facts.gpu, facts.gpu.peak
     assert peak is not None
-    assert source.startswith("NVIDIA")
+    vendors = {"cuda": "NVIDIA", "rocm": "AMD", "hpu": "Intel", "xla": "Google", "mps": "Apple"}
+    assert facts.source.startswith(vendors[gpu.backend])
     assert gpu.table_key == key == key.lower()
+    assert (key in NVIDIA_GPUS) == (gpu.backend == "cuda")
+    assert 7 * GIB < (gpu.memory_bytes or 0) <= 512 * GIB
+    assert 0.06e12 <= (peak.memory_bytes_per_second or 0) <= 8e12
+    rates = [rate for rate in (peak.fp32, peak.bf16, peak.fp8, peak.int8) if rate is not None]
+    assert rates == sorted(rates)
+    assert peak.fp16 in (None, peak.bf16) or peak.bf16 is None
+    assert gpu.tdp_watts is None or 70 <= gpu.tdp_watts <= 1200
+    assert facts.fabric is None or facts.fabric.source
+    assert facts.reference is None or (facts.reference.source and facts.reference.port in PORTS)
+
+
+@pytest.mark.parametrize("key", NVIDIA_GPUS)
+def test_rows_of_nvidia(key: str) -> None:
+    facts = GPUS[key]
+    gpu, peak = facts.gpu, facts.gpu.peak
+    assert peak is not None
     assert NVML_NAMES[gpu.name] == key
-    assert 15 * GIB <= (gpu.memory_bytes or 0) < 200 * GIB
-    assert 0.3e12 <= (peak.memory_bytes_per_second or 0) <= 8e12
     for precision in ("fp32", "fp32_medium", "bf16", "fp16", "fp8", "int8"):
         assert (peak.matrix(precision) is not None) == gpu.supports(precision), precision
-    tensor_rates = [rate for rate in (peak.fp32_medium, peak.bf16, peak.fp8, peak.int8) if rate is not None]
-    assert tensor_rates == sorted(tensor_rates)
-    assert peak.fp16 is not None
-    assert peak.fp32 is not None
-    assert peak.fp16 >= 1.9 * peak.fp32
-    assert peak.bf16 in (None, peak.fp16)
-    assert (gpu.nvlink_bytes_per_second is None) == (gpu.nvlink_links == 0)
+    assert (peak.fp16 or 0) >= 1.9 * (peak.fp32 or 0) > 0
+    assert (gpu.nvlink_bytes_per_second is None) == (gpu.nvlink_links == 0) == (facts.fabric is None)
+    assert (gpu.tdp_watts is None) == (key == "a10g")  # unknown, not guessed
+    assert (facts.reference is None) == (facts.fabric is None)
 
 
 def test_figures_are_dense() -> None:
-    dense = {"a100-80gb": 312, "h100-sxm": 989.5, "h200": 989.5, "b200": 2250, "l40s": 362, "l4": 121, "rtx-4090": 165}
+    dense = {"a100-80gb": 312, "h100-sxm": 989.5, "h200": 989.5, "b200": 2250, "gb200": 2500, "l40s": 362, "l4": 121,
+             "rtx-4090": 165, "mi300x": 1307, "mi250-gcd": 181, "gaudi-2": 432, "gaudi-3": 1835, "tpu-v4": 275, "tpu-v5e": 197,
+             "tpu-v5p": 459, "tpu-v6e": 918}  # fmt: skip
     for key, tera in dense.items():
         peak = GPUS[key].gpu.peak
         assert peak is not None
         assert peak.bf16 == pytest.approx(tera * 1e12, rel=0.01)
+
+
+def test_a_macs_memory_tells_its_bandwidth() -> None:
+    bandwidth = {"m1-8gb": 68.25, "m2-ultra-192gb": 800, "m3-max-36gb": 300, "m3-max-48gb": 400, "m4-max-36gb": 410,
+                 "m4-max-128gb": 546}  # fmt: skip
+    for key, gb_s in bandwidth.items():
+        gpu = GPUS[key].gpu
+        assert gpu.peak is not None
+        assert gpu.peak.memory_bytes_per_second == gb_s * 1e9
+        assert gpu.memory_bytes == int(key.rpartition("-")[2].removesuffix("gb")) * GIB
+        assert "unified" in describe(key).origin["gpu.memory_bytes"]
+
+
+@pytest.mark.parametrize("key", CPUS)
+def test_rows_of_cpus(key: str) -> None:
+    facts = CPUS[key]
+    cpu, peak = facts.cpu, facts.cpu.peak
+    assert peak is not None
+    assert cpu.isa is not None
+    assert cpu.memory_bytes is None
+    for part in ("20", "MHz x operations", "DDR"):  # a year, and how the rates come about
+        assert part in facts.source
+    for precision in ("fp32", "fp32_medium", "bf16", "fp16", "fp8", "int8"):
+        assert (peak.matrix(precision) is not None) == (cpu.supports(precision) or False), precision
+    assert (peak.fp32_medium == peak.bf16) == ("amx_bf16" in cpu.isa or cpu.architecture == "aarch64" and peak.bf16 is None)
+    assert 1e12 < (peak.fp32 or 0) < (peak.int8 or 1e15)
+    assert 1e11 < (peak.memory_bytes_per_second or 0) < 1e12
+
+
+def test_described_cpus() -> None:
+    host = describe("EPYC-9654")
+    assert host.cpu is not None
+    assert host.cpu.peak is not None
+    assert (host.device, host.num_devices, host.cpu.usable_cores) == ("cpu", 1, 96)
+    assert host.cpu.peak.bf16 == 96 * 2.4e9 * 64  # 16 lanes x 2 products x 2 x one 512-bit instruction
+    assert host.cpu.peak.memory_bytes_per_second == 12 * 4800e6 * 8
+    assert (host.supports("bf16"), host.supports("fp16"), host.supports("fp8")) == (True, False, False)
+    four = describe("4x2xepyc-9654-768gb@2xib-hdr")
+    assert four.cpu is not None
+    assert four.cpu.peak is not None
+    assert (four.num_nodes, four.num_devices, four.cpu.physical_cores) == (4, 4, 192)
+    assert four.cpu.l3_total_bytes == 2 * 384 * MIB
+    assert four.cpu.peak.bf16 == 2 * host.cpu.peak.bf16
+    assert four.cpu.memory_bytes == 768 * GIB
+    assert four.inter_node == Link(name="2x InfiniBand HDR", bytes_per_second=50e9)
+    assert describe("2xgraviton-3").inter_node is None
+    assert describe("2xgraviton-3").origin["inter_node"].startswith("unknown")
+    assert describe("2xgraviton-3@ethernet-25").inter_node == Link(name="1x Ethernet 25", bytes_per_second=3.125e9)
 
 
 def test_efficiency_classes_and_unknowns() -> None:
@@ -139,12 +249,86 @@ def test_efficiency_classes_and_unknowns() -> None:
 
 def test_links_of_described_hosts() -> None:
     nvlink, pcie = describe("8xh100").intra_node, describe("8xl40s").intra_node
-    assert nvlink is not None
+    assert nvlink == Link(name="NVLink x18", bytes_per_second=450e9)
     assert pcie is not None
-    assert nvlink.bytes_per_second == 450e9
     assert pcie.bytes_per_second == pytest.approx(31.5e9, rel=0.01)
     assert not pcie.measured
     assert describe("h100").intra_node is None
+
+
+@pytest.mark.parametrize(
+    ("text", "link", "gb_s"),
+    [
+        ("8xmi300x", "Infinity Fabric x7", 448),
+        ("4xmi300x", "Infinity Fabric x3", 192),  # a mesh: no switch carries the idle peers' links
+        ("2xmi250-gcd", "Infinity Fabric x4", 200),
+        ("8xgaudi-2", "RoCE 100 x21", 262.5),
+        ("8xgaudi-3", "RoCE 200 x21", 525),
+        ("72xgb200", "NVLink x18", 900),
+        ("2xtpu-v5e", "ICI x1", 50),
+        ("4xtpu-v5e", "ICI x2", 100),
+        ("256xtpu-v5e", "ICI x4", 200),
+        ("64xtpu-v5p", "ICI x6", 600),
+    ],
+)
+def test_fabrics(text: str, link: str, gb_s: float) -> None:
+    assert describe(text).intra_node == Link(name=link, bytes_per_second=gb_s * 1e9)
+
+
+@pytest.mark.parametrize(
+    ("text", "gb_s", "system"),
+    [
+        ("2x8xv100-16gb", 50, "DGX-1"),
+        ("2x8xa100-40gb", 200, "DGX A100"),
+        ("2x8xh100", 400, "DGX H100"),
+        ("2x4xh100", 200, "DGX H100"),
+        ("2x8xh200", 400, "DGX H200"),
+        ("2x8xb200", 400, "DGX B200"),
+        ("18x4xgb200", 3600, "NVLink joins up to 72"),  # the trays of one rack
+        ("2x72xgb200", 3600, "DGX GB200"),
+        ("36x4xgb200", 200, "DGX GB200"),
+        ("2x8xmi300x", 400, "MI300 series"),
+        ("2x8xgaudi-2", 300, "HLS-2"),
+        ("2x8xgaudi-3", 600, "HLS-3"),
+        ("32x8xtpu-v5e", 1600, "ICI joins up to 256"),
+        ("2x256xtpu-v5e", 800, "Cloud TPU v5e"),  # "6.4 Tbps per pod"
+    ],
+)
+def test_reference_systems(text: str, gb_s: float, system: str) -> None:
+    host = describe(text)
+    assert host.inter_node is not None
+    assert host.inter_node.bytes_per_second == pytest.approx(gb_s * 1e9)
+    assert system in host.origin["inter_node"]
+    assert "@" in host.origin["inter_node"]  # how to state another
+
+
+@pytest.mark.parametrize("text", ["4x1xl4", "2x8xa10g", "2x8xa100-pcie-40gb", "2x8xmi250-gcd", "2x256xtpu-v6e", "2x1xm2-16gb"])
+def test_without_a_reference_system_the_network_is_unknown(text: str) -> None:
+    host = describe(text)
+    assert host.inter_node is None
+    assert host.origin["inter_node"].startswith("unknown")
+
+
+def test_a_whole_nodes_network() -> None:
+    assert describe("2x8xa100-40gb@efa-p4d").inter_node == Link(name="4x EFA", bytes_per_second=50e9)
+    assert describe("2x8xh100@efa-p5").inter_node == Link(name="32x EFA", bytes_per_second=400e9)
+
+
+def test_messages_end_in_the_next_step() -> None:
+    steps = {
+        "2x64xh100": "write 16x8xh100",
+        "h100@ib-ndr": "write 2x1xh100@ib-ndr",
+        "epyc-9654@ib-ndr": "write 2xepyc-9654@ib-ndr",
+        "1x4xepyc-9654": "write 1x2xepyc-9654",
+        "2x8xh100@2xefa-p5": "write @efa-p5",
+        "2x8xh100@ib": "ib-ndr",
+        "gaudi2": "gaudi-2",
+        "m2-max-65gb": "m2-max-64gb",
+    }
+    for text, step in steps.items():
+        with pytest.raises(RequestError) as caught:
+            describe(text)
+        assert step in str(caught.value)
 
 
 # --- the values ------------------------------------------------------------------------------------------------------
@@ -159,9 +343,11 @@ cpus = st.builds(
     Cpu, model_name=st.none() | names, architecture=st.sampled_from([None, "x86_64", "aarch64"]), usable_cores=counts,
     isa=st.none() | st.sampled_from([(), ("avx2", "avx512f"), ("neon",)]), memory_bytes=sizes, free_memory_bytes=sizes,
     physical_cores=st.none() | counts, numa_nodes=st.none() | counts, l2_total_bytes=sizes, l3_total_bytes=sizes,
+    peak=st.none() | all_rates,
 )  # fmt: skip
 gpus = st.builds(
-    Gpu, name=names, memory_bytes=sizes, peak=st.none() | all_rates,
+    Gpu, name=names, memory_bytes=sizes, peak=st.none() | all_rates, tdp_watts=rates,
+    backend=st.sampled_from(["cuda", "rocm", "hpu", "xla", "mps"]),
     compute_capability=st.none() | st.tuples(st.integers(1, 20), st.integers(0, 9)),
 )  # fmt: skip
 measurements = st.builds(
@@ -195,6 +381,14 @@ def test_hosts_survive_json(host: Host) -> None:
     assert host.supports("fp32") is True
 
 
+@pytest.mark.parametrize("text", [*GPUS, *CPUS, "2x8xh100@4xib-hdr", "2x72xgb200", "4x2xepyc-9654-768gb@ethernet-100"])
+def test_described_hosts_survive_json(text: str) -> None:
+    host = describe(text)
+    again = Host.from_json(host.to_json())
+    assert again == host
+    assert again.fingerprint == host.fingerprint
+
+
 @pytest.mark.parametrize(
     "text",
     [
@@ -217,8 +411,13 @@ def test_fingerprint_is_of_the_hardware() -> None:
     assert gpu is not None
     assert host.fingerprint == describe("8xH100-SXM").fingerprint
     assert host.fingerprint == "19cf5de70606d905"  # stable over processes; a new field changes it: caches then refill
-    assert host.changed(gpu=gpu.changed(free_memory_bytes=7, peak=None), origin={}).fingerprint == host.fingerprint
-    others = [describe(text) for text in ("4xh100", "2x8xh100", "8xh200", "8xa100-40gb", "8xa100-80gb")]
+    plain = gpu.changed(free_memory_bytes=7, peak=None, tdp_watts=None)
+    assert host.changed(gpu=plain, origin={}).fingerprint == host.fingerprint
+    cpu_host = describe("epyc-9654")
+    assert cpu_host.cpu is not None
+    assert cpu_host.changed(cpu=cpu_host.cpu.changed(peak=None)).fingerprint == cpu_host.fingerprint
+    others = [describe(text) for text in ("4xh100", "2x8xh100", "2x8xh100@ib-hdr", "8xh200", "8xa100-40gb", "8xa100-80gb")]
+    others += [cpu_host, describe("1x2xepyc-9654"), describe("epyc-9654-768gb"), describe("8xmi300x"), describe("8xgaudi-3")]
     link = Link(name="Ethernet", bytes_per_second=1e9)
     others.append(host.changed(inter_node=link))
     assert len({other.fingerprint for other in [host, *others]}) == len(others) + 1
@@ -228,7 +427,10 @@ def test_supports() -> None:
     assert [describe("t4").supports(p) for p in ("bf16", "fp16", "int8")] == [False, True, True]
     assert [describe("v100-16gb").supports(p) for p in ("bf16", "fp16", "int8")] == [False, True, False]
     with_fp8 = {name for name in GPUS if describe(name).supports("fp8")}
-    assert with_fp8 == {"l4", "l40s", "rtx-4090", "rtx-5090", "h100-sxm", "h100-pcie", "h200", "b200"}
+    assert with_fp8 == {
+        "l4", "l40s", "rtx-4090", "rtx-5090", "h100-sxm", "h100-pcie", "h200", "b200", "gb200",
+        "mi300x", "gaudi-2", "gaudi-3", "tpu-v5p",
+    }  # fmt: skip
     unknown = Gpu(name="new", memory_bytes=None)
     assert Host(name="x", gpu=unknown, gpus_per_node=1).supports("bf16") is None
     t4 = GPUS["t4"].gpu
@@ -236,6 +438,27 @@ def test_supports() -> None:
     assert mixed.supports("bf16") is False
     assert mixed.supports("fp16") is True
     assert Host(name="x", mixed_gpus=(t4, unknown), gpus_per_node=2).supports("fp16") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "device", "precisions"),
+    [
+        ("mi300x", "cuda", {"fp32", "bf16", "fp16", "fp8", "int8"}),
+        ("mi250-gcd", "cuda", {"fp32", "bf16", "fp16", "int8"}),
+        ("gaudi-3", "hpu", {"fp32", "bf16", "fp8"}),
+        ("tpu-v5e", "xla", {"fp32", "bf16", "int8"}),
+        ("m4-max-64gb", "mps", {"fp32"}),
+    ],
+)
+def test_supports_outside_cuda_is_what_the_table_has(text: str, device: str, precisions: set[str]) -> None:
+    host = describe(text)
+    assert host.device == device
+    assert host.gpu is not None
+    for precision in ("fp32", "fp32_medium", "bf16", "fp16", "fp8", "int8"):
+        assert host.supports(precision) is (precision in precisions), precision
+    unlisted = host.changed(gpu=host.gpu.changed(peak=None))
+    assert unlisted.supports("bf16") is None
+    assert unlisted.supports("fp32") is True
 
 
 # --- planted machines ------------------------------------------------------------------------------------------------
@@ -438,6 +661,7 @@ def test_nvml_equal_gpus_with_the_least_free_memory(tmp_path: Path) -> None:
     assert host.gpu is not None
     assert (host.gpu.table_key, host.gpu.memory_bytes, host.gpu.free_memory_bytes) == ("h100-sxm", 80 * GIB, 30 * GIB)
     assert host.gpu.peak == GPUS["h100-sxm"].gpu.peak
+    assert host.gpu.tdp_watts == 700
     assert host.gpu.nvlink_bytes_per_second == GPUS["h100-sxm"].gpu.nvlink_bytes_per_second
     assert host.intra_node is not None
     assert host.host_to_device is None  # its PCIe width is unknown

@@ -6,13 +6,13 @@ import json
 import re
 import subprocess
 import sys
-from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from page_elements import Elements
 
 from upshift.benchmarking.page import (
     Candidate,
@@ -67,36 +67,6 @@ def full_page(words: str = "words") -> RunPage:
         environment=(Fact(label=words, text=words),),
         flop_convention=words,
     )  # fmt: skip
-
-
-class Elements(HTMLParser):
-    """Every element with its attributes, the text of scripts, and the text outside of them."""
-
-    def __init__(self, page: str) -> None:
-        super().__init__()
-        self.elements: list[tuple[str, dict[str, str | None]]] = []
-        self.scripts: list[str] = []
-        self.words = ""
-        self.inside = ""
-        self.feed(page)
-
-    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
-        self.elements.append((tag, dict(attrs)))
-        self.inside = tag
-        if tag == "script":
-            self.scripts.append("")
-
-    def handle_endtag(self, tag: str) -> None:
-        self.inside = ""
-
-    def handle_data(self, data: str) -> None:
-        if self.inside == "script":
-            self.scripts[-1] += data
-        elif self.inside != "style":
-            self.words += data
-
-    def ids(self) -> set[str]:
-        return {attributes["id"] or "" for _, attributes in self.elements if "id" in attributes}
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from upshift.benchmarking.page_plots import (
 )
 
 MAX_DRAWN = 2500
-CELLS_PER_AXIS = (96, 64, 48, 32, 24)
+CELLS_PER_AXIS = (96, 64, 48, 32, 24, 16, 12, 8)
 KINDS = (("rejected", GREY, "x-thin"), ("possible", SKY, "circle"), ("other mathematics", ORANGE, "diamond-open"))
 
 
@@ -68,12 +68,12 @@ def cells(values: Sequence[float], count: int) -> list[int]:
     return [0 if high == low else int((value - low) / (high - low) * count) for value in values]
 
 
-def thinned(points: Sequence[Placed], *, keep: Sequence[Placed]) -> list[Placed]:
+def thinned(points: Sequence[Placed], *, keep: Sequence[Placed], at_most: int = MAX_DRAWN) -> list[Placed]:
     """One point per cell of the picture and kind, the fastest; those to keep, and the chosen and tried, always."""
     left = list(points)
     kept_ids = {id(one.candidate) for one in keep}
     for count in CELLS_PER_AXIS:
-        if len(left) <= MAX_DRAWN:
+        if len(left) <= at_most:
             break
         places = zip(
             cells([one.speed for one in points], count),
@@ -81,9 +81,9 @@ def thinned(points: Sequence[Placed], *, keep: Sequence[Placed]) -> list[Placed]
             (one.candidate for one in points),
             strict=True,
         )
-        fastest: dict[tuple[int, int, str, bool], Placed] = {}
+        fastest: dict[tuple[int, int, str, str, bool], Placed] = {}
         for point, (row, col, one) in zip(points, places, strict=True):
-            place = (row, col, one.status, one.changes_mathematics)
+            place = (row, col, one.status, one.group, one.changes_mathematics)
             if place not in fastest or fastest[place].speed < point.speed:
                 fastest[place] = point
         left_ids = kept_ids | {id(point.candidate) for point in fastest.values()}

@@ -73,7 +73,10 @@ class MemoryLife(Value):
 
 
 class Candidate(Value):
-    """One plan that was considered: where it was predicted to be and, if it was tried, where it turned out to be."""
+    """One plan that was considered: where it was predicted to be and, if it was tried, where it turned out to be.
+
+    Of plans of one ``group`` the plot may show one for several at nearly the same place.
+    """
 
     label: str
     status: Status = "candidate"
@@ -82,6 +85,7 @@ class Candidate(Value):
     measured_tokens_per_second: NonNegativeFloat | None = None
     measured_peak_gib: NonNegativeFloat | None = None
     changes_mathematics: bool = False
+    group: str = ""
     reason: str = ""
 
 

@@ -42,6 +42,17 @@ def paragraph(words: str, *, css: str = "caption") -> str:
     return f'<p class="{css}">{words}</p>'
 
 
+def empty(why: str) -> str:
+    """In place of what a section has no data for."""
+    return paragraph(why, css="empty")
+
+
+def tile_list(found: Iterable[tuple[str, str, str]]) -> str:
+    """A few large numbers, those that are known: (name, ready markup of the number, of what stands beneath it)."""
+    shown = [f"<div><dt>{name}</dt><dd>{big}<small>{small}</small></dd></div>" for name, big, small in found if big]
+    return f'<dl class="tiles">{"".join(shown)}</dl>' if shown else ""
+
+
 def definitions(pairs: Iterable[tuple[str, str]]) -> str:
     rows = "".join(f"<dt>{text(label)}</dt><dd>{text(words)}</dd>" for label, words in pairs)
     return f'<dl class="facts">{rows}</dl>'
@@ -63,10 +74,11 @@ def table(
     )
 
 
-def plot(place: str, *, label: str, caption: str) -> str:
-    """The place of one plot. The script draws the figure of the same name into it."""
+def plot(place: str, *, label: str, caption: str, height: int | None = None) -> str:
+    """The place of one plot. The script draws the figure of the same name into it. ``height`` in pixels, where it is low."""
+    low = f' style="min-height:{height}px"' if height else ""
     return (
-        f'<figure><div class="plot" id="{place}" role="img" aria-label="{html.escape(label)}"></div>'
+        f'<figure><div class="plot" id="{place}"{low} role="img" aria-label="{html.escape(label)}"></div>'
         f"<figcaption>{caption}</figcaption></figure>"
     )
 
@@ -77,3 +89,27 @@ def section(place: str, *, title: str, parts: Iterable[str]) -> str:
         + "".join(parts)
         + "</section>"
     )
+
+
+def slider(place: str, *, label: str, values: Sequence[str], at: int) -> str:
+    """A control of the page's figures and words; the chosen one of ``values`` stands beside it."""
+    return (
+        f'<div class="control"><label for="{place}">{html.escape(label)}</label>'
+        f'<input type="range" id="{place}" data-control min="0" max="{len(values) - 1}" step="1" value="{at}" '
+        f'autocomplete="off" aria-valuetext="{html.escape(values[at])}">'
+        f'<output id="{place}-value" for="{place}">{html.escape(values[at])}</output></div>'
+    )
+
+
+def selection(place: str, *, label: str, values: Sequence[str]) -> str:
+    """Likewise, one of a few; the first stands chosen."""
+    options = "".join(f'<option value="{index}">{html.escape(value)}</option>' for index, value in enumerate(values))
+    return (
+        f'<div class="control"><label for="{place}">{html.escape(label)}</label>'
+        f'<select id="{place}" data-control autocomplete="off">{options}</select></div>'
+    )
+
+
+def spoken(place: str, words: str) -> str:
+    """A paragraph that controls change, and that is read out when they do; ``words`` before they have."""
+    return f'<p id="{place}" class="caption" aria-live="polite">{html.escape(words)}</p>'

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import html
 import math
-from collections.abc import Sequence
-from itertools import groupby
+from collections.abc import Iterable, Sequence
+from itertools import cycle, groupby
 from typing import Any
 
 from upshift.benchmarking.page_content import LossCurve, MemoryLife, MemorySample, Point
@@ -18,6 +18,7 @@ Figure = dict[str, Any]
 
 BLUE, ORANGE, GREEN, PINK = "#0072B2", "#E69F00", "#009E73", "#CC79A7"
 RED, SKY, GREY, YELLOW = "#D55E00", "#56B4E9", "#8A929E", "#C9B800"
+VIOLET = "#7A5EA8"
 PART_COLOURS = {
     "process base": GREY,
     "weights": BLUE,
@@ -26,11 +27,14 @@ PART_COLOURS = {
     "activations": ORANGE,
     "loss": RED,
     "workspace": PINK,
+    "communication": YELLOW,
+    "batch": VIOLET,
 }
 CURVE_COLOURS = (GREY, BLUE, RED, GREEN, PINK, ORANGE, SKY)
 FONTS = "system-ui, -apple-system, Segoe UI, Roboto, sans-serif"
 MAX_POINTS = 1500
 MIN_LABELLED_SHARE = 0.1
+READABLE_TEXT = {"minsize": 9, "mode": "hide"}  # in bars: smaller ones stay empty
 
 
 def shown(text: str) -> str:
@@ -134,10 +138,11 @@ def loss_figure(curves: Sequence[LossCurve]) -> Figure | None:
     return {"data": traces, "layout": layout(x=x, y=axis("loss per token"), hovermode="x unified")}
 
 
-def part_order(samples: Sequence[MemorySample]) -> list[str]:
-    """Known parts from the ground up, then the others in the order they appear."""
-    seen = dict.fromkeys(part for sample in samples for part in sample.parts)
-    return [part for part in PART_COLOURS if part in seen] + [part for part in seen if part not in PART_COLOURS]
+def part_colours(parts: Iterable[str]) -> dict[str, str]:
+    """Known parts from the ground up, then the others in the order they appear, each with its colour."""
+    seen, spare = dict.fromkeys(parts), cycle((YELLOW, RED, GREEN, PINK))
+    known = {part: colour for part, colour in PART_COLOURS.items() if part in seen}
+    return known | {part: next(spare) for part in seen if part not in known}
 
 
 def sample_height(sample: MemorySample) -> float:
@@ -182,13 +187,12 @@ def memory_figure(life: MemoryLife, *, limit_gib: float | None) -> Figure | None
         return None
     samples = peaks_kept(life.samples)
     seconds = column([sample.seconds for sample in samples])
-    spare = iter((YELLOW, RED, GREEN, PINK) * 100)
     common = {"type": "scatter", "mode": "lines", "x": seconds, "hovertemplate": "%{y:.2f} GiB"}
     traces: list[Figure] = [
         {**common, "name": shown(part), "stackgroup": "parts", "line": {"width": 0},
-         "fillcolor": PART_COLOURS.get(part) or next(spare),
+         "fillcolor": colour,
          "y": column([sample.parts.get(part, 0.0) for sample in samples])}
-        for part in part_order(samples)
+        for part, colour in part_colours(part for sample in samples for part in sample.parts).items()
     ]  # fmt: skip
     if any(sample.resident_gib is not None for sample in samples):
         resident = column([sample.resident_gib for sample in samples])
@@ -206,3 +210,8 @@ def memory_figure(life: MemoryLife, *, limit_gib: float | None) -> Figure | None
     y = axis("GiB", range=[0, rounded(top * 1.12) or 1])
     x = axis("seconds since the start", unifiedhovertitle={"text": "%{x:.1f} s"}, showgrid=False)
     return {"data": traces, "layout": layout(x=x, y=y, hovermode="x unified", **phase_marks(samples))}
+
+
+def chosen_by(control: str, choices: Sequence[Any]) -> Figure:
+    """In a figure or in words: the one of ``choices`` that the control of this id stands at."""
+    return {"by": control, "choices": list(choices)}

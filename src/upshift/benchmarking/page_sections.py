@@ -10,9 +10,10 @@ from collections import Counter
 from collections.abc import Sequence
 
 from upshift.benchmarking.page_candidates import CandidatePlot
-from upshift.benchmarking.page_content import Candidate, ComparisonRow, MemorySample, RunPage
+from upshift.benchmarking.page_content import Candidate, ComparisonRow, MemorySample, Reason, RunPage
 from upshift.benchmarking.page_html import (
     definitions,
+    empty,
     number,
     paragraph,
     percent,
@@ -20,6 +21,7 @@ from upshift.benchmarking.page_html import (
     ratio,
     table,
     text,
+    tile_list,
     times,
 )
 from upshift.benchmarking.page_plots import MIN_LABELLED_SHARE, phase_spans
@@ -27,10 +29,6 @@ from upshift.benchmarking.page_plots import MIN_LABELLED_SHARE, phase_spans
 MAX_REASONS_LISTED = 8
 MAX_TRIED_LISTED = 20
 ROLE_WORDS = {"default": "plain default", "chosen": "chosen by Upshift", "other": ""}
-
-
-def empty(why: str) -> str:
-    return paragraph(why, css="empty")
 
 
 def baseline(rows: Sequence[ComparisonRow]) -> ComparisonRow | None:
@@ -53,8 +51,7 @@ def tiles(page: RunPage) -> str:
     if errors:
         worst, quantity = max(errors)
         found.append(("Largest prediction error", f"{worst * 100:,.1f} %", text(quantity)))
-    shown = [f"<div><dt>{name}</dt><dd>{big}<small>{small}</small></dd></div>" for name, big, small in found if big]
-    return f'<dl class="tiles">{"".join(shown)}</dl>' if shown else ""
+    return tile_list(found)
 
 
 def facts(page: RunPage) -> list[str]:
@@ -108,12 +105,12 @@ def predictions(page: RunPage) -> list[str]:
     return [paragraph(words), table(heads, rows, label="Predicted and measured")]
 
 
-def reasons(page: RunPage) -> list[str]:
-    if not page.reasons:
+def reasons(all_reasons: Sequence[Reason]) -> list[str]:
+    if not all_reasons:
         return [empty("No reasons were recorded for this plan.")]
     heads = [("Choice", ""), ("Value", ""), ("Why", "long"), ("Runner-up, and what it would cost", "long")]
     rows = []
-    for one in page.reasons:
+    for one in all_reasons:
         words = [part for part in (one.runner_up, one.runner_up_cost) if part]
         rows.append([text(one.choice), text(one.value), text(one.why), text(": ".join(words)) if words else "none"])
     above = "Each decision that a person would otherwise make by hand, and what the next best answer would have cost."

@@ -57,6 +57,12 @@ tr.chosen th { font-weight: 650; }
 figure { margin: 14px 0 8px; }
 .plot { width: 100%; min-height: 440px; }
 figcaption { color: var(--muted); font-size: 14px; max-width: 80ch; }
+.controls { display: grid; gap: 10px; background: var(--panel); border-radius: 8px; padding: 14px 16px; margin: 12px 0; }
+.control { display: grid; gap: 4px 16px; grid-template-columns: minmax(120px, 190px) 1fr minmax(130px, 200px); }
+.control { align-items: center; }
+.control input, .control select { width: 100%; accent-color: var(--accent); font: inherit; }
+.control select { grid-column: 2 / -1; color: var(--text); background: var(--surface); border: 1px solid var(--line); }
+.control output { font-variant-numeric: tabular-nums; }
 pre {
   background: var(--panel); border-radius: 8px; padding: 14px 16px; margin: 10px 0 16px; overflow-x: auto;
   font: 14px/1.55 ui-monospace, SFMono-Regular, Menlo, Consolas, "Liberation Mono", monospace;
@@ -73,35 +79,54 @@ footer { padding-top: 30px; padding-bottom: 44px; font-size: 14px; }
   .tiles dd { font-size: 22px; }
   .facts { grid-template-columns: 1fr; gap: 0; }
   .facts dd { margin-bottom: 9px; }
+  .control { grid-template-columns: 1fr; }
+  .control select { grid-column: 1; }
   .long { min-width: 165px; }
   tbody th { min-width: 100px; }
   th, td { padding-right: 10px; }
   thead .number { min-width: 76px; }
 }
-@media print { nav { display: none; } section { break-inside: avoid; } }
+@media print {
+  :root {
+    --surface: #ffffff; --panel: #f6f7f9; --text: #1c2128; --muted: #5a6472; --line: #dfe3e8; --accent: #0065a3;
+  }
+  nav, .modebar { display: none !important; }
+  .scroll { overflow: visible; }
+  figure, tr, blockquote { break-inside: avoid; }
+  h2, h3 { break-after: avoid; }
+  @page { size: 325mm 459mm; margin: 10mm; }  /* of A4's shape, as wide as the page on a screen: printers scale it down */
+}
 """
 
 # Figures name the page's own colours ("@text", "@line" ...), so that one figure serves both colour schemes.
 SCRIPT = """
 (function () {
   "use strict";
-  var source = document.getElementById("figures").textContent;
-  var ids = Object.keys(JSON.parse(source));
+  var all = JSON.parse(document.getElementById("figures").textContent);
+  var ids = Object.keys(all);
+  var moving = ids.filter(function (id) { return JSON.stringify(all[id]).indexOf('"choices":') >= 0; });
+  var controls = Array.prototype.slice.call(document.querySelectorAll("[data-control]"));
   var dark = window.matchMedia("(prefers-color-scheme: dark)");
   var narrow = window.matchMedia("(max-width: 560px)");
+  var print = window.matchMedia("print");
+  var waiting = false, FRAME_MS = 30;
   var config = {
     responsive: true, displaylogo: false, plotlyServerURL: "", showSendToCloud: false,
     modeBarButtons: [["zoom2d", "pan2d", "resetScale2d", "toImage"]]
   };
-  function themed() {
-    var style = getComputedStyle(document.documentElement);
-    return JSON.parse(source, function (key, value) {
+  function at(id) {
+    var element = document.getElementById(id), style = getComputedStyle(document.documentElement), state = {};
+    controls.forEach(function (control) { state[control.id] = Number(control.value); });
+    return JSON.parse(element ? element.textContent : "{}", function (key, value) {
+      if (value && value.choices) {
+        return value.choices[state[value.by]];
+      }
       return /color$/i.test(key) && typeof value === "string" && value.charAt(0) === "@"
         ? style.getPropertyValue("--" + value.slice(1)).trim() : value;
     });
   }
   function fit(layout, data) {
-    layout.height = narrow.matches ? 500 : layout.height;
+    layout.height = narrow.matches && layout.height > 400 ? 500 : layout.height;
     if (narrow.matches) {
       layout.dragmode = false;
       layout.font.size = 11;
@@ -114,17 +139,48 @@ SCRIPT = """
     }
     return layout;
   }
-  function draw() {
-    var figures = themed();
+  function say() {
+    var words = at("words");
+    Object.keys(words).forEach(function (id) {
+      var place = document.getElementById(id);
+      if (place.textContent !== words[id]) {
+        place.textContent = words[id];
+      }
+    });
+    controls.forEach(function (control) {
+      var beside = document.getElementById(control.id + "-value");
+      if (beside) {
+        control.setAttribute("aria-valuetext", beside.textContent);
+      }
+    });
+  }
+  function draw(some) {
+    var figures = at("figures");
     config.displayModeBar = narrow.matches ? false : "hover";
-    ids.forEach(function (id) {
+    some.forEach(function (id) {
       var place = document.getElementById(id);
       Plotly.react(place, figures[id].data, fit(figures[id].layout, figures[id].data), config);
     });
     document.documentElement.setAttribute("data-plots", String(ids.length));
   }
-  dark.addEventListener("change", draw);
-  narrow.addEventListener("change", draw);
-  draw();
+  function redraw() {
+    draw(ids);
+  }
+  function move() {
+    waiting = false;
+    say();
+    draw(moving);
+  }
+  [dark, narrow, print].forEach(function (media) { media.addEventListener("change", redraw); });
+  controls.forEach(function (control) {
+    control.addEventListener("input", function () {
+      if (!waiting) {
+        waiting = true;
+        window.setTimeout(move, FRAME_MS);
+      }
+    });
+  });
+  say();
+  redraw();
 })();
 """

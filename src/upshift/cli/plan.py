@@ -4,70 +4,124 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from upshift.cli import show
+from upshift.benchmarking.page_document import check_page_path
+from upshift.cli import plan_inference, show
+from upshift.cli import plan_questions as questions
+from upshift.cli.plan_page.page import write_plan_page
 from upshift.errors import RequestError
 from upshift.models.source import find_model
 from upshift.planning.plan import CHANGES_MATHEMATICS
-from upshift.planning.planner import find_host, plan_training
+from upshift.planning.planner import Planning, plan_training
 from upshift.planning.space import check_allow
 from upshift.planning.workload import Workload
 
 Model = Annotated[str, typer.Argument(help="local Hugging Face directory, a config.json, or a hub id")]
 SequenceLength = Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of the longest sequence")]
 GlobalBatch = Annotated[int, typer.Option("--global-batch", min=1, help="sequences per optimizer step; no plan changes it")]
-On = Annotated[str | None, typer.Option("--on", help="a described host such as 1xh100; default: this machine")]
+On = Annotated[str | None, typer.Option("--on", help="a described host such as 8x8xh100@ib-ndr; default: this machine")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="fix a field of the plan: field=value (repeatable)")]
 Allow = Annotated[
     str,
-    typer.Option("--allow", help=f"allowed to change the mathematics: {','.join(CHANGES_MATHEMATICS)}"),
+    typer.Option(
+        "--allow", help=f"allowed to change the mathematics: {','.join(CHANGES_MATHEMATICS)}; {plan_inference.ALLOW_HELP}"
+    ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
+Html = Annotated[Path | None, typer.Option("--html", help="write the plans, drawn, to this file: one page that works offline")]
+Data = Annotated[str | None, typer.Option("--data", help="plan for the lengths of its sequences: a file or folder, as in train")]
+Risk = Annotated[float | None, typer.Option("--risk", help="accepted probability of running out of memory, such as 0.01")]
+Train = Annotated[bool, typer.Option("--train", help="plan a training run (default)")]
+MaxGradNorm = Annotated[float, typer.Option("--max-grad-norm", min=0.0, help="0: gradients are not clipped")]
+Steps = Annotated[int, typer.Option("--steps", min=1, help="optimizer steps that one-time costs are spread over")]
+Rows = Annotated[int, typer.Option("--rows", min=1, help="plans to show")]
 
 
 def command(
-    model: Model,
-    sequence_length: SequenceLength = 512,
-    global_batch: GlobalBatch = 8,
-    train: Annotated[bool, typer.Option("--train", help="plan a training run (the only task so far)")] = True,
-    on: On = None,
-    set_: Set = None,
-    allow: Allow = "",
-    max_grad_norm: Annotated[float, typer.Option("--max-grad-norm", min=0.0, help="0: gradients are not clipped")] = 1.0,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="optimizer steps that one-time costs are spread over")] = 1000,
-    rows: Annotated[int, typer.Option("--rows", min=1, help="plans to show")] = 5,
-    as_json: Json = False,
-) -> None:
-    """Ranked plans for training MODEL, with predicted memory and time and the reason for each choice."""
-    source = find_model(model)
-    workload = Workload(
-        sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(split(allow)), total_steps=steps,
-        clips_gradients=max_grad_norm > 0,
-    )  # fmt: skip
-    with show.step("Measuring this machine" if on is None else f"Looking up {on}"):
-        host = find_host(on)
-    with show.bar("Tracing the model on fake tensors") as progress:
-        planning = plan_training(source, host, workload, fixed=tuple(set_ or ()), progress=progress)
-    if as_json:
-        sys.stdout.write(json.dumps(planning.document()) + "\n")
+    model: Model, sequence_length: SequenceLength = 512, global_batch: GlobalBatch = 8, on: On = None, set_: Set = None,
+    allow: Allow = "", data: Data = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
+    prompt_length: plan_inference.PromptLength = 512, output_length: plan_inference.OutputLength = 256,
+    concurrency: plan_inference.Concurrency = None,
+    max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None,
+    why: questions.Why = None, shadow_prices: questions.ShadowPrices = False, largest: questions.Largest_ = None,
+    compare: questions.Compare = None, price: questions.Price = None, tokens: questions.Tokens = None,
+    deadline: questions.Deadline = None, lock: questions.Lock = None, check: questions.CheckFile = None,
+    rows: Rows = 5, html: Html = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Ranked plans for MODEL, with predicted memory and time and the reason for each choice."""
+    fixed = tuple(set_ or ())
+    if generate or encode:
+        generation, limits = (prompt_length, output_length, concurrency), (max_ttft_ms, max_tpot_ms)
+        sizes = (sequence_length, global_batch)
+        inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split(allow))
+        plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
-    size = f"global batch {global_batch} x {sequence_length} tokens"
+    if html is not None:
+        check_page_path(html)
+    workload = _workload(model, data, sequence_length, global_batch, split(allow), steps, max_grad_norm > 0, risk)
+    asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
+    request = questions.Request(find_model(model), workload, on, fixed, as_json)
+    if asked.answered_instead(request):
+        return
+    host = request.host()
+    with show.bar("Tracing the model on fake tensors") as progress:
+        planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress)
+    answers = asked.answers(request, planning)
+    if html is not None:
+        write_plan_page(html, planning, model=model)
+        show.err.print(f"Page: {html}", markup=False, highlight=False)
+    if as_json:
+        sys.stdout.write(json.dumps(planning.document() | answers.document()) + "\n")
+        return
+    _print(planning, rows=rows)
+    answers.print()
+
+
+def _workload(
+    model: str, data: str | None, sequence_length: int, global_batch: int, allow: tuple[str, ...], steps: int, clips: bool,
+    risk: float | None,
+) -> Workload:  # fmt: skip
+    if risk is not None and not 0.0 < risk < 0.5:
+        raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
+    lengths = None
+    if data is not None:
+        from upshift.training.run import lengths_of  # reading data needs tokenizers
+
+        with show.step(f"Reading the lengths of {data}"):
+            lengths = lengths_of(model, data, sequence_length=sequence_length)
+    return Workload(
+        sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=steps,
+        clips_gradients=clips, lengths=lengths, risk=risk,
+    )  # fmt: skip
+
+
+def _print(planning: Planning, *, rows: int) -> None:
+    host, workload = planning.host, planning.workload
+    size = f"global batch {workload.global_batch} x {workload.sequence_length} tokens"
     show.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
+    network = host.origin.get("inter_node")
+    if host.num_nodes > 1 and network is not None:
+        show.out.print(f"[dim]Between nodes: {network}[/dim]", highlight=False)
+    best = planning.ranking.candidates[0]
+    numbers = planning.numbers(best)
     show.out.print(show.plans_table(planning, rows=rows))
-    show.out.print(show.time_line(planning.ranking.candidates[0]), highlight=False)
-    show.out.print(show.memory_table(planning.numbers(planning.ranking.candidates[0])))
+    show.out.print(show.time_line(best), highlight=False)
+    show.out.print(show.memory_table(numbers))
     show.out.print(show.reasons_table(planning))
     rejected = show.rejected_table(planning)
     if rejected is not None:
         show.out.print(rejected)
     show.out.print(planning.shadow_price)
-    low, high = planning.numbers(planning.ranking.candidates[0]).interval or (1.0, 1.0)
-    show.out.print(
-        f"[dim]Times are predicted, untried: expect {low:.1f}x to {high:.1f}x. Held: what the process or device occupies.[/dim]"
-    )
+    low, high = numbers.interval or (1.0, 1.0)
+    out = numbers.out_of_memory_probability
+    chance = "" if out is None else f" Probability of running out of memory: {out:.1%}."
+    words = f"Times are predicted, untried: expect {low:.1f}x to {high:.1f}x. Held: what the process or device occupies.{chance}"
+    show.out.print(f"[dim]{words}[/dim]")
 
 
 def split(text: str) -> tuple[str, ...]:

@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from upshift.planning.cost.memory import PARTS
 from upshift.planning.planner import Planning
 from upshift.planning.prove import Tried
 from upshift.planning.rank import Candidate
@@ -70,13 +71,17 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
 def plans_table(planning: Planning, *, rows: int) -> Table:
     title = f"Best of {len(planning.ranking.candidates):,} plans that fit ({len(planning.ranking.rejected):,} rejected)"
     wide = out.width >= 100
-    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=("tok/s", "step ms", "peak/held GiB"))
+    on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
+    memory = "peak/reserved/held GiB" if on_gpu else "peak/held GiB"
+    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=("tok/s", "step ms", memory))
     shown = [(str(index), candidate) for index, candidate in enumerate(planning.ranking.candidates[:rows], start=1)]
     for label, candidate in [*shown, ("plain", planning.default)]:
         numbers = planning.numbers(candidate)
+        sizes = [numbers.peak_gib, *([numbers.reserved_gib] if on_gpu else []), numbers.resident_gib]
         table.add_row(
             label, candidate.plan.label(), *([numbers.binding_term] if wide else []), number(numbers.tokens_per_second),
-            number(numbers.step_ms.p50 if numbers.step_ms else None), f"{gib(numbers.peak_gib)}/{gib(numbers.resident_gib)}",
+            number(numbers.step_ms.p50 if numbers.step_ms else None),
+            "/".join(gib(size) for size in sizes),
             end_section=label == str(len(shown)),
         )  # fmt: skip
     return table
@@ -90,11 +95,7 @@ def time_line(candidate: Candidate) -> str:
 
 
 def memory_table(numbers: Numbers) -> Table:
-    parts = [
-        part
-        for part in next(iter(numbers.memory.values()), {})
-        if any(row.get(part, 0) > 0.0005 for row in numbers.memory.values())
-    ]
+    parts = [part for part in PARTS if any(row.get(part, 0) > 0.0005 for row in numbers.memory.values())]
     table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*parts, "total"))
     for phase, row in numbers.memory.items():
         table.add_row(phase, *(f"{row.get(part, 0.0):.3f}" for part in parts), f"{sum(row.values()):.3f}")

@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from upshift.hardware.cgroup import CgroupLimits, read_limits, read_text
+from upshift.hardware.links import gpu_link, pcie_link
+from upshift.hardware.nvidia import NVIDIA_GPUS
 from upshift.hardware.nvml import find_gpus
 from upshift.hardware.spec import Cpu, Gpu, Host, Isa
-from upshift.hardware.table import GPUS, gpu_link, pcie_link
 from upshift.units import KIB, MIB
 
 ARCHITECTURES = {"x86_64": "x86_64", "amd64": "x86_64", "aarch64": "aarch64", "arm64": "aarch64"}
@@ -55,7 +56,7 @@ def detect(
     origin = cpu_origin | {"gpu": gpu_origin}
     if gpu is not None:
         unknown = f"unknown: {gpu.name!r} is not in the table"
-        source = f"table: {GPUS[gpu.table_key].source}" if gpu.table_key else unknown
+        source = f"table: {NVIDIA_GPUS[gpu.table_key].source}" if gpu.table_key else unknown
         origin |= {"gpu.peak": source, "host_to_device": "NVML and PCI Express base specification"}
     return Host(
         name="this machine",
@@ -112,6 +113,7 @@ def _cpu(root: Path, affinity: Collection[int] | None, limits: CgroupLimits) -> 
         "cpu.l3_total_bytes": "/sys/devices/system/cpu",
         "cpu.memory_bytes": "cgroup limit" if limited else memory_origin,
         "cpu.free_memory_bytes": f"{memory_origin}, bounded by cgroups",
+        "cpu.peak": "none: the probe measures this machine",
     }
     return cpu, origin
 

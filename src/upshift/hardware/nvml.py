@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from upshift.hardware.nvidia import NVIDIA_GPUS, NVML_NAMES
 from upshift.hardware.spec import Gpu
-from upshift.hardware.table import GPUS, NVML_NAMES
 from upshift.units import GIGA
 
 # One link, one direction, by NVML's nvmlNvlinkVersion_t (1: 1.0, 2: 2.0, 3: 2.2, 4: 3.0, 5: 3.1, 6: 4.0, 7: 5.0);
@@ -81,7 +81,8 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         pcie_width=_ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
         nvlink_links=links,
         nvlink_bytes_per_second=None if link_rate is None or not links else links * link_rate,
-        peak=None if key is None else GPUS[key].gpu.peak,
+        tdp_watts=None if key is None else NVIDIA_GPUS[key].gpu.tdp_watts,
+        peak=None if key is None else NVIDIA_GPUS[key].gpu.peak,
     )
 
 

@@ -20,6 +20,8 @@ Isa = Literal[
     "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_fp16", "amx_int8",
     "neon", "neon_fp16", "neon_dotprod", "neon_bf16", "neon_i8mm", "sve", "sve2",
 ]  # fmt: skip
+Backend = Literal["cuda", "rocm", "hpu", "xla", "mps"]  # what PyTorch runs an accelerator with
+Device = Literal["cpu", "cuda", "hpu", "xla", "mps"]
 Count = Annotated[int, Field(ge=1)]
 CountOrZero = Annotated[int, Field(ge=0)]
 Bytes = CountOrZero
@@ -35,6 +37,8 @@ CPU_INSTRUCTIONS: dict[Precision, tuple[Isa, ...]] = {
     "fp16": ("avx512_fp16", "amx_fp16", "neon_fp16"),
     "int8": ("avx512_vnni", "avx_vnni", "amx_int8", "neon_dotprod", "neon_i8mm"),
 }
+# "HIP (ROCm) semantics" in PyTorch's documentation: ROCm GPUs keep the name cuda.
+TORCH_DEVICE: dict[Backend, Device] = {"cuda": "cuda", "rocm": "cuda", "hpu": "hpu", "xla": "xla", "mps": "mps"}
 FINGERPRINT_MEMORY_STEP = 2**28  # bytes; kernels and drivers report totals that differ by a few MiB
 
 
@@ -59,7 +63,10 @@ class Rates(Value):
 
 
 class Cpu(Value):
-    """The processors of one node. Cache sizes are totals over all instances in the node."""
+    """The processors of one node. Cache sizes are totals over all instances in the node.
+
+    `peak` holds rates computed from the datasheet of a described CPU, None for a detected one: the probe measures that.
+    """
 
     model_name: str | None
     architecture: str | None  # x86_64, aarch64
@@ -71,6 +78,7 @@ class Cpu(Value):
     isa: tuple[Isa, ...] | None
     memory_bytes: Bytes | None  # the smaller of RAM and cgroup limit
     free_memory_bytes: Bytes | None  # now; likewise bounded
+    peak: Rates | None = None  # of all cores together
 
     def supports(self, precision: Precision) -> bool | None:
         """Whether the cores have instructions for matrices of this precision (torch emulates, slowly, where not)."""
@@ -84,28 +92,35 @@ class Cpu(Value):
 
 
 class Gpu(Value):
-    """One GPU. `peak` holds datasheet figures and is None for a product that is not in the table."""
+    """One GPU or other accelerator. `peak` holds datasheet figures and is None for a product that is not in the table."""
 
     name: str
+    backend: Backend = "cuda"
     table_key: str | None = None
     memory_bytes: Bytes | None
     free_memory_bytes: Bytes | None = None
-    compute_capability: tuple[int, int] | None = None
+    compute_capability: tuple[int, int] | None = None  # CUDA's
     pcie_generation: Count | None = None
     pcie_width: Count | None = None  # lanes
     nvlink_links: CountOrZero | None = None  # active ones; 0 is known to have none
     nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
+    tdp_watts: Rate | None = None  # thermal design power, or the vendor's word for the board's sustained limit
     peak: Rates | None = None
 
     def supports(self, precision: Precision) -> bool | None:
-        """Whether the GPU has matrix instructions for this precision."""
+        """Whether the GPU has matrix instructions for this precision: by its compute capability on CUDA, elsewhere by
+        whether the table has a rate for it. fp32 runs on all of them."""
+        if precision == "fp32":
+            return True
+        if self.backend != "cuda":
+            return None if self.peak is None else self.peak.matrix(precision) is not None
         if self.compute_capability is None:
-            return True if precision == "fp32" else None
+            return None
         return self.compute_capability >= MIN_COMPUTE_CAPABILITY[precision]
 
     def identity(self) -> dict[str, Any]:
-        """What tells this GPU from another product: no free memory, no table figures."""
-        known = self.model_dump(exclude={"table_key", "free_memory_bytes", "peak"})
+        """What tells this GPU from another product: no free memory, no table figures; the name implies the backend."""
+        known = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "tdp_watts", "peak"})
         return known | {"memory_bytes": _coarse(self.memory_bytes)}
 
 
@@ -161,13 +176,21 @@ class Host(Value):
         return self
 
     @property
-    def device(self) -> Literal["cpu", "cuda"]:
-        return "cuda" if self.gpus_per_node else "cpu"
+    def device(self) -> Device:
+        """The name that torch has for the devices that compute; a ROCm build of PyTorch calls its own cuda."""
+        gpu = self.gpu or next(iter(self.mixed_gpus), None)
+        return "cpu" if gpu is None else TORCH_DEVICE[gpu.backend]
 
     @property
     def num_devices(self) -> int:
         """GPUs of all nodes; without GPUs, one device per node."""
         return self.num_nodes * max(1, self.gpus_per_node)
+
+    def one_device(self) -> Host:
+        """The same machine with a single GPU, for jobs that use no more."""
+        if self.num_devices == 1:
+            return self
+        return self.changed(num_nodes=1, gpus_per_node=min(self.gpus_per_node, 1), intra_node=None, inter_node=None)
 
     def supports(self, precision: Precision) -> bool | None:
         """Whether every device that would compute has matrix instructions for this precision; None if unknown."""
@@ -178,7 +201,7 @@ class Host(Value):
     @property
     def fingerprint(self) -> str:
         """Short stable hash of what identifies the hardware: no host name, free memory, peaks or measurements."""
-        cpu = None if self.cpu is None else self.cpu.model_dump(exclude={"free_memory_bytes"})
+        cpu = None if self.cpu is None else self.cpu.model_dump(exclude={"free_memory_bytes", "peak"})
         if cpu is not None:
             cpu["memory_bytes"] = _coarse(cpu["memory_bytes"])
         gpus = self.mixed_gpus or ((self.gpu,) if self.gpu else ())

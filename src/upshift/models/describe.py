@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 
 import transformers
 from torch import nn
@@ -11,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
-from upshift.models.profile import Declares, Parameters, ParameterShape
+from upshift.models.profile import Declares, Experts, Parameters, ParameterShape
 from upshift.models.source import ModelSource
 
 
@@ -74,6 +75,7 @@ def declarations(model: PreTrainedModel) -> Declares:
     return Declares(
         tensor_parallel_plan=dict(getattr(model, "_tp_plan", None) or getattr(model.config, "base_model_tp_plan", None) or {}),
         pipeline_parallel_plan=tuple(getattr(model.config, "base_model_pp_plan", None) or ()),
+        expert_parallel=bool(getattr(model.config.get_text_config(), "base_model_ep_plan", None)),
         no_split_modules=tuple(sorted(model._no_split_modules or ())),
         attention_kernels=attention_kernels(model),
         gradient_checkpointing=bool(model.supports_gradient_checkpointing),
@@ -83,6 +85,31 @@ def declarations(model: PreTrainedModel) -> Declares:
         position_ids="position_ids" in inspect.signature(model.forward).parameters,
         can_generate=bool(model.can_generate()),
     )
+
+
+def count_experts(model: PreTrainedModel) -> Experts | None:
+    """Of a mixture whose plan for expert parallelism names the experts' weights, stacked by expert; else None."""
+    config = model.config.get_text_config()
+    plan = getattr(config, "base_model_ep_plan", None) or {}
+    names = [name for name, style in plan.items() if style == "grouped_gemm"]
+    weights = [
+        parameter
+        for path, parameter in model.named_parameters()
+        if parameter.ndim == 3 and any(re.sub(r"\.\d+\.", ".*.", path).endswith(name) for name in names)
+    ]
+    per_token = getattr(config, "num_experts_per_tok", None)
+    if not weights or not isinstance(per_token, int):
+        return None
+    return Experts(count=weights[0].shape[0], parameters=sum(weight.numel() for weight in weights), per_token=per_token)
+
+
+def attention_heads(model: PreTrainedModel) -> tuple[int, int] | None:
+    """Of queries and of keys."""
+    config = model.config.get_text_config()
+    queries, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if not isinstance(queries, int):
+        return None
+    return queries, keys if isinstance(keys, int) else queries
 
 
 def max_positions(model: PreTrainedModel) -> int | None:

@@ -25,12 +25,15 @@ class Measurement:
     accumulating: dict[str, Interval]
 
 
-def fit_segment(points: Sequence[Point], measurements: Sequence[Measurement], name: str) -> Segment:
-    return Segment(
-        forward=_fit_pass(points, [_with_between(m.forward, name) for m in measurements]),
-        backward=_fit_pass(points, [m.backward.get(f"backward {name}") for m in measurements]),
-        backward_accumulating=_fit_pass(points, [m.accumulating.get(f"backward {name}") for m in measurements]),
-    )
+def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement]], name: str) -> list[Segment]:
+    """One segment a family of measurements; their terms of ``rise`` are of the same operators, in the same order."""
+    forward = _fit_pass(points, [[_with_between(m.forward, name) for m in family] for family in families])
+    backward = _fit_pass(points, [[m.backward.get(f"backward {name}") for m in family] for family in families])
+    again = _fit_pass(points, [[m.accumulating.get(f"backward {name}") for m in family] for family in families])
+    return [
+        Segment(forward=there, backward=back, backward_accumulating=onto)
+        for there, back, onto in zip(forward, backward, again, strict=True)
+    ]
 
 
 def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
@@ -53,37 +56,45 @@ def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
     )
 
 
-def _fit_pass(points: Sequence[Point], intervals: Sequence[Interval | None]) -> PassCost:
-    present = [interval if interval is not None else Interval(entered=0) for interval in intervals]
-    return PassCost(
-        left=fit_single(points, [i.left - i.entered for i in present]),
-        released=fit_single(points, [i.released for i in present]),
-        rise=_fit_rise(points, present),
-        matmul_flops=fit_single(points, [i.matmul_flops for i in present]),
-        attention_flops=fit_single(points, [i.attention_flops for i in present]),
-        moved_bytes=fit_single(points, [i.moved_bytes for i in present]),
-        matmul_bytes=fit_single(points, [i.matmul_bytes for i in present]),
-        num_kernels=max(i.num_kernels for i in present),
-    )
+def _fit_pass(points: Sequence[Point], families: Sequence[Sequence[Interval | None]]) -> list[PassCost]:
+    present = [[interval if interval is not None else Interval(entered=0) for interval in family] for family in families]
+    return [
+        PassCost(
+            left=fit_single(points, [i.left - i.entered for i in intervals]),
+            released=fit_single(points, [i.released for i in intervals]),
+            rise=rise,
+            matmul_flops=fit_single(points, [i.matmul_flops for i in intervals]),
+            attention_flops=fit_single(points, [i.attention_flops for i in intervals]),
+            moved_bytes=fit_single(points, [i.moved_bytes for i in intervals]),
+            matmul_bytes=fit_single(points, [i.matmul_bytes for i in intervals]),
+            num_kernels=max(i.num_kernels for i in intervals),
+        )
+        for intervals, rise in zip(present, _fit_rise(points, present), strict=True)
+    ]
 
 
 def fit_single(points: Sequence[Point], values: Sequence[float]) -> Polynomial:
     return _polynomial(_solve(points, np.asarray(values, dtype=np.float64)))
 
 
-def _fit_rise(points: Sequence[Point], intervals: Sequence[Interval]) -> tuple[Polynomial, ...]:
+def _fit_rise(points: Sequence[Point], families: Sequence[Sequence[Interval]]) -> list[tuple[Polynomial, ...]]:
     """The upper envelope of every operator's live bytes; falls back to the highest one where the operators differ."""
-    if len({tuple(interval.operators) for interval in intervals}) == 1:
-        live = np.array([[value - i.entered for value in i.live] for i in intervals], dtype=np.float64)
-    else:
-        live = np.array([[max(i.live, default=i.entered) - i.entered] for i in intervals], dtype=np.float64)
-    if live.shape[1] == 0:
-        return ()
-    coefficients = _solve(points, live)
+    same = len({tuple(interval.operators) for intervals in families for interval in intervals}) == 1
+    live = [
+        np.array([[value - i.entered for value in (i.live if same else _highest(i))] for i in intervals], dtype=np.float64)
+        for intervals in families
+    ]
+    if live[0].shape[1] == 0:
+        return [() for _ in families]
+    coefficients = [_solve(points, values) for values in live]
     sequences = np.linspace(1, max(sequence for _, sequence in points), GRID_STEPS)
     grid = np.array([_monomials(batch, sequence) for batch in GRID_BATCHES for sequence in sequences])
-    winners = np.unique(np.argmax(grid @ coefficients, axis=1))
-    return tuple(_polynomial(coefficients[:, winner]) for winner in winners)
+    winners = np.unique(np.concatenate([np.argmax(grid @ family, axis=1) for family in coefficients]))
+    return [tuple(_polynomial(family[:, winner]) for winner in winners) for family in coefficients]
+
+
+def _highest(interval: Interval) -> list[int]:
+    return [max(interval.live, default=interval.entered)]
 
 
 def _monomials(batch: float, sequence: float) -> list[float]:

@@ -69,7 +69,7 @@ def _activations(profile: ModelProfile, sequence: int) -> tuple[ActivationBytes,
             for index in stack.assignment:
                 plain += traced.plain[index].forward.left.at(1, sequence)
                 if traced.recomputed:
-                    recomputed += traced.recomputed[index].forward.left.at(1, sequence)
+                    recomputed += traced.recomputed["full"][index].forward.left.at(1, sequence)
             inner = max(inner, traced.plain[len(stack.traced_layers) // 2].forward.left.at(1, sequence))
         gaps = sum(gap.forward.left.at(1, sequence) for gap in step.gaps)
         rows.append(

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+ROW_MULTIPLE = 64
 CACHED_BYTES = 2**24  # worked on at once on a CPU: they stay in its cache from one pass over them to the next
 
 
@@ -90,15 +91,17 @@ def _sum_chunks(
     """``matrix``: the weight in the dtype of the products. One buffer of logits serves all chunks."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = _labelled_rows(labels, head.ignore_index)
-    buffer = matrix.new_empty(min(head.chunk_tokens, len(rows)), len(matrix))
+    buffer = matrix.new_empty(min(head.chunk_tokens, _padded(len(rows))), len(matrix))
     for number, chunk in enumerate(rows.split(head.chunk_tokens)):  # one empty chunk where there are no rows
-        inputs = hidden[chunk].to(matrix.dtype)
-        logits = torch.mm(inputs, matrix.T, out=buffer[: len(chunk)])
-        block = _rows_in_cache(logits)
-        for part, targets in zip(logits.split(block), labels[chunk].split(block), strict=True):
+        padded = torch.nn.functional.pad(chunk, (0, min(_padded(len(chunk)), len(buffer)) - len(chunk)))
+        inputs = hidden[padded].to(matrix.dtype)
+        logits = torch.mm(inputs, matrix.T, out=buffer[: len(padded)])
+        real, block = logits[: len(chunk)], _rows_in_cache(logits)
+        for part, targets in zip(real.split(block), labels[chunk].split(block), strict=True):
             total += _loss_then_slope(part, targets, bias, head, sums)
+        logits[len(chunk) :] = 0.0
         if sums is not None and sums.hidden is not None:
-            sums.hidden.index_copy_(0, chunk, (logits @ matrix).to(hidden.dtype))
+            sums.hidden.index_copy_(0, chunk, (logits @ matrix)[: len(chunk)].to(hidden.dtype))
         if sums is not None and sums.weight is not None:
             _add_outer(sums.weight, logits, inputs, first=number == 0)
     return total
@@ -120,6 +123,11 @@ def _labelled_rows(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     if isinstance(labels, FakeTensor):
         return torch.arange(len(labels), device=labels.device)
     return (labels != ignore_index).nonzero().squeeze(1)
+
+
+def _padded(num_rows: int) -> int:
+    """Rows that are computed: oneDNN remembers a kernel for each size, and their number follows the data."""
+    return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _rows_in_cache(matrix: torch.Tensor) -> int:

@@ -24,10 +24,11 @@ from upshift.models.block_attention import set_attention
 from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.fit import Measurement
-from upshift.models.profile import LOSS_CHUNK_TOKENS
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant
+from upshift.models.tensor_parallel import keep_slice
 from upshift.models.tracker import Interval, LiveTracker
 
 
@@ -40,7 +41,7 @@ class Tracer:
         self.config = read_config(source)
         self.model_class, self.objective = choose_class(self.config, source.reference)
         self.stacks: list[LayerStack] = []
-        self._models: dict[torch.dtype, nn.Module] = {}
+        self._models: dict[tuple[torch.dtype, int], nn.Module] = {}
 
     def whole(self, dtype: torch.dtype) -> nn.Module:
         """Every layer, on the meta device, with adapter and frozen parameters. peft cannot be put on fake tensors."""
@@ -53,27 +54,41 @@ class Tracer:
         with torch.device("meta"):
             return complete_model(build_model(config, self.model_class, dtype=dtype), self.source)
 
-    def model(self, dtype: torch.dtype) -> nn.Module:
-        """The cut model in ``dtype``, on fake CPU tensors; built once."""
-        if dtype not in self._models:
+    def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:
+        """The cut model in ``dtype``, on fake CPU tensors; one rank's part where several share it. Built once."""
+        key = (dtype, ranks)
+        if key not in self._models:
             model = self.whole(dtype)
-            self.stacks = cut_stacks(model)
+            stacks = cut_stacks(model)
+            if ranks == 1:
+                self.stacks = stacks
+            else:
+                keep_slice(base_of(model), ranks)
             with self.fake:
                 _leave_meta(model)
-            self._models[dtype] = model
-        return self._models[dtype]
+            self._models[key] = model
+        return self._models[key]
 
     @property
     def base(self) -> PreTrainedModel:
         """The transformers model inside the cut one."""
         return base_of(self.model(torch.float32))
 
-    def measure(self, variant: Variant, *, batch: int, sequence: int, recompute: bool, chunked: bool) -> Measurement:
+    def measure(
+        self,
+        variant: Variant,
+        *,
+        batch: int,
+        sequence: int,
+        recompute: Granularity | None = None,
+        chunked: bool = False,
+        ranks: int = 1,
+    ) -> Measurement:
         """Forward and backward twice (gradients born, then accumulated) after one untraced warm-up."""
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
-        model = self.model(dtype)
+        model = self.model(dtype, ranks)
         set_attention(base_of(model), variant.attention)
-        recompute_layers(model, None if recompute else 0)
+        recompute_layers(model, None if recompute else 0, recompute or "full")
         head = chunked_head(base_of(model), chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
         with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:
             tracker.adopt((list(model.parameters()), list(model.buffers())))

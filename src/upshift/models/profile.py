@@ -25,6 +25,7 @@ Objective = Literal[
     "image-classification",
 ]
 TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
+Granularity = Literal["full", "selective"]  # of recomputation; Megatron-LM's words (Korthikanti et al. 2022, section 5)
 
 
 # What the chunked loss was traced with, and what plans use; a larger size moves the peak by chunk x vocabulary only.
@@ -94,7 +95,7 @@ class StackTrace(Value):
     """One stack's measured segments: entry i of ``plain`` / ``recomputed`` belongs to Stack.traced_layers[i]."""
 
     plain: tuple[Segment, ...]
-    recomputed: tuple[Segment, ...]  # under activation checkpointing; empty where the model does not offer it
+    recomputed: dict[Granularity, tuple[Segment, ...]]  # under activation checkpointing; empty where it is not offered
 
 
 class StepTrace(Value):
@@ -103,8 +104,9 @@ class StepTrace(Value):
     precision: TracedPrecision
     attention: str  # sdpa | block | eager
     masked: bool  # an explicit attention mask (padding or packing) is built
+    tensor_parallel: int  # 2: one of two ranks; its terms stand in the same order as those of the trace of 1
     gaps: tuple[Segment, ...]  # before, between and after the stacks: len(stacks) + 1
-    gaps_recomputed: tuple[Segment, ...]  # beside recomputed layers, which hold other tensors at the border
+    gaps_recomputed: dict[Granularity, tuple[Segment, ...]]  # beside recomputed layers, which hold other tensors at the border
     chunked_gap: Segment | None  # the last gap with the loss computed in chunks; None where the head cannot be split
     stacks: tuple[StackTrace, ...]
 
@@ -169,11 +171,39 @@ class Parameters(Value):
         return self.trainable * parameter_bytes + self.always_fp32 * (4 - parameter_bytes)
 
 
+class TensorParallel(Value):
+    """What the model's own plan divides among the ranks of a tensor-parallel group."""
+
+    divisor: int  # a degree must divide it: heads, and every divided dimension
+    layers: int  # parameters of the layers that are divided
+    outside: int  # likewise, of embedding and head
+
+
+class Experts(Value):
+    """A mixture of experts."""
+
+    count: int  # of one layer
+    parameters: int  # of all experts of all layers
+    per_token: int  # of one layer, that a token is sent to
+
+
+class CachedLayers(Value):
+    """Layers whose caches are alike. Each keeps elements for a token (keys and values), up to ``window`` tokens, or for a
+    sequence however long it is (states of a recurrence or a convolution)."""
+
+    count: int = Field(gt=0)
+    per_token: int = Field(ge=0)
+    per_sequence: int = Field(ge=0)
+    heads: int = Field(gt=0, description="of keys; one that all queries share cannot be divided among ranks")
+    window: int | None = Field(None, gt=0)
+
+
 class Declares(Value):
     """What the model says of itself."""
 
     tensor_parallel_plan: dict[str, str] = Field(default_factory=dict)
     pipeline_parallel_plan: tuple[str, ...] = ()
+    expert_parallel: bool = False
     no_split_modules: tuple[str, ...] = ()
     attention_kernels: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
@@ -198,14 +228,21 @@ class ModelProfile(Value):
     steps: tuple[StepTrace, ...]
     sequence_range: tuple[int, int]  # the polynomials were fitted on these lengths, and hold between them
     kv_elements: Polynomial | None  # key and value elements of the whole model's cache; None where it does not generate
+    cache: tuple[CachedLayers, ...] = ()  # of the layers that keep one, as the model's own cache has them
+    tensor_parallel: TensorParallel | None
+    tensor_parallel_reason: str  # why it can, or cannot, be planned
+    experts: Experts | None
+    heads: tuple[int, int] | None  # of queries and of keys, where the config says
     chunked_loss_reason: str  # why the loss head can, or cannot, be computed in chunks
     forward_flops: Polynomial  # convention below, whole model, no recomputation
     backward_flops: Polynomial  # as above
     flop_convention: str = FLOP_CONVENTION
 
-    def step(self, *, precision: TracedPrecision, attention: str, masked: bool) -> StepTrace | None:
+    def step(self, *, precision: TracedPrecision, attention: str, masked: bool, tensor_parallel: int = 1) -> StepTrace | None:
         for step in self.steps:
-            if (step.precision, step.attention, step.masked) == (precision, attention, masked):
+            if (step.precision, step.attention, step.masked, step.tensor_parallel) == (
+                precision, attention, masked, tensor_parallel,
+            ):  # fmt: skip
                 return step
         return None
 

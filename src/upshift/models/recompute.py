@@ -1,28 +1,45 @@
-"""Activation checkpointing of transformers models, switched per layer."""
+"""Activation checkpointing of transformers models, switched per layer: a layer whole, or all of it but its products."""
 
 from __future__ import annotations
 
 import warnings
+from functools import partial
+from typing import Any
 
+import torch
 from torch import nn
+from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
+from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
+from upshift.models.profile import Granularity
+from upshift.models.tracker import argument_of
+
+# They have no formula in torch's registry of FLOPs, and are attention all the same.
+ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.upshift.block_attention)
 
 
-def recompute_layers(model: nn.Module, num_layers: int | None) -> None:
+def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Granularity = "full") -> None:
     """Recompute the first ``num_layers`` layers in the backward pass (None: all; 0: none).
 
-    The first ones, because theirs is the last backward, when most memory has been freed.
+    The first ones, because theirs is the last backward, when most memory has been freed. ``selective``: results of matrix
+    products and of attention are kept, what is cheap is made again (Korthikanti et al. 2022, section 5, for any operator).
+    Kept ones are found again by their number and must not be written over: a layer that does so, or whose weights serve
+    several layers (cast once in autocast's forward pass, and for each layer when it is made again), raises RuntimeError in
+    its backward pass.
     """
     base = base_of(model)
     _leave_inputs(base)
+    options: dict[str, Any] = {"use_reentrant": False}
+    if granularity == "selective":
+        options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23; 5.17 knows the old name only
         if num_layers != 0:
-            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            base.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
         elif base.is_gradient_checkpointing:
             base.gradient_checkpointing_disable()
     _leave_inputs(base)
@@ -31,6 +48,16 @@ def recompute_layers(model: nn.Module, num_layers: int | None) -> None:
         for number, layer in enumerate(layers):
             if isinstance(layer, GradientCheckpointingLayer):
                 layer.gradient_checkpointing = number < num_layers
+
+
+def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    """Attention with dropout inside is made again: left out, it would not draw its random numbers, and what comes after it
+    would draw others than in the forward pass."""
+    packet = operator._overloadpacket
+    product = packet in flop_registry or packet in ATTENTION
+    if product and not argument_of(operator, "dropout_p", args, kwargs):
+        return CheckpointPolicy.MUST_SAVE
+    return CheckpointPolicy.PREFER_RECOMPUTE
 
 
 def _leave_inputs(base: PreTrainedModel) -> None:

@@ -12,7 +12,7 @@ from upshift.models.profile import ModelProfile, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 
-FORMAT = "7"  # raise when the meaning of a stored profile changes
+FORMAT = "11"  # raise when the meaning of a stored profile changes
 
 
 class Variant(NamedTuple):
@@ -21,6 +21,8 @@ class Variant(NamedTuple):
     precision: TracedPrecision
     attention: str
     masked: bool
+    divided: bool = False  # also as one of two ranks of tensor parallelism
+    selective: bool = False  # recomputed selectively too
 
 
 def profile_model(

@@ -7,36 +7,37 @@ flash-like memory (on ``meta`` it would be decomposed). Inputs: a config. Ignore
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 
 from upshift.errors import RequestError
+from upshift.models.adapter import base_of
 from upshift.models.block_attention import NAME
 from upshift.models.build import LayerStack, sample_inputs
 from upshift.models.chunked_loss import why_not_chunked
-from upshift.models.describe import attention_kernels, count_parameters, declarations, max_positions, why_untraceable
-from upshift.models.fit import Measurement, fit_segment, fit_single
-from upshift.models.measure import Tracer, fake_masks, segment_borders
-from upshift.models.profile import (
-    LOSS_CHUNK_TOKENS,
-    ModelProfile,
-    Parameters,
-    Polynomial,
-    Segment,
-    Stack,
-    StackTrace,
-    StepTrace,
+from upshift.models.describe import (
+    attention_heads,
+    attention_kernels,
+    count_experts,
+    count_parameters,
+    declarations,
+    max_positions,
+    why_untraceable,
 )
+from upshift.models.fit import fit_single
+from upshift.models.measure import Tracer, fake_masks, segment_borders
+from upshift.models.profile import CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant
+from upshift.models.tensor_parallel import describe_tensor_parallel
+from upshift.models.trace_steps import DIVIDED_RANKS, trace_points, trace_steps
 from upshift.models.tracker import LiveTracker
 
-BLOCK_TRACE_LENGTH = 1024
-CHUNKED_TRACE_LENGTH = 512  # all that comes after the layers is linear in the tokens
 EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
-BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
 
 
 def trace_model(
@@ -54,9 +55,13 @@ def trace_model(
     try:
         reason = _chunking(tracer, points[0])
         variants = choose_variants(tracer, variants, sequence_length)
-        steps = _trace_steps(tracer, variants, sequence_length, chunking=reason is None, progress=progress)
+        divided = _division(tracer, variants, points[0])
+        if isinstance(divided, str):
+            variants = tuple(variant._replace(divided=False) for variant in variants)
+        steps = trace_steps(tracer, variants, sequence_length, chunking=reason is None, progress=progress)
         forward_flops, backward_flops = _model_flops(tracer, points)
         kv = _kv_elements(tracer, points)
+        cache = _cached_layers(tracer, points[0])
     except RequestError:
         raise
     except Exception as error:  # any operator may refuse fake tensors; the user needs the module, not the traceback
@@ -64,15 +69,9 @@ def trace_model(
     return ModelProfile(
         key=key,
         model_hash=source.model_hash,
-        architecture=tracer.model_class.__name__,
-        model_type=tracer.config.model_type,
-        objective=tracer.objective,
         versions=versions,
-        vocab_size=getattr(tracer.config.get_text_config(), "vocab_size", None),
-        hidden_size=getattr(tracer.config.get_text_config(), "hidden_size", None),
-        max_positions=max_positions(tracer.base),
+        **_described(tracer),
         parameters=_count_parameters(tracer),
-        declares=declarations(tracer.base),
         stacks=tuple(
             Stack(path=s.path, traced_layers=s.kept, assignment=s.assignment, layer_trainable=s.layer_trainable)
             for s in tracer.stacks
@@ -80,10 +79,29 @@ def trace_model(
         steps=tuple(steps),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
+        cache=cache,
+        tensor_parallel=None if isinstance(divided, str) else divided,
+        tensor_parallel_reason=divided if isinstance(divided, str) else "the model declares which weights ranks share",
         chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
         forward_flops=forward_flops,
         backward_flops=backward_flops,
     )
+
+
+def _described(tracer: Tracer) -> dict[str, Any]:
+    """What the config and the modules say, without running."""
+    text = tracer.config.get_text_config()
+    return {
+        "architecture": tracer.model_class.__name__,
+        "model_type": tracer.config.model_type,
+        "objective": tracer.objective,
+        "vocab_size": getattr(text, "vocab_size", None),
+        "hidden_size": getattr(text, "hidden_size", None),
+        "max_positions": max_positions(tracer.base),
+        "declares": declarations(tracer.base),
+        "experts": count_experts(base_of(tracer.whole(torch.float32))),
+        "heads": attention_heads(tracer.base),
+    }
 
 
 def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int) -> tuple[Variant, ...]:
@@ -106,71 +124,26 @@ def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_leng
 
 def _reaches_block(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
     """Block attention leaves to ``sdpa`` what it does not compute; then it is no choice of its own."""
-    measurement = tracer.measure(variant, batch=point[0], sequence=point[1], recompute=False, chunked=False)
+    measurement = tracer.measure(variant, batch=point[0], sequence=point[1])
     return any(interval.used for interval in measurement.forward.values())
 
 
-def trace_points(sequence_length: int) -> list[tuple[int, int]]:
-    return [(batch, sequence) for batch in BATCHES for sequence in trace_lengths(sequence_length)]
-
-
-def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
-    """Three lengths up to the one asked for; a quadratic through them is exact between them."""
-    return max(sequence_length // 4, 3), max(sequence_length // 2, 5), max(sequence_length, 8)
-
-
-def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
-    """Of one to two chunks or little more, as few as may be: below a chunk the buffers are smaller than polynomials can say."""
-    longest = max(min(sequence_length, CHUNKED_TRACE_LENGTH), 8)
-    lengths = (longest // 2, longest * 3 // 4, longest)
-    batch = max(-(-LOSS_CHUNK_TOKENS // lengths[0]), BATCHES[0])
-    return [(rows, length) for rows in (batch, batch + 1) for length in lengths]
-
-
-def _trace_steps(
-    tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, chunking: bool, progress: Callable[[int, int], None]
-) -> list[StepTrace]:
-    chunked: dict[str, Segment] = {}  # by precision: the loss is the same beside any attention
-    steps = []
-    for number, variant in enumerate(variants):
-        if chunking and variant.precision not in chunked:
-            chunked[variant.precision] = _trace_chunked(tracer, variant, chunked_points(sequence_length))
-        steps.append(_trace_step(tracer, variant, chunked.get(variant.precision), sequence_length))
-        progress(number + 1, len(variants))
-    return steps
-
-
-def _trace_step(tracer: Tracer, variant: Variant, chunked_gap: Segment | None, sequence_length: int) -> StepTrace:
-    """Plain, and with every layer recomputed where the model offers it."""
-    recompute = tracer.base.supports_gradient_checkpointing
-    # Block attention runs some ten operators a block: traced at lengths of a few blocks, it is as exact beyond.
-    points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
-    plain, recomputed = [], []
-    for batch, sequence in points:
-        plain.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=False, chunked=False))
-        if recompute:
-            recomputed.append(tracer.measure(variant, batch=batch, sequence=sequence, recompute=True, chunked=False))
-
-    def fit(measurements: list[Measurement], names: list[str]) -> tuple[Segment, ...]:
-        return tuple(fit_segment(points, measurements, name) for name in names if measurements)
-
-    layers = [[f"layer {n} {position}" for position in range(len(stack.kept))] for n, stack in enumerate(tracer.stacks)]
-    gaps = [f"gap {number}" for number in range(len(tracer.stacks) + 1)]
-    return StepTrace(
-        precision=variant.precision,
-        attention=variant.attention,
-        masked=variant.masked,
-        gaps=fit(plain, gaps),
-        gaps_recomputed=fit(recomputed, gaps),
-        chunked_gap=chunked_gap,
-        stacks=tuple(StackTrace(plain=fit(plain, names), recomputed=fit(recomputed, names)) for names in layers),
-    )
-
-
-def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> Segment:
-    """The last gap with the loss computed in chunks."""
-    measurements = [tracer.measure(variant, batch=b, sequence=s, recompute=False, chunked=True) for b, s in points]
-    return fit_segment(points, measurements, f"gap {len(tracer.stacks)}")
+def _division(tracer: Tracer, variants: tuple[Variant, ...], point: tuple[int, int]) -> TensorParallel | str:
+    """What tensor parallelism divides, where it was asked for and a slice of the model runs; else why not. A profile of no
+    step says what the model declares: no slice was run."""
+    wanted = next((variant for variant in variants if variant.divided), None)
+    if wanted is None and variants:
+        return "it was not asked for: one device has nothing to divide"
+    found = describe_tensor_parallel(base_of(tracer.whole(torch.float32)))
+    if wanted is None:
+        return found
+    if isinstance(found, str) or found.divisor % DIVIDED_RANKS:
+        return found if isinstance(found, str) else f"its heads or widths are not divisible by {DIVIDED_RANKS}"
+    try:
+        tracer.measure(wanted, batch=point[0], sequence=point[1], ranks=DIVIDED_RANKS)
+    except RuntimeError as error:
+        return f"a rank's slice of the model does not run: {' '.join(str(error).split())[:160]}"
+    return found
 
 
 def _chunking(tracer: Tracer, point: tuple[int, int]) -> str | None:
@@ -230,24 +203,58 @@ def _layers_like(stacks: list[LayerStack], name: str) -> int:
 
 
 def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | None:
+    caches = [_filled_cache(tracer, point) for point in points]
+    if any(cache is None for cache in caches):
+        return None
+    totals = []
+    for cache in caches:
+        per_layer = [sum(tensor.numel() for tensor in _keys_and_values(layer)) for layer in cache.layers]
+        totals.append(sum(per_layer[index] for index in _layers_of(tracer, cache)))
+    return fit_single(points, totals)
+
+
+def _cached_layers(tracer: Tracer, point: tuple[int, int]) -> tuple[CachedLayers, ...]:
+    """Unlike the polynomial above, right beyond a sliding window too."""
+    cache = _filled_cache(tracer, point)
+    if cache is None:
+        return ()
+    counts = Counter(_what_it_keeps(cache.layers[index], point[0]) for index in _layers_of(tracer, cache))
+    return tuple(
+        CachedLayers(count=count, per_token=per_token, per_sequence=per_sequence, heads=heads, window=window)
+        for (per_token, per_sequence, heads, window), count in counts.items()
+        if per_token or per_sequence
+    )
+
+
+def _filled_cache(tracer: Tracer, point: tuple[int, int]) -> Any:
+    """The cut model's own cache after one forward pass; None where it does not generate."""
     model = tracer.model(torch.float32)
     if not tracer.base.can_generate():
         return None
-    totals = []
     model.train(False)
-    for batch, sequence in points:
-        with fake_masks(masked=False), tracer.fake, torch.no_grad():
-            inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
-            cache = getattr(model(**inputs, use_cache=True), "past_key_values", None)
-        if cache is None:
-            return None
-        cache = getattr(cache, "self_attention_cache", cache)
-        stack = tracer.stacks[-1] if tracer.stacks else None
-        per_layer = [
-            sum(t.numel() for t in (getattr(layer, "keys", None), getattr(layer, "values", None)) if t is not None)
-            for layer in cache.layers
-        ]
-        assigned = stack.assignment if stack and len(per_layer) == len(stack.kept) else range(len(per_layer))
-        totals.append(sum(per_layer[index] for index in assigned))
+    with fake_masks(masked=False), tracer.fake, torch.no_grad():
+        inputs = sample_inputs(tracer.base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
+        cache = getattr(model(**inputs, use_cache=True), "past_key_values", None)
     model.train()
-    return fit_single(points, totals)
+    return getattr(cache, "self_attention_cache", cache)
+
+
+def _layers_of(tracer: Tracer, cache: Any) -> Sequence[int]:
+    """Which cached layer stands for each layer of the model. The cache is made for all layers of the config, of which the cut
+    model fills the first."""
+    stack = tracer.stacks[-1] if tracer.stacks else None
+    return stack.assignment if stack and len(cache.layers) >= len(stack.kept) else range(len(cache.layers))
+
+
+def _keys_and_values(layer: Any) -> list[torch.Tensor]:
+    tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
+    return [tensor for tensor in tensors if tensor is not None and tensor.numel()]
+
+
+def _what_it_keeps(layer: Any, batch: int) -> tuple[int, int, int, int | None]:
+    """Elements for each token, elements for each sequence, heads, window."""
+    per_token = sum(tensor.numel() // (batch * tensor.shape[-2]) for tensor in _keys_and_values(layer))
+    states = [state for name in ("conv_states", "recurrent_states") for state in (getattr(layer, name, None) or {}).values()]
+    per_sequence = sum(state.numel() // batch for state in states if state is not None)
+    heads = min((tensor.shape[1] for tensor in _keys_and_values(layer)), default=1)
+    return per_token, per_sequence, heads, getattr(layer, "sliding_window", None)

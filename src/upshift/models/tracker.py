@@ -62,12 +62,12 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
     if packet in forward:
         query, key, value = args[:3]
         flops = sdpa_flop_count(query.shape, key.shape, value.shape)
-        causal = _argument(function, "is_causal", args, kwargs)
+        causal = argument_of(function, "is_causal", args, kwargs)
     elif packet in backward:
         grad, query, key, value = args[:4]
         flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
         repeated = flops - 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
-        causal = _argument(function, "is_causal", args, kwargs)
+        causal = argument_of(function, "is_causal", args, kwargs)
     else:
         return None
     half = 2 if causal else 1
@@ -99,7 +99,8 @@ def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
     return int(storage._cdata) if alone else None
 
 
-def _argument(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What an operator was called with under a name of its schema; None where it has no such argument."""
     for position, argument in enumerate(function._schema.arguments):
         if argument.name == name:
             return kwargs.get(name, args[position] if position < len(args) else argument.default_value)

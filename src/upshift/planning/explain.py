@@ -5,18 +5,20 @@ from __future__ import annotations
 from upshift.hardware.spec import Host
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.plan import Plan
-from upshift.planning.rank import Candidate, Ranking, Rejected
-from upshift.units import GIB, format_bytes
+from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig
+from upshift.units import format_bytes
 from upshift.value import Value
 
 EXPLAINED = (
-    "precision", "per_device_train_batch_size", "activation_checkpointing", "attention", "torch_compile", "optim",
+    "precision", "per_device_train_batch_size", "activation_checkpointing", "recompute_granularity", "attention",
+    "torch_compile", "optim",
     "optimizer_in_backward", "loss_chunk_tokens", "packing", "num_processes", "host_memory",
 )  # fmt: skip
 BECAUSE = {
     "precision": "rate of matrix products and bytes moved",
     "per_device_train_batch_size": "kernel sizes against memory; accumulated to the same global batch",
     "activation_checkpointing": "layers computed twice to hold fewer activations",
+    "recompute_granularity": "what is made again against what is kept of a recomputed layer",
     "attention": "time and memory of the attention kernel at this length",
     "torch_compile": "fused kernels against the time to compile",
     "optim": "time and temporaries of the update",
@@ -26,7 +28,6 @@ BECAUSE = {
     "num_processes": "one process with many threads against several with few",
     "host_memory": "no page faults for memory that comes back every step",
 }
-EXTRA_MEMORY_BYTES = 8 * GIB
 MAX_REJECTED = 200
 
 
@@ -44,6 +45,8 @@ def reasons(ranking: Ranking) -> tuple[Reason, ...]:
     rows = []
     for name in EXPLAINED:
         value = getattr(best.plan, name)
+        if name == "recompute_granularity" and not best.plan.activation_checkpointing:
+            continue
         other = next((c for c in ranking.candidates if getattr(c.plan, name) != value), None)
         blocked = next((c for c in ranking.too_big if getattr(c.plan, name) != value), None) if other is None else None
         if other is None and blocked is None:
@@ -84,9 +87,9 @@ def shadow_price(ranking: Ranking, host: Host) -> str | None:
     return f"8 GiB more memory would give {gain:+.1%} tokens/s ({fastest.plan.label()})"
 
 
-def representative(rejected: list[Rejected]) -> list[Rejected]:
+def representative(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
     """At most 200 rejections, every kind of reason among them."""
-    by_kind: dict[tuple[str, Plan | str], Rejected] = {}
+    by_kind: dict[tuple[str, Plan | str], Rejected | TooBig] = {}
     for entry in rejected:
         by_kind.setdefault((entry.reason.split(" (")[-1], entry.plan.precision), entry)
     chosen = list(by_kind.values())[:MAX_REJECTED]

@@ -16,6 +16,17 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             )
         if plan.num_processes > 1 and OPTIMIZERS[plan.optim].library is not None:
             return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
+    layout = plan.layout
+    if layout.pipeline_schedule == "interleaved_1f1b" and plan.gradient_accumulation_steps % layout.pipeline_parallel:
+        return (
+            f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
+            f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
+        )
+    if plan.recompute_granularity == "selective" and plan.activation_checkpointing and plan.torch_compile != "off":
+        return (
+            "recompute_granularity=selective chooses among a layer's operators, which are one when it is compiled; "
+            "use torch_compile=off, or recompute_granularity=full"
+        )
     if plan.optimizer_in_backward:
         return _in_backward(plan, clips_gradients)
     if plan.optim_offload:
@@ -46,5 +57,7 @@ def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
 
 def repeats(plan: Plan) -> bool:
     """Whether the plan does what another one of the space does: it is left out unless asked for."""
+    if plan.recompute_granularity == "selective" and not plan.activation_checkpointing:
+        return True
     stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # then one implementation has both names
     return stochastic or plan.optim in ALIASES

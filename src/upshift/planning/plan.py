@@ -6,7 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from upshift.models.profile import TracedPrecision
+from upshift.models.profile import Granularity, TracedPrecision
+from upshift.planning.layout import Layout
 from upshift.planning.optimizers import OPTIMIZERS, Optimizer
 from upshift.value import Value
 
@@ -15,6 +16,7 @@ Attention = Literal["sdpa", "block", "eager"]
 Compile = Literal["off", "layer", "model"]
 HostMemory = Literal["system", "keep"]
 
+ALONE = Layout()
 PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
 
 # Choices that change the mathematics, by the name the user allows them with.
@@ -48,6 +50,9 @@ class Plan(Value):
     gradient_accumulation_steps: int = Field(1, gt=0)
     packing: bool = Field(False, description="several sequences in one row, each attending to itself only")
     activation_checkpointing: int = Field(0, ge=0, description="recompute this many of the layers")
+    recompute_granularity: Granularity = Field(
+        "full", description="of these layers; selective: keep the results of matrix products and attention"
+    )
     attention: Attention = Field("sdpa", description="block: matrix products over blocks of queries (CPU)")
     torch_compile: Compile = "off"
     optim: Optimizer = "adamw_torch_fused"
@@ -56,13 +61,19 @@ class Plan(Value):
     optim_offload: bool = Field(False, description="the optimizer's state and its update are on the host (CUDA)")
     activation_offload: bool = Field(False, description="activations wait for the backward pass in host memory (CUDA)")
     loss_chunk_tokens: int = Field(0, ge=0, description="0: the model's own loss over all logits at once")
-    num_processes: int = Field(1, gt=0)
+    num_processes: int = Field(1, gt=0, description="ranks: one for each GPU, or each share of a CPU's cores")
+    layout: Layout = Field(Layout(), description="how they share the job; unset: each has its own part of the batch")
     threads_per_process: int = Field(1, gt=0, description="CPU threads of each process")
     host_memory: HostMemory = Field("system", description="keep: freed host memory stays with the process (glibc)")
 
     @property
     def global_batch(self) -> int:
-        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.num_processes
+        return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.data_parallel
+
+    @property
+    def data_parallel(self) -> int:
+        """Ranks, or groups of ranks, with sequences of their own."""
+        return self.num_processes // self.layout.ranks_per_replica
 
     @property
     def flattens(self) -> bool:
@@ -86,7 +97,8 @@ class Plan(Value):
         """Which trace has this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those of fp32."""
         if self.precision in ("fp32", "tf32"):
             return "fp32"
-        return "bf16-pure" if self.precision == "bf16-weights" else "bf16"
+        gathered = self.layout.fully_shard in ("gradients", "weights")  # in bf16 already: nothing is cast in the layers
+        return "bf16-pure" if self.precision == "bf16-weights" or gathered else "bf16"
 
     @property
     def parameter_bytes(self) -> int:
@@ -96,9 +108,13 @@ class Plan(Value):
         """One short line: ``bf16 · 4 x 2 · layer compile · adamw_torch_fused``."""
         parts = [self.precision, f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"]
         if self.num_processes > 1:
-            parts.append(f"{self.num_processes} processes x {self.threads_per_process} threads")
+            ranks = f"{self.num_processes} ranks" if self.device != "cpu" else f"{self.num_processes} processes"
+            parts.append(ranks if self.device != "cpu" else f"{ranks} x {self.threads_per_process} threads")
+        if self.layout != ALONE:
+            parts.append(self.layout.label())
         if self.activation_checkpointing:
-            parts.append(f"recompute {self.activation_checkpointing}")
+            selective = " selectively" if self.recompute_granularity == "selective" else ""
+            parts.append(f"recompute {self.activation_checkpointing}{selective}")
         if self.attention != "sdpa":
             parts.append(f"{self.attention} attention")
         if self.torch_compile != "off":

@@ -5,20 +5,24 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import ModelProfile, TracedPrecision
 from upshift.models.source import ModelSource, find_model
 from upshift.models.store import Variant, profile_model
+from upshift.planning.cost.life import life
 from upshift.planning.cost.resident import memory_limit
+from upshift.planning.cost.segments import trace_for
+from upshift.planning.cost.time import largest_micro_batch
 from upshift.planning.explain import Reason, reasons, representative, shadow_price
 from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
-from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan, rank_plans
-from upshift.planning.space import BLOCK_ATTENTION_LIMIT, check_allow, enumerate_plans, parse_fixed
+from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
+from upshift.planning.search import search
+from upshift.planning.space import BLOCK_ATTENTION_LIMIT, check_allow, parse_fixed
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.settings import read_settings
@@ -55,7 +59,12 @@ class Planning:
         workload = self.workload
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
         share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
-        return candidate.numbers(model_flops_per_step=per_sequence * workload.global_batch * share)
+        trace = trace_for(self.profile, candidate.plan, workload)
+        around = None
+        if trace is not None:
+            around = life(self.profile, trace, candidate.plan, shape=largest_micro_batch(candidate.plan, workload))
+        flops = per_sequence * workload.global_batch * share
+        return candidate.numbers(model_flops_per_step=flops, around=around, host=self.host)
 
     def document(self) -> dict[str, Any]:
         """The JSON document of ``upshift plan --json``."""
@@ -87,11 +96,7 @@ class Planning:
 def find_host(on: str | None, *, probe: bool = True) -> Host:
     """The described host, else this machine; probed (and the probe cached) where its rates are needed."""
     if on is not None:
-        host = describe(on)
-        if host.num_devices > 1 or host.num_nodes > 1:
-            known = host.gpu.table_key if host.gpu else "h100"
-            raise RequestError(f"--on {on!r} has {host.num_devices} devices; this version plans for one, such as 1x{known}")
-        return host
+        return describe(on)
     host = detect(visible_devices=read_settings().cuda_visible_devices)
     if host.mixed_gpus:
         names = ", ".join(gpu.name for gpu in host.mixed_gpus)
@@ -103,21 +108,36 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
     return measure(host)
 
 
-def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = ()) -> tuple[Variant, ...]:
+def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
     """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask; but
-    for what is ``fixed`` otherwise. The plain default's is always among them."""
-    precisions = ["fp32"]
+    for what is ``fixed`` otherwise. The plain default's is always among them. ``selective``: recomputed so as well, which takes
+    half as long again and matters where memory is short; ranks that share a job are taken to be short of it."""
+    shares = host.device != "cpu" and host.num_devices > 1
+    selective = selective or shares or "recompute_granularity=selective" in fixed
+    precisions: list[TracedPrecision] = ["fp32"]
     if not {"precision=fp32", "precision=tf32"} & {*fixed} and (host.supports("bf16") or host.supports("fp16")):
         precisions.append("bf16")
     if "bf16-weights" in workload.allow:
         precisions.append("bf16-pure")
     masks = (False, True) if workload.lengths is not None else (False,)
+    if shares:
+        return _shared_variants(precisions, masks)
     kernels = ["sdpa"]
     block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
     if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
         kernels.append("block")
-    variants = [Variant(p, kernel, masked) for p in precisions for kernel in kernels for masked in masks]  # type: ignore[arg-type]
-    return (*variants, *(Variant(p, "eager", False) for p in precisions))  # type: ignore[arg-type]
+    variants = [Variant(p, kernel, masked, selective=selective) for p in precisions for kernel in kernels for masked in masks]
+    return (*variants, *(Variant(p, "eager", False) for p in precisions))
+
+
+def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...]) -> tuple[Variant, ...]:
+    """For ranks that share a job: bf16 also as one of two ranks, and with weights that were gathered in bf16."""
+    gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
+    return tuple(
+        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=True)
+        for precision in (*precisions, *gathered)
+        for masked in masks
+    )
 
 
 def plan_training(
@@ -129,10 +149,28 @@ def plan_training(
     progress: Progress = lambda done, total: None,
 ) -> Planning:
     """Rank the space. Raises RequestError for a wrong request, NothingFits with the nearest plan that would."""
+    if host.device not in get_args(Plan.model_fields["device"].annotation):
+        raise RequestError(f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices")
+    profile, ranking = _search(source, host, workload, fixed, progress, selective=False)
+    free = not {name for name in ("recompute_granularity", "activation_checkpointing") if any(f.startswith(name) for f in fixed)}
+    short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
+    if short and free and profile.declares.gradient_checkpointing and host.num_devices == 1:
+        profile, ranking = _search(source, host, workload, fixed, progress, selective=True)
+    default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
+    if not ranking.candidates:
+        _refuse(ranking, host, workload.risk)
+    if isinstance(default, Rejected):
+        raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
+    return Planning(host, profile, workload, ranking, default)
+
+
+def _search(
+    source: ModelSource, host: Host, workload: Workload, fixed: tuple[str, ...], progress: Progress, *, selective: bool
+) -> tuple[ModelProfile, Ranking]:
     profile = profile_model(
         source,
         sequence_length=workload.sequence_length,
-        variants=variants_for(host, workload, fixed),
+        variants=variants_for(host, workload, fixed, selective=selective),
         progress=progress,
     )
     if profile.max_positions is not None and workload.sequence_length > profile.max_positions:
@@ -140,22 +178,15 @@ def plan_training(
             f"--sequence-length {workload.sequence_length} is longer than the model's {profile.max_positions} positions; "
             f"use at most {profile.max_positions}"
         )
-    chosen = parse_fixed(fixed, host, profile, workload)
-    ranking = rank_plans(enumerate_plans(host, profile, workload, fixed=chosen), host=host, profile=profile, workload=workload)
-    default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
-    if not ranking.candidates:
-        _refuse(ranking, host)
-    if isinstance(default, Rejected):
-        raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
-    return Planning(host, profile, workload, ranking, default)
+    return profile, search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
 
 
-def _refuse(ranking: Ranking, host: Host) -> None:
+def _refuse(ranking: Ranking, host: Host, risk: float | None) -> None:
     if not ranking.too_big:
         reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
         raise RequestError(f"no plan for {host.name}: {reason}")
     nearest = ranking.too_big[0]
-    limit = memory_limit(nearest.plan, host) or 0.0
+    limit = memory_limit(nearest.plan, host, risk=risk) or 0.0
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
         f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use a shorter --sequence-length, "

@@ -26,6 +26,7 @@ FIELD_WEIGHTS = {
     "num_processes": 3.0,
     "packing": 2.0,
     "activation_checkpointing": 1.0,
+    "recompute_granularity": 1.0,
     "loss_chunk_tokens": 1.0,
     "optim": 1.0,
     "optimizer_in_backward": 1.0,

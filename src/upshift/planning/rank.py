@@ -4,23 +4,29 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile
-from upshift.planning.cost.memory import StepMemory, predict_memory, trace_for
-from upshift.planning.cost.resident import memory_limit, predict_resident
+from upshift.models.profile import ModelProfile, StepTrace
+from upshift.planning.cost.exchange import UnknownLink
+from upshift.planning.cost.known import Known
+from upshift.planning.cost.memory import Peak, StepMemory, accumulates, add_share, predict_memory, walk_stage
+from upshift.planning.cost.resident import memory_limit, out_of_memory_probability, predict_reserved, predict_resident
+from upshift.planning.cost.segments import rank_key, trace_for
+from upshift.planning.cost.share import shares
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Spread
-from upshift.units import format_bytes, gib
+from upshift.units import GIB, format_bytes, gib
 
+EXTRA_MEMORY_BYTES = 8 * GIB  # beyond what is there: plans that so much more would let in are kept
 FORMULA_INTERVAL = (0.6, 1.6)  # measured over predicted step time, before any trial (docs/accuracy.md)
 COST_KEY = (
-    "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "attention",
-    "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes", "host_memory", "threads_per_process",
-    "optim_args", "optimizer_in_backward", "optim_offload", "activation_offload",
+    "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
+    "recompute_granularity", "attention", "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes",
+    "layout", "host_memory", "threads_per_process", "optim_args", "optimizer_in_backward", "optim_offload", "activation_offload",
 )  # fmt: skip
 
 
@@ -35,14 +41,17 @@ class Candidate:
     tokens_per_second: float
     tier: str = "formula"
 
-    def numbers(self, *, model_flops_per_step: float) -> Numbers:
-        step_ms = 1000 * self.time.total
+    def numbers(self, *, model_flops_per_step: float, around: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
+        """``around``: phases beside those of a step. ``host``: whose memory it may run out of."""
+        step_ms, phases = 1000 * self.time.total, {**self.memory.phases, **(around or {})}
         return Numbers(
             peak_gib=gib(self.memory.peak),
+            reserved_gib=gib(predict_reserved(self.memory)) if self.plan.device == "cuda" else None,
             resident_gib=gib(self.resident),
+            out_of_memory_probability=out_of_memory_probability(self.resident, self.plan, host) if host else None,
             step_ms=Spread(p20=step_ms, p50=step_ms, p80=step_ms),
             tokens_per_second=self.tokens_per_second,
-            memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in self.memory.phases.items()},
+            memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in phases.items()},
             binding_term=self.time.binding_term,
             model_flops_per_second=model_flops_per_step / self.time.total,
             one_time_seconds=self.time.one_time,
@@ -57,31 +66,59 @@ class Rejected:
     reason: str
 
 
+@dataclass(frozen=True)
+class TooBig:
+    """A plan of which the memory alone was looked at."""
+
+    plan: Plan
+    memory: StepMemory
+    resident: float
+    limit: float
+
+    @property
+    def reason(self) -> str:
+        return (
+            f"needs {format_bytes(self.resident)} of the {format_bytes(self.limit)} that a process may use "
+            f"(highest in the {self.memory.peak_phase} phase)"
+        )
+
+
 @dataclass
 class Ranking:
-    """Best first. ``too_big`` keeps what did not fit, smallest first, for the nearest plan that would."""
+    """Best first. ``too_big`` keeps what did not fit, smallest first: the nearest plan that would, and those that a little more
+    memory would let in."""
 
     candidates: list[Candidate] = field(default_factory=list)
     too_big: list[Candidate] = field(default_factory=list)
-    rejected: list[Rejected] = field(default_factory=list)
+    rejected: list[Rejected | TooBig] = field(default_factory=list)
+
+    def add(self, plan: Plan, coster: Coster) -> None:
+        """Memory first: the time of a plan that is far too big is never asked for."""
+        limit = memory_limit(plan, coster.host, risk=coster.workload.risk)
+        found = coster.cost(plan, limit=limit)
+        if isinstance(found, Rejected | TooBig):
+            self.rejected.append(found)
+        elif limit is not None and found.resident > limit:
+            self.too_big.append(found)
+            self.rejected.append(TooBig(plan, found.memory, found.resident, limit))
+        else:
+            self.candidates.append(found)
+
+    def sort(self, coster: Coster) -> None:
+        self.candidates.sort(key=lambda c: (-c.tokens_per_second, c.memory.peak))
+        if not self.too_big:
+            nearest = min((entry for entry in self.rejected if isinstance(entry, TooBig)), key=lambda e: e.resident, default=None)
+            found = coster.cost(nearest.plan) if nearest is not None else None
+            self.too_big += [found] if isinstance(found, Candidate) else []
+        self.too_big.sort(key=lambda c: c.resident)
 
 
 def rank_plans(plans: Iterable[Plan], *, host: Host, profile: ModelProfile, workload: Workload) -> Ranking:
     ranking = Ranking()
-    memories: dict[Any, StepMemory] = {}
+    coster = Coster(host, profile, workload)
     for plan in plans:
-        candidate = _cost(plan, host, profile, workload, memories)
-        if isinstance(candidate, Rejected):
-            ranking.rejected.append(candidate)
-            continue
-        limit = memory_limit(plan, host)
-        if limit is not None and candidate.resident > limit:
-            ranking.too_big.append(candidate)
-            ranking.rejected.append(Rejected(plan, _too_big(candidate, limit)))
-        else:
-            ranking.candidates.append(candidate)
-    ranking.candidates.sort(key=lambda c: (-c.tokens_per_second, c.memory.peak))
-    ranking.too_big.sort(key=lambda c: c.resident)
+        ranking.add(plan, coster)
+    ranking.sort(coster)
     return ranking
 
 
@@ -89,37 +126,57 @@ def cost_plan(
     plan: Plan, *, host: Host, profile: ModelProfile, workload: Workload, shape: tuple[int, int] | None = None
 ) -> Candidate | Rejected:
     """One plan's predicted memory and time, whether it fits or not; memory for micro-batches of at most ``shape``."""
-    return _cost(plan, host, profile, workload, {}, shape)
+    found = Coster(host, profile, workload).cost(plan, shape)
+    assert not isinstance(found, TooBig), "no limit was given"
+    return found
 
 
-def _cost(
-    plan: Plan,
-    host: Host,
-    profile: ModelProfile,
-    workload: Workload,
-    memories: dict[Any, StepMemory],
-    shape: tuple[int, int] | None = None,
-) -> Candidate | Rejected:
-    trace = trace_for(profile, plan, workload)
-    if trace is None:
-        return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced for this model")
-    key = (
-        trace.precision, trace.attention, trace.masked, plan.per_device_train_batch_size, plan.gradient_accumulation_steps > 1,
-        plan.activation_checkpointing, plan.loss_chunk_tokens, plan.optim, plan.packing, plan.flattens and plan.num_processes,
-        plan.optimizer_in_backward,
-    )  # fmt: skip
-    if key not in memories:
-        memories[key] = predict_memory(profile, trace, plan, shape=shape or largest_micro_batch(plan, workload))
-    memory = memories[key]
-    time = predict_time(profile, trace, plan, workload, host)
-    if time is None:
-        return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
-    amortised = time.total + time.one_time / workload.total_steps
-    return Candidate(plan, memory, predict_resident(memory, plan, host), time, tokens_per_step(profile, workload) / amortised)
+class Coster:
+    """Costs plans for one host, model and workload. What plans have in common is computed once: it remembers traces of ranks
+    that share layers, and what comes and goes in memory and time while one micro-batch runs."""
 
+    def __init__(self, host: Host, profile: ModelProfile, workload: Workload) -> None:
+        self.host, self.profile, self.workload = host, profile, workload
+        self._traces: dict[Any, StepTrace | None] = {}
+        self._known = Known()
+        self._tokens = tokens_per_step(profile, workload)
 
-def _too_big(candidate: Candidate, limit: float) -> str:
-    return (
-        f"needs {format_bytes(candidate.resident)} of the {format_bytes(limit)} that a process may use "
-        f"(highest in the {candidate.memory.peak_phase} phase)"
-    )
+    def cost(
+        self, plan: Plan, shape: tuple[int, int] | None = None, *, limit: float | None = None
+    ) -> Candidate | Rejected | TooBig:
+        """TooBig for a plan that holds far more than ``limit``."""
+        trace = self._trace(plan)
+        if trace is None:
+            shared = f" as one of {plan.layout.tensor_parallel} tensor-parallel ranks" if plan.layout.tensor_parallel > 1 else ""
+            return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced{shared}")
+        if plan.activation_checkpointing and plan.recompute_granularity not in trace.gaps_recomputed:
+            return Rejected(plan, f"the model's layers cannot be recomputed in {plan.recompute_granularity} in {plan.precision}")
+        memory = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
+        resident = predict_resident(memory, plan, self.host)
+        if limit is not None and resident > limit + EXTRA_MEMORY_BYTES:
+            return TooBig(plan, memory, resident, limit)
+        try:
+            time = predict_time(self.profile, trace, plan, self.workload, self.host, known=self._known)
+        except UnknownLink as problem:
+            return Rejected(plan, f"{problem} of {self.host.name}; describe it with --on HOST@LINK, such as @ib-ndr")
+        if time is None:
+            return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
+        amortised = time.total + time.one_time / self.workload.total_steps
+        return Candidate(plan, memory, resident, time, self._tokens / amortised)
+
+    def _trace(self, plan: Plan) -> StepTrace | None:
+        layout = plan.layout
+        key = (plan.traced_precision, plan.attention, plan.packing, layout.tensor_parallel, layout.sequence_parallel)
+        if key not in self._traces:
+            self._traces[key] = trace_for(self.profile, plan, self.workload)
+        return self._traces[key]
+
+    def _memory(self, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> StepMemory:
+        if not accumulates(plan):
+            return predict_memory(self.profile, trace, plan, shape=shape)
+        of_ranks = []
+        for stage, share in shares(self.profile, plan, self._known):
+            key = ("walk", rank_key(trace, plan, stage), shape, plan.packing)
+            walk = self._known.get(key, partial(walk_stage, self.profile, trace, plan, stage, shape=shape))
+            of_ranks.append(add_share(walk, self.profile, plan, stage, share))
+        return max(of_ranks, key=lambda memory: memory.peak) if len(of_ranks) > 1 else of_ranks[0]

@@ -13,20 +13,23 @@ from pydantic import ValidationError
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile
-from upshift.planning.cost.time import MATRIX_PRECISION, host_link
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
+from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
+from upshift.planning.layout import Layout
+from upshift.planning.layouts import check_layout, layouts
 from upshift.planning.legal import conflict, repeats
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
-from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Plan, Precision
+from upshift.planning.plan import ALONE, CHANGES_MATHEMATICS, Attention, Plan, Precision
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
 BLOCK_ATTENTION_LIMIT = 8192  # its kept probabilities grow with the square of the length
 WORTH_PACKING = 0.97  # mean length over sequence length; above it there is nothing to gain
 BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
-FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length")
+FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 # Never chosen unasked: no run on a GPU has confirmed what they are predicted to cost.
 ONLY_WHEN_ASKED = ("optim_offload", "activation_offload")
+REPEATED = {"optim", "recompute_granularity"}  # asked for, a plan is kept that does what another one does
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
 
 
@@ -41,6 +44,7 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     return {
         "precision": _precisions(host, workload),
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
+        "recompute_granularity": _granularities(profile),
         "attention": attention,
         "torch_compile": ["off", "layer", "model"] if _can_compile(host) else ["off"],
         "optim": _optimizers(host, workload),
@@ -53,14 +57,20 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
 
 
 def enumerate_plans(
-    host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any] | None = None
+    host: Host,
+    profile: ModelProfile,
+    workload: Workload,
+    *,
+    fixed: dict[str, Any] | None = None,
+    only: dict[str, list[Any]] | None = None,
 ) -> Iterator[Plan]:
-    """Every legal plan, deterministic order. Raises RequestError where ``fixed`` leaves none."""
+    """Every legal plan, deterministic order; of ``only`` these values. Raises RequestError where ``fixed`` leaves none."""
     fixed = fixed or {}
-    values = choices(host, profile, workload)
+    values = choices(host, profile, workload) | (only or {})
     for field in values:
         if field in fixed:
             values[field] = [fixed[field]]
+    sharing = _ways_to_share(host, profile, workload, values.pop("num_processes"), fixed)
     base: dict[str, Any] = {
         "device": host.device,
         "host": host.fingerprint,
@@ -71,35 +81,51 @@ def enumerate_plans(
     cores = host.cpu.usable_cores if host.cpu else 1
     names = list(values)
     found, problem = False, None
-    for combination in itertools.product(*values.values()):
-        chosen: dict[str, Any] = dict(zip(names, combination, strict=True))
-        per_process, rest = divmod(workload.global_batch, chosen["num_processes"])
-        if rest:
-            continue
-        threads = max(cores // chosen["num_processes"], 1)
-        for micro_batch in _micro_batches(per_process, fixed):
+    for combination, (processes, data, layout) in itertools.product(list(itertools.product(*values.values())), sharing):
+        threads = fixed.get("threads_per_process", max(cores // processes, 1))
+        for micro_batch in _micro_batches(workload.global_batch // data, fixed):
             plan = Plan.model_construct(
                 **base,
-                **chosen,
+                **dict(zip(names, combination, strict=True)),
+                num_processes=processes,
+                layout=layout,
                 per_device_train_batch_size=micro_batch,
-                gradient_accumulation_steps=per_process // micro_batch,
-                threads_per_process=fixed.get("threads_per_process", threads),
+                gradient_accumulation_steps=workload.global_batch // data // micro_batch,
+                threads_per_process=threads,
             )
             excluded = conflict(plan, clips_gradients=workload.clips_gradients)
             if excluded is not None:
                 problem = problem or excluded
-            elif "optim" in fixed or not repeats(plan):
+            elif REPEATED & fixed.keys() or not repeats(plan):
                 found = True
                 yield plan
     if problem is not None and not found:
         raise RequestError(problem)
 
 
+def _ways_to_share(
+    host: Host, profile: ModelProfile, workload: Workload, processes: list[int], fixed: dict[str, Any]
+) -> list[tuple[int, int, Layout]]:
+    """(ranks, those with sequences of their own, layout). On CPUs, and on one device, each rank has its own sequences."""
+    if host.device == "cpu" or host.num_devices == 1:
+        return [(count, count, ALONE) for count in processes if workload.global_batch % count == 0]
+    asked = {name: fixed[name] for name in Layout.model_fields if name in fixed}
+    return [(host.num_devices, data, layout) for data, layout in layouts(host, profile, workload, fixed=asked)]
+
+
+def _granularities(profile: ModelProfile) -> list[Granularity]:
+    ways: set[Granularity] = {way for step in profile.steps for way in step.gaps_recomputed}
+    return sorted(ways) or ["full"]
+
+
 def _micro_batches(per_process: int, fixed: dict[str, Any]) -> list[int]:
+    """Those that make up the global batch, whole micro-batches of every process."""
     if "per_device_train_batch_size" in fixed:
-        return [fixed["per_device_train_batch_size"]]
+        asked = fixed["per_device_train_batch_size"]
+        return [asked] if per_process % asked == 0 else []
     if "gradient_accumulation_steps" in fixed:
-        return [per_process // fixed["gradient_accumulation_steps"]]
+        steps = fixed["gradient_accumulation_steps"]
+        return [per_process // steps] if per_process % steps == 0 else []
     return [size for size in range(1, per_process + 1) if per_process % size == 0]
 
 
@@ -108,12 +134,16 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
     fixed: dict[str, Any] = {}
     settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
     hints = get_type_hints(Plan)
+    if host.num_devices > 1 and host.device != "cpu":
+        settable += Layout.model_fields
+        hints |= get_type_hints(Layout)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
         if not equals or name not in settable:
             raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
-        fixed[name] = _parse_value(name, text, hints[name])
+        fixed[name] = parse_value(name, text, hints[name])
     _check_batches(fixed, workload)
+    check_layout({name: value for name, value in fixed.items() if name in Layout.model_fields}, host, profile, workload)
     read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
     legal = legal_values(host, profile, workload)
     for name, value in fixed.items():
@@ -136,16 +166,18 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
     return {**values, "optim": [*values["optim"], *aliases], **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
 
 
-def _parse_value(name: str, text: str, hint: Any) -> Any:
+def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
+    """Of a field of Plan or Layout. Raises RequestError that names the option."""
     options = get_args(hint)
     if name == "optim":
         check_name(text)
+    plain = {"device": "cpu", "host": "", "model": "", "sequence_length": 1, "per_device_train_batch_size": 1}
+    holder, given = (Layout, {}) if name in Layout.model_fields else (Plan, plain)
     try:
-        plan = Plan(device="cpu", host="", model="", sequence_length=1, **{"per_device_train_batch_size": 1, name: text})
+        return getattr(holder.model_validate({**given, name: text}), name)
     except ValidationError as error:
         valid = f"; use one of {', '.join(map(str, options))}" if options else ""
-        raise RequestError(f"--set {first_problem(Plan, error)}{valid}") from None
-    return getattr(plan, name)
+        raise RequestError(f"{option} {first_problem(holder, error)}{valid}") from None
 
 
 def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:

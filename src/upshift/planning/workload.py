@@ -17,4 +17,5 @@ class Workload(Value):
     lengths: LengthHistogram | None = Field(None, description="of the data; None: every sequence is full")
     total_steps: int = Field(1000, gt=0, description="optimizer steps of the run; one-time costs are spread over them")
     clips_gradients: bool = Field(True, description="by their global norm, which needs all of them at once")
+    risk: float | None = Field(None, gt=0, lt=0.5, description="accepted probability of running out; None: 5 % of memory is left")
     allow: tuple[str, ...] = Field((), description="choices that change the mathematics, allowed by the user")

@@ -140,5 +140,3 @@ def as_lines(autopsy: Autopsy) -> list[str]:
         predicted = "unknown" if part.predicted_gib is None else f"{part.predicted_gib:.2f}"
         lines.append(f"  {part.part}: {part.measured_gib:.2f} GiB, predicted {predicted}")
     return lines
-
-

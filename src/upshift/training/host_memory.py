@@ -27,6 +27,11 @@ def keep_freed_memory() -> None:
             raise OSError(f"mallopt({option}, {value}) was refused by the C library")
 
 
+def give_back_free_memory() -> None:
+    """Once: pages of the heap that hold nothing go back to the kernel, also where freed memory is kept."""
+    ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
+
+
 @contextlib.contextmanager
 def limited_memory(num_processes: int = 1) -> Iterator[None]:
     """While open, the allocator refuses before the system starts to kill: running out becomes an error that can be met."""

@@ -57,7 +57,7 @@ def prepare(model: nn.Module, plan: Plan) -> nn.Module:
     base = base_of(model)
     if plan.attention != base.config._attn_implementation:
         set_attention(base, plan.attention)
-    recompute_layers(model, plan.activation_checkpointing)
+    recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
     compile_layers(model, plan)
     return model
 

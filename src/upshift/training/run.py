@@ -107,7 +107,7 @@ def prepare_run(
         source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column,
         progress=watcher.tokenizing,
     )  # fmt: skip
-    host = find_host(None)
+    host = find_host(None).one_device()  # several GPUs are planned for, not trained on yet
     given = _given_plan(plan_file, resume_from, host=host, source=source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
     workload = Workload(
@@ -165,6 +165,11 @@ def _trainable(model: str, *, from_config: bool) -> ModelSource:
         fetch_weights(source)
         check_weights(source.directory)
     return source
+
+
+def lengths_of(model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None) -> Any:
+    """How long the sequences of some data are for a model, for planning: a histogram, None where all are full."""
+    return _lengths(prepare_data(find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length))
 
 
 def _lengths(data: TrainingData) -> Any:

@@ -7,16 +7,20 @@ compiled plan is predicted as if it were not, which is an upper bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Segment, StepTrace, highest
-from upshift.planning.cost.optimizer import state_bytes, trained_shapes, update_workspace_bytes, workspace_bytes
-from upshift.planning.plan import Plan
-from upshift.planning.workload import Workload
+from upshift.models.profile import ModelProfile, StepTrace, highest
+from upshift.planning.cost.optimizer import trained_shapes, update_workspace_bytes, workspace_bytes
+from upshift.planning.cost.segments import Placed, place_segments
+from upshift.planning.cost.share import Share, Stage, compute_bytes, share_of, stages
+from upshift.planning.plan import ALONE, Plan
 
-PARTS = ("weights", "gradients", "optimizer", "batch", "activations", "loss", "workspace")
-LASTING_PARTS = ("weights", "gradients", "optimizer", "batch")
+PARTS = ("weights", "gradients", "optimizer", "communication", "batch", "activations", "loss", "workspace")
+LASTING_PARTS = ("weights", "gradients", "optimizer", "communication", "batch")
 PHASES = ("forward", "backward", "optimizer")
+# Of one micro-batch's hidden states: gradients of several matrices' inputs are summed over tensor-parallel ranks one by one,
+# into new tensors. Measured between two gloo ranks: 4.0 in each of four settings (tests/cpu/test_layouts.py).
+EXCHANGED_COPIES = 4
 
 
 @dataclass
@@ -30,24 +34,6 @@ class Peak:
         total = sum(parts.values())
         if total > self.total:
             self.total, self.parts = total, parts
-
-
-@dataclass(frozen=True)
-class Placed:
-    """A run of ``count`` equal segments where it stands in the full model. What a segment leaves is the same for each of
-    them, so the highest of a run is its first or its last."""
-
-    segment: Segment
-    count: int
-    parameters: int  # that one of them trains
-    is_loss: bool = False
-    is_layer: bool = False
-    scratch: float = 0.0  # bytes in the forward pass that the trace does not show
-    remade: Segment | None = None  # the layer as it is when the backward pass has recomputed it
-
-    @property
-    def is_recomputed(self) -> bool:
-        return self.remade is not None
 
 
 @dataclass(frozen=True)
@@ -69,7 +55,7 @@ class StepMemory:
 def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
     """The same with what comes and goes scaled, so that the peak is the measured one (compiled layers save less)."""
     highest = memory.phases[memory.peak_phase]
-    lasting = sum(highest.parts[part] for part in LASTING_PARTS)
+    lasting = sum(highest.parts.get(part, 0.0) for part in LASTING_PARTS)
     factor = max(peak_bytes - lasting, 0.0) / max(highest.total - lasting, 1.0)
     phases = {}
     for name, peak in memory.phases.items():
@@ -78,88 +64,107 @@ def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
     return StepMemory(phases=phases, recomputed=memory.recomputed * factor)
 
 
-def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
-    """The trace that this plan's tensors follow; None where the profile has none (the plan cannot be predicted)."""
-    masked = plan.packing and workload.lengths is not None
-    if profile.objective != "causal-lm" and workload.lengths is not None:
-        masked = True  # right padding must be masked where attention looks at later positions
-    if plan.attention == "eager":
-        masked = False  # it builds its mask in any case
-    return profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked)
-
-
-def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan) -> list[Placed]:
-    """Every segment of the full model in forward order, the first ``activation_checkpointing`` layers recomputed."""
-    head = profile.parameters.trainable_head
-    outside = profile.parameters.trainable - profile.parameters.trainable_layers
-    placed: list[Placed] = []
-    to_recompute, recompute = plan.activation_checkpointing, plan.activation_checkpointing > 0
-    last = len(profile.stacks)
-    for number, stack in enumerate(profile.stacks):
-        gap = trace.gaps_recomputed[number] if recompute else trace.gaps[number]
-        placed.append(Placed(gap, 1, outside - head if number == 0 else 0))
-        traced = trace.stacks[number]
-        for index, count in _runs(stack.assignment, to_recompute):
-            recompute = to_recompute > 0
-            to_recompute = max(to_recompute - count, 0)
-            segment = traced.recomputed[index] if recompute else traced.plain[index]
-            remade = traced.plain[index] if recompute else None
-            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, remade=remade))
-    gap = trace.gaps_recomputed[last] if recompute else trace.gaps[last]
-    scratch = 0.0
-    if plan.loss_chunk_tokens and trace.chunked_gap is not None:
-        gap, scratch = trace.chunked_gap, chunk_scratch_bytes(profile, plan)
-    placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
-    return placed
-
-
-def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """What larger chunks than the traced ones hold; on a GPU also two copies of their logits in fp32 and the product for the
-    weight's gradient, which the traced CPU makes by blocks."""
-    words, product_bytes = profile.vocab_size or 0, 4 if plan.precision in ("fp32", "tf32") else 2
-    larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * words * product_bytes
-    if plan.device != "cuda":
-        return float(larger)
-    return float(larger + words * max(8 * plan.loss_chunk_tokens, product_bytes * (profile.hidden_size or 0)))
-
-
-def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
-    """(traced layer, how many in a row), cut where recomputation ends."""
-    runs: list[tuple[int, int]] = []
-    for layer, index in enumerate(assignment):
-        if runs and runs[-1][0] == index and layer != to_recompute:
-            runs[-1] = (index, runs[-1][1] + 1)
-        else:
-            runs.append((index, 1))
-    return runs
-
-
 def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape: tuple[int, int] | None = None) -> StepMemory:
-    """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists).
+    """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists), of the rank that needs
+    most.
 
     ``shape``: rows and tokens a row of the largest micro-batch; None: the plan's own.
     """
-    batch, sequence = shape or (plan.per_device_train_batch_size, plan.sequence_length)
-    placed = place_segments(profile, trace, plan)
-    gradients = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
-    resident = {
-        "weights": float(profile.parameters.weight_bytes(plan.parameter_bytes) + profile.parameters.buffers_bytes),
-        "optimizer": state_bytes(profile, plan),
-        "batch": batch_bytes(profile, plan, batch, sequence),
-    }
-    accumulating = plan.gradient_accumulation_steps > 1
+    shape = shape or (plan.per_device_train_batch_size, plan.sequence_length)
+    of_ranks = []
+    for stage in stages(profile, plan):
+        share = share_of(profile, plan, stage)
+        if accumulates(plan):
+            walk = walk_stage(profile, trace, plan, stage, shape=shape)
+            of_ranks.append(add_share(walk, profile, plan, stage, share))
+        else:
+            of_ranks.append(_predict_first_backward(profile, trace, plan, stage, share, shape))
+    return max(of_ranks, key=lambda memory: memory.peak)
+
+
+def accumulates(plan: Plan) -> bool:
+    """Whether gradients exist before a backward pass: of an earlier micro-batch, or as the buckets that ranks exchange."""
+    buckets = plan.device != "cpu" and plan.num_processes > 1
+    return plan.gradient_accumulation_steps > 1 or buckets or plan.layout != ALONE
+
+
+@dataclass(frozen=True)
+class Walk:
+    """What comes and goes while one micro-batch runs on a rank; ``left``: its activations when another one takes its turn."""
+
+    phases: dict[str, Peak]
+    left: float
+    recomputed: float
+    batch: float
+    exchanged: float  # copies of hidden states on their way between ranks
+
+
+def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int]) -> Walk:
+    """Onto gradients that exist. The same for every plan that shares neither more nor fewer layers and tokens."""
+    batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
+    placed = place_segments(profile, trace, plan, stage)
+    phases = {"forward": Peak(), "backward": Peak()}
+    live = _walk_forward(phases["forward"], {}, placed, 0.0, plan, batch, sequence)
+    _walk_backward(phases["backward"], {}, placed, live, 0.0, _backward_of(profile, plan, batch, sequence))
+    left = sum(item.count * item.segment.forward.left.at(batch, sequence) for item in placed if not item.is_loss)
+    exchanged = EXCHANGED_COPIES * batch * sequence * (profile.hidden_size or 0) * compute_bytes(plan)
+    return Walk(
+        phases, left, _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
+        exchanged if plan.layout.tensor_parallel > 1 else 0.0,
+    )  # fmt: skip
+
+
+def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share: Share) -> StepMemory:
+    """The step's memory on a rank that has ``share`` of the model and whose micro-batches wait as the pipeline says."""
+    passing = replace(share, passing=share.passing + walk.exchanged)
+    resident = {**_resident(passing, profile, walk.batch), "gradients": share.gradients}
+    waiting = (stage.waiting - 1.0) * walk.left if stage.waiting > 1.0 else 0.0
     phases = {name: Peak() for name in PHASES}
-    live = _walk_forward(phases["forward"], resident, placed, gradients if accumulating else 0.0, plan, batch, sequence)
-    backward = _Backward(plan, tuple(shape.elements for shape in trained_shapes(profile)), profile, batch, sequence)
-    _walk_backward(phases["backward"], resident, placed, live, gradients, backward)
+    for name, peak in walk.phases.items():
+        parts = {**peak.parts, **resident, "activations": peak.parts.get("activations", 0.0) + waiting}
+        phases[name] = Peak(sum(parts.values()), parts)
+    updating = {**_resident(share, profile, walk.batch, passing=False), "gradients": share.gradients}
+    phases["optimizer"].offer({**updating, "workspace": workspace_bytes(profile, plan) * share.updated})
+    return StepMemory(phases, walk.recomputed)
+
+
+def _resident(share: Share, profile: ModelProfile, batch: float, *, passing: bool = True) -> dict[str, float]:
+    """``passing``: with what is on its way between ranks, which nothing is while the optimizer runs."""
+    found = {"weights": share.weights + profile.parameters.buffers_bytes, "optimizer": share.optimizer, "batch": batch}
+    return {**found, "communication": share.passing} if share.passing and passing else found
+
+
+def _predict_first_backward(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, share: Share, shape: tuple[int, int]
+) -> StepMemory:
+    """One process whose gradients are born in the step's only backward pass."""
+    placed, phases = place_segments(profile, trace, plan, stage), {name: Peak() for name in PHASES}
+    resident = _resident(share, profile, batch_bytes(profile, plan, *shape))
+    live = _walk_forward(phases["forward"], resident, placed, 0.0, plan, *shape)
+    _walk_backward(phases["backward"], resident, placed, live, share.gradients, _backward_of(profile, plan, *shape))
     if not plan.optimizer_in_backward:
-        phases["optimizer"].offer({**resident, "gradients": gradients, "workspace": workspace_bytes(profile, plan)})
+        workspace = workspace_bytes(profile, plan) * share.updated
+        phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
+    return StepMemory(phases, _recomputed(placed, *shape))
+
+
+def _backward_of(profile: ModelProfile, plan: Plan, batch: int, sequence: int) -> _Backward:
+    return _Backward(plan, tuple(shape.elements for shape in trained_shapes(profile)), profile, batch, sequence)
+
+
+def _recomputed(placed: list[Placed], batch: int, sequence: int) -> float:
     rises = [highest(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
-    return StepMemory(phases=phases, recomputed=max(rises, default=0.0))
+    return max(rises, default=0.0)
 
 
 def _walk_forward(
-    peak: Peak, resident: dict[str, float], placed: list[Placed], gradients: float, plan: Plan, batch: int, sequence: int
+    peak: Peak,
+    resident: dict[str, float],
+    placed: list[Placed],
+    gradients: float,
+    plan: Plan,
+    batch: int,
+    sequence: int,
 ) -> float:
     """Returns what is live when the forward pass has ended."""
     held = {"activations": 0.0, "loss": 0.0}
@@ -192,7 +197,7 @@ class _Backward:
 
     @property
     def accumulating(self) -> bool:
-        return self.plan.gradient_accumulation_steps > 1
+        return accumulates(self.plan)
 
     def of(self, item: Placed, own: float) -> tuple[float, float]:
         """(bytes above the entry at the highest moment, bytes that stay); ``own``: the segment's gradients."""

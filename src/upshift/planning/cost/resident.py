@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from statistics import NormalDist
+
 from upshift.hardware.spec import Host
 from upshift.planning.cost.memory import StepMemory
 from upshift.planning.optimizers import OPTIMIZERS
@@ -22,14 +24,18 @@ LOSS_BLOCKS = {"fp32": 2.05, "bf16": 2.8}  # the loss's part of memory, in block
 BF16_LOSS_SHARE = 1 / 3  # of it in blocks of half that size, where logits are bf16
 DEFAULT_BASE_BYTES = 300 * MIB  # torch and transformers imported, where the host was not probed
 CUDA_CONTEXT_BYTES = 0.5 * GIB  # context and kernels (COSTS.md D3: 0.3 to 0.5 GB)
+NCCL_BYTES = 0.37 * GIB  # of one communicator (COSTS.md D2, D3: 342 to 392 MB, up to 0.5 GB)
 CUDA_SLACK = 1.04  # caching allocator's rounding and fragmentation, traced tier (COSTS.md D3: 6 to 8 % margin with context)
+# Standard deviation of held memory, measured over predicted, before a trial. CPU: of the rows of docs/accuracy.md. CUDA: what
+# traced estimates are given (COSTS.md D3, 6 to 8 %); no GPU has confirmed it.
+HELD_SPREAD = {"cpu": 0.05, "cuda": 0.08}
 USABLE_SHARE = 0.95  # of the free memory
 
 
 def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     """Bytes of one process (host memory) or of the device."""
     if plan.device == "cuda":
-        return CUDA_CONTEXT_BYTES + CUDA_SLACK * memory.peak
+        return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan) + predict_reserved(memory)
     base = (host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES
     highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
     loss = memory.phases["forward"].parts.get("loss", 0.0)
@@ -44,6 +50,23 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     return base + FIRST_STEP_BYTES + COMPILED_BYTES[compiled] + memory.peak + holes
 
 
+def predict_reserved(memory: StepMemory) -> float:
+    """What torch's CUDA allocator holds of the device: whole segments, and holes."""
+    return CUDA_SLACK * memory.peak
+
+
+def _communicators(plan: Plan) -> int:
+    """Kinds of groups that a rank exchanges with: each has buffers of its own."""
+    layout = plan.layout
+    sharing = plan.data_parallel * layout.context_parallel
+    sharded = layout.shard_size if layout.fully_shard != "no" else 1
+    sizes = (
+        layout.tensor_parallel, layout.context_parallel, layout.pipeline_parallel, layout.expert_parallel, sharded,
+        sharing // sharded,
+    )  # fmt: skip
+    return sum(size > 1 for size in sizes)
+
+
 def _heap_share(loss: float, plan: Plan) -> float:
     """How much of the loss's memory is in blocks that come from the heap."""
     full = plan.traced_precision == "fp32"
@@ -53,12 +76,28 @@ def _heap_share(loss: float, plan: Plan) -> float:
     return BF16_LOSS_SHARE if not full and block / 2 <= MMAP_BYTES else 0.0
 
 
-def memory_limit(plan: Plan, host: Host) -> float | None:
-    """Bytes that one process may hold; None where the host does not say."""
-    if plan.device == "cuda":
-        gpu = host.gpu
-        free = (gpu.free_memory_bytes or gpu.memory_bytes) if gpu else None
-        return free * USABLE_SHARE if free else None
-    cpu = host.cpu
-    free = (cpu.free_memory_bytes or cpu.memory_bytes) if cpu else None
-    return free * USABLE_SHARE / plan.num_processes if free else None
+def memory_limit(plan: Plan, host: Host, *, risk: float | None = None) -> float | None:
+    """Bytes that one process may be predicted to hold; None where the host does not say. ``risk``: the probability of running
+    out that is accepted; None: a fixed share of what is free."""
+    free = free_memory(plan, host)
+    if free is None:
+        return None
+    return free * USABLE_SHARE if risk is None else free / _truth(plan).inv_cdf(1.0 - risk)
+
+
+def free_memory(plan: Plan, host: Host) -> float | None:
+    """Bytes for one process of the plan; None where the host does not say."""
+    part, sharing = (host.gpu, 1) if plan.device == "cuda" else (host.cpu, plan.num_processes)
+    free = (part.free_memory_bytes or part.memory_bytes) if part else None
+    return free / sharing if free else None
+
+
+def out_of_memory_probability(resident: float, plan: Plan, host: Host) -> float | None:
+    """That the plan holds more than is free; None where the host does not say how much that is."""
+    free = free_memory(plan, host)
+    return None if free is None else 1.0 - _truth(plan).cdf(free / resident)
+
+
+def _truth(plan: Plan) -> NormalDist:
+    """Held memory, measured over predicted."""
+    return NormalDist(1.0, HELD_SPREAD[plan.device])

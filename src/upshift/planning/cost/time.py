@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from upshift.hardware import gemm_efficiency, memory_efficiency
 from upshift.hardware.spec import Host
-from upshift.hardware.spec import Precision as MatrixPrecision
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
-from upshift.planning.cost.memory import place_segments
+from upshift.planning.cost.exchange import Computed, Exchange
+from upshift.planning.cost.known import Known
 from upshift.planning.cost.optimizer import (
     compile_seconds,
     trained_elements,
@@ -22,41 +21,21 @@ from upshift.planning.cost.optimizer import (
     update_flops,
     update_words,
 )
-from upshift.planning.plan import Plan
+from upshift.planning.cost.rates import DISPATCHES_PER_KERNEL, Rates, host_link, rates_for
+from upshift.planning.cost.segments import place_segments, rank_key
+from upshift.planning.cost.share import Stage, shares
+from upshift.planning.plan import ALONE, Plan
 from upshift.planning.workload import Workload
 
-MATRIX_PRECISION: dict[str, MatrixPrecision] = {
-    "fp32": "fp32", "tf32": "fp32_medium", "bf16": "bf16", "fp16": "fp16", "bf16-weights": "bf16", "fp8": "fp8",
-}  # fmt: skip
-# Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
-# share of the fp32 matrix rate, in fp32 and bf16 alike.
-CPU_ATTENTION_SHARE = 0.4
-BLOCK_ATTENTION_SHARE = 0.9  # as above, of the products that it computes, softmax included
-GPU_ATTENTION_SHARE = 0.6  # of the matrix rate; FlashAttention 2 against GEMM on A100, Dao 2023, figure 4
-DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
-GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
 COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
 LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.md), as is the next
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
-DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
 CLIP_WORDS = 2.0  # norm reads, scaling writes
 UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
 # What torchao does to each operand of a matrix product in bf16 before it: read it for its scale, read it again, write fp8.
 # Counted from its source, never measured here.
 FP8_CAST_SHARE, FP8_KERNELS = 2.5, 3.0
 GIGABIT_BYTES = 5e9  # gradient exchange between processes of one host, through shared memory
-
-
-@dataclass(frozen=True)
-class Rates:
-    """What one process of the plan has to itself."""
-
-    matrix: float
-    outside: float  # matrix products outside the layers, which stay in bf16 beside fp8 layers
-    attention: float
-    memory: float
-    dispatch: float
-    first_touch: float
 
 
 @dataclass(frozen=True)
@@ -73,64 +52,15 @@ class StepTime:
         return max(self.terms, key=lambda name: self.terms[name])
 
 
-def rates_for(host: Host, plan: Plan, *, flops_per_gemm: float) -> Rates | None:
-    """None where the host's rate in this precision is unknown: such a plan cannot be ranked."""
-    measured, precision = host.measured, MATRIX_PRECISION[plan.precision]
-    if plan.device == "cuda":
-        return _gpu_rates(host, precision, flops_per_gemm)
-    if measured is None or host.cpu is None:
-        return None
-    matrix, fp32 = measured.cpu.matrix(precision), measured.cpu.fp32
-    memory = measured.cpu.memory_bytes_per_second
-    if matrix is None or fp32 is None or memory is None:
-        return None
-    share = min(plan.threads_per_process / measured.num_threads, 1.0)
-    return Rates(
-        matrix=matrix * share,
-        outside=matrix * share,
-        attention=(BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE) * fp32 * share,
-        memory=memory / plan.num_processes,
-        dispatch=measured.dispatch_seconds * DISPATCHES_PER_KERNEL,
-        first_touch=measured.first_touch_seconds_per_byte or 0.0,
-    )
-
-
-def _gpu_rates(host: Host, precision: MatrixPrecision, flops_per_gemm: float) -> Rates | None:
-    gpu, measured = host.gpu, host.measured
-    beside: MatrixPrecision = "bf16" if precision == "fp8" else precision
-    if gpu is None:
-        return None
-    dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
-    if measured is not None and measured.gpu is not None:
-        matrix, memory = measured.gpu.matrix(precision), measured.gpu.memory_bytes_per_second
-        outside = measured.gpu.matrix(beside)
-    elif gpu.peak is not None:
-        key = gpu.table_key or ""
-        bandwidth = gpu.peak.memory_bytes_per_second
-        share = gemm_efficiency(key, flops_per_gemm) or DEFAULT_GEMM_EFFICIENCY
-        matrix, outside = (peak * share if peak else None for peak in (gpu.peak.matrix(precision), gpu.peak.matrix(beside)))
-        memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY) if bandwidth else None
-    else:
-        return None
-    if matrix is None or outside is None or memory is None:
-        return None
-    return Rates(matrix, outside, GPU_ATTENTION_SHARE * outside, memory, dispatch, 0.0)
-
-
-def host_link(host: Host) -> float | None:
-    """Bytes per second between host and device, in one direction; None where unknown."""
-    if host.measured is not None and host.measured.host_to_device_bytes_per_second is not None:
-        return host.measured.host_to_device_bytes_per_second
-    return host.host_to_device.bytes_per_second if host.host_to_device is not None else None
-
-
 def micro_batch_terms(
-    profile: ModelProfile, trace: StepTrace, plan: Plan, rates: Rates, *, link: float | None = None
+    profile: ModelProfile, trace: StepTrace, plan: Plan, rates: Rates, *, link: float | None = None, stage: Stage | None = None
 ) -> dict[str, float]:
-    """Seconds of forward and backward of one full-length micro-batch. ``link``: bytes per second between host and device."""
-    batch, sequence = plan.per_device_train_batch_size, plan.sequence_length
+    """Seconds of forward and backward of one full-length micro-batch on a rank of ``stage``. ``link``: bytes per second between
+    host and device."""
+    ranks = plan.layout.context_parallel
+    batch, sequence = plan.per_device_train_batch_size, -(-plan.sequence_length // ranks)
     matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
-    for item in place_segments(profile, trace, plan):
+    for item in place_segments(profile, trace, plan, stage):
         in_fp8 = plan.precision == "fp8" and item.is_layer
         # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
@@ -139,7 +69,7 @@ def micro_batch_terms(
                 matmul += count * cost.matmul_flops.at(batch, sequence)
             else:
                 outside += count * cost.matmul_flops.at(batch, sequence)
-            attention += count * cost.attention_flops.at(batch, sequence)
+            attention += count * cost.attention_flops.at(batch, plan.sequence_length) / ranks  # each query sees all keys
             moved += count * cost.moved_bytes.at(batch, sequence)
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)
             if in_fp8:
@@ -165,13 +95,26 @@ def micro_batch_terms(
     return terms
 
 
-def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: Workload, host: Host) -> StepTime | None:
-    """Seconds of one optimizer step over the whole global batch; None where a rate is unknown."""
-    tokens = plan.per_device_train_batch_size * plan.sequence_length
-    flops_per_gemm = 2.0 * tokens * max(profile.hidden_size or 1, 1) ** 2
-    rates = rates_for(host, plan, flops_per_gemm=flops_per_gemm)
+def predict_time(
+    profile: ModelProfile,
+    trace: StepTrace,
+    plan: Plan,
+    workload: Workload,
+    host: Host,
+    *,
+    known: Known | None = None,
+) -> StepTime | None:
+    """Seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink."""
+    known = known or Known()
+    key = (
+        "rates", plan.precision, plan.attention, plan.threads_per_process, plan.num_processes, plan.per_device_train_batch_size,
+        plan.sequence_length, plan.layout.tensor_parallel, plan.layout.context_parallel,
+    )  # fmt: skip
+    rates = known.get(key, lambda: rates_for(host, profile, plan))
     if rates is None:
         return None
+    if plan.device != "cpu" or plan.layout != ALONE:
+        return _shared_time(profile, trace, plan, workload, host, rates, known)
     micro_batches = full_micro_batches(plan, workload)
     of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host))
     terms = {name: seconds * micro_batches for name, seconds in of_one.items()}
@@ -183,8 +126,62 @@ def predict_time(profile: ModelProfile, trace: StepTrace, plan: Plan, workload: 
     terms["update"] = update
     if plan.num_processes > 1:
         terms["gradient exchange"] = 2.0 * profile.parameters.gradient_bytes(plan.parameter_bytes) / GIGABIT_BYTES
+    return StepTime(terms=terms, one_time=_compiling_seconds(profile, plan))
+
+
+def _shared_time(
+    profile: ModelProfile,
+    trace: StepTrace,
+    plan: Plan,
+    workload: Workload,
+    host: Host,
+    rates: Rates,
+    known: Known,
+) -> StepTime | None:
+    """Of the slowest rank: its computation, what of the exchange is not hidden, and the pipeline's idle time."""
+    micro_batches, slowest = full_micro_batches(plan, workload), None
+    key = ("update", plan.optim, plan.optim_args, plan.precision, plan.optim_offload, rates)
+    update = known.get(key, lambda: _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients))
+    if update is None:
+        return None
+    for stage, share in shares(profile, plan, known):
+        of_one = _micro_batch(profile, trace, plan, host, rates, stage, known)
+        terms = {name: seconds * micro_batches for name, seconds in of_one.items()}
+        computed = Computed(total=sum(of_one.values()), attention=of_one["attention"])
+        terms["update"] = update * share.updated
+        if plan.layout.pipeline_parallel > 1:
+            terms["pipeline idle"] = computed.total * idle_micro_batches(plan)
+        if plan.num_processes > 1:
+            terms |= Exchange(host, profile, plan, stage, computed, known).seconds()
+        if slowest is None or sum(terms.values()) > sum(slowest.values()):
+            slowest = terms
+    return StepTime(terms=slowest or {}, one_time=_compiling_seconds(profile, plan))
+
+
+def _micro_batch(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, host: Host, rates: Rates, stage: Stage, known: Known
+) -> dict[str, float]:
+    key = ("micro-batch", rank_key(trace, plan, stage), plan.torch_compile, plan.host_memory)
+    return known.get(key, lambda: micro_batch_terms(profile, trace, plan, rates, link=host_link(host), stage=stage))
+
+
+def _compiling_seconds(profile: ModelProfile, plan: Plan) -> float:
     compiling = {"off": 0.0, "layer": LAYER_COMPILE_SECONDS, "model": MODEL_COMPILE_SECONDS * max(profile.num_layers, 1)}
-    return StepTime(terms=terms, one_time=compiling[plan.torch_compile] + compile_seconds(profile, plan))
+    return compiling[plan.torch_compile] + compile_seconds(profile, plan)
+
+
+def idle_micro_batches(plan: Plan) -> float:
+    """How many micro-batches' time a pipeline rank waits in a step: Narayanan et al. 2021 (section 2.2); for zero_bubble the
+    third that is left when weights' gradients fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the
+    gaps stay (planning/schedule.py simulates them)."""
+    layout = plan.layout
+    ranks, missing = layout.pipeline_parallel, max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
+    if layout.pipeline_schedule == "zero_bubble":
+        return (ranks - 1 + missing) / 3.0
+    if layout.pipeline_schedule == "interleaved_1f1b":
+        each = layout.virtual_stages
+        return (ranks - 1 + missing * (each - 1)) / each
+    return float(ranks - 1)
 
 
 def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host, *, clips: bool) -> float | None:
@@ -208,14 +205,14 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
 
 def full_micro_batches(plan: Plan, workload: Workload) -> float:
     """How many full-length micro-batches a process computes in a step; a fraction where sequences are shorter."""
-    sequences = workload.global_batch / plan.num_processes
+    sequences = workload.global_batch / plan.data_parallel
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
     lengths, pad = workload.lengths, plan.pad_multiple
     full = plan.per_device_train_batch_size * lengths.sequence_length
     if plan.flattens:
         ratio = lengths.flat_tokens_ratio(
-            plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad, processes=plan.num_processes
+            plan.per_device_train_batch_size, global_batch=workload.global_batch, pad_multiple=pad, processes=plan.data_parallel
         )
         return sequences * lengths.mean * ratio / full
     if plan.packing:
@@ -230,7 +227,7 @@ def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
     batch = plan.per_device_train_batch_size
     if not plan.flattens or workload.lengths is None:
         return batch, plan.sequence_length
-    return 1, workload.lengths.longest_flat_row(batch, global_batch=workload.global_batch, processes=plan.num_processes)
+    return 1, workload.lengths.longest_flat_row(batch, global_batch=workload.global_batch, processes=plan.data_parallel)
 
 
 def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:

@@ -23,6 +23,11 @@ class BackgroundWriter:
         self._thread = threading.Thread(target=self._run, args=(work,), name="upshift-save", daemon=False)
         self._thread.start()
 
+    @property
+    def has_failed(self) -> bool:
+        """Did work that is over fail, and has nobody been told?"""
+        return self._failure is not None and (self._thread is None or not self._thread.is_alive())
+
     def check(self) -> bool:
         """Is nothing under way? Raises what the finished work raised, once."""
         if self._thread is not None and self._thread.is_alive():

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.training.checkpoint.background import BackgroundWriter
 from upshift.training.checkpoint.files import (
     FoundCheckpoints,
     check_checkpoint,
@@ -32,6 +33,7 @@ from upshift.training.checkpoint.optimizer import optimizer_bytes, read_optimize
 from upshift.training.checkpoint.output import check_output_directory
 from upshift.training.checkpoint.plain_json import decode, encode
 from upshift.training.checkpoint.rng import RngState, capture_rng, read_rng, restore_rng, seed_rng, write_rngs
+from upshift.training.checkpoint.snapshot import ParameterNames, copy_optimizer, copy_weights, has_room
 from upshift.training.checkpoint.state import SavedState, TrainState
 
 __all__ = [
@@ -67,35 +69,42 @@ def save_checkpoint(
     state: TrainState,
     rngs: Sequence[RngState] | None = None,
     keep: int = 2,
+    writer: BackgroundWriter | None = None,
 ) -> Path:
     """Writes `directory/checkpoint-<step>` and then removes the oldest, so that `keep` (at least 2) remain.
 
-    `rngs`: of all ranks in order, where there are several; otherwise this process's own. Raises JobFailed, naming the
-    checkpoint that is still loadable, when the disk is too full or a write fails.
+    `rngs`: of all ranks in order, where there are several; otherwise this process's own. With a `writer` it returns when
+    weights and optimizer state are copied to host memory, where that has room; what fails later is raised by the writer.
+    Raises JobFailed, naming the checkpoint that is still loadable, when the disk is too full or a write fails.
     """
-    name = f"checkpoint-{state.step}"
-    final, temporary = directory / name, directory / f"{name}.tmp"
-    rngs = rngs or [capture_rng(model.device)]
+    if writer is not None:
+        writer.wait()
+    final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
+    name, rngs = final.name, rngs or [capture_rng(model.device)]
     with writing(directory, name=name, temporary=temporary):
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
-        need = model_bytes(model) + optimizer_bytes(optimizer) + extra_bytes(tokenizer)
-        check_room(directory, name=name, need=need)
+        check_room(directory, name=name, need=(need := model_bytes(model) + optimizer_bytes(optimizer)) + extra_bytes(tokenizer))
         temporary.mkdir()
-        write_model(temporary, model, tokenizer, original_names=False)
-        saved_optimizer = write_optimizer(temporary, optimizer, model)
-        write_rngs(temporary, rngs)
-        saved = SavedState(
-            train=state,
-            optimizer=saved_optimizer,
-            scheduler=encode(scheduler_state),
-            scaler=encode(scaler_state),
-            files=file_sizes(temporary),
-        )
-        saved.write(temporary)
-        put_in_place(temporary, final)
-        remove_older(directory, newest=final, keep=keep)
-        write_latest(directory, name)
+        behind = writer is not None and has_room(need)
+        weights = copy_weights(model) if behind else None
+        kept, names = (copy_optimizer(optimizer), ParameterNames(model)) if behind else (optimizer, model)
+        scheduler, scaler = encode(scheduler_state), encode(scaler_state)
+
+    def write() -> None:
+        with writing(directory, name=name, temporary=temporary):
+            write_model(temporary, model, tokenizer, original_names=False, weights=weights)
+            saved_optimizer = write_optimizer(temporary, kept, names)
+            write_rngs(temporary, rngs)
+            saved = SavedState(
+                train=state, optimizer=saved_optimizer, scheduler=scheduler, scaler=scaler, files=file_sizes(temporary)
+            )
+            saved.write(temporary)
+            put_in_place(temporary, final)
+            remove_older(directory, newest=final, keep=keep)
+            write_latest(directory, name)
+
+    writer.start(write) if behind and writer is not None else write()
     return final
 
 

@@ -76,10 +76,18 @@ def model_files(directory: Path) -> list[str]:
     return [name for name in names if (inside / name).resolve().is_relative_to(inside)]
 
 
-def write_model(directory: Path, model: PreTrainedModel, tokenizer: Any | None, *, original_names: bool) -> None:
+def write_model(
+    directory: Path,
+    model: PreTrainedModel,
+    tokenizer: Any | None,
+    *,
+    original_names: bool,
+    weights: dict[str, Tensor] | None = None,
+) -> None:
+    """`weights`: a copy of the model's state_dict, where the model trains on meanwhile."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise RequestError("a model with adapters cannot be saved whole; merge the adapters first")
-    write_weights(directory, model, model.state_dict(), original_names=original_names)
+    write_weights(directory, model, model.state_dict() if weights is None else weights, original_names=original_names)
     if tokenizer is not None:
         write_tokenizer(directory, tokenizer)
 

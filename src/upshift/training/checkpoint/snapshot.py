@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from upshift.benchmarking.meters import resident_bytes, resident_peak_bytes
 from upshift.hardware.cgroup import read_limits
 
+SMALLEST_MAPPED_BYTES = 2**16
 USABLE_SHARE = 0.95  # of the free memory, as planning counts it
 
 
@@ -36,7 +38,7 @@ class HostCopies:
             return self._of_parts(tensor)
         place = (tensor.data_ptr(), tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device)
         if place not in self._copies or tensor.numel() == 0:
-            self._copies[place] = tensor.detach().to("cpu", copy=True)
+            self._copies[place] = _mapped_copy(tensor) if _is_mapped(tensor) else tensor.detach().to("cpu", copy=True)
         return self._copies[place]
 
     def _of_parts(self, tensor: Any) -> Tensor:
@@ -48,6 +50,17 @@ class HostCopies:
         parts = {name: self.of(getattr(tensor, name)) for name in names}
         whole: Tensor = type(tensor).__tensor_unflatten__(parts, context, tensor.size(), tensor.stride())
         return whole
+
+
+def _is_mapped(tensor: Tensor) -> bool:
+    return tensor.is_contiguous() and tensor.nbytes >= SMALLEST_MAPPED_BYTES
+
+
+def _mapped_copy(tensor: Tensor) -> Tensor:
+    """In memory of its own that goes back to the system with it: a heap that keeps what is freed would hold it for good."""
+    mapping = mmap.mmap(-1, tensor.nbytes)
+    copy = torch.frombuffer(mapping, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
+    return copy.copy_(tensor.detach())
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:

@@ -13,6 +13,7 @@ from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.models.profile import num_sides
 from upshift.models.source import check_weights, find_model
+from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
@@ -66,6 +67,11 @@ def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest)
 
 def _check(job: Job, data: TrainingData) -> None:
     """All that can be known to be wrong before files are touched."""
+    if job.plan.layout != ALONE:
+        raise RequestError(
+            f"this version plans for ranks that share the model ({job.plan.layout.label()}) and does not train on them yet; "
+            "train with a plan of one device, or of processes of one CPU host"
+        )
     source = find_model(job.model_reference)
     if not job.from_config and source.directory is not None:
         check_weights(source.directory)

@@ -7,6 +7,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 from upshift.benchmarking.environment import library_versions
@@ -34,13 +35,14 @@ from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, Ou
 from upshift.training.loop.meter import StepMeter
 from upshift.training.loop.ranks import gather, highest, on_rank_0, out_of_memory_in_words
 from upshift.training.loop.run import RUN_NAME, Run
+from upshift.training.loop.saves import Saves
 from upshift.training.loop.stop import StopRequest
 from upshift.training.prepare import load_or_build, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Shape, Stepper
 from upshift.units import gib
 
-REASONS = ("", "tokens", "seconds", "interrupted")  # why to stop before max_steps; the later one wins
+REASONS = ("", "tokens", "seconds", "interrupted", "not saved")  # why to stop before max_steps; the later one wins
 LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
 
 
@@ -85,6 +87,7 @@ class TrainingLoop:
         self.resumed_step = self.step
         self.saved_step = self.step
         self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.step)
+        self.saves = Saves(self.plan, meter=self.meter, on_saved=self._tell)
 
     def _load(self) -> None:
         seed = self.arguments.seed
@@ -114,6 +117,7 @@ class TrainingLoop:
         reason = self._steps()
         if reason == "interrupted":
             self._interrupt()
+        self.saves.finish()
         self._evaluate()
         self._save_model()
         seconds = time.perf_counter() - self.start
@@ -132,6 +136,7 @@ class TrainingLoop:
         batches = self.source.batches(self.position)
         self.recorder.phase = "first step"
         while self.step < self.arguments.max_steps:
+            self.saves.notice()
             reason = self._reason_to_stop()
             if reason:
                 return reason
@@ -187,6 +192,8 @@ class TrainingLoop:
             number = 2
         if self.stop.requested and self.rank == 0:
             number = 3
+        if self.saves.has_failed:
+            number = 4
         return REASONS[highest(number, self.plan)]
 
     def _seconds_left(self) -> float:
@@ -219,9 +226,11 @@ class TrainingLoop:
         if self.step == 0:
             raise Interrupted(f"{done}; nothing is saved, start again")
         self._save()
+        self.saves.finish()
         raise Interrupted(f"{done}; checkpoint-{self.step} is saved in {self.output}, continue with --resume")
 
     def _save(self) -> None:
+        """Waits for the copies only, where they have room."""
         if self.saved_step == self.step:
             return
         rngs = gather(capture_rng(self.stepper.model.device), self.plan)
@@ -236,16 +245,17 @@ class TrainingLoop:
             versions=library_versions(),
         )
         stepper = self.stepper
+        self.saves.finish()
         with on_rank_0(self.plan), self._phase("save"):
             if self.rank == 0:
                 self._write_run()
-                path = save_checkpoint(
-                    self.output, model=stepper.model, tokenizer=self.data.tokenizer, optimizer=stepper.optimizer,
+                write = partial(
+                    save_checkpoint, self.output, model=stepper.model, tokenizer=self.data.tokenizer, optimizer=stepper.optimizer,
                     scheduler_state=stepper.schedule_state(),
                     scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None,
                     state=state, rngs=rngs,
                 )  # fmt: skip
-                self._tell(Saved(str(path), self.step))
+                self.saves.begin(self.step, lambda writer: write(writer=writer))
         self.saved_step = self.step
 
     def _save_model(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ from upshift.benchmarking.meters import (
 )
 from upshift.record import Spread
 from upshift.training.batches.source import GlobalBatch
+from upshift.training.host_memory import give_back_free_memory
 from upshift.training.step import StepOutcome, Stepper
 
 NUM_WARMUP = 2  # steps that allocate, compile and tune
@@ -70,6 +72,8 @@ class StepMeter:
         outcome = stepper.step(batch, watch=watch)
         self.peak_bytes = max(peak.bytes or 0 for peak in seen) or None
         if self.device == "cpu":
+            if platform.libc_ver()[0] == "glibc":
+                give_back_free_memory()
             reset_resident_peak()  # what watching itself took is not the run's
         return outcome
 
@@ -99,6 +103,14 @@ class StepMeter:
         if spread is None or self.first_seconds is None:
             return None
         return max(self.first_seconds - spread.p50 / 1000, 0.0)
+
+    def saving(self, *, begins: bool) -> None:
+        """The copies that a save writes from are not the step's; they leave with it."""
+        if self.device == "cpu":
+            if begins:
+                self._resident_peak = max(self._resident_peak, resident_peak_bytes())
+            else:
+                reset_resident_peak()
 
     def resident_now(self) -> int:
         return _device_bytes() if self.device == "cuda" else resident_bytes()

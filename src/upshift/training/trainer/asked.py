@@ -20,7 +20,7 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
     elif arguments.tf32 is not None:
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
     if recomputes(arguments):
-        fixed["activation_checkpointing"] = str(num_layers)
+        fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
     if arguments.torch_compile or arguments.debug:
         fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
     if arguments.use_liger_kernel:

@@ -129,7 +129,7 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     if not request.split.flattens and "packing=True" in request.fixed:
         raise RequestError("packing=True is not possible: the loss of two rows end to end is not that of the two; leave it out")
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
-    host = limited(find_host(None), request.memory_limit_gib)
+    host = limited(find_host(None).one_device(), request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
     seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)

@@ -38,7 +38,7 @@ class Choosing:
     def _choose(self) -> tuple[Choice, Split]:
         """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits."""
         demanded = bool(self._fixed or self._allow or self._memory_limit_gib)
-        host = find_host(None, probe=False)
+        host = find_host(None, probe=False).one_device()
         device, batch = torch.device(self.args.device).type, self._train_batch_size
         accumulation = self.args.gradient_accumulation_steps
         plain = plain_plan(host, device=device, batch=batch, accumulation=accumulation)

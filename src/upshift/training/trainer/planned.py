@@ -167,7 +167,7 @@ class PlannedTraining(Choosing):
         if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
         if not recomputes(self.args):
-            recompute_layers(self.model, plan.activation_checkpointing)
+            recompute_layers(self.model, plan.activation_checkpointing, plan.recompute_granularity)
         compile_layers(self.model, plan)
 
     def _make_step(self, choice: Choice, split: Split) -> BatchStep | None:

@@ -85,9 +85,7 @@ class BatchStep:
         except NotRows:
             return None  # this one is not like the sample: it stays as the user's collator made it
 
-    def _parts(
-        self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]
-    ) -> list[Part]:
+    def _parts(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[Part]:
         if rows is None:
             return [Part(number, RowGroup((), 0)) for number in range(len(batches))]
         if not self.cuts:

@@ -1,0 +1,271 @@
+"""How far predicted speeds of inference are from those that others measured and published.
+
+    python benchmarks/cases/published_inference.py [--rows 12] [--markdown]
+
+Every verified row of benchmarks/published/inference.jsonl whose precision, host and degrees the planner knows is predicted from
+its config, lengths and engine alone. Three kinds of rows: the most an engine reached (the planner's best concurrency and chunk),
+a static batch (its prompts together, then its tokens together), and a rate of requests (the concurrency that has this rate;
+time to first token and per token are scored). The few constants that were
+fitted saw only the rows of FITTED_ON; the others are held out. The last line is one JSON document.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from upshift.errors import UpshiftError
+from upshift.hardware import describe
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
+from upshift.models.source import ModelSource
+from upshift.models.store import profile_model
+from upshift.planning.inference.engine import build_engine
+from upshift.planning.inference.memory import replica_memory
+from upshift.planning.inference.planner import PROFILE_LENGTH
+from upshift.planning.inference.rank import Candidate, rank
+from upshift.planning.inference.serving import serve
+from upshift.planning.inference.space import CHUNKS, legal_values
+from upshift.planning.inference.workload import InferenceWorkload
+
+PUBLISHED = Path(__file__).parents[1] / "published" / "inference.jsonl"
+FITTED_ON = ("llama-2-7b", "llama2-7b", "llama 2 7b", "3.1 8b", "3.1-8b", "v3.1 8b", "8x7b")  # models, in lower case
+POSITIONS = 2**17  # the rows' configs restate sizes only, not how long a sequence may be
+ASSUMED_OUTPUT = 200  # tokens, where a source of batch 1 prints none: the default of gpt-fast's generate.py
+EAGER = ("LitGPT", "transformers generate")  # torch.compile of 4.38's generate, whose cache grows, changed nothing
+UNKNOWN = {"gh200", "rtx-pro-6000", "mi250x"}  # products without rates in the table, or another form of one that is there
+QUEUE_MS = 1000.0  # a longer time to first token: requests came faster than the engine could take them
+REQUESTS = 500  # of each run of TensorRT-LLM 0.14 (notes of the rows)
+ALLOW = ("fp8-weights", "int8-weights", "int4-weights", "fp8-kv")
+GROUPS = {"G=32": 32, "int4wo-64": 64}  # weights that share a scale, as quoted
+GB_IN_GIB = 1e9 / 2**30
+
+
+class Score(NamedTuple):
+    row: dict[str, Any]
+    metric: str
+    predicted: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        return self.predicted / self.measured - 1
+
+
+def load() -> list[dict[str, Any]]:
+    return [row for row in map(json.loads, PUBLISHED.read_text().splitlines()) if row["verified"]]
+
+
+@cache
+def profile_of(config: str) -> ModelProfile:
+    # No engine here drops what is behind a sliding window unless it is told to.
+    fields = {"sliding_window": None, **json.loads(config), "max_position_embeddings": POSITIONS}
+    source = ModelSource(reference="published", directory=None, config=fields)
+    return profile_model(source, sequence_length=PROFILE_LENGTH, variants=())
+
+
+def why_not(row: dict[str, Any]) -> str | None:
+    """What keeps a row from being predicted."""
+    if row["precision"] not in ("bf16", "fp16", "fp8", "int8", "int4"):
+        return f"weights in {row['precision']}"
+    if "int8dq" in row["quote"]:
+        return "activations in int8"
+    product = row["host"].lstrip("0123456789x")
+    if product in UNKNOWN:
+        return f"rates of {product} unknown"
+    if row["input_length"] is None and row["concurrency"] != 1:
+        return "lengths unknown"
+    profile, degree = profile_of(json.dumps(row["config"])), row["tensor_parallel"]
+    if degree not in legal_values(describe(row["host"]), profile, workload_of(row))["tensor_parallel"]:
+        return "degree does not divide the heads (attention is data-parallel there)"
+    return None
+
+
+def workload_of(row: dict[str, Any]) -> InferenceWorkload:
+    prompt, output = row["input_length"] or 5, row["output_length"] or ASSUMED_OUTPUT
+    return InferenceWorkload(prompt_length=prompt, output_length=output, allow=ALLOW)
+
+
+def shape_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Precision and degrees of a row. An fp8 engine of TensorRT-LLM has an fp8 cache: 0.17 says so, 1.0's checkpoints do."""
+    kv = row["kv_precision"] or ("fp8" if row["precision"] == "fp8" and "TensorRT" in row["engine"] else None)
+    plain = row["precision"] if row["precision"] in ("bf16", "fp16") else "bf16"
+    group = next((size for name, size in GROUPS.items() if name in row["quote"]), 128)
+    execution = "eager" if row["engine"].startswith(EAGER) else "graphs"
+    return {
+        "weights": row["precision"], "group_size": group, "kv_cache": kv or plain, "tensor_parallel": row["tensor_parallel"],
+        "pipeline_parallel": row["pipeline_parallel"], "execution": execution,
+    }  # fmt: skip
+
+
+def best_of(row: dict[str, Any], host: Host, profile: ModelProfile) -> Candidate | None:
+    ranking = rank(host, profile, workload_of(row), fixed=shape_of(row))
+    return ranking.candidates[0] if ranking.candidates else None
+
+
+def predict(row: dict[str, Any]) -> list[Score] | str:
+    host, profile = describe(row["host"]), profile_of(json.dumps(row["config"]))
+    measured = row["tokens_per_second_per_device"]
+    if row["concurrency"] is not None:
+        return static_batch(row, host, profile, row["concurrency"])
+    if row["ttft_ms"] is None:
+        best = best_of(row, host, profile)
+        if best is None:
+            return "predicted not to fit"
+        return [Score(row, "tokens/s", best.tokens_per_second / host.num_devices, measured)]
+    if row["requests_per_second"] is None:
+        return static_batch(row, host, profile, REQUESTS)[:1]
+    return at_rate(row, host, profile)
+
+
+def static_batch(row: dict[str, Any], host: Host, profile: ModelProfile, batch: int) -> list[Score] | str:
+    workload, shape = workload_of(row), shape_of(row)
+    engine = build_engine(host, profile, workload, **shape)
+    memory = replica_memory(host, profile, workload, **shape, chunk_tokens=CHUNKS[-1])
+    assert engine is not None and memory.largest_concurrency is not None
+    if batch > memory.largest_concurrency:
+        return "predicted not to fit"
+    prompts = engine.step(float(batch * workload.prompt_length), 0.0, logits=batch)
+    token = engine.step(0.0, float(batch))
+    assert prompts is not None and token is not None
+    seconds = prompts.total + workload.decode_steps * token.total
+    replicas = host.num_devices // row["tensor_parallel"]
+    predicted = batch * workload.output_length / seconds / (host.num_devices / replicas)
+    scores = [Score(row, "tokens/s", predicted, row["tokens_per_second_per_device"])]
+    if row["ttft_ms"] is not None:
+        scores.append(Score(row, "TTFT", 1000 * prompts.total, row["ttft_ms"]))
+    if row["tpot_ms"] is not None:
+        scores.append(Score(row, "TPOT", 1000 * token.total, row["tpot_ms"]))
+    quoted = row["quote"].split("|")[-1].split()  # ... | 13.88 GB
+    printed = row["peak_gib"] or (float(quoted[0]) * GB_IN_GIB if quoted[-1] == "GB" else None)
+    if printed is not None:  # allocated tensors: no context, no communicators
+        parts = memory.parts(batch)
+        scores.append(Score(row, "memory", (parts["weights"] + parts["kv cache"]) / 2**30, printed))
+    return scores
+
+
+def at_rate(row: dict[str, Any], host: Host, profile: ModelProfile) -> list[Score] | str:
+    if row["ttft_ms"] > QUEUE_MS:
+        return "more requests than the engine could take, for a while"
+    workload, shape, rate = workload_of(row), shape_of(row), row["requests_per_second"]
+    engine = build_engine(host, profile, workload, **shape)
+    assert engine is not None
+    services = (serve(engine, workload, concurrency, CHUNKS[-1]) for concurrency in range(1, 1024))
+    found = next((service for service in services if service is not None and service.requests_per_second >= rate), None)
+    if found is None or found.tpot is None:
+        return "predicted not to keep up with the rate"
+    return [Score(row, "TTFT", 1000 * found.ttft, row["ttft_ms"]), Score(row, "TPOT", 1000 * found.tpot, row["tpot_ms"])]
+
+
+def fitted(row: dict[str, Any]) -> bool:
+    return any(name in row["model"].lower() for name in FITTED_ON)
+
+
+def kendall_tau(pairs: list[tuple[float, float]]) -> tuple[int, int]:
+    """(concordant - discordant, pairs that differ in what was measured)."""
+    agreed = total = 0
+    for index, (predicted, measured) in enumerate(pairs):
+        for other_predicted, other_measured in pairs[:index]:
+            if measured == other_measured:
+                continue
+            total += 1
+            product = (predicted - other_predicted) * (measured - other_measured)
+            agreed += (product > 0) - (product < 0)
+    return agreed, total
+
+
+def ranking_tau(scores: list[Score]) -> tuple[float, int]:
+    """Of hosts, degrees and precisions with the same model and lengths."""
+    groups: dict[Any, list[tuple[float, float]]] = defaultdict(list)
+    for score in scores:
+        row = score.row
+        key = (json.dumps(row["config"]), row["input_length"], row["output_length"], row["concurrency"], row["engine"].split()[0])
+        groups[key].append((score.predicted, score.measured))
+    counts = [kendall_tau(pairs) for pairs in groups.values()]
+    total = sum(count for _, count in counts)
+    return sum(agreed for agreed, _ in counts) / max(total, 1), total
+
+
+def summary(scores: list[Score]) -> dict[str, float]:
+    errors = [score.error for score in scores]
+    sizes = [abs(error) for error in errors]
+    return {
+        "rows": len(scores), "mean": statistics.mean(sizes), "median": statistics.median(sizes), "worst": max(sizes),
+        "bias": statistics.median(errors),
+    }  # fmt: skip
+
+
+def table(title: str, groups: dict[str, list[Score]]) -> list[str]:
+    lines = [f"| {title} | rows | mean | median | worst | bias |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
+    ordered = sorted(((name, summary(scores)) for name, scores in groups.items()), key=lambda item: -item[1]["mean"])
+    for name, one in ordered:
+        cells = f"{one['rows']} | {one['mean']:.0%} | {one['median']:.0%} | {one['worst']:.0%} | {one['bias']:+.0%}"
+        lines.append(f"| {name} | {cells} |")
+    return [*lines, ""]
+
+
+def grouped(scores: list[Score], key: Any) -> dict[str, list[Score]]:
+    groups: dict[str, list[Score]] = defaultdict(list)
+    for score in scores:
+        groups[key(score)].append(score)
+    return groups
+
+
+def describe_row(row: dict[str, Any]) -> str:
+    many = "" if row["concurrency"] is None else f" x {row['concurrency']}"
+    lengths = f"{row['input_length']}+{row['output_length']}{many}"
+    engine = row["engine"].split(" (")[0]
+    return f"{row['model']}, {row['host']}, {row['precision']}, tp {row['tensor_parallel']}, {lengths}, {engine}"
+
+
+def report(scores: list[Score], left_out: dict[str, int], rows: int) -> list[str]:
+    lines: list[str] = []
+    for metric in ("tokens/s", "TTFT", "TPOT", "memory"):
+        of_metric = [score for score in scores if score.metric == metric]
+        split = grouped(of_metric, lambda score: "fitted on" if fitted(score.row) else "held out")
+        lines += table(f"{metric}, of which", {"all": of_metric, **split})
+        if metric != "memory":
+            lines += table(f"{metric}, by source", grouped(of_metric, lambda score: score.row["engine"].split(" (")[0]))
+            lines += table(f"{metric}, by model", grouped(of_metric, lambda score: score.row["model"]))
+        lines += [f"Worst of {metric}:", ""]
+        for score in sorted(of_metric, key=lambda score: -abs(score.error))[:rows]:
+            values = f"predicted {score.predicted:,.1f}, measured {score.measured:,.1f} ({score.error:+.0%})"
+            lines.append(f"- {describe_row(score.row)}: {values}")
+        lines.append("")
+    reasons = sorted(left_out.items(), key=lambda item: -item[1])
+    return [*lines, "Left out:", "", *(f"- {count} rows: {why}" for why, count in reasons), ""]
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rows", type=int, default=12, help="worst cases to print of each metric")
+    options = parser.parse_args(arguments)
+    scores: list[Score] = []
+    left_out: dict[str, int] = defaultdict(int)
+    for row in load():
+        try:
+            found = why_not(row) or predict(row)
+        except UpshiftError as error:
+            found = f"{type(error).__name__}: {error}"
+        if isinstance(found, str):
+            left_out[found] += 1
+        else:
+            scores += found
+    print("\n".join(report(scores, left_out, options.rows)))
+    speeds = [score for score in scores if score.metric == "tokens/s"]
+    tau, pairs = ranking_tau(speeds)
+    held, held_pairs = ranking_tau([score for score in speeds if not fitted(score.row)])
+    print(f"Kendall tau within (model, lengths): {tau:.2f} over {pairs} pairs; held out {held:.2f} over {held_pairs}\n")
+    metrics = {name: summary(found) for name, found in grouped(scores, lambda score: score.metric).items()}
+    print(json.dumps({"metrics": metrics, "kendall_tau": tau, "pairs": pairs, "held_out_tau": held, "left_out": dict(left_out)}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,128 @@
+"""What a plan is and what it is predicted to cost, in words: the page says what it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from upshift.planning.cost.resident import memory_limit
+from upshift.planning.layout import Layout
+from upshift.planning.plan import ALONE, Plan
+from upshift.planning.planner import Planning
+from upshift.planning.rank import Candidate
+from upshift.units import format_seconds, gib
+
+SMALL_SHARE = 0.005  # of a step's time: not worth a word
+SMALL_GIB = 0.0005
+STAGES = {"optimizer": "ZeRO 1", "gradients": "ZeRO 2", "weights": "ZeRO 3"}
+TIERS = {
+    "formula": "from formulas and the host's rates; nothing was run",
+    "traced": "from a trace of the real step; nothing was run",
+    "transferred": "from measurements on other hardware",
+    "calibrated": "corrected by earlier runs here",
+    "measured": "measured here",
+}
+
+
+def sentence(plan: Plan, num_layers: int) -> str:
+    """The plan's choices, without a full stop."""
+    ranks = "1 process" if plan.device == "cpu" else "1 device"
+    if plan.num_processes > 1:
+        ranks = f"{plan.num_processes:,} {'processes' if plan.device == 'cpu' else 'ranks'}"
+    shared = f" ({layout_words(plan.layout)})" if plan.layout != ALONE else ""
+    sequences = f"{plan.per_device_train_batch_size:,} {'packed rows' if plan.packing else 'sequences'}"
+    parts = [
+        f"{plan.precision} on {ranks}{shared}",
+        f"micro-batches of {sequences}, {plan.gradient_accumulation_steps:,} to a step",
+        f"{plan.activation_checkpointing} of {num_layers} layers recomputed"
+        + (" selectively" if plan.activation_checkpointing and plan.recompute_granularity == "selective" else ""),
+        f"{plan.attention} attention",
+        {"off": "not compiled", "layer": "compiled by layer", "model": "compiled whole"}[plan.torch_compile],
+        "the loss in chunks" if plan.loss_chunk_tokens else "",
+        "activations on the host" if plan.activation_offload else "",
+        plan.optim + (" in the backward pass" if plan.optimizer_in_backward else "") + (" on the host" * plan.optim_offload),
+    ]
+    return ", ".join(part for part in parts if part)
+
+
+def layout_words(layout: Layout) -> str:
+    words = [f"{STAGES[layout.fully_shard]} over {layout.shard_size:,}"] if layout.fully_shard != "no" else []
+    if layout.tensor_parallel > 1:
+        words.append(f"tensor parallel {layout.tensor_parallel}{' with sequence parallel' * layout.sequence_parallel}")
+    if layout.context_parallel > 1:
+        words.append(f"context parallel {layout.context_parallel} ({layout.context_kind})")
+    if layout.pipeline_parallel > 1:
+        each = f", {layout.virtual_stages} stages a rank" if layout.virtual_stages > 1 else ""
+        words.append(f"pipeline parallel {layout.pipeline_parallel} ({layout.pipeline_schedule}{each})")
+    if layout.expert_parallel > 1:
+        words.append(f"expert parallel {layout.expert_parallel}")
+    return ", ".join(words)
+
+
+def layout_kind(layout: Layout) -> str:
+    """Which kinds of parallelism it combines, whatever their degrees."""
+    degrees = {"tensor": layout.tensor_parallel, "context": layout.context_parallel, "pipeline": layout.pipeline_parallel,
+               "expert": layout.expert_parallel}  # fmt: skip
+    names = [name for name, degree in degrees.items() if degree > 1]
+    if names:
+        return f"{' + '.join(names)} parallel"
+    return "fully sharded" if layout.fully_shard != "no" else "data parallel"
+
+
+def place_of_memory(plan: Plan) -> str:
+    return "process" if plan.device == "cpu" else "device"
+
+
+def held_gib(candidate: Candidate) -> float:
+    """On each device; of all processes together where they share the host's memory."""
+    return gib(candidate.resident) * (candidate.plan.num_processes if candidate.plan.device == "cpu" else 1)
+
+
+def limit_of(planning: Planning, plan: Plan) -> float | None:
+    """GiB that one process or device of a plan may be predicted to hold."""
+    limit = memory_limit(plan, planning.host, risk=planning.workload.risk)
+    return None if limit is None else gib(limit)
+
+
+def limit_gib(planning: Planning) -> float | None:
+    """Likewise, what may be held."""
+    plan = planning.best
+    limit = limit_of(planning, plan)
+    return None if limit is None else limit * (plan.num_processes if plan.device == "cpu" else 1)
+
+
+def memory_words(memory: Mapping[str, float], *, most: int | None = None) -> str:
+    """Parts of one phase, the largest first."""
+    parts = sorted(memory.items(), key=lambda item: -item[1])
+    return ", ".join(f"{part} {size:.2f}" for part, size in parts[:most] if size > SMALL_GIB)
+
+
+def memory_by_phase(planning: Planning, candidate: Candidate) -> dict[str, dict[str, float]]:
+    """GiB by phase and part, of every phase of the job that is predicted."""
+    return planning.numbers(candidate).memory
+
+
+def parts_of(memory: Mapping[str, Mapping[str, float]]) -> list[str]:
+    """Those that take memory in any phase."""
+    return list(dict.fromkeys(part for row in memory.values() for part, size in row.items() if size > SMALL_GIB))
+
+
+def time_words(candidate: Candidate, *, most: int | None = None) -> str:
+    """The terms of a step, the binding one first."""
+    total = candidate.time.total
+    terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
+    return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in terms[:most] if seconds > SMALL_SHARE * total)
+
+
+def costs(candidate: Candidate) -> str:
+    """Speed, step and memory of a plan as one sentence."""
+    return (
+        f"{candidate.tokens_per_second:,.0f} tokens per second, {format_seconds(candidate.time.total)} a step, "
+        f"{gib(candidate.memory.peak):.2f} GiB allocated at most (in the {candidate.memory.peak_phase} phase), "
+        f"{gib(candidate.resident):.2f} GiB held by each {place_of_memory(candidate.plan)}"
+    )
+
+
+def full_memory_words(planning: Planning, candidate: Candidate) -> str:
+    """Every phase with its parts: what the bars show."""
+    rows = memory_by_phase(planning, candidate).items()
+    return "; ".join(f"{phase}: {sum(row.values()):.2f} GiB ({memory_words(row) or 'nothing large'})" for phase, row in rows)

@@ -1,0 +1,238 @@
+"""What ``upshift plan`` answers beside the ranking, or instead of it: why not, what would help, the largest that fits, which
+host to rent, and what has moved since a plan was locked."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+
+from upshift.cli import show
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
+from upshift.models.source import ModelSource
+from upshift.models.store import Variant, profile_model
+from upshift.planning.compare import ENERGY_NOTE, Comparison, Terms, compare, read_duration, read_hosts, read_prices, read_tokens
+from upshift.planning.counterfactual import Counterfactual, ShadowPrice, shadow_prices, why
+from upshift.planning.largest import Largest, find_largest
+from upshift.planning.lock import MOVED, Change, Check, check_lock, check_same, lock_plan, needed_variants, read_lock, write_lock
+from upshift.planning.planner import Planning, find_host, plan_training
+from upshift.planning.workload import Workload
+from upshift.units import format_count, format_seconds
+
+Why = Annotated[
+    list[str] | None, typer.Option("--why", help="why not field=value: the best plan with it against the best (repeatable)")
+]
+ShadowPrices = Annotated[
+    bool, typer.Option("--shadow-prices", help="what more memory, faster links and each --allow would give: a search for each")
+]
+Largest_ = Annotated[
+    str | None, typer.Option("--largest", help="instead of a ranking, the largest that fits: sequence, batch or model (layers)")
+]
+Compare = Annotated[str | None, typer.Option("--compare", help="instead of a ranking, compare hosts: 8xh100,2x8xa100-80gb")]
+Price = Annotated[str | None, typer.Option("--price", help="with --compare, of a device: h100=2.5/h,a100-80gb=1.2/h")]
+Tokens = Annotated[str | None, typer.Option("--tokens", help="with --compare, to train on: 1e12, 300B, 15T; default: --steps")]
+Deadline = Annotated[str | None, typer.Option("--deadline", help="with --compare: 72h, 3d, 90min")]
+Lock = Annotated[Path | None, typer.Option("--lock", help="write the best plan with versions and hashes, for --check")]
+CheckFile = Annotated[
+    Path | None,
+    typer.Option("--check", help="what a locked plan costs with today's libraries (its own workload and host); exit 1: it moved"),
+]
+
+
+@dataclass(frozen=True)
+class Request:
+    """What of the command line the questions are about."""
+
+    source: ModelSource
+    workload: Workload
+    on: str | None
+    fixed: tuple[str, ...]
+    as_json: bool
+
+    def trace(self, sequence_length: int, variants: tuple[Variant, ...]) -> ModelProfile:
+        with show.bar(f"Tracing {sequence_length:,} tokens on fake tensors") as progress:
+            return profile_model(self.source, sequence_length=sequence_length, variants=variants, progress=progress)
+
+    def host(self) -> Host:
+        with show.step("Measuring this machine" if self.on is None else f"Looking up {self.on}"):
+            return find_host(self.on)
+
+    def print(self, document: dict[str, Any], table: Callable[[], None]) -> None:
+        if self.as_json:
+            sys.stdout.write(json.dumps(document) + "\n")
+        else:
+            table()
+
+
+@dataclass(frozen=True)
+class Questions:
+    """The options as they were given."""
+
+    why: tuple[str, ...] = ()
+    shadow_prices: bool = False
+    largest: str | None = None
+    compare: str | None = None
+    price: str | None = None
+    tokens: str | None = None
+    deadline: str | None = None
+    lock: Path | None = None
+    check: Path | None = None
+
+    def answered_instead(self, request: Request) -> bool:
+        """Answers what needs no ranking of its own; False: nothing of that was asked. Raises typer.Exit(1) where a locked plan
+        moved."""
+        instead = {"--largest": self.largest, "--compare": self.compare, "--check": self.check}
+        beside = {"--why": self.why, "--shadow-prices": self.shadow_prices, "--lock": self.lock}
+        given = [name for name, value in instead.items() if value is not None]
+        clashing = [*given, *(name for name, value in beside.items() if value and given)]
+        if len(clashing) > 1:
+            raise RequestError(f"{' and '.join(clashing)} are questions of their own; ask one at a time")
+        for name, value in (("--price", self.price), ("--tokens", self.tokens), ("--deadline", self.deadline)):
+            if value is not None and self.compare is None:
+                raise RequestError(f"{name} {value!r} is for comparing hosts; add --compare, such as --compare 8xh100,8xb200")
+        if self.compare is not None and request.on is not None:
+            raise RequestError(f"--compare names the hosts itself; leave out --on {request.on}")
+        if self.largest is not None:
+            _answer_largest(request, self.largest)
+        elif self.compare is not None:
+            _answer_compare(request, self)
+        elif self.check is not None:
+            _answer_check(request, self.check)
+        return bool(given)
+
+    def answers(self, request: Request, planning: Planning) -> Answers:
+        """What was asked beside the ranking; writes the lock."""
+        if self.lock is not None:
+            described = request.on is not None
+            write_lock(self.lock, lock_plan(planning, request.source, fixed=request.fixed, described=described))
+            show.err.print(f"[dim]Locked the best plan in {self.lock}[/dim]")
+        asked = tuple(why(planning, one, fixed=request.fixed, trace=request.trace) for one in self.why)
+        prices = None
+        if self.shadow_prices:
+            with show.step("Searching again for each shadow price"):
+                prices = shadow_prices(planning, fixed=request.fixed)
+        return Answers(asked, prices)
+
+
+@dataclass(frozen=True)
+class Answers:
+    why: tuple[Counterfactual, ...]
+    shadow_prices: tuple[ShadowPrice, ...] | None
+
+    def document(self) -> dict[str, Any]:
+        found: dict[str, Any] = {"why": [one.model_dump(mode="json") for one in self.why]} if self.why else {}
+        if self.shadow_prices is not None:
+            found["shadow_prices"] = [price.model_dump(mode="json") for price in self.shadow_prices]
+        return found
+
+    def print(self) -> None:
+        for one in self.why:
+            speed = "" if one.gain is None or one.outcome == "chosen" else f", {one.gain:+.1%} tokens/s"
+            memory = "" if one.gain is None or not one.more_gib else f", {one.more_gib:+.2f} GiB"
+            show.out.print(f"[bold]Why not {one.asked}[/bold]: {one.outcome}{speed}{memory}; {escape(one.why)}", highlight=False)
+        if self.shadow_prices is not None:
+            table = show.new_table("Shadow prices", "change", "with", numbers=("tokens/s",))
+            for price in self.shadow_prices:
+                table.add_row(price.change, escape(price.why), show.percent(price.gain))
+            show.out.print(table)
+
+
+def _answer_largest(request: Request, what: str) -> None:
+    host = request.host()
+    found = find_largest(what, host, request.workload, fixed=request.fixed, trace=request.trace)
+    document = {
+        "host": host.model_dump(mode="json"), "workload": request.workload.model_dump(mode="json"),
+        "largest": found.model_dump(mode="json"),
+    }  # fmt: skip
+    request.print(document, lambda: _print_largest(found, host))
+
+
+def _print_largest(found: Largest, host: Host) -> None:
+    units = {"sequence": "tokens", "batch": "sequences at once", "model": f"layers, {format_count(found.parameters)} parameters"}
+    show.out.print(f"[bold]{found.value:,} {units[found.what]}[/bold] fit {host.name}: {found.plan.label()}", highlight=False)
+    numbers = found.predicted
+    held = f"{show.gib(numbers.peak_gib)}/{show.gib(numbers.resident_gib)} GiB peak/held"
+    show.out.print(f"{show.number(numbers.tokens_per_second)} tokens/s predicted, {held}", highlight=False)
+    show.out.print(f"[dim]Beyond it: {escape(found.limited_by)}[/dim]", highlight=False)
+
+
+def _answer_compare(request: Request, asked: Questions) -> None:
+    hosts = read_hosts(asked.compare or "")
+    terms = Terms(
+        prices=read_prices(asked.price) if asked.price is not None else {},
+        tokens=read_tokens(asked.tokens) if asked.tokens is not None else None,
+        deadline_seconds=read_duration(asked.deadline) if asked.deadline is not None else None,
+    )
+
+    def plan_on(host: Host, workload: Workload) -> Planning:
+        with show.bar(f"Planning for {host.name}") as progress:
+            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress)
+
+    found = compare(hosts, request.workload, terms, plan_on=plan_on)
+    document = {"workload": request.workload.model_dump(mode="json"), "comparison": found.model_dump(mode="json")}
+    request.print(document, lambda: _print_comparison(found))
+
+
+def _print_comparison(found: Comparison) -> None:
+    limit = "" if found.deadline_seconds is None else f", within {format_seconds(found.deadline_seconds)}"
+    title = f"{format_count(found.tokens)} tokens{limit}, by {found.sorted_by}"
+    money = any(row.money is not None for row in found.hosts)
+    deadline = ["in time"] if limit else []
+    columns = ("tok/s", "time", "device h", "kWh*", *(["money"] if money else []), *deadline)
+    table = show.new_table(title, "host", numbers=columns)
+    table.caption = f"* {ENERGY_NOTE}"
+    said = []  # beneath the table, which is wide enough with the numbers
+    for row in found.hosts:
+        if row.plan is None or row.predicted is None or row.seconds is None:
+            said.append(f"[bold]{row.host}[/bold]: {escape(row.why or '')}")
+            continue
+        said.append(f"[bold]{row.host}[/bold]: {row.plan.label()}")
+        cells = [
+            row.host, show.number(row.predicted.tokens_per_second), format_seconds(row.seconds), show.number(row.device_hours, 1),
+            show.number(row.energy_kwh, 1),
+        ]  # fmt: skip
+        cells += [show.number(row.money, 2)] if money else []
+        table.add_row(*cells, *(["yes" if row.in_time else "no"] if deadline else []))
+    show.out.print(table)
+    for line in said:
+        show.out.print(line, highlight=False)
+
+
+def _answer_check(request: Request, path: Path) -> None:
+    locked = read_lock(path)
+    lock = locked.lock
+    here = find_host(request.on, probe=False) if request.on is not None or not lock.described else None
+    check_same(locked, request.source, here)
+    found = check_lock(locked, request.trace(lock.workload.sequence_length, needed_variants(locked)))
+    request.print({"check": found.model_dump(mode="json")}, lambda: _print_check(found, locked.plans[0].plan.label()))
+    if found.moved:
+        raise typer.Exit(1)
+
+
+def _print_check(found: Check, plan: str) -> None:
+    verdict = "moved" if found.moved else f"nothing moved beyond {MOVED:.0%}"
+    show.out.print(f"[bold]{plan}[/bold]: {verdict}", highlight=False)
+    if found.problem is not None:
+        show.out.print(f"It cannot run any more: {escape(found.problem)}", highlight=False)
+    table = show.new_table("Predicted when it was locked, and now", "", numbers=("then", "now", "change"))
+    rows = [(found.peak_gib, "GiB"), *((change, "GiB") for change in found.parts_gib)]
+    rows += [(found.step_ms, "ms"), *((change, "ms") for change in found.terms_ms)]
+    for change, unit in rows:
+        table.add_row(f"{change.name}, {unit}", *_cells(change))
+    show.out.print(table)
+    if found.segments:
+        show.out.print(f"Traced differently: {', '.join(found.segments)}", highlight=False)
+    for name, (then, now) in found.versions.items():
+        show.out.print(f"{name} {then or 'not there'} -> {now or 'not there'}", highlight=False)
+
+
+def _cells(change: Change) -> tuple[str, str, str]:
+    return show.number(change.before, 2), show.number(change.now, 2), show.percent(change.share)

@@ -1,0 +1,108 @@
+"""The trace of one rank that shares every layer with others: tensor, sequence and context parallelism.
+
+Every number of a trace is the sum of what is divided among ``t`` ranks and what each of them has: a + c / t. One rank of one
+and one of two (ModelProfile.step, tensor_parallel=2) say both. Terms of ``rise`` stand in the same order in the two.
+"""
+
+from __future__ import annotations
+
+from upshift.models.profile import PassCost, Polynomial, Segment, StackTrace, StepTrace
+
+GATHERED_INPUTS = 2  # of attention and of the feed-forward part: sequence parallelism gathers them, autograd keeps them
+HALF_BYTES = 2
+
+
+def divide(whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: bool, hidden_size: int) -> StepTrace:
+    """The trace of one of ``ranks`` ranks. With sequence parallelism what each had is divided too, but for the inputs of the
+    layers' first matrices, which are gathered: a plain layer keeps them, a recomputed one gathers them again."""
+    kept = _gathered(ranks, hidden_size) if sequence_parallel else None
+    ways = whole.gaps_recomputed
+    return whole.model_copy(
+        update={
+            "tensor_parallel": ranks,
+            "gaps": tuple(_segment(one, two, ranks) for one, two in zip(whole.gaps, half.gaps, strict=True)),
+            "gaps_recomputed": {
+                way: tuple(_segment(one, two, ranks) for one, two in zip(gaps, half.gaps_recomputed[way], strict=True))
+                for way, gaps in ways.items()
+            },
+            "stacks": tuple(_stack(one, two, ranks, kept) for one, two in zip(whole.stacks, half.stacks, strict=True)),
+        }
+    )
+
+
+def _stack(one: StackTrace, two: StackTrace, ranks: int, kept: Polynomial | None) -> StackTrace:
+    return StackTrace(
+        plain=tuple(_layer(a, b, ranks, kept, keeps=True) for a, b in zip(one.plain, two.plain, strict=True)),
+        recomputed={
+            way: tuple(_layer(a, b, ranks, kept, keeps=False) for a, b in zip(layers, two.recomputed[way], strict=True))
+            for way, layers in one.recomputed.items()
+        },
+    )
+
+
+def _gathered(ranks: int, hidden_size: int) -> Polynomial:
+    """What stays whole beside the part that sequence parallelism divides: as if each rank kept 1 - 1/t of it more."""
+    return Polynomial(bs=GATHERED_INPUTS * HALF_BYTES * hidden_size * (1.0 - 1.0 / ranks))
+
+
+def _layer(one: Segment, two: Segment, ranks: int, kept: Polynomial | None, *, keeps: bool) -> Segment:
+    if kept is None:
+        return _segment(one, two, ranks)
+    nothing = Polynomial()
+    return Segment(
+        forward=_shared_tokens(one.forward, two.forward, ranks, left=kept if keeps else nothing, rise=kept),
+        backward=_shared_tokens(
+            one.backward, two.backward, ranks, left=_scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept
+        ),
+        backward_accumulating=_shared_tokens(
+            one.backward_accumulating, two.backward_accumulating, ranks,
+            left=_scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept,
+        ),
+    )  # fmt: skip
+
+
+def _segment(one: Segment, two: Segment, ranks: int) -> Segment:
+    return Segment(
+        forward=_pass(one.forward, two.forward, ranks),
+        backward=_pass(one.backward, two.backward, ranks),
+        backward_accumulating=_pass(one.backward_accumulating, two.backward_accumulating, ranks),
+    )
+
+
+def _pass(one: PassCost, two: PassCost, ranks: int) -> PassCost:
+    return PassCost(
+        left=_between(one.left, two.left, ranks),
+        released=_between(one.released, two.released, ranks),
+        rise=tuple(_between(first, second, ranks) for first, second in zip(one.rise, two.rise, strict=True)),
+        matmul_flops=_between(one.matmul_flops, two.matmul_flops, ranks),
+        attention_flops=_between(one.attention_flops, two.attention_flops, ranks),
+        moved_bytes=_between(one.moved_bytes, two.moved_bytes, ranks),
+        matmul_bytes=_between(one.matmul_bytes, two.matmul_bytes, ranks),
+        num_kernels=two.num_kernels,
+    )
+
+
+def _shared_tokens(one: PassCost, two: PassCost, ranks: int, *, left: Polynomial, rise: Polynomial) -> PassCost:
+    """Everything divided; ``left`` and ``rise`` are what is whole beside it."""
+    divided = _pass(one, two, ranks)
+    return divided.model_copy(
+        update={
+            "left": _sum(_scaled(one.left, 1.0 / ranks), left),
+            "rise": tuple(_sum(_scaled(term, 1.0 / ranks), rise) for term in one.rise),
+            "moved_bytes": _scaled(one.moved_bytes, 1.0 / ranks),
+        }
+    )
+
+
+def _between(one: Polynomial, two: Polynomial, ranks: int) -> Polynomial:
+    """a + c / ranks through one = a + c and two = a + c / 2."""
+    share = 2.0 * (1.0 - 1.0 / ranks)
+    return Polynomial(*(first + (second - first) * share for first, second in zip(one, two, strict=True)))
+
+
+def _scaled(polynomial: Polynomial, factor: float) -> Polynomial:
+    return Polynomial(*(term * factor for term in polynomial))
+
+
+def _sum(one: Polynomial, two: Polynomial) -> Polynomial:
+    return Polynomial(*(first + second for first, second in zip(one, two, strict=True)))

@@ -1,0 +1,47 @@
+"""Memory of a job's life around its training steps: loading, evaluation, saving and resuming, on the rank that needs most.
+
+Bytes by part, as those of a step. What a phase keeps beside the model is what training/ does in it: weights are read tensor by
+tensor; evaluation runs the steps' micro-batches without gradients; a save copies weights and optimizer state to host memory,
+and writes without copies where that has no room.
+"""
+
+from __future__ import annotations
+
+from upshift.models.profile import ModelProfile, StepTrace, highest
+from upshift.planning.cost.memory import Peak
+from upshift.planning.cost.segments import place_segments
+from upshift.planning.cost.share import share_of, stages
+from upshift.planning.plan import Plan
+
+
+def life(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape: tuple[int, int]) -> dict[str, Peak]:
+    """``shape``: rows and tokens a row of the largest micro-batch. On a CUDA device saving takes host memory: no phase here."""
+    stage = stages(profile, plan)[-1]
+    share = share_of(profile, plan, stage)
+    largest = float(profile.parameters.largest * plan.parameter_bytes)
+    model = {"weights": share.weights + profile.parameters.buffers_bytes}
+    lasting = {**model, "optimizer": share.optimizer}
+    phases = {"load": {**model, "workspace": largest}, "evaluation": _evaluation(profile, trace, plan, shape) | lasting}
+    if plan.device == "cpu":
+        phases["save"] = {**lasting, "communication": share.weights + share.optimizer}
+    phases["resume"] = {**lasting, "workspace": largest}
+    found = {}
+    for name, parts in phases.items():
+        found[name] = Peak()
+        found[name].offer(parts)
+    return found
+
+
+def _evaluation(profile: ModelProfile, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> dict[str, float]:
+    """Without gradients a layer leaves nothing but its result: one layer's highest moment, or the head's, beside it."""
+    batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
+    stage = stages(profile, plan)[-1]
+    placed = place_segments(profile, trace, plan.model_copy(update={"activation_checkpointing": 0}), stage)
+    hidden = batch * sequence * (profile.hidden_size or 0) * float(plan.parameter_bytes)
+    rises = {"activations": 0.0, "loss": 0.0}
+    for item in placed:
+        part = "loss" if item.is_loss else "activations"
+        rises[part] = max(rises[part], highest(item.segment.forward.rise, batch, sequence) + item.scratch)
+    if rises["loss"] >= rises["activations"]:
+        return {"activations": hidden, "loss": rises["loss"]}
+    return {"activations": hidden + rises["activations"]}

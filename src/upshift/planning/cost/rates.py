@@ -1,0 +1,131 @@
+"""What one rank of a plan has to itself: rates of matrix products, attention, memory and dispatch.
+
+Measured where the host was probed, else the datasheet's times the efficiency that such parts reach.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import prod
+from typing import NamedTuple
+
+from upshift.hardware import gemm_efficiency, memory_efficiency
+from upshift.hardware.spec import Host
+from upshift.hardware.spec import Precision as MatrixPrecision
+from upshift.hardware.spec import Rates as MatrixRates
+from upshift.models.profile import ModelProfile
+from upshift.planning.plan import Plan
+
+MATRIX_PRECISION: dict[str, MatrixPrecision] = {
+    "fp32": "fp32", "tf32": "fp32_medium", "bf16": "bf16", "fp16": "fp16", "bf16-weights": "bf16", "fp8": "fp8",
+}  # fmt: skip
+# Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
+# share of the fp32 matrix rate, in fp32 and bf16 alike.
+CPU_ATTENTION_SHARE = 0.4
+BLOCK_ATTENTION_SHARE = 0.9  # as above, of the products that it computes, softmax included
+DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
+CPU_DISPATCH_SECONDS = 1.2e-6  # one operator on one element, where not measured: what the probe finds on a 2-core Zen 4
+GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
+DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
+
+
+class Sustained(NamedTuple):
+    """What training keeps of the rates that single kernels reach: clocks fall under load, causal attention is less efficient."""
+
+    matrix: float  # of matrix products
+    attention: float  # of a matrix product's rate
+    memory: float
+
+
+# By compute capability, where no trial measured them. Fitted on the published rows of LLM Foundry (benchmarks/published) for MPT
+# of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100; the other sizes' rows are then 4 to 5 % off on average, and torchtitan's
+# 8B on H100, in no fit, 3 %. B200: on SimuMax's rows of Llama 3 70B, Megatron's kernels. Other GPUs: between them, not checked.
+SUSTAINED = {
+    (8, 0): Sustained(0.82, 0.39, 1.0), (9, 0): Sustained(0.74, 0.22, 0.67), (10, 0): Sustained(1.0, 0.5, 1.0),
+}  # fmt: skip
+SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What one process of the plan has to itself."""
+
+    matrix: float
+    outside: float  # matrix products outside the layers, which stay in bf16 beside fp8 layers
+    attention: float
+    memory: float
+    dispatch: float
+    first_touch: float
+
+
+def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
+    """None where the host's rate in this precision is unknown: such a plan cannot be ranked."""
+    measured, precision = host.measured, MATRIX_PRECISION[plan.precision]
+    if plan.device == "cuda":
+        return _gpu_rates(host, profile, plan)
+    if host.cpu is None or (measured is None and host.cpu.peak is None):
+        return None
+    if measured is not None:
+        known, threads, reached, moved = measured.cpu, measured.num_threads, 1.0, 1.0
+    else:
+        known, threads = host.cpu.peak or MatrixRates(), host.cpu.usable_cores
+        reached, moved = DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY
+    matrix, fp32, memory = known.matrix(precision), known.fp32, known.memory_bytes_per_second
+    if matrix is None or fp32 is None or memory is None:
+        return None
+    share, dispatch = min(plan.threads_per_process / threads, 1.0) * reached, CPU_DISPATCH_SECONDS
+    return Rates(
+        matrix=matrix * share,
+        outside=matrix * share,
+        attention=(BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE) * fp32 * share,
+        memory=memory * moved / plan.num_processes,
+        dispatch=(measured.dispatch_seconds if measured else dispatch) * DISPATCHES_PER_KERNEL,
+        first_touch=(measured.first_touch_seconds_per_byte or 0.0) if measured else 0.0,
+    )
+
+
+def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
+    gpu, measured, precision = host.gpu, host.measured, MATRIX_PRECISION[plan.precision]
+    beside: MatrixPrecision = "bf16" if precision == "fp8" else precision
+    if gpu is None:
+        return None
+    dispatch = measured.gpu_dispatch_seconds if measured and measured.gpu_dispatch_seconds else GPU_DISPATCH_SECONDS
+    if measured is not None and measured.gpu is not None:
+        matrix, memory = measured.gpu.matrix(precision), measured.gpu.memory_bytes_per_second
+        outside = measured.gpu.matrix(beside)
+    elif gpu.peak is not None:
+        key = gpu.table_key or ""
+        bandwidth = gpu.peak.memory_bytes_per_second
+        share = product_efficiency(key, profile, plan)
+        matrix, outside = (peak * share if peak else None for peak in (gpu.peak.matrix(precision), gpu.peak.matrix(beside)))
+        memory = bandwidth * (memory_efficiency(key) or DEFAULT_MEMORY_EFFICIENCY) if bandwidth else None
+    else:
+        return None
+    if matrix is None or outside is None or memory is None:
+        return None
+    kept = SUSTAINED.get(gpu.compute_capability or (0, 0), SUSTAINED_ELSEWHERE)
+    return Rates(kept.matrix * matrix, kept.matrix * outside, kept.attention * outside, kept.memory * memory, dispatch, 0.0)
+
+
+def host_link(host: Host) -> float | None:
+    """Bytes per second between host and device, in one direction; None where unknown."""
+    if host.measured is not None and host.measured.host_to_device_bytes_per_second is not None:
+        return host.measured.host_to_device_bytes_per_second
+    return host.host_to_device.bytes_per_second if host.host_to_device is not None else None
+
+
+def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan) -> float:
+    """Share of the peak that the model's matrix products reach together, each by its size: a weight's product is as large as
+    the tokens it meets and the part of it that a rank has."""
+    tokens = plan.per_device_train_batch_size * plan.sequence_length / plan.layout.context_parallel
+    flops = seconds = 0.0
+    for shape in profile.parameters.trainable_shapes:
+        if len(shape.shape) < 2 or shape.elements == profile.parameters.embedding != profile.parameters.head:
+            continue
+        met, matrices = tokens, 1
+        if len(shape.shape) == 3 and profile.experts is not None:  # an expert meets its part of the tokens
+            met, matrices = tokens * profile.experts.per_token / profile.experts.count, shape.shape[0]
+        one = 2.0 * met * prod(shape.shape) / matrices / plan.layout.tensor_parallel
+        flops += one * matrices * shape.count
+        seconds += one * matrices * shape.count / (gemm_efficiency(gpu_key, one) or DEFAULT_GEMM_EFFICIENCY)
+    return flops / seconds if seconds else DEFAULT_GEMM_EFFICIENCY

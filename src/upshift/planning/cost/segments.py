@@ -1,0 +1,111 @@
+"""The segments that one rank runs, in forward order: which trace it follows, and where each traced layer stands."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Segment, StepTrace
+from upshift.planning.cost.divide import divide
+from upshift.planning.cost.share import Stage
+from upshift.planning.plan import Plan
+from upshift.planning.workload import Workload
+
+
+@dataclass(frozen=True)
+class Placed:
+    """A run of ``count`` equal segments where it stands in the full model. What a segment leaves is the same for each of
+    them, so the highest of a run is its first or its last."""
+
+    segment: Segment
+    count: int
+    parameters: int  # that one of them trains
+    is_loss: bool = False
+    is_layer: bool = False
+    scratch: float = 0.0  # bytes in the forward pass that the trace does not show
+    remade: Segment | None = None  # the layer as it is when the backward pass has recomputed it
+
+    @property
+    def is_recomputed(self) -> bool:
+        return self.remade is not None
+
+
+def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
+    """The trace that this plan's tensors follow, on one of the ranks that share its layers; None where the profile has none
+    (the plan cannot be predicted)."""
+    masked = plan.packing and workload.lengths is not None
+    if profile.objective != "causal-lm" and workload.lengths is not None:
+        masked = True  # right padding must be masked where attention looks at later positions
+    if plan.attention == "eager":
+        masked = False  # it builds its mask in any case
+    whole = profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked)
+    ranks = plan.layout.tensor_parallel
+    if ranks == 1 or whole is None:
+        return whole
+    half = profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked, tensor_parallel=2)
+    if half is None:
+        return None
+    return divide(whole, half, ranks, sequence_parallel=plan.layout.sequence_parallel, hidden_size=profile.hidden_size or 0)
+
+
+def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None) -> list[Placed]:
+    """Every segment of the model, or of a stage of it, in forward order; of ``activation_checkpointing`` layers those that
+    fall to it, its first ones, are recomputed."""
+    head = profile.parameters.trainable_head
+    outside = profile.parameters.trainable - profile.parameters.trainable_layers
+    placed: list[Placed] = []
+    stage = stage or Stage(0, profile.num_layers, profile.num_layers)
+    to_recompute = -(-plan.activation_checkpointing * (stage.last - stage.first) // max(profile.num_layers, 1))
+    recompute, way, passed = to_recompute > 0, plan.recompute_granularity, 0
+    last = len(profile.stacks)
+    for number, stack in enumerate(profile.stacks):
+        gap = trace.gaps_recomputed[way][number] if recompute else trace.gaps[number]
+        if stage.has_embedding or number:
+            placed.append(Placed(gap, 1, outside - head if number == 0 else 0))
+        traced = trace.stacks[number]
+        mine = stack.assignment[max(stage.first - passed, 0) : max(stage.last - passed, 0)]
+        passed += stack.num_layers
+        for index, count in _runs(mine, to_recompute):
+            recompute = to_recompute > 0
+            to_recompute = max(to_recompute - count, 0)
+            segment = traced.recomputed[way][index] if recompute else traced.plain[index]
+            remade = traced.plain[index] if recompute else None
+            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, remade=remade))
+    gap = trace.gaps_recomputed[way][last] if recompute else trace.gaps[last]
+    scratch = 0.0
+    if plan.loss_chunk_tokens and trace.chunked_gap is not None:
+        gap, scratch = trace.chunked_gap, chunk_scratch_bytes(profile, plan)
+    if stage.has_head:
+        placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
+    return placed
+
+
+def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
+    """What larger chunks than the traced ones hold; on a GPU also two copies of their logits in fp32 and the product for the
+    weight's gradient, which the traced CPU makes by blocks."""
+    words, product_bytes = profile.vocab_size or 0, 4 if plan.precision in ("fp32", "tf32") else 2
+    larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * words * product_bytes
+    if plan.device != "cuda":
+        return float(larger)
+    return float(larger + words * max(8 * plan.loss_chunk_tokens, product_bytes * (profile.hidden_size or 0)))
+
+
+def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
+    """(traced layer, how many in a row), cut where recomputation ends."""
+    runs: list[tuple[int, int]] = []
+    for layer, index in enumerate(assignment):
+        if runs and runs[-1][0] == index and layer != to_recompute:
+            runs[-1] = (index, runs[-1][1] + 1)
+        else:
+            runs.append((index, 1))
+    return runs
+
+
+def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
+    """Plans with the same key run the same segments on the same tokens in a micro-batch of a rank at ``stage``."""
+    return (
+        trace.precision, trace.attention, trace.masked, plan.layout.tensor_parallel, plan.layout.sequence_parallel,
+        plan.layout.context_parallel, stage.first, stage.last, plan.per_device_train_batch_size, plan.sequence_length,
+        plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens, plan.activation_offload,
+        plan.precision,
+    )  # fmt: skip

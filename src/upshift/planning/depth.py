@@ -1,0 +1,80 @@
+"""The same architecture, deeper or shallower: a profile with another number of the layers that were traced."""
+
+from __future__ import annotations
+
+from upshift.models.profile import ModelProfile, Parameters, ParameterShape, Polynomial, Stack
+
+
+def with_layers(profile: ModelProfile, layers: int) -> ModelProfile:
+    """The same architecture with this many layers in its deepest stack, and in the others in proportion: the traced layers
+    over again, in their order. What is outside the layers stays."""
+    deepest = max((stack.num_layers for stack in profile.stacks), default=0)
+    if layers == deepest or not deepest:
+        return profile
+    stacks = tuple(_stretched(stack, max(stack.num_layers * layers // deepest, 1)) for stack in profile.stacks)
+    forward, backward = profile.forward_flops, profile.backward_flops
+    for old, new, traced in zip(profile.stacks, stacks, profile.steps[0].stacks, strict=True):
+        for index, segment in enumerate(traced.plain):
+            more = new.assignment.count(index) - old.assignment.count(index)
+            attention = segment.forward.attention_flops
+            forward = _plus(forward, more, segment.forward.matmul_flops, attention)
+            # A fused backward pass computes the scores again, which the convention leaves out: it is twice the forward pass.
+            backward = _plus(backward, more, segment.backward.matmul_flops, attention, attention)
+    ratio = (_weight(stacks), _weight(profile.stacks))
+    divided, experts = profile.tensor_parallel, profile.experts
+    kv = profile.kv_elements
+    return profile.model_copy(
+        update={
+            "model_hash": f"{profile.model_hash}-{layers}-layers",
+            "stacks": stacks,
+            "parameters": _parameters(profile.parameters, ratio, layers=(sum(s.num_layers for s in stacks), profile.num_layers)),
+            "tensor_parallel": divided and divided.changed(layers=_scaled(divided.layers, ratio)),
+            "experts": experts and experts.changed(parameters=_scaled(experts.parameters, ratio)),
+            "kv_elements": kv and Polynomial(*(term * layers / deepest for term in kv)),
+            "forward_flops": forward,
+            "backward_flops": backward,
+        }
+    )
+
+
+def _stretched(stack: Stack, layers: int) -> Stack:
+    return stack.changed(assignment=tuple(stack.assignment[layer % stack.num_layers] for layer in range(layers)))
+
+
+def _weight(stacks: tuple[Stack, ...]) -> int:
+    """Trained parameters of all layers, to scale sums over them; their number where none is trained."""
+    trained = sum(stack.layer_trainable[index] for stack in stacks for index in stack.assignment)
+    return trained or sum(stack.num_layers for stack in stacks)
+
+
+def _scaled(total: int, ratio: tuple[int, int]) -> int:
+    return (total * ratio[0] + ratio[1] // 2) // ratio[1]
+
+
+def _plus(polynomial: Polynomial, count: int, *others: Polynomial) -> Polynomial:
+    return Polynomial(*(old + count * sum(more) for old, *more in zip(polynomial, *others, strict=True)))
+
+
+def _parameters(parameters: Parameters, ratio: tuple[int, int], *, layers: tuple[int, int]) -> Parameters:
+    inside, trained = _scaled(parameters.layers, ratio), _scaled(parameters.trainable_layers, ratio)
+    return parameters.changed(
+        total=parameters.total - parameters.layers + inside,
+        layers=inside,
+        trainable=parameters.trainable - parameters.trainable_layers + trained,
+        trainable_layers=trained,
+        always_fp32=_scaled(parameters.always_fp32, ratio),
+        trainable_shapes=_shapes(parameters, ratio, layers),
+    )
+
+
+def _shapes(parameters: Parameters, ratio: tuple[int, int], layers: tuple[int, int]) -> tuple[ParameterShape, ...]:
+    """A shape that stands so many times in each of equal layers, and a few times outside: what does not divide by the layers,
+    and what is as large as embedding or head. Where that does not add up to the layers' parameters, all are scaled alike."""
+    new, old = layers
+    outside = {parameters.embedding, parameters.head}
+    inner = [0 if shape.elements in outside else shape.count // old for shape in parameters.trainable_shapes]
+    found = sum(each * old * shape.elements for each, shape in zip(inner, parameters.trainable_shapes, strict=True))
+    if found == parameters.trainable_layers:
+        pairs = zip(inner, parameters.trainable_shapes, strict=True)
+        return tuple(shape.changed(count=shape.count + each * (new - old)) for each, shape in pairs)
+    return tuple(shape.changed(count=max(_scaled(shape.count, ratio), 1)) for shape in parameters.trainable_shapes)

@@ -1,0 +1,49 @@
+"""Says why: what each choice of the best plan brings, and what the runner-up would cost."""
+
+from __future__ import annotations
+
+from upshift.planning.explain import Reason
+from upshift.planning.inference.rank import Candidate, Ranking, Rejected
+from upshift.units import format_bytes
+
+BECAUSE = {
+    "weights": "bytes read for every step, and the rate of matrix products",
+    "kv_cache": "sequences that fit, and bytes read for each of them",
+    "tensor_parallel": "weights and cache shared in a step, against exchanges in every layer",
+    "pipeline_parallel": "memory of several devices with few exchanges, against latency",
+    "max_concurrency": "weights are read once for all sequences, each of which waits longer",
+    "prefill_chunk_tokens": "efficient products for prompts, against longer steps for those that decode",
+    "execution": "kernels replayed without a gap, against none recorded",
+}
+OF_GENERATION = ("kv_cache", "prefill_chunk_tokens")
+MAX_REJECTED = 200
+
+
+def reasons(ranking: Ranking) -> tuple[Reason, ...]:
+    """One row a choice: the best plan that differs in it, and how much slower or bigger it is."""
+    best, rows = ranking.candidates[0], []
+    encodes = best.service.tpot is None
+    for name, why in BECAUSE.items():
+        if encodes and name in OF_GENERATION:
+            continue
+        value = getattr(best.plan, name)
+        other = next((c for c in ranking.candidates if getattr(c.plan, name) != value), None)
+        blocked = next((r.plan for r in ranking.rejected if getattr(r.plan, name) != value), None) if other is None else None
+        runner_up = other.plan if other is not None else blocked
+        if runner_up is None:
+            continue
+        cost = _cost(best, other) if other is not None else "does not fit, or is too slow"
+        rows.append(Reason(choice=name, value=str(value), why=why, runner_up=str(getattr(runner_up, name)), runner_up_cost=cost))
+    return tuple(rows)
+
+
+def _cost(best: Candidate, other: Candidate) -> str:
+    speed = other.tokens_per_second / best.tokens_per_second - 1
+    memory = other.resident - best.resident
+    return f"{speed:+.1%}, {'+' if memory >= 0 else '-'}{format_bytes(abs(memory))}"
+
+
+def representative(rejected: list[Rejected]) -> list[Rejected]:
+    """At most 200, evenly drawn in the order of the space."""
+    step = -(-len(rejected) // MAX_REJECTED) if rejected else 1
+    return rejected[::step]

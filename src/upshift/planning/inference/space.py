@@ -1,0 +1,185 @@
+"""The space of inference plans: what each field may be on a host, for a model, around what the user fixed."""
+
+from __future__ import annotations
+
+from math import ceil
+from typing import Any, get_args, get_type_hints
+
+from pydantic import ValidationError
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
+from upshift.planning.inference.formats import CACHE_ALLOW, CHANGES_MATHEMATICS, WEIGHTS, CachePrecision, WeightPrecision
+from upshift.planning.inference.plan import Execution, InferencePlan
+from upshift.planning.inference.workload import InferenceWorkload
+from upshift.value import first_problem
+
+CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: latency of those that decode against the size of products
+MOST_SEQUENCES = 2048  # at once in a replica, unless asked for: the default of TensorRT-LLM; schedulers are built for no more
+FIXED_BY_REQUEST = ("device", "host", "model", "replicas")
+REPLAYED = ("cuda", "hpu", "xla")  # devices that replay a recorded step
+DEGREES = ("tensor_parallel", "pipeline_parallel")
+
+
+def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
+    """The values that each field takes unasked; no list is empty."""
+    legal = legal_values(host, profile, workload)
+    if {"bf16", "fp16"} <= set(legal["weights"]):  # they cost the same
+        legal["weights"].remove("fp16")
+    return legal
+
+
+def legal_values(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
+    return {
+        "weights": _weights(host, workload),
+        "kv_cache": _caches(host, workload),
+        "tensor_parallel": _tensor_degrees(host, profile),
+        "pipeline_parallel": _pipeline_degrees(host, profile),
+        "execution": _executions(host),
+    }
+
+
+def plain_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
+    """What keys and values are computed in beside these weights."""
+    if weights in ("fp32", "bf16", "fp16"):
+        return weights
+    return "bf16" if host.supports("bf16") is not False else "fp16"
+
+
+def chunks(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
+    """Chunks beyond all the prompts there are do nothing."""
+    if "prefill_chunk_tokens" in fixed:
+        return [fixed["prefill_chunk_tokens"]]
+    most = workload.prompt_length * (workload.concurrency or MOST_SEQUENCES)
+    return [size for size in CHUNKS if size < most] or [CHUNKS[0]]
+
+
+def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | None, fixed: dict[str, Any]) -> list[int]:
+    """Sequences at once in one replica. Asked for: each has its share. Else powers of two, and what is between them, up to what
+    fits; the first that does not fit is left among them, so that it is seen why."""
+    if "max_concurrency" in fixed:
+        return [fixed["max_concurrency"]]
+    if workload.concurrency is not None and workload.task == "generate":
+        return [ceil(workload.concurrency / replicas)]
+    most = MOST_SEQUENCES if workload.concurrency is None else ceil(workload.concurrency / replicas)
+    steps = sorted({size for power in range(most.bit_length()) for size in (2**power, 3 * 2**power // 2)} | {most})
+    steps = [size for size in steps if size <= most]
+    if largest is None or largest >= most:
+        return steps
+    fitting = [size for size in steps if size <= largest]
+    return sorted({*fitting, *([largest] if largest else []), steps[len(fitting)]})
+
+
+def layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, int, int]]:
+    """(tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
+    found = []
+    for tensor in values["tensor_parallel"]:
+        for pipeline in values["pipeline_parallel"]:
+            if host.num_devices % (tensor * pipeline) == 0:
+                found.append((tensor, pipeline, host.num_devices // (tensor * pipeline)))
+    return found
+
+
+def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name not in CHANGES_MATHEMATICS:
+            raise RequestError(
+                f"--allow {name!r} is unknown; the choices that change the mathematics of inference are "
+                f"{', '.join(CHANGES_MATHEMATICS)}"
+            )
+    return names
+
+
+def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
+    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here."""
+    settable = [name for name in InferencePlan.model_fields if name not in FIXED_BY_REQUEST]
+    fixed: dict[str, Any] = {}
+    for assignment in assignments:
+        name, equals, text = assignment.partition("=")
+        if not equals or name not in settable:
+            raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
+        fixed[name] = _parse_value(name, text)
+    legal = legal_values(host, profile, workload)
+    for name, value in fixed.items():
+        if name in legal and value not in legal[name]:
+            valid, why = ", ".join(map(str, legal[name])), _why(name, value, host, profile, workload)
+            raise RequestError(f"--set {name}={value} is not possible here; use one of {valid}{why}")
+    if not layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
+        asked = " x ".join(f"{name}={fixed[name]}" for name in DEGREES if name in fixed)
+        raise RequestError(f"{asked} does not divide the {host.num_devices} devices of {host.name}; use degrees that do")
+    return fixed
+
+
+def _parse_value(name: str, text: str) -> Any:
+    plain = {
+        "device": "cpu", "host": "", "model": "", "weights": "bf16", "kv_cache": "bf16", "max_concurrency": 1,
+        "prefill_chunk_tokens": 1, "execution": "eager",
+    }  # fmt: skip
+    try:
+        return getattr(InferencePlan.model_validate({**plain, name: text}), name)
+    except ValidationError as error:
+        options = get_args(get_type_hints(InferencePlan)[name])
+        valid = f"; use one of {', '.join(map(str, options))}" if options else "; use a whole number from 1"
+        raise RequestError(f"--set {first_problem(InferencePlan, error)}{valid}") from None
+
+
+def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: InferenceWorkload) -> str:
+    if name == "tensor_parallel":
+        degrees = f"; degrees divide {profile.tensor_parallel.divisor}" if profile.tensor_parallel else ""
+        return f" (the devices of a node; {profile.tensor_parallel_reason}{degrees})"
+    if name == "pipeline_parallel":
+        declared = "declares" if profile.declares.pipeline_parallel_plan else "declares no"
+        return f" (the model {declared} pipeline stages, and has {profile.num_layers} layers to divide evenly)"
+    if name == "kv_cache" and workload.task == "encode":
+        return " (encoding keeps no cache)"
+    if value in ("bf16", "fp16", "fp8") and host.supports(value) is False:
+        return f" ({host.name} has no instructions for it)"
+    needed = WEIGHTS[value].allow if name == "weights" else CACHE_ALLOW.get(value) if name == "kv_cache" else None
+    if needed is not None and needed not in workload.allow:
+        return f" (it changes the mathematics; add --allow {needed})"
+    return f" (of {host.name})"
+
+
+def _half(host: Host) -> list[WeightPrecision]:
+    return [name for name in ("bf16", "fp16") if host.supports(name) is not False]
+
+
+def _weights(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
+    half, allowed = _half(host), set(workload.allow)
+    found: list[WeightPrecision] = ["fp32", *half]
+    if "fp8-weights" in allowed and half and host.device != "cpu" and host.supports("fp8"):
+        found.append("fp8")
+    if half:
+        found += [name for name in ("int8", "int4") if WEIGHTS[name].allow in allowed]
+    return found
+
+
+def _caches(host: Host, workload: InferenceWorkload) -> list[CachePrecision]:
+    found: list[CachePrecision] = ["fp32", *_half(host)]  # type: ignore[list-item]
+    if workload.task == "generate":
+        if "fp8-kv" in workload.allow and host.supports("fp8"):
+            found.append("fp8")
+        if "int8-kv" in workload.allow:
+            found.append("int8")
+    return found
+
+
+def _tensor_degrees(host: Host, profile: ModelProfile) -> list[int]:
+    """Inside a node: two exchanges a layer hide behind nothing."""
+    divisor = profile.tensor_parallel.divisor if profile.tensor_parallel is not None else 1
+    return [degree for degree in _divisors(max(host.gpus_per_node, 1)) if divisor % degree == 0]
+
+
+def _pipeline_degrees(host: Host, profile: ModelProfile) -> list[int]:
+    can = bool(profile.declares.pipeline_parallel_plan) and len(profile.stacks) == 1 and host.device != "cpu"
+    return [degree for degree in _divisors(host.num_devices) if degree == 1 or (can and profile.num_layers % degree == 0)]
+
+
+def _executions(host: Host) -> list[Execution]:
+    replays = host.device in REPLAYED or bool(host.measured and host.measured.compiler)
+    return ["graphs", "eager"] if replays else ["eager"]
+
+
+def _divisors(number: int) -> list[int]:
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -1,0 +1,49 @@
+"""Layout: how the ranks of a job share the model, its states and its batch."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from upshift.value import Value
+
+FullyShard = Literal["no", "optimizer", "gradients", "weights"]  # ZeRO stages 0 to 3; weights: torch's fully_shard
+Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
+ContextKind = Literal["ring", "ulysses"]
+
+
+class Layout(Value):
+    """Degrees multiply: ranks = data parallel x tensor x context x pipeline. Ranks of a tensor-parallel group are
+    neighbours, then those of context, of data and of pipeline parallelism."""
+
+    fully_shard: FullyShard = Field("no", description="what the data-parallel ranks divide among them (ZeRO 0, 1, 2, 3)")
+    shard_size: int = Field(1, gt=0, description="ranks that divide it; fewer than all data-parallel ones: hybrid")
+    tensor_parallel: int = Field(1, gt=0, description="ranks that share every layer's matrices")
+    sequence_parallel: bool = Field(False, description="these ranks also share the tokens between the matrices")
+    context_parallel: int = Field(1, gt=0, description="ranks that share every sequence")
+    context_kind: ContextKind = Field("ring", description="keys go round, or heads are exchanged (ulysses)")
+    pipeline_parallel: int = Field(1, gt=0, description="ranks that share the layers by depth")
+    pipeline_schedule: Schedule = "1f1b"
+    virtual_stages: int = Field(1, gt=0, description="stages of each pipeline rank (interleaved_1f1b)")
+    expert_parallel: int = Field(1, gt=0, description="ranks that share the experts")
+
+    @property
+    def ranks_per_replica(self) -> int:
+        """Ranks that work on the same sequences."""
+        return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
+
+    def label(self) -> str:
+        """``zero3 8 · tp 4 sp · pp 2 1f1b``; empty on one rank."""
+        stages = {"no": "", "optimizer": "zero1", "gradients": "zero2", "weights": "zero3"}
+        parts = [f"{stages[self.fully_shard]} {self.shard_size}"] if self.fully_shard != "no" else []
+        if self.tensor_parallel > 1:
+            parts.append(f"tp {self.tensor_parallel}" + (" sp" if self.sequence_parallel else ""))
+        if self.context_parallel > 1:
+            parts.append(f"cp {self.context_parallel} {self.context_kind}")
+        if self.pipeline_parallel > 1:
+            stages_each = f" x {self.virtual_stages}" if self.virtual_stages > 1 else ""
+            parts.append(f"pp {self.pipeline_parallel}{stages_each} {self.pipeline_schedule}")
+        if self.expert_parallel > 1:
+            parts.append(f"ep {self.expert_parallel}")
+        return " · ".join(parts)

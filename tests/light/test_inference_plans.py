@@ -1,0 +1,406 @@
+"""Planning of inference: memory against figures by hand, laws that time and memory obey, and one clear answer to any request."""
+
+from __future__ import annotations
+
+import json
+import time
+from math import prod
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from upshift.cli.plan_inference import read_workload
+from upshift.errors import NothingFits, RequestError
+from upshift.hardware import describe
+from upshift.hardware.spec import Host
+from upshift.models.profile import (
+    CachedLayers,
+    Declares,
+    Experts,
+    ModelProfile,
+    Parameters,
+    ParameterShape,
+    Polynomial,
+    Stack,
+    TensorParallel,
+)
+from upshift.planning.inference.cache import cached_bytes, mean_visible, prompt_attention_flops
+from upshift.planning.inference.engine import build_engine
+from upshift.planning.inference.formats import CHANGES_MATHEMATICS, WEIGHTS
+from upshift.planning.inference.memory import memory_limit, replica_memory, weight_bytes
+from upshift.planning.inference.plan import InferencePlan
+from upshift.planning.inference.planner import InferencePlanning, plan_profile
+from upshift.planning.inference.products import products_of
+from upshift.planning.inference.rank import rank
+from upshift.planning.inference.space import check_allow
+from upshift.planning.inference.workload import InferenceWorkload
+from upshift.units import GIB, KIB
+
+ALL = tuple(CHANGES_MATHEMATICS)
+ASK = InferenceWorkload(prompt_length=512, output_length=256)
+
+
+def profile(
+    shapes: dict[tuple[int, ...], int], *, layers: int, vocabulary: int, hidden: int, heads: tuple[int, int],
+    cache: tuple[CachedLayers, ...], tied: bool = False, experts: Experts | None = None, generates: bool = True,
+    positions: int = 8192,
+) -> ModelProfile:  # fmt: skip
+    """``shapes``: of the layers' parameters, with how many there are in the model."""
+    in_layers = sum(prod(shape) * count for shape, count in shapes.items())
+    embedding = vocabulary * hidden
+    total = in_layers + embedding * (1 if tied else 2)
+    entries = [ParameterShape(shape=shape, count=count) for shape, count in shapes.items()]
+    return ModelProfile(
+        key="", model_hash="", architecture="Decoder", model_type="", objective="causal-lm", versions={},
+        vocab_size=vocabulary, hidden_size=hidden, max_positions=positions,
+        parameters=Parameters(
+            total=total, embedding=embedding, layers=in_layers, head=0 if tied else embedding, other=0, buffers_bytes=0,
+            tied=tied, trainable=total, trainable_layers=in_layers, trainable_head=embedding, always_fp32=0,
+            trainable_shapes=(*entries, ParameterShape(shape=(vocabulary, hidden), count=1 if tied else 2)),
+        ),
+        declares=Declares(can_generate=generates, pipeline_parallel_plan=("layers",)),
+        stacks=(Stack(path="layers", traced_layers=(0,), assignment=(0,) * layers, layer_trainable=(1,)),),
+        steps=(), sequence_range=(8, 128), kv_elements=None, cache=cache,
+        tensor_parallel=TensorParallel(divisor=heads[1], layers=in_layers, outside=0), tensor_parallel_reason="declared",
+        experts=experts, heads=heads, chunked_loss_reason="",
+        forward_flops=Polynomial(bs=2.0 * in_layers, bss=2.0 * layers * hidden), backward_flops=Polynomial(),
+    )  # fmt: skip
+
+
+def attention_shapes(hidden: int, keys: int, layers: int) -> dict[tuple[int, ...], int]:
+    shapes: dict[tuple[int, ...], int] = {(hidden, hidden): 2 * layers, (hidden,): 2 * layers}
+    shapes[keys, hidden] = shapes.get((keys, hidden), 0) + 2 * layers
+    return shapes
+
+
+def cached(count: int, per_token: int, heads: int, window: int | None = None) -> CachedLayers:
+    return CachedLayers(count=count, per_token=per_token, per_sequence=0, heads=heads, window=window)
+
+
+# The sizes of Llama-3-8B: 8 heads of keys, each of 128.
+LLAMA_8B = profile(
+    {**attention_shapes(4096, 1024, 32), (14336, 4096): 64, (4096, 14336): 32},
+    layers=32, vocabulary=128256, hidden=4096, heads=(32, 8), cache=(cached(32, 2048, 8),),
+)  # fmt: skip
+# Five of six layers see 1,024 tokens.
+SLIDING = profile(
+    {**attention_shapes(2560, 1024, 24), (10240, 2560): 48, (2560, 10240): 24},
+    layers=24, vocabulary=262144, hidden=2560, heads=(8, 4), cache=(cached(20, 2048, 4, 1024), cached(4, 2048, 4)), tied=True,
+    positions=131072,
+)  # fmt: skip
+# The sizes of Mixtral 8x7B.
+MIXTURE = profile(
+    {**attention_shapes(4096, 1024, 32), (8, 28672, 4096): 32, (8, 4096, 14336): 32, (8, 4096): 32},
+    layers=32, vocabulary=32000, hidden=4096, heads=(32, 8), cache=(cached(32, 2048, 8),),
+    experts=Experts(count=8, parameters=32 * 8 * 3 * 4096 * 14336, per_token=2),
+)  # fmt: skip
+ENCODER = profile(
+    {(768, 768): 48, (3072, 768): 12, (768, 3072): 12, (768,): 96}, layers=12, vocabulary=30522, hidden=768, heads=(12, 12),
+    cache=(), tied=True, generates=False, positions=512,
+)  # fmt: skip
+MODELS = {"llama": LLAMA_8B, "sliding": SLIDING, "mixture": MIXTURE}
+HOSTS = ("h100", "8xh100", "2x8xa100-80gb", "4xl40s", "t4", "8xb200", "epyc-9654-768gb", "xeon-8480-512gb", "mi300x")
+
+
+def shape(**fields: Any) -> dict[str, Any]:
+    plain = {
+        "weights": "bf16", "group_size": 128, "kv_cache": "bf16", "tensor_parallel": 1, "pipeline_parallel": 1,
+        "execution": "graphs",
+    }  # fmt: skip
+    return plain | fields
+
+
+def test_cache_of_grouped_heads() -> None:
+    assert cached_bytes(LLAMA_8B, "bf16", 1) == 128 * KIB
+    assert cached_bytes(LLAMA_8B, "bf16", 8192) == 1 * GIB
+    assert cached_bytes(LLAMA_8B, "fp8", 8192) == GIB / 2
+    assert cached_bytes(LLAMA_8B, "bf16", 8192, ranks=4) == GIB / 4
+    # int8: a scale of 4 bytes for each vector of 128.
+    assert cached_bytes(LLAMA_8B, "int8", 1) == 64 * KIB * (1 + 4 / 128)
+
+
+def test_cache_of_sliding_windows_stops_growing() -> None:
+    of_layer = 2048 * 2
+    assert cached_bytes(SLIDING, "bf16", 512) == 24 * 512 * of_layer
+    assert cached_bytes(SLIDING, "bf16", 32768) == (20 * 1024 + 4 * 32768) * of_layer
+
+
+def test_a_head_that_all_share_is_on_every_rank() -> None:
+    latent = LLAMA_8B.changed(cache=(cached(32, 576, 1),))
+    assert cached_bytes(latent, "bf16", 100, ranks=8) == cached_bytes(latent, "bf16", 100) == 32 * 576 * 100 * 2
+
+
+def test_states_do_not_grow() -> None:
+    recurrent = SLIDING.changed(cache=(CachedLayers(count=24, per_token=0, per_sequence=1000, heads=1),))
+    assert cached_bytes(recurrent, "bf16", 1) == cached_bytes(recurrent, "bf16", 10**5) == 24 * 1000 * 2
+
+
+@pytest.mark.parametrize("window", [None, 1, 7, 100, 1000])
+@pytest.mark.parametrize(("start", "steps"), [(0, 50), (90, 20), (5, 1), (400, 300)])
+def test_mean_visible(window: int | None, start: int, steps: int) -> None:
+    """Against the sum: in the middle of each step, half a token more than at its beginning."""
+    seen = [min(start + step + 0.5, window or 10**9) for step in range(steps)]
+    assert mean_visible(window, start, steps) == pytest.approx(sum(seen) / steps, abs=0.5)
+
+
+def test_attention_of_a_prompt() -> None:
+    # 4 FLOPs for each query head's element and each of the s * s / 2 pairs that causal attention computes.
+    assert prompt_attention_flops(LLAMA_8B, 4096) == 32 * 4 * 4096 * 4096 * 4096 / 2
+
+
+def test_weights() -> None:
+    """8.03 B parameters: 14.96 GiB in bf16. Quantized: embedding and head stay, a group of 128 has 4 bytes of scale."""
+    in_layers, outside = LLAMA_8B.parameters.layers, 2 * 128256 * 4096
+    vectors = 64 * 4096
+    one = {"tensor_parallel": 1, "pipeline_parallel": 1}
+    assert in_layers + outside == 8_030_257_152
+    assert weight_bytes(LLAMA_8B, "bf16", 128, **one) == 2 * 8_030_257_152
+    expected = (in_layers - vectors) * (0.5 + 4 / 128) + 2 * (vectors + outside)
+    assert weight_bytes(LLAMA_8B, "int4", 128, **one) == expected
+    assert weight_bytes(LLAMA_8B, "bf16", 128, tensor_parallel=4, pipeline_parallel=1) == 2 * (in_layers / 4 + outside)
+    assert weight_bytes(LLAMA_8B, "bf16", 128, tensor_parallel=1, pipeline_parallel=4) == 2 * (in_layers / 4 + outside / 2)
+
+
+def test_tied_weights_count_once() -> None:
+    embedding = 262144 * 2560
+    in_layers = SLIDING.parameters.layers
+    assert weight_bytes(SLIDING, "bf16", 128, tensor_parallel=1, pipeline_parallel=1) == 2 * (in_layers + embedding)
+    assert weight_bytes(SLIDING, "bf16", 128, tensor_parallel=1, pipeline_parallel=2) == in_layers + 2 * embedding
+
+
+def test_experts_that_a_batch_meets() -> None:
+    experts = [item for item in products_of(MIXTURE) if item.experts > 1]
+    assert sum(item.elements for item in experts) == 32 * 8 * 3 * 4096 * 14336
+    touched = experts[0].touched
+    assert touched(1) == pytest.approx(2.0)
+    assert touched(2) == pytest.approx(8 * (1 - 0.75**2))
+    assert touched(1000) == pytest.approx(8.0)
+    assert products_of(LLAMA_8B)[0].touched(1) == 1.0
+
+
+def test_a_mixture_decodes_as_fast_as_its_active_weights() -> None:
+    def seconds(decoding: int) -> float:
+        engine = build_engine(describe("4xh100"), MIXTURE, ASK, **shape(tensor_parallel=4))
+        assert engine is not None
+        step = engine.step(0.0, decoding)
+        assert step is not None
+        return step.weights
+
+    assert 3.2 < seconds(16) / seconds(1) < 4.0  # all of 8 experts over 2, beside attention and head
+    assert seconds(64) == pytest.approx(seconds(32), rel=0.01)
+
+
+@given(name=st.sampled_from(sorted(MODELS)), cache=st.sampled_from(["bf16", "fp8", "int8"]), sequences=st.integers(1, 4096))
+@settings(max_examples=60, deadline=None)
+def test_memory_grows_with_concurrency(name: str, cache: str, sequences: int) -> None:
+    memory = replica_memory(describe("h100"), MODELS[name], ASK, **shape(kv_cache=cache), chunk_tokens=2048)
+    assert memory.total(sequences) < memory.total(sequences + 1)
+    assert memory.total(sequences) == pytest.approx(sum(memory.parts(sequences).values()))
+    assert memory.limit is not None and memory.largest_concurrency is not None
+    largest = memory.largest_concurrency
+    assert memory.total(largest + 1) > memory.limit
+    assert not largest or memory.total(largest) <= memory.limit
+
+
+@given(
+    name=st.sampled_from(sorted(MODELS)), faster=st.floats(1.0, 4.0), prompt=st.integers(0, 8192), decoding=st.integers(0, 1024),
+    weights=st.sampled_from(sorted(WEIGHTS)),
+)  # fmt: skip
+@settings(max_examples=60, deadline=None)
+def test_more_bandwidth_is_never_slower(name: str, faster: float, prompt: int, decoding: int, weights: Any) -> None:
+    def seconds(host: Host) -> float:
+        engine = build_engine(host, MODELS[name], ASK, **shape(weights=weights))
+        assert engine is not None
+        step = engine.step(float(prompt), float(decoding))
+        assert step is not None
+        return step.total
+
+    host = describe("h100")
+    assert host.gpu is not None and host.gpu.peak is not None
+    rate = host.gpu.peak.memory_bytes_per_second
+    assert rate is not None
+    fast = host.changed(gpu=host.gpu.changed(peak=host.gpu.peak.changed(memory_bytes_per_second=rate * faster)))
+    assert seconds(fast) <= seconds(host) * (1 + 1e-9)
+    assert seconds(host) > 0
+
+
+@given(name=st.sampled_from(sorted(MODELS)), prompt=st.integers(0, 4096), decoding=st.integers(1, 512))
+@settings(max_examples=40, deadline=None)
+def test_more_work_takes_no_less_time(name: str, prompt: int, decoding: int) -> None:
+    engine = build_engine(describe("8xh100"), MODELS[name], ASK, **shape(tensor_parallel=2))
+    assert engine is not None
+    step, more, longer = engine.step(prompt, decoding), engine.step(prompt, decoding + 1), engine.step(prompt + 64, decoding)
+    assert step is not None and more is not None and longer is not None
+    assert step.total <= more.total * (1 + 1e-9)
+    assert step.total <= longer.total * (1 + 1e-9)
+
+
+WORKLOADS = st.builds(
+    InferenceWorkload,
+    task=st.sampled_from(["generate", "encode"]),
+    prompt_length=st.integers(1, 10000),
+    output_length=st.integers(0, 3000),
+    concurrency=st.none() | st.integers(1, 5000),
+    max_ttft_ms=st.none() | st.floats(1e-3, 1e6),
+    max_tpot_ms=st.none() | st.floats(1e-3, 1e4),
+    allow=st.lists(st.sampled_from(ALL), unique=True, max_size=3).map(tuple),
+)
+FIXED = st.sampled_from(
+    [
+        (), (), ("weights=fp16",), ("weights=int4", "group_size=64"), ("kv_cache=int8",), ("tensor_parallel=2",),
+        ("tensor_parallel=3",), ("pipeline_parallel=4",), ("max_concurrency=16",), ("prefill_chunk_tokens=1024",),
+        ("execution=eager",), ("execution=fast",), ("weights",), ("max_concurrency=0",), ("replicas=2",),
+    ]
+)  # fmt: skip
+
+
+@given(name=st.sampled_from([*sorted(MODELS), "encoder"]), host=st.sampled_from(HOSTS), workload=WORKLOADS, fixed=FIXED)
+@settings(max_examples=80, deadline=None)
+def test_any_request_has_one_clear_answer(name: str, host: str, workload: InferenceWorkload, fixed: tuple[str, ...]) -> None:
+    described = describe(host)
+    try:
+        planning = plan_profile({**MODELS, "encoder": ENCODER}[name], described, workload, fixed)
+    except (RequestError, NothingFits) as refused:
+        assert str(refused) and "\n" not in str(refused)
+        return
+    best = planning.best
+    assert best.fits and best.plan.num_devices == described.num_devices
+    assert InferencePlan.model_validate(best.plan.model_dump()) == best.plan
+    assert set(best.plan.changes_mathematics) <= set(workload.allow)
+    numbers = planning.numbers(best)
+    assert numbers.tokens_per_second > 0
+    assert numbers.peak_gib == pytest.approx(sum(numbers.memory.values()))
+    for assignment in fixed:
+        field, _, value = assignment.partition("=")
+        assert str(getattr(best.plan, field)) == value
+    if workload.max_ttft_ms is not None:
+        assert numbers.ttft_ms <= workload.max_ttft_ms
+    json.dumps(planning.document())
+
+
+def ranked(planning: InferencePlanning) -> list[str]:
+    return [candidate.plan.label() for candidate in planning.ranking.candidates]
+
+
+def test_ranking_is_deterministic_and_by_throughput() -> None:
+    workload = ASK.changed(concurrency=64, allow=("fp8-weights", "fp8-kv"))
+    first, second = (plan_profile(MIXTURE, describe("8xh100"), workload) for _ in range(2))
+    assert ranked(first) == ranked(second)
+    speeds = [candidate.tokens_per_second for candidate in first.ranking.candidates]
+    assert speeds == sorted(speeds, reverse=True)
+    assert len(set(ranked(first))) == len(speeds)
+
+
+def test_little_s_law() -> None:
+    """Requests that are inside = requests/s x the time each is inside, where prompts are the bottleneck."""
+    workload = InferenceWorkload(prompt_length=4096, output_length=16, concurrency=256)
+    for candidate in plan_profile(LLAMA_8B, describe("8xh100"), workload).ranking.candidates[:50]:
+        service = candidate.service
+        assert service.tpot is not None
+        inside = service.requests_per_second * (service.ttft + 15 * service.tpot)
+        assert inside == pytest.approx(candidate.plan.max_concurrency, rel=0.5)
+
+
+def test_a_latency_limit_costs_throughput() -> None:
+    free = plan_profile(LLAMA_8B, describe("h100"), ASK).best
+    bound = plan_profile(LLAMA_8B, describe("h100"), ASK.changed(max_tpot_ms=12.0)).best
+    assert free.service.tpot is not None and free.service.tpot > 0.012
+    assert bound.service.tpot is not None and bound.service.tpot <= 0.012
+    assert bound.tokens_per_second < free.tokens_per_second
+
+
+def test_nothing_fits_names_the_nearest_plan() -> None:
+    with pytest.raises(NothingFits, match="not one sequence fits beside the weights.*--allow"):
+        plan_profile(LLAMA_8B, describe("t4"), ASK)
+    assert plan_profile(LLAMA_8B, describe("t4"), ASK.changed(allow=("int4-weights",))).best.plan.weights == "int4"
+    with pytest.raises(NothingFits, match="at most [0-9]+ fit at once"):
+        plan_profile(LLAMA_8B, describe("h100"), ASK.changed(concurrency=4000))
+    with pytest.raises(NothingFits, match="over --max-tpot-ms 0.1"):
+        plan_profile(LLAMA_8B, describe("h100"), ASK.changed(max_tpot_ms=0.1))
+
+
+@pytest.mark.parametrize(
+    ("change", "fixed", "message"),
+    [
+        ({"output_length": 9000}, (), "longer than the model's 8192 positions; use at most 8192"),
+        ({"output_length": 0}, (), "--output-length 0 generates nothing"),
+        ({"concurrency": 4}, ("max_concurrency=8",), "give one of them"),
+        ({}, ("weights=fp8",), "add --allow fp8-weights"),
+        ({}, ("tensor_parallel=16",), "degrees divide 8"),
+        ({}, ("tensor_parallel=8", "pipeline_parallel=2"), "does not divide the 8 devices"),
+        ({}, ("sequence_length=8",), "names no plan field; use field=value with one of weights"),
+        ({}, ("weights=int3",), "use one of fp32, bf16"),
+    ],
+)
+def test_a_wrong_request_says_what_would_be_right(change: dict[str, Any], fixed: tuple[str, ...], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        plan_profile(LLAMA_8B, describe("8xh100"), ASK.changed(**change), fixed)
+
+
+def test_intervals_are_those_of_published_rows() -> None:
+    def interval(host: str, *fixed: str) -> tuple[float, float] | None:
+        planning = plan_profile(LLAMA_8B, describe(host), ASK.changed(concurrency=8), fixed)
+        return planning.numbers(planning.best).interval
+
+    assert interval("8xh100", "tensor_parallel=8") == interval("8xl40s", "tensor_parallel=1") == (0.7, 1.25)
+    assert interval("8xl40s", "tensor_parallel=4") == (0.7, 3.1)
+    assert interval("xeon-8480-512gb") is interval("8xmi300x") is None
+
+
+def test_other_wrong_requests() -> None:
+    with pytest.raises(RequestError, match="plan it with --encode"):
+        plan_profile(ENCODER, describe("h100"), InferenceWorkload(prompt_length=64, output_length=64))
+    with pytest.raises(RequestError, match="'fp8' is unknown; .* fp8-weights"):
+        check_allow(("fp8",))
+
+
+def test_every_rejection_keeps_its_reason() -> None:
+    ranking = rank(describe("2xl40s"), LLAMA_8B, ASK.changed(max_ttft_ms=400.0), fixed={})
+    assert ranking.rejected and all(entry.reason for entry in ranking.rejected)
+    assert any("of the" in entry.reason for entry in ranking.rejected)
+    assert any("over --max-ttft-ms 400" in entry.reason for entry in ranking.rejected)
+
+
+def test_cpus_are_planned() -> None:
+    best = plan_profile(LLAMA_8B, describe("xeon-8480-512gb"), ASK.changed(concurrency=1)).best
+    assert best.plan.device == "cpu" and best.plan.weights == "bf16"
+    # One sequence reads 15 GB of weights (embedding apart) at three quarters of 307 GB/s, between 180 operators a layer.
+    assert best.service.tpot == pytest.approx(7.5e9 * 2 / (307e9 * 0.75) + 32 * 180 * 1.2e-6, rel=0.05)
+    assert memory_limit(describe("epyc-9654")) is None
+
+
+def test_encoding() -> None:
+    workload = InferenceWorkload(task="encode", prompt_length=128, concurrency=1024)
+    planning = plan_profile(ENCODER, describe("h100"), workload)
+    assert planning.best.service.tpot is None
+    assert planning.best.tokens_per_second == pytest.approx(128 * planning.best.requests_per_second)
+    assert 1e6 < planning.best.tokens_per_second < 989e12 / (2 * 85e6)
+
+
+def test_ten_thousand_plans_a_second() -> None:
+    host, workload = describe("8xh100"), ASK.changed(allow=("fp8-weights", "fp8-kv"))
+    start = time.process_time()
+    ranking = rank(host, LLAMA_8B, workload, fixed={})
+    rate = ranking.num_plans / (time.process_time() - start)
+    assert ranking.num_plans > 1000
+    assert rate > 2000  # 10,000 on an idle machine; docs/inference_planning.md
+
+
+def test_command_line_options() -> None:
+    generation, sequences = (512, 256, 32), (128, 64)
+    asked = read_workload(True, False, generation, sequences, (500.0, 30.0), ("fp8-kv",))
+    assert asked == InferenceWorkload(
+        prompt_length=512, output_length=256, concurrency=32, max_ttft_ms=500.0, max_tpot_ms=30.0, allow=("fp8-kv",)
+    )
+    asked = read_workload(False, True, generation, sequences, (None, None), ())
+    assert asked == InferenceWorkload(task="encode", prompt_length=128, concurrency=64)
+    for tasks, limits, message in (
+        ((True, True), (None, None), "two tasks"),
+        ((True, False), (-1.0, None), "--max-ttft-ms -1 .* above 0"),
+        ((True, False), (None, float("inf")), "--max-tpot-ms inf"),
+        ((False, True), (None, 30.0), "use --max-ttft-ms"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            read_workload(*tasks, generation, sequences, limits, ())
