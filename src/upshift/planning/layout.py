@@ -33,6 +33,11 @@ class Layout(Value):
         """Ranks that work on the same sequences."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
+    @property
+    def gathers(self) -> bool:
+        """Whether weights are whole only where they are needed, and gradients are divided layer by layer (fully_shard)."""
+        return self.fully_shard in ("gradients", "weights")
+
     def label(self) -> str:
         """``zero3 8 · tp 4 sp · pp 2 1f1b``; empty on one rank."""
         stages = {"no": "", "optimizer": "zero1", "gradients": "zero2", "weights": "zero3"}

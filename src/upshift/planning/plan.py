@@ -97,8 +97,8 @@ class Plan(Value):
         """Which trace has this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those of fp32."""
         if self.precision in ("fp32", "tf32"):
             return "fp32"
-        gathered = self.layout.fully_shard in ("gradients", "weights")  # in bf16 already: nothing is cast in the layers
-        return "bf16-pure" if self.precision == "bf16-weights" or gathered else "bf16"
+        # What is gathered is in bf16 already: nothing is cast in the layers.
+        return "bf16-pure" if self.precision == "bf16-weights" or self.layout.gathers else "bf16"
 
     @property
     def parameter_bytes(self) -> int:

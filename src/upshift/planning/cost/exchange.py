@@ -86,7 +86,7 @@ class Exchange:
             yield "context parallel", count * self._context(groups.context)
         if layout.expert_parallel > 1:
             yield "expert parallel", count * self._experts(groups.experts)
-        if layout.fully_shard in ("gradients", "weights"):
+        if layout.gathers:
             yield "gathering weights, reducing gradients", self._sharded(groups.shard)
         yield "gradient exchange", self._gradients(groups)
         if layout.pipeline_parallel > 1:

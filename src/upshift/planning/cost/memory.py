@@ -7,7 +7,7 @@ compiled plan is predicted as if it were not, which is an upper bound.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from upshift.models.profile import ModelProfile, StepTrace, highest
 from upshift.planning.cost.optimizer import trained_shapes, update_workspace_bytes, workspace_bytes
@@ -34,6 +34,24 @@ class Peak:
         total = sum(parts.values())
         if total > self.total:
             self.total, self.parts = total, parts
+
+
+# A step's moments, in order: what ranks hold of each other's differs between them (Passing).
+PHASE_OF_MOMENT = {
+    "forward": "forward", "loss": "forward",
+    "head": "backward", "last_layer": "backward", "layers": "backward", "outside": "backward",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The highest point of each moment of a step where they are ``apart``, else of each phase."""
+
+    apart: bool
+    found: dict[str, Peak] = field(default_factory=dict)
+
+    def offer(self, moment: str, parts: dict[str, float]) -> None:
+        self.found.setdefault(moment if self.apart else PHASE_OF_MOMENT[moment], Peak()).offer(parts)
 
 
 @dataclass(frozen=True)
@@ -92,7 +110,7 @@ def accumulates(plan: Plan) -> bool:
 class Walk:
     """What comes and goes while one micro-batch runs on a rank; ``left``: its activations when another one takes its turn."""
 
-    phases: dict[str, Peak]
+    peaks: Peaks
     left: float
     recomputed: float
     batch: float
@@ -102,46 +120,47 @@ class Walk:
 def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int]) -> Walk:
     """Onto gradients that exist. The same for every plan that shares neither more nor fewer layers and tokens."""
     batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
-    placed = place_segments(profile, trace, plan, stage)
-    phases = {"forward": Peak(), "backward": Peak()}
-    live = _walk_forward(phases["forward"], {}, placed, 0.0, plan, batch, sequence)
-    _walk_backward(phases["backward"], {}, placed, live, 0.0, _backward_of(profile, plan, batch, sequence))
+    placed, peaks = place_segments(profile, trace, plan, stage), Peaks(apart=plan.layout.gathers)
+    live = _walk_forward(peaks, {}, placed, 0.0, plan, batch, sequence)
+    _walk_backward(peaks, {}, placed, live, 0.0, _backward_of(profile, plan, batch, sequence))
     left = sum(item.count * item.segment.forward.left.at(batch, sequence) for item in placed if not item.is_loss)
     exchanged = EXCHANGED_COPIES * batch * sequence * (profile.hidden_size or 0) * compute_bytes(plan)
     return Walk(
-        phases, left, _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
+        peaks, left, _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
         exchanged if plan.layout.tensor_parallel > 1 else 0.0,
     )  # fmt: skip
 
 
 def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share: Share) -> StepMemory:
     """The step's memory on a rank that has ``share`` of the model and whose micro-batches wait as the pipeline says."""
-    passing = replace(share, passing=share.passing + walk.exchanged)
-    resident = {**_resident(passing, profile, walk.batch), "gradients": share.gradients}
+    resident = _resident(share, profile, walk.batch)
     waiting = (stage.waiting - 1.0) * walk.left if stage.waiting > 1.0 else 0.0
     phases = {name: Peak() for name in PHASES}
-    for name, peak in walk.phases.items():
-        parts = {**peak.parts, **resident, "activations": peak.parts.get("activations", 0.0) + waiting}
-        phases[name] = Peak(sum(parts.values()), parts)
-    updating = {**_resident(share, profile, walk.batch, passing=False), "gradients": share.gradients}
-    phases["optimizer"].offer({**updating, "workspace": workspace_bytes(profile, plan) * share.updated})
+    for moment, peak in walk.peaks.found.items():
+        passing = walk.exchanged + (getattr(share.passing, moment) if share.passing else 0.0)
+        parts = {**peak.parts, **resident, "activations": peak.parts["activations"] + waiting}
+        parts["gradients"] = peak.parts["gradients"] + share.gradients
+        if passing:
+            parts["communication"] = passing
+        phases[PHASE_OF_MOMENT.get(moment, moment)].offer(parts)
+    workspace = workspace_bytes(profile, plan) * share.updated
+    phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
     return StepMemory(phases, walk.recomputed)
 
 
-def _resident(share: Share, profile: ModelProfile, batch: float, *, passing: bool = True) -> dict[str, float]:
-    """``passing``: with what is on its way between ranks, which nothing is while the optimizer runs."""
-    found = {"weights": share.weights + profile.parameters.buffers_bytes, "optimizer": share.optimizer, "batch": batch}
-    return {**found, "communication": share.passing} if share.passing and passing else found
+def _resident(share: Share, profile: ModelProfile, batch: float) -> dict[str, float]:
+    return {"weights": share.weights + profile.parameters.buffers_bytes, "optimizer": share.optimizer, "batch": batch}
 
 
 def _predict_first_backward(
     profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, share: Share, shape: tuple[int, int]
 ) -> StepMemory:
     """One process whose gradients are born in the step's only backward pass."""
-    placed, phases = place_segments(profile, trace, plan, stage), {name: Peak() for name in PHASES}
+    placed, peaks = place_segments(profile, trace, plan, stage), Peaks(apart=False)
     resident = _resident(share, profile, batch_bytes(profile, plan, *shape))
-    live = _walk_forward(phases["forward"], resident, placed, 0.0, plan, *shape)
-    _walk_backward(phases["backward"], resident, placed, live, share.gradients, _backward_of(profile, plan, *shape))
+    live = _walk_forward(peaks, resident, placed, 0.0, plan, *shape)
+    _walk_backward(peaks, resident, placed, live, share.gradients, _backward_of(profile, plan, *shape))
+    phases = {name: peaks.found.get(name, Peak()) for name in PHASES}
     if not plan.optimizer_in_backward:
         workspace = workspace_bytes(profile, plan) * share.updated
         phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
@@ -158,7 +177,7 @@ def _recomputed(placed: list[Placed], batch: int, sequence: int) -> float:
 
 
 def _walk_forward(
-    peak: Peak,
+    peaks: Peaks,
     resident: dict[str, float],
     placed: list[Placed],
     gradients: float,
@@ -179,7 +198,7 @@ def _walk_forward(
             parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
             parts[own] += before * left
             parts["loss" if item.is_loss else "workspace"] += rise
-            peak.offer(parts)
+            peaks.offer("loss" if item.is_loss else "forward", parts)
         held[own] += item.count * left
         released += item.count * released_here
     return held["activations"] + held["loss"] - released
@@ -202,8 +221,9 @@ class _Backward:
     def of(self, item: Placed, own: float) -> tuple[float, float]:
         """(bytes above the entry at the highest moment, bytes that stay); ``own``: the segment's gradients."""
         segment, at = item.segment, (self.batch, self.sequence)
-        cost = segment.backward_accumulating if self.accumulating else segment.backward
-        left = cost.left.at(*at)
+        gathers = self.plan.layout.gathers
+        cost = segment.backward_accumulating if self.accumulating and not gathers else segment.backward
+        left = (segment.backward_accumulating if gathers and item.is_layer else cost).left.at(*at)
         rises = [rise.at(*at) for rise in cost.rise]
         if self.plan.optimizer_in_backward and own:
             largest = max((size for size in self.tensors if size <= item.parameters), default=0)
@@ -226,15 +246,20 @@ class _Backward:
 
 
 def _walk_backward(
-    peak: Peak, resident: dict[str, float], placed: list[Placed], live: float, gradients: float, backward: _Backward
+    peaks: Peaks, resident: dict[str, float], placed: list[Placed], live: float, gradients: float, backward: _Backward
 ) -> None:
-    """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist."""
-    accumulating, in_backward = backward.accumulating, backward.plan.optimizer_in_backward
+    """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist. Where
+    ranks divide them, a layer's are born and go, and those outside the layers stay until the pass has ended."""
+    plan, tied = backward.plan, backward.profile.parameters.tied
+    gathers, in_backward = plan.layout.gathers, plan.optimizer_in_backward
+    accumulating = backward.accumulating and not gathers
     born = gradients if accumulating else 0.0
     per_parameter = gradients / max(sum(item.count * item.parameters for item in placed), 1)
-    tied = backward.profile.parameters.tied
+    is_last = True
     for item in reversed(placed):
         own = 0.0 if accumulating else item.parameters * per_parameter
+        if gathers:
+            own = 0.0 if item.is_layer else float(item.parameters * compute_bytes(plan))
         waits = in_backward and not (tied and item.is_loss)  # a tied head's gradient is whole when the embedding's is born
         rise, left = backward.of(item, own if waits else 0.0)
         own = 0.0 if waits else own
@@ -244,9 +269,16 @@ def _walk_backward(
             parts = {**resident, "gradients": gradients_now, "activations": max(total - gradients_now, 0.0)}
             parts |= {"loss": 0.0, "workspace": 0.0}
             parts["loss" if item.is_loss else "workspace"] += rise
-            peak.offer(parts)
+            peaks.offer(_moment(item, is_last=is_last and before == 0), parts)
+        is_last = is_last and not item.is_layer
         live += item.count * left
         born += item.count * own
+
+
+def _moment(item: Placed, *, is_last: bool) -> str:
+    if item.is_layer:
+        return "last_layer" if is_last else "layers"
+    return "head" if item.is_loss else "outside"
 
 
 def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) -> float:

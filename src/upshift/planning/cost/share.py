@@ -9,7 +9,6 @@ from upshift.planning.cost.known import Known
 from upshift.planning.cost.optimizer import state_bytes
 from upshift.planning.plan import ALONE, Plan
 
-GATHERED_LAYERS = 2  # fully_shard gathers the next layer's weights while one computes
 REDUCED_BYTES = 4  # gradients are summed over ranks in fp32
 
 
@@ -32,13 +31,26 @@ class Stage:
 
 
 @dataclass(frozen=True)
+class Passing:
+    """Bytes of whole weights and of gradients that are being reduced, which a rank of fully_shard holds at each moment of a
+    step. Gradients that are not yet being reduced are the walk's (cost/memory.py)."""
+
+    forward: float = 0.0  # while a layer computes
+    loss: float = 0.0
+    head: float = 0.0  # the loss's backward pass
+    last_layer: float = 0.0  # its backward pass is the first: nothing is being reduced yet
+    layers: float = 0.0  # the backward pass of the others
+    outside: float = 0.0  # the backward pass of what stands before and between the layers
+
+
+@dataclass(frozen=True)
 class Share:
-    """Bytes of one rank. ``passing``: weights and gradients that are whole for a while, on their way between ranks."""
+    """Bytes of one rank. ``passing`` is None where weights and gradients are never divided."""
 
     weights: float
     gradients: float
     optimizer: float
-    passing: float = 0.0
+    passing: Passing | None = None
     updated: float = 1.0  # of the model's trained parameters, those that the rank's optimizer updates
 
 
@@ -124,12 +136,21 @@ def compute_bytes(plan: Plan) -> int:
     return 4 if plan.precision in ("fp32", "tf32") else 2
 
 
-def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
-    """Whole weights: all of them (ZeRO 2), or those of two layers and all that is outside the layers; whole gradients: one
-    layer's, and its copy in fp32 that is reduced, and the head's, which wait until the backward pass ends."""
+def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
+    """As torch's fully_shard does it (FSDPParamGroup of torch 2.13), and exact between gloo ranks (tests/cpu/test_layouts.py).
+
+    A gather fills one buffer, which is then copied into the weights. Forward, the buffer stays until the next layer's copy;
+    backward, the layer before is gathered meanwhile. Gradients are copied into one fp32 buffer, which stays until the next
+    layer's. What is outside the layers is whole all the time.
+    """
+    size, trained = compute_bytes(plan), profile.parameters.trainable / profile.parameters.total
     layers, inner = stage.last - stage.first, layer_elements(profile, plan)
-    outside, size = outside_elements(profile, plan, stage), compute_bytes(plan)
-    trained = profile.parameters.trainable / profile.parameters.total
-    reducing = ((size + REDUCED_BYTES) * inner + size * outside) * trained
-    whole = layers if plan.layout.fully_shard == "gradients" else min(GATHERED_LAYERS, layers)
-    return size * (whole * inner + outside) + reducing
+    layer, outside = size * inner, size * outside_elements(profile, plan, stage)
+    reduced = REDUCED_BYTES * inner * trained
+    if plan.layout.fully_shard == "gradients":  # the whole model's weights stay from forward to backward
+        whole = outside + layers * layer
+        return Passing(whole + layer, whole + layer, whole, whole, whole - layer + reduced, outside + reduced)
+    return Passing(
+        forward=outside + 2.0 * layer, loss=outside + layer, head=outside + layer,
+        last_layer=outside + min(layers, 2) * layer, layers=outside + 2.0 * layer + reduced, outside=outside + reduced,
+    )  # fmt: skip
