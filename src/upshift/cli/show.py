@@ -69,7 +69,7 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
 
 
 def plans_table(planning: Planning, *, rows: int) -> Table:
-    title = f"Best of {len(planning.ranking.candidates):,} plans that fit ({len(planning.ranking.rejected):,} rejected)"
+    title = f"Best of {len(planning.ranking.candidates):,} plans that fit ({planning.ranking.num_rejected:,} rejected)"
     wide = out.width >= 100
     on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
     memory = "peak/reserved/held GiB" if on_gpu else "peak/held GiB"

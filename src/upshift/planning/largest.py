@@ -22,9 +22,10 @@ from upshift.planning.depth import with_layers
 from upshift.planning.layouts import DEEPEST_PIPELINE
 from upshift.planning.plan import Plan
 from upshift.planning.planner import variants_for
+from upshift.planning.plans import enumerate_plans
 from upshift.planning.rank import Candidate, Coster, Ranking, Rejected, TooBig
 from upshift.planning.search import search
-from upshift.planning.space import BATCH_FACTORS, enumerate_plans, parse_fixed
+from upshift.planning.space import BATCH_FACTORS, parse_fixed
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.value import Value

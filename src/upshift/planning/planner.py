@@ -88,7 +88,7 @@ class Planning:
                 {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
-            "num_rejected": len(self.ranking.rejected),
+            "num_rejected": self.ranking.num_rejected,
             "shadow_price": self.shadow_price,
         }
 
