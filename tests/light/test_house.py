@@ -44,6 +44,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.block_attention",
     "upshift.models.build",
     "upshift.models.chunked_loss",
+    "upshift.models.compiled",
     "upshift.models.describe",
     "upshift.models.fit",
     "upshift.models.forked",

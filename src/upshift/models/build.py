@@ -120,14 +120,15 @@ def _kinds(layers: nn.ModuleList) -> list[str]:
     """Below the first layer that trains there is no backward pass, and that one has no gradient to hand on."""
     trains = [_num_trainable(layer) > 0 for layer in layers]
     first = trains.index(True) if any(trains) else len(trains)
-    return [f"{'below' if n < first else 'first' if n == first else 'above'} {_kind(layer)}" for n, layer in enumerate(layers)]
+    places = ["below" if number < first else "first" if number == first else "above" for number in range(len(layers))]
+    return [f"{place} {layer_kind(layer)}" for place, layer in zip(places, layers, strict=True)]
 
 
 def _num_trainable(layer: nn.Module) -> int:
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.requires_grad)
 
 
-def _kind(layer: nn.Module) -> str:
+def layer_kind(layer: nn.Module) -> str:
     """Two layers with the same kind do the same work: same modules, shapes and plain attributes (but for their number)."""
     plain = (bool, int, float, str, type(None))
     described = []

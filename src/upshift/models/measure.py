@@ -23,6 +23,7 @@ from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
 from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head
+from upshift.models.compiled import Call
 from upshift.models.fit import Measurement
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity
 from upshift.models.recompute import recompute_layers
@@ -108,6 +109,27 @@ class Tracer:
                     tracker.forget()
             model.zero_grad(set_to_none=True)
         return _collect(passes)
+
+
+    def layer_calls(self, variant: Variant, *, batch: int, sequence: int, ranks: int) -> list[list[tuple[nn.Module, Call]]]:
+        """Every kept layer of every stack, and how the model calls it; the tensors are fake ones of this tracer's mode."""
+        model = self.model(torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32, ranks)
+        set_attention(base_of(model), variant.attention)
+        recompute_layers(model, 0)
+        stacks = [list(model.get_submodule(stack.path).children()) for stack in self.stacks]
+        calls: dict[nn.Module, Call] = {}
+
+        def note(layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+            calls[layer] = (args, kwargs)
+
+        handles = [layer.register_forward_pre_hook(note, with_kwargs=True) for layers in stacks for layer in layers]
+        with fake_masks(masked=variant.masked), self.fake:
+            inputs = sample_inputs(base_of(model), self.objective, batch=batch, sequence=sequence, masked=variant.masked)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.precision == "bf16"):
+                model(**inputs)
+        for handle in handles:
+            handle.remove()
+        return [[(layer, calls[layer]) for layer in layers] for layers in stacks]
 
 
 def _leave_meta(model: nn.Module) -> None:

@@ -89,6 +89,7 @@ class Segment(Value):
     forward: PassCost
     backward: PassCost
     backward_accumulating: PassCost
+    compiled: Polynomial | None = None  # bytes that stay after its forward pass when compiled; None: not known, or no layer
 
 
 class StackTrace(Value):

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable
 from functools import partial
 
 from upshift.models.block_attention import NAME
+from upshift.models.build import layer_kind
+from upshift.models.compiled import PRIME_BATCH, call_kind, kept_when_compiled, prime_length
 from upshift.models.fit import fit_segment
-from upshift.models.measure import Tracer
-from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Segment, StackTrace, StepTrace
+from upshift.models.measure import Tracer, fake_masks
+from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Polynomial, Segment, StackTrace, StepTrace
 from upshift.models.store import Variant
 
 BLOCK_TRACE_LENGTH = 1024
@@ -32,6 +35,8 @@ def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
     batch = LOSS_CHUNK_TOKENS // shortest
     return [(rows, length) for rows in (batch, 2 * batch) for length in (shortest, 2 * shortest, 4 * shortest)]
 
+
+logger = logging.getLogger(__name__)
 
 Fitted = dict[str, list[Segment]]  # by the segment's name, one for each degree
 
@@ -82,7 +87,34 @@ def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequen
             raise
         return None
     names = (*_gaps(tracer), *(name for layers in _layers(tracer) for name in layers))
-    return {name: fit_segment(points, measured, name) for name in names}
+    found = {name: fit_segment(points, measured, name) for name in names}
+    if way is None and variant.attention != NAME:
+        for which, ranks in enumerate(degrees):
+            for name, kept in _compiled(tracer, variant, sequence_length, ranks).items():
+                found[name][which] = found[name][which].model_copy(update={"compiled": kept})
+    return found
+
+
+def _compiled(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int) -> dict[str, Polynomial]:
+    """What layers keep when they are compiled; without those that torch cannot trace as one graph: they are taken to keep what
+    they do now, which is more."""
+    batch, sequence = PRIME_BATCH, prime_length(sequence_length)
+    found: dict[str, Polynomial] = {}
+    try:
+        calls = tracer.layer_calls(variant, batch=batch, sequence=sequence, ranks=ranks)
+        for names, layers in zip(_layers(tracer), calls, strict=True):
+            known: dict[str, Polynomial] = {}  # first, inner and last layers are often alike
+            for name, (layer, call) in zip(names, layers, strict=True):
+                kind = f"{layer_kind(layer)} {call_kind(call)}"
+                if kind not in known:
+                    with tracer.fake, fake_masks(masked=variant.masked):
+                        known[kind] = kept_when_compiled(
+                            layer, call, batch=batch, sequence=sequence, autocast=variant.precision == "bf16"
+                        )
+                found[name] = known[kind]
+    except Exception as error:  # every layer and operator may refuse in its own way
+        logger.debug("compiled layers are taken to keep what eager ones do: %s", error)
+    return found
 
 
 def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> Fitted:

@@ -186,7 +186,10 @@ class Coster:
 
     def _trace(self, plan: Plan) -> StepTrace | None:
         layout = plan.layout
-        key = (plan.traced_precision, plan.attention, plan.packing, layout.tensor_parallel, layout.sequence_parallel)
+        key = (
+            plan.traced_precision, plan.attention, plan.packing, layout.tensor_parallel, layout.sequence_parallel,
+            plan.torch_compile != "off",
+        )  # fmt: skip
         if key not in self._traces:
             self._traces[key] = trace_for(self.profile, plan, self.workload)
         return self._traces[key]

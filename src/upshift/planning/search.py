@@ -83,7 +83,7 @@ def _search_layouts(plans: Plans, coster: Coster, ranking: Ranking) -> None:
 
 def _chains(plans: Plans, sharing: Sharing, size: int) -> list[list[dict[str, Any]]]:
     """The other choices, of which none decides with another layout or micro-batch what is legal: in each chain the number of
-    recomputed layers falls. Of those that differ only in what is compiled, which changes no memory on GPUs, the last."""
+    recomputed layers falls. Of those that differ only in what is compiled, the last: it holds least."""
     legal = [plan for plan in plans.of(sharing, size) if isinstance(plan, Plan)]
     distinct = {(_kind(plan), -plan.activation_checkpointing): plan for plan in legal}
     ordered = [distinct[key] for key in sorted(distinct)]

@@ -52,12 +52,13 @@ def _layer(one: Segment, two: Segment, ranks: int, kept: Polynomial | None, *, k
     return Segment(
         forward=_shared_tokens(one.forward, two.forward, ranks, left=kept if keeps else nothing, rise=kept),
         backward=_shared_tokens(
-            one.backward, two.backward, ranks, left=_scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept
+            one.backward, two.backward, ranks, left=scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept
         ),
         backward_accumulating=_shared_tokens(
             one.backward_accumulating, two.backward_accumulating, ranks,
-            left=_scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept,
+            left=scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept,
         ),
+        compiled=None if one.compiled is None else total(scaled(one.compiled, 1.0 / ranks), kept),
     )  # fmt: skip
 
 
@@ -66,6 +67,7 @@ def _segment(one: Segment, two: Segment, ranks: int) -> Segment:
         forward=_pass(one.forward, two.forward, ranks),
         backward=_pass(one.backward, two.backward, ranks),
         backward_accumulating=_pass(one.backward_accumulating, two.backward_accumulating, ranks),
+        compiled=None if one.compiled is None or two.compiled is None else _between(one.compiled, two.compiled, ranks),
     )
 
 
@@ -87,9 +89,9 @@ def _shared_tokens(one: PassCost, two: PassCost, ranks: int, *, left: Polynomial
     divided = _pass(one, two, ranks)
     return divided.model_copy(
         update={
-            "left": _sum(_scaled(one.left, 1.0 / ranks), left),
-            "rise": tuple(_sum(_scaled(term, 1.0 / ranks), rise) for term in one.rise),
-            "moved_bytes": _scaled(one.moved_bytes, 1.0 / ranks),
+            "left": total(scaled(one.left, 1.0 / ranks), left),
+            "rise": tuple(total(scaled(term, 1.0 / ranks), rise) for term in one.rise),
+            "moved_bytes": scaled(one.moved_bytes, 1.0 / ranks),
         }
     )
 
@@ -100,9 +102,9 @@ def _between(one: Polynomial, two: Polynomial, ranks: int) -> Polynomial:
     return Polynomial(*(first + (second - first) * share for first, second in zip(one, two, strict=True)))
 
 
-def _scaled(polynomial: Polynomial, factor: float) -> Polynomial:
+def scaled(polynomial: Polynomial, factor: float) -> Polynomial:
     return Polynomial(*(term * factor for term in polynomial))
 
 
-def _sum(one: Polynomial, two: Polynomial) -> Polynomial:
+def total(one: Polynomial, two: Polynomial) -> Polynomial:
     return Polynomial(*(first + second for first, second in zip(one, two, strict=True)))

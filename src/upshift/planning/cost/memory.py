@@ -1,8 +1,8 @@
 """Predicted memory of a training step, by phase and part, by walking the profile's segments.
 
 Allocated bytes are exact where the traced operators are those that run (COSTS.md D2, D3): eager kernels on one device.
-Ignored: scratch inside kernels (under 1.1 % of the peak where measured), and what torch.compile saves by fusing: a
-compiled plan is predicted as if it were not, which is an upper bound.
+Ignored: scratch inside kernels (under 1.1 % of the peak where measured). A compiled layer keeps what torch.compile's own
+partition keeps (cost/compiled.py); its temporaries are taken to be those of the operators that it fuses, which is more.
 """
 
 from __future__ import annotations

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Segment, StepTrace
+from upshift.planning.cost.compiled import compiled_trace
 from upshift.planning.cost.divide import divide
 from upshift.planning.cost.share import Stage
 from upshift.planning.plan import Plan
@@ -40,12 +41,13 @@ def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrac
         masked = False  # it builds its mask in any case
     whole = profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked)
     ranks = plan.layout.tensor_parallel
-    if ranks == 1 or whole is None:
-        return whole
-    half = profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked, tensor_parallel=2)
-    if half is None:
-        return None
-    return divide(whole, half, ranks, sequence_parallel=plan.layout.sequence_parallel, hidden_size=profile.hidden_size or 0)
+    if ranks > 1 and whole is not None:
+        half = profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked, tensor_parallel=2)
+        if half is None:
+            return None
+        hidden, sequence_parallel = profile.hidden_size or 0, plan.layout.sequence_parallel
+        whole = divide(whole, half, ranks, sequence_parallel=sequence_parallel, hidden_size=hidden)
+    return compiled_trace(whole) if whole is not None and plan.torch_compile != "off" else whole
 
 
 def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None) -> list[Placed]:
@@ -107,5 +109,5 @@ def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]
         trace.precision, trace.attention, trace.masked, plan.layout.tensor_parallel, plan.layout.sequence_parallel,
         plan.layout.context_parallel, stage.first, stage.last, plan.per_device_train_batch_size, plan.sequence_length,
         plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens, plan.activation_offload,
-        plan.precision, plan.layout.gathers,
+        plan.precision, plan.layout.gathers, plan.torch_compile != "off",
     )  # fmt: skip

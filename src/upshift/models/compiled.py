@@ -1,0 +1,97 @@
+"""What a compiled layer keeps for its backward pass: torch.compile's own partition of the layer, made without compiling it.
+
+torch.compile cuts a layer's forward and backward where the fewest bytes cross (Inductor's partition_fn), on the graph of both.
+The same is done here on fake tensors, once, with sizes by which every kept tensor's dependence on the batch and the length can
+be told apart. On CPUs it agrees with what compiled layers keep to the byte (tests/cpu/test_compiled_memory.py).
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch._functorch.aot_autograd import aot_export_joint_simple
+from torch.fx import GraphModule
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
+
+from upshift.models.profile import Polynomial
+
+PRIME_BATCH = 131  # divides no usual width
+SHORTEST_LENGTH = 257  # as does none of the primes from here on
+Call = tuple[tuple[Any, ...], dict[str, Any]]
+
+
+def prime_length(length: int) -> int:
+    """The smallest prime that is not shorter."""
+    number = max(length, SHORTEST_LENGTH)
+    while any(number % divisor == 0 for divisor in range(2, int(number**0.5) + 1)):
+        number += 1
+    return number
+
+
+def kept_when_compiled(layer: nn.Module, call: Call, *, batch: int, sequence: int, autocast: bool) -> Polynomial:
+    """Bytes that stay between the passes of ``layer``, its results included, when it is called so on fake tensors of a prime
+    batch and length. Raises what torch raises where it cannot trace both passes as one graph."""
+    from torch._inductor.compile_fx import partition_fn
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._inductor.virtualized import V
+
+    parameters = dict(layer.named_parameters())
+    leaves, form = tree_flatten(call)
+    places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
+    given = [leaves[index].detach().requires_grad_(leaves[index].requires_grad) for index in places]
+    results = 0
+
+    def run(*inputs: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        nonlocal results
+        filled = list(leaves)
+        for place, tensor in zip(places, inputs[len(parameters) :], strict=True):
+            filled[place] = tensor
+        args, kwargs = tree_unflatten(filled, form)
+        with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
+            result = torch.func.functional_call(layer, dict(zip(parameters, inputs, strict=False)), args, kwargs)
+        found = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
+        results = len(found)
+        return found
+
+    inputs = (*parameters.values(), *given)
+    joint = aot_export_joint_simple(run, inputs, trace_joint=True, decompositions=select_decomp_table())
+    with V.set_fake_mode(given[0].fake_mode):
+        forward, _ = partition_fn(joint, inputs, num_fwd_outputs=results)
+    return _by_sizes(_kept_bytes(forward), batch=batch, sequence=sequence)
+
+
+def call_kind(call: Call) -> str:
+    """The same for calls with tensors of the same shapes, types and need of gradients, and else equal arguments."""
+    leaves, form = tree_flatten(call)
+    described = [
+        (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
+    ]
+    return f"{described} {form}"
+
+
+def _kept_bytes(forward: GraphModule) -> list[int]:
+    """Of every storage that the forward pass hands out: its results and what the backward pass needs, inputs left out."""
+    nodes = list(forward.graph.nodes)
+    given = {node.meta["val"].untyped_storage()._cdata for node in nodes if node.op == "placeholder"}
+    kept: dict[int, int] = {}
+    for node in nodes[-1].args[0]:
+        value = node.meta.get("val") if node is not None else None
+        if isinstance(value, torch.Tensor):
+            storage = value.untyped_storage()
+            if storage._cdata not in given:
+                kept[storage._cdata] = storage.nbytes()
+    return list(kept.values())
+
+
+def _by_sizes(sizes: list[int], *, batch: int, sequence: int) -> Polynomial:
+    terms = dict.fromkeys(Polynomial._fields, 0.0)
+    for size in sizes:
+        rows, tokens = size % batch == 0, size % sequence == 0
+        rest = size // (batch if rows else 1)
+        squared = rest % sequence**2 == 0
+        name = ("b" if rows else "") + ("ss" if squared else "s" if tokens else "")
+        terms[name or "one"] += rest / (sequence**2 if squared else sequence if tokens else 1)
+    return Polynomial(**terms)
