@@ -76,13 +76,13 @@ def _heap_share(loss: float, plan: Plan) -> float:
     return BF16_LOSS_SHARE if not full and block / 2 <= MMAP_BYTES else 0.0
 
 
-def memory_limit(plan: Plan, host: Host, *, risk: float | None = None) -> float | None:
+def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: float | None = None) -> float | None:
     """Bytes that one process may be predicted to hold; None where the host does not say. ``risk``: the probability of running
-    out that is accepted; None: a fixed share of what is free."""
+    out that is accepted; None: a fixed share of what is free. ``spread``: of held memory, where runs here have said it."""
     free = free_memory(plan, host)
     if free is None:
         return None
-    return free * USABLE_SHARE if risk is None else free / _truth(plan).inv_cdf(1.0 - risk)
+    return free * USABLE_SHARE if risk is None else free / _truth(plan, spread).inv_cdf(1.0 - risk)
 
 
 def free_memory(plan: Plan, host: Host) -> float | None:
@@ -92,12 +92,12 @@ def free_memory(plan: Plan, host: Host) -> float | None:
     return free / sharing if free else None
 
 
-def out_of_memory_probability(resident: float, plan: Plan, host: Host) -> float | None:
+def out_of_memory_probability(resident: float, plan: Plan, host: Host, *, spread: float | None = None) -> float | None:
     """That the plan holds more than is free; None where the host does not say how much that is."""
     free = free_memory(plan, host)
-    return None if free is None else 1.0 - _truth(plan).cdf(free / resident)
+    return None if free is None else 1.0 - _truth(plan, spread).cdf(free / resident)
 
 
-def _truth(plan: Plan) -> NormalDist:
+def _truth(plan: Plan, spread: float | None) -> NormalDist:
     """Held memory, measured over predicted."""
-    return NormalDist(1.0, HELD_SPREAD[plan.device])
+    return NormalDist(1.0, spread or HELD_SPREAD[plan.device])
