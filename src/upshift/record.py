@@ -34,8 +34,8 @@ class Spread(Value):
 
 
 class Basis(Value):
-    """How a predicted number is known. ``measured``: the same plan of the same model ran on this machine; ``transferred``: runs of
-    others on it corrected the formula; ``formula``: nothing ran."""
+    """How a predicted number is known. ``measured``: the same plan of the same model ran on this machine; ``transferred``: other
+    runs on it corrected the formula; ``formula``: nothing ran."""
 
     tier: Tier
     interval: tuple[float, float] | None = Field(None, description="factor range of the number that should hold the truth")

@@ -70,7 +70,7 @@ def command(
         return
     host = request.host()
     with show.bar("Tracing the model on fake tensors") as progress:
-        planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress)
+        planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress, described=on is not None)
     answers = asked.answers(request, planning)
     if html is not None:
         write_plan_page(html, planning, model=model)

@@ -174,7 +174,7 @@ def _answer_compare(request: Request, asked: Questions) -> None:
 
     def plan_on(host: Host, workload: Workload) -> Planning:
         with show.bar(f"Planning for {host.name}") as progress:
-            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress)
+            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress, described=True)
 
     found = compare(hosts, request.workload, terms, plan_on=plan_on)
     document = {"workload": request.workload.model_dump(mode="json"), "comparison": found.model_dump(mode="json")}

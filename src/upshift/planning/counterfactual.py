@@ -78,7 +78,7 @@ def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace)
     try:
         profile = _profile(planning, workload, fixed, (*others, asked), trace)
         chosen = parse_fixed((*others, asked), host, profile, workload)
-        ranking = search(host, profile, workload, fixed=chosen)
+        ranking = planning.calibration.ranked(search(host, profile, workload, fixed=chosen), host, workload)
     except RequestError as problem:
         return Counterfactual(asked=asked, outcome="not possible", allow=allow, why=_as_answer(problem))
     return _answer(planning, asked, name, allow, ranking)
@@ -185,7 +185,8 @@ def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[Shadow
     chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
     prices = []
     for change, host in _machines(planning.host):
-        prices.append(_price(planning, change, search(host, planning.profile, planning.workload, fixed=chosen)))
+        ranking = search(host, planning.profile, planning.workload, fixed=chosen)
+        prices.append(_price(planning, change, planning.calibration.ranked(ranking, host, planning.workload)))
     for name in CHANGES_MATHEMATICS:
         price = None if name in planning.workload.allow else _price_of_allowing(planning, name, fixed)
         if price is not None:
@@ -235,6 +236,7 @@ def _price_of_allowing(planning: Planning, name: str, fixed: tuple[str, ...]) ->
         try:
             chosen = parse_fixed((*fixed, added), planning.host, planning.profile, workload)
             ranking = search(planning.host, planning.profile, workload, fixed=chosen)
+            ranking = planning.calibration.ranked(ranking, planning.host, workload)
         except MissingExtra as missing:
             problem = str(missing)
             continue

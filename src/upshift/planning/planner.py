@@ -13,6 +13,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, TracedPrecision
 from upshift.models.source import ModelSource, find_model
 from upshift.models.store import Variant, profile_model
+from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.cost.life import life
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.cost.segments import trace_for
@@ -41,6 +42,7 @@ class Planning:
     workload: Workload
     ranking: Ranking
     default: Candidate
+    calibration: Calibration = NO_RECORDS  # already in the candidates
 
     @property
     def best(self) -> Plan:
@@ -147,21 +149,29 @@ def plan_training(
     *,
     fixed: tuple[str, ...] = (),
     progress: Progress = lambda done, total: None,
+    described: bool = False,
 ) -> Planning:
-    """Rank the space. Raises RequestError for a wrong request, NothingFits with the nearest plan that would."""
+    """Rank the space. ``described``: the host is not this machine, and what ran here says nothing of it. Raises RequestError for
+    a wrong request, NothingFits with the nearest plan that would."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
         raise RequestError(f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices")
-    profile, ranking = _search(source, host, workload, fixed, progress, selective=False)
+    calibration = NO_RECORDS if described else read_calibration(host)
+
+    def searched(*, selective: bool) -> tuple[ModelProfile, Ranking]:
+        profile, ranking = _search(source, host, workload, fixed, progress, selective=selective)
+        return profile, calibration.ranked(ranking, host, workload)
+
+    profile, ranking = searched(selective=False)
     free = not {name for name in ("recompute_granularity", "activation_checkpointing") if any(f.startswith(name) for f in fixed)}
     short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
     if short and free and profile.declares.gradient_checkpointing and host.num_devices == 1:
-        profile, ranking = _search(source, host, workload, fixed, progress, selective=True)
+        profile, ranking = searched(selective=True)
     default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
     if not ranking.candidates:
         _refuse(ranking, host, workload.risk)
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
-    return Planning(host, profile, workload, ranking, default)
+    return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
 
 
 def _search(
@@ -208,7 +218,7 @@ def plan(
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
     )
-    return plan_training(find_model(model), find_host(on), workload, fixed=fixed)
+    return plan_training(find_model(model), find_host(on), workload, fixed=fixed, described=on is not None)
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
