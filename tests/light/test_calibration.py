@@ -159,7 +159,9 @@ def test_lines_cut_short_cost_only_themselves(cache_file: Path) -> None:
 
 
 def test_only_this_host_with_this_software_counts(cache_file: Path) -> None:
-    remember([sample(0, 2.0), sample(1, 2.0, made_with=made_with("another")), sample(2, 2.0, made_with=f"{HOST.fingerprint}-old")])
+    remember(
+        [sample(0, 2.0), sample(1, 2.0, made_with=made_with("another")), sample(2, 2.0, made_with=f"{HOST.fingerprint}-old")]
+    )
     assert [one.job for one in read_calibration(HOST).samples] == ["other-0"]
 
 
@@ -192,5 +194,3 @@ def test_writers_at_once_leave_whole_lines(cache_file: Path) -> None:
     for process in writers:
         process.join()
     assert len({one.job for one in read_calibration(HOST).samples}) == 60
-
-

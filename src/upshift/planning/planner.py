@@ -14,16 +14,14 @@ from upshift.models.profile import ModelProfile, TracedPrecision
 from upshift.models.source import ModelSource, find_model
 from upshift.models.store import Variant, profile_model
 from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
-from upshift.planning.cost.life import life
 from upshift.planning.cost.resident import memory_limit
-from upshift.planning.cost.segments import trace_for
-from upshift.planning.cost.time import largest_micro_batch
 from upshift.planning.explain import Reason, reasons, representative, shadow_price
 from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.search import search
 from upshift.planning.space import BLOCK_ATTENTION_LIMIT, check_allow, parse_fixed
+from upshift.planning.whole_life import WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.settings import read_settings
@@ -61,12 +59,12 @@ class Planning:
         workload = self.workload
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
         share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
-        trace = trace_for(self.profile, candidate.plan, workload)
-        around = None
-        if trace is not None:
-            around = life(self.profile, trace, candidate.plan, shape=largest_micro_batch(candidate.plan, workload))
         flops = per_sequence * workload.global_batch * share
-        return candidate.numbers(model_flops_per_step=flops, around=around, host=self.host)
+        return candidate.numbers(model_flops_per_step=flops, phases=self.life.phases(candidate), host=self.host)
+
+    @property
+    def life(self) -> WholeLife:
+        return WholeLife(self.host, self.profile, self.workload)
 
     def document(self) -> dict[str, Any]:
         """The JSON document of ``upshift plan --json``."""
@@ -85,6 +83,7 @@ class Planning:
             "default": {
                 "plan": self.default.plan.model_dump(mode="json"),
                 "predicted": self.numbers(self.default).model_dump(mode="json"),
+                "does_not_fit": self.life.too_big(self.default),
             },
             "rejected": [
                 {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
@@ -159,7 +158,7 @@ def plan_training(
 
     def searched(*, selective: bool) -> tuple[ModelProfile, Ranking]:
         profile, ranking = _search(source, host, workload, fixed, progress, selective=selective)
-        return profile, calibration.ranked(ranking, host, workload)
+        return profile, as_here(ranking, host, profile, workload, calibration)
 
     profile, ranking = searched(selective=False)
     free = not {name for name in ("recompute_granularity", "activation_checkpointing") if any(f.startswith(name) for f in fixed)}
@@ -172,6 +171,19 @@ def plan_training(
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
     return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
+
+
+def as_here(
+    ranking: Ranking,
+    host: Host,
+    profile: ModelProfile,
+    workload: Workload,
+    calibration: Calibration,
+    *,
+    enough: int = MAX_SHOWN_PLANS,
+) -> Ranking:
+    """By what the plans are expected to do on this machine, the first ``enough`` of them fitting in every phase of the job."""
+    return WholeLife(host, profile, workload).fitting(calibration.ranked(ranking, host, workload), enough=enough)
 
 
 def _search(
@@ -192,6 +204,9 @@ def _search(
 
 
 def _refuse(ranking: Ranking, host: Host, risk: float | None) -> None:
+    in_another_phase = next((entry.reason for entry in ranking.rejected if "its step fits" in entry.reason), None)
+    if in_another_phase is not None:
+        raise NothingFits(f"nothing fits on {host.name}: of the best plan {in_another_phase}; use a smaller --sequence-length")
     if not ranking.too_big:
         reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
         raise RequestError(f"no plan for {host.name}: {reason}")

@@ -44,9 +44,9 @@ class Candidate:
     def basis(self, number: Number) -> Basis:
         return self.bases.get(number) or by_formula(number, self.plan)
 
-    def numbers(self, *, model_flops_per_step: float, around: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
-        """``around``: phases beside those of a step. ``host``: whose memory it may run out of."""
-        step_ms, phases = 1000 * self.time.total, {**self.memory.phases, **(around or {})}
+    def numbers(self, *, model_flops_per_step: float, phases: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
+        """``phases``: of the whole job; None: a step's. ``host``: whose memory it may run out of."""
+        step_ms, peaks = 1000 * self.time.total, phases or self.memory.phases
         step, held = self.basis("step"), self.basis("held")
         risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_spread(held)) if host else None
         return Numbers(
@@ -56,7 +56,7 @@ class Candidate:
             out_of_memory_probability=risk,
             step_ms=Spread(p20=step_ms, p50=step_ms, p80=step_ms),
             tokens_per_second=self.tokens_per_second,
-            memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in phases.items()},
+            memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in peaks.items()},
             binding_term=self.time.binding_term,
             model_flops_per_second=model_flops_per_step / self.time.total,
             one_time_seconds=self.time.one_time,
