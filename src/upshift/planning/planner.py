@@ -21,7 +21,7 @@ from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.search import search
 from upshift.planning.space import BLOCK_ATTENTION_LIMIT, check_allow, parse_fixed
-from upshift.planning.whole_life import WholeLife
+from upshift.planning.whole_life import FITS_BUT, WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.settings import read_settings
@@ -69,10 +69,7 @@ class Planning:
     def document(self) -> dict[str, Any]:
         """The JSON document of ``upshift plan --json``."""
         shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
-        plans: list[dict[str, Any]] = [
-            {"plan": c.plan.model_dump(mode="json"), "predicted": self.numbers(c).model_dump(mode="json"), "reasons": []}
-            for c in shown
-        ]
+        plans: list[dict[str, Any]] = [{**self._row(c), "reasons": []} for c in shown]
         if plans:
             plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {
@@ -80,17 +77,20 @@ class Planning:
             "model": self.profile.model_dump(mode="json", exclude={"steps"}),
             "workload": self.workload.model_dump(mode="json"),
             "plans": plans,
-            "default": {
-                "plan": self.default.plan.model_dump(mode="json"),
-                "predicted": self.numbers(self.default).model_dump(mode="json"),
-                "does_not_fit": self.life.too_big(self.default),
-            },
+            "default": self._row(self.default),
             "rejected": [
                 {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": len(self.ranking.rejected),
             "shadow_price": self.shadow_price,
+        }
+
+    def _row(self, candidate: Candidate) -> dict[str, Any]:
+        return {
+            "plan": candidate.plan.model_dump(mode="json"),
+            "predicted": self.numbers(candidate).model_dump(mode="json"),
+            "does_not_fit": self.life.does_not_fit(candidate),
         }
 
 
@@ -204,7 +204,7 @@ def _search(
 
 
 def _refuse(ranking: Ranking, host: Host, risk: float | None) -> None:
-    in_another_phase = next((entry.reason for entry in ranking.rejected if "its step fits" in entry.reason), None)
+    in_another_phase = next((entry.reason for entry in ranking.rejected if FITS_BUT in entry.reason), None)
     if in_another_phase is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {in_another_phase}; use a smaller --sequence-length")
     if not ranking.too_big:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.basis import held_spread
-from upshift.planning.cost.life import life, needed
+from upshift.planning.cost.life import WITH_LOGITS, life, needed
 from upshift.planning.cost.memory import Peak
 from upshift.planning.cost.resident import CUDA_SLACK, memory_limit
 from upshift.planning.cost.segments import trace_for
@@ -20,6 +20,7 @@ from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 
 MAX_WORDS = 3  # parts of memory that are named
+FITS_BUT = "its step fits,"
 
 
 @dataclass(frozen=True)
@@ -30,31 +31,50 @@ class WholeLife:
     profile: ModelProfile
     workload: Workload
 
-    def phases(self, candidate: Candidate) -> dict[str, Peak]:
-        """Allocated bytes by phase and part, in the job's order."""
-        trace = trace_for(self.profile, candidate.plan, self.workload)
+    def phases(self, candidate: Candidate, *, sequences: int | None = None) -> dict[str, Peak]:
+        """Allocated bytes by phase and part, in the job's order. ``sequences``: of a micro-batch; None: the plan's largest."""
+        plan = candidate.plan
+        trace = trace_for(self.profile, plan, self.workload)
         if trace is None:
             return dict(candidate.memory.phases)
-        shape = largest_micro_batch(candidate.plan, self.workload)
-        return life(self.profile, trace, candidate.plan, candidate.memory, shape=shape)
+        shape = largest_micro_batch(plan, self.workload) if sequences is None else (sequences, plan.sequence_length)
+        return life(self.profile, trace, plan, candidate.memory, shape=shape)
+
+    def limit(self, candidate: Candidate) -> float | None:
+        spread = held_spread(candidate.basis("held"))
+        return memory_limit(candidate.plan, self.host, risk=self.workload.risk, spread=spread)
 
     def too_big(self, candidate: Candidate) -> str | None:
         """The phase around the step that needs most, where that is more than may be held."""
-        spread = held_spread(candidate.basis("held"))
-        limit = memory_limit(candidate.plan, self.host, risk=self.workload.risk, spread=spread)
+        limit = self.limit(candidate)
         if limit is None:
             return None
-        needs = {name: needed(name, peak) for name, peak in self.phases(candidate).items()}
+        phases = {name: peak for name, peak in self.phases(candidate).items() if name != WITH_LOGITS}
+        needs = {name: needed(name, peak) for name, peak in phases.items()}
         phase = max(needs, key=lambda name: needs[name])
         held = held_in(candidate, needs[phase])
         if needs[phase] <= candidate.memory.peak or held <= limit:
             return None
-        parts = sorted(self.phases(candidate)[phase].parts.items(), key=lambda item: -item[1])
+        parts = sorted(phases[phase].parts.items(), key=lambda item: -item[1])
         named = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts[:MAX_WORDS] if size)
-        return (
-            f"its step fits, {phase} does not: needs {format_bytes(held)} of the {format_bytes(limit)} that a process may use "
-            f"({named})"
-        )
+        return f"{FITS_BUT} {phase} does not: needs {format_bytes(held)} of {format_bytes(limit)} ({named})"
+
+    def does_not_fit(self, candidate: Candidate) -> tuple[str, ...]:
+        """In words: the phase that does not fit, and evaluation with logits, which nobody has asked for yet."""
+        reasons = [self.too_big(candidate), self._logits(candidate)]
+        return tuple(reason for reason in reasons if reason is not None)
+
+    def _logits(self, candidate: Candidate) -> str | None:
+        """With the micro-batch that it has to come down to."""
+        limit, whole = self.limit(candidate), self.phases(candidate).get(WITH_LOGITS)
+        if limit is None or whole is None or held_in(candidate, whole.total) <= limit:
+            return None
+        size = candidate.plan.per_device_train_batch_size
+        while size > 1:
+            size //= 2
+            if held_in(candidate, self.phases(candidate, sequences=size)[WITH_LOGITS].total) <= limit:
+                return f"{_logits_words(candidate, whole, limit)}; in micro-batches of {size} it does"
+        return f"{_logits_words(candidate, whole, limit)}; nor does it one sequence at a time"
 
     def fitting(self, ranking: Ranking, *, enough: int) -> Ranking:
         """The same ranking, whose first ``enough`` plans fit in every phase; those that do not are rejected with the phase."""
@@ -74,6 +94,11 @@ class WholeLife:
             return ranking
         candidates = [*kept, *ranking.candidates[looked_at:]]
         return replace(ranking, candidates=candidates, rejected=[*rejected, *ranking.rejected])
+
+
+def _logits_words(candidate: Candidate, whole: Peak, limit: float) -> str:
+    held = held_in(candidate, whole.total)
+    return f"{WITH_LOGITS} in the steps' micro-batches does not fit: needs {format_bytes(held)} of {format_bytes(limit)}"
 
 
 def held_in(candidate: Candidate, allocated: float) -> float:

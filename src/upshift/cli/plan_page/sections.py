@@ -112,9 +112,9 @@ def step(planning: Planning, shown: Selectable) -> tuple[list[str], dict[str, Fi
 
 def step_words(planning: Planning, candidate: Candidate) -> str:
     once = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
-    return (
-        f"{costs(candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {full_memory_words(planning, candidate)}."
-    )
+    short = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.life.does_not_fit(candidate))
+    memory = full_memory_words(planning, candidate)
+    return f"{costs(candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {memory}.{short}"
 
 
 def memory_table(planning: Planning) -> str:

@@ -15,6 +15,8 @@ from upshift.planning.cost.segments import place_segments
 from upshift.planning.cost.share import share_of, stages
 from upshift.planning.plan import Plan
 
+WITH_LOGITS = "evaluation with logits"  # for metrics of a user's own; upshift train needs the loss alone
+
 
 def life(profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory, *, shape: tuple[int, int]) -> dict[str, Peak]:
     """Every phase, in order. ``memory``: of a steady step; ``shape``: rows and tokens a row of the largest micro-batch. On a CUDA
@@ -26,6 +28,9 @@ def life(profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory
     lasting = {**model, "optimizer": share.optimizer}
     found = {"load": _peak({**model, "workspace": largest}), "first step": _first_step(memory), **memory.phases}
     found["evaluation"] = _peak(_evaluation(profile, trace, plan, shape) | lasting)
+    if plan.loss_chunk_tokens and trace.chunked_gap is not None:
+        whole = plan.model_copy(update={"loss_chunk_tokens": 0})
+        found[WITH_LOGITS] = _peak(_evaluation(profile, trace, whole, shape) | lasting)
     if plan.device == "cpu":
         found["save"] = _peak({**lasting, "communication": share.weights + share.optimizer})
     found["resume"] = _peak({**lasting, "workspace": largest})
