@@ -14,7 +14,7 @@ from upshift.planning.cost.life import WITH_LOGITS, needed
 from upshift.planning.cost.memory import Peak, scaled_to
 from upshift.planning.planner import MAX_SHOWN_PLANS, Planning
 from upshift.planning.rank import Candidate, Ranking
-from upshift.planning.whole_life import WholeLife, held_in
+from upshift.planning.whole_life import WholeLife
 from upshift.units import GIB
 
 
@@ -27,7 +27,8 @@ def measured_small(candidate: Candidate, share: float = 0.2) -> Candidate:
     """As if the step had been measured to need so much less than its formula says, which evaluation is predicted by."""
     lasting = sum(size for part, size in candidate.memory.phases["backward"].parts.items() if part in ("weights", "gradients"))
     peak = lasting + share * (candidate.memory.peak - lasting)
-    return replace(candidate, memory=scaled_to(candidate.memory, peak), resident=candidate.resident * peak / candidate.memory.peak)
+    held = candidate.resident * peak / candidate.memory.peak
+    return replace(candidate, memory=scaled_to(candidate.memory, peak), resident=held)
 
 
 def life_with(limit: float) -> WholeLife:
@@ -41,9 +42,10 @@ def tight() -> tuple[WholeLife, Candidate]:
     """A candidate whose step fits and whose evaluation does not."""
     largest = max(planning().ranking.candidates, key=lambda one: one.memory.peak)
     small = measured_small(largest, 0.0)
-    phases = WholeLife(planning().host, planning().profile, planning().workload).phases(small)
+    life = planning().life
+    phases = life.phases(small)
     assert phases["evaluation"].total > small.memory.peak
-    between = (small.resident + held_in(small, phases["evaluation"].total)) / 2
+    between = (small.resident + life.held(small, phases["evaluation"].total)) / 2
     return life_with(between / 0.95), small
 
 
@@ -114,7 +116,7 @@ def test_logits_that_do_not_fit_are_said_with_the_micro_batch_that_does() -> Non
     assert life.does_not_fit(candidate) == ()
     sizes = {size: life.phases(candidate, sequences=size)[WITH_LOGITS].total for size in (1, 2, 4, 8)}
     assert sizes[1] < sizes[2] < sizes[4] < sizes[8]
-    held = held_in(candidate, (sizes[2] + sizes[4]) / 2)
+    held = life.held(candidate, (sizes[2] + sizes[4]) / 2)
     small = replace(life, host=life_with(held / 0.95).host)
     assert small.too_big(candidate) is None
     assert small.does_not_fit(candidate)[0].endswith("in micro-batches of 2 it does")

@@ -111,17 +111,17 @@ def _print(planning: Planning, *, rows: int) -> None:
     numbers = planning.numbers(best)
     show.out.print(show.plans_table(planning, rows=rows))
     show.out.print(show.time_line(best), highlight=False)
-    show.out.print(show.memory_table(numbers))
+    show.out.print(show.memory_table(planning, best))
     show.out.print(show.reasons_table(planning))
     rejected = show.rejected_table(planning)
     if rejected is not None:
         show.out.print(rejected)
     show.out.print(planning.shadow_price)
-    low, high = numbers.interval or (1.0, 1.0)
-    out = numbers.out_of_memory_probability
-    chance = "" if out is None else f" Probability of running out of memory: {out:.1%}."
-    words = f"Times are predicted, untried: expect {low:.1f}x to {high:.1f}x. Held: what the process or device occupies.{chance}"
-    show.out.print(f"[dim]{words}[/dim]")
+    for line in show.sureness(numbers):
+        show.out.print(f"[dim]{line}[/dim]", highlight=False)
+    for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
+        for reason in planning.life.does_not_fit(candidate):
+            show.out.print(f"{name}: {reason}", highlight=False)
 
 
 def split(text: str) -> tuple[str, ...]:

@@ -12,7 +12,7 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.cost.basis import held_spread
 from upshift.planning.cost.life import WITH_LOGITS, life, needed
 from upshift.planning.cost.memory import Peak
-from upshift.planning.cost.resident import CUDA_SLACK, memory_limit
+from upshift.planning.cost.resident import CUDA_SLACK, base_bytes, memory_limit
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.time import largest_micro_batch
 from upshift.planning.rank import Candidate, Ranking, Rejected
@@ -44,6 +44,17 @@ class WholeLife:
         spread = held_spread(candidate.basis("held"))
         return memory_limit(candidate.plan, self.host, risk=self.workload.risk, spread=spread)
 
+    def held(self, candidate: Candidate, allocated: float) -> float:
+        """What the process or device holds at a moment with so much allocated. A process's heap has holes in proportion up to the
+        step's peak; what comes on top is mapped apart."""
+        above = allocated - candidate.memory.peak
+        if candidate.plan.device == "cuda":
+            return candidate.resident + CUDA_SLACK * above
+        if above >= 0.0:
+            return candidate.resident + above
+        base = base_bytes(self.host)
+        return base + (candidate.resident - base) * allocated / candidate.memory.peak
+
     def too_big(self, candidate: Candidate) -> str | None:
         """The phase around the step that needs most, where that is more than may be held."""
         limit = self.limit(candidate)
@@ -52,7 +63,7 @@ class WholeLife:
         phases = {name: peak for name, peak in self.phases(candidate).items() if name != WITH_LOGITS}
         needs = {name: needed(name, peak) for name, peak in phases.items()}
         phase = max(needs, key=lambda name: needs[name])
-        held = held_in(candidate, needs[phase])
+        held = self.held(candidate, needs[phase])
         if needs[phase] <= candidate.memory.peak or held <= limit:
             return None
         parts = sorted(phases[phase].parts.items(), key=lambda item: -item[1])
@@ -67,14 +78,16 @@ class WholeLife:
     def _logits(self, candidate: Candidate) -> str | None:
         """With the micro-batch that it has to come down to."""
         limit, whole = self.limit(candidate), self.phases(candidate).get(WITH_LOGITS)
-        if limit is None or whole is None or held_in(candidate, whole.total) <= limit:
+        if limit is None or whole is None or self.held(candidate, whole.total) <= limit:
             return None
+        needs = f"needs {format_bytes(self.held(candidate, whole.total))} of {format_bytes(limit)}"
+        words = f"{WITH_LOGITS} in the steps' micro-batches does not fit: {needs}"
         size = candidate.plan.per_device_train_batch_size
         while size > 1:
             size //= 2
-            if held_in(candidate, self.phases(candidate, sequences=size)[WITH_LOGITS].total) <= limit:
-                return f"{_logits_words(candidate, whole, limit)}; in micro-batches of {size} it does"
-        return f"{_logits_words(candidate, whole, limit)}; nor does it one sequence at a time"
+            if self.held(candidate, self.phases(candidate, sequences=size)[WITH_LOGITS].total) <= limit:
+                return f"{words}; in micro-batches of {size} it does"
+        return f"{words}; nor does it one sequence at a time"
 
     def fitting(self, ranking: Ranking, *, enough: int) -> Ranking:
         """The same ranking, whose first ``enough`` plans fit in every phase; those that do not are rejected with the phase."""
@@ -94,14 +107,3 @@ class WholeLife:
             return ranking
         candidates = [*kept, *ranking.candidates[looked_at:]]
         return replace(ranking, candidates=candidates, rejected=[*rejected, *ranking.rejected])
-
-
-def _logits_words(candidate: Candidate, whole: Peak, limit: float) -> str:
-    held = held_in(candidate, whole.total)
-    return f"{WITH_LOGITS} in the steps' micro-batches does not fit: needs {format_bytes(held)} of {format_bytes(limit)}"
-
-
-def held_in(candidate: Candidate, allocated: float) -> float:
-    """What the process or device holds at a moment with so much allocated: a step's holes and libraries are there too."""
-    slack = CUDA_SLACK if candidate.plan.device == "cuda" else 1.0
-    return candidate.resident + slack * (allocated - candidate.memory.peak)

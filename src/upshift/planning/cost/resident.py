@@ -36,7 +36,6 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     """Bytes of one process (host memory) or of the device."""
     if plan.device == "cuda":
         return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan) + predict_reserved(memory)
-    base = (host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES
     highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
     loss = memory.phases["forward"].parts.get("loss", 0.0)
     holes = (
@@ -47,7 +46,12 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     )
     # An optimizer that compiles its update brings the same compiler into the process.
     compiled = "layer" if OPTIMIZERS[plan.optim].library == "torchao" else plan.torch_compile
-    return base + FIRST_STEP_BYTES + COMPILED_BYTES[compiled] + memory.peak + holes
+    return base_bytes(host) + COMPILED_BYTES[compiled] + memory.peak + holes
+
+
+def base_bytes(host: Host) -> float:
+    """Of a process that has imported what a step needs and has no tensors."""
+    return ((host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES) + FIRST_STEP_BYTES
 
 
 def predict_reserved(memory: StepMemory) -> float:
