@@ -27,9 +27,10 @@ from upshift.benchmarking.harness import format_table, interleave, percent
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
+from upshift.planning.plans import enumerate_plans
 from upshift.planning.prove import Proof, Tried, prove
 from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.space import enumerate_plans, parse_fixed
+from upshift.planning.space import parse_fixed
 from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 from upshift.planning.workload import Workload
 

@@ -14,7 +14,7 @@ from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.describe import attention_kernels, declarations
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import Variant
+from upshift.models.store import SegmentStore, Variant
 from upshift.models.trace import trace_model
 
 LENGTH = 16  # state-space models are traced token by token
@@ -122,7 +122,8 @@ def test_block_attention_gives_the_loss_of_sdpa(name, packed, tmp_path):
 def test_traced_whole(name, tmp_path):
     source = source_of(name, tmp_path)
     variants = (Variant("fp32", "sdpa", False), Variant("bf16", "eager", False))
-    profile = trace_model(source, key="", versions={}, sequence_length=LENGTH, variants=variants)
+    kept = SegmentStore(tmp_path / "kept")
+    profile = trace_model(source, key="", versions={}, sequence_length=LENGTH, variants=variants, kept=kept)
     read = read_config(source)
     with torch.device("meta"):
         model = build_model(read, choose_class(read, "")[0], dtype=torch.float32)

@@ -154,7 +154,7 @@ def test_stages_have_all_layers_between_them() -> None:
 def test_search_is_deterministic_and_keeps_reasons(name: str) -> None:
     first, second = (search(describe(name), PROFILE, workload(batch=16), fixed={}) for _ in range(2))
     assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
-    assert first.candidates and all(entry.reason for entry in first.rejected)
+    assert first.candidates and first.rejected and all(entry.reason for entry in first.rejected)
     speeds = [candidate.tokens_per_second for candidate in first.candidates]
     assert speeds == sorted(speeds, reverse=True)
     assert all(candidate.plan.global_batch == 16 for candidate in first.candidates[:100])

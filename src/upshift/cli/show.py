@@ -80,7 +80,7 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
 
 def plans_table(planning: Planning, *, rows: int) -> Table:
     ranking = planning.ranking
-    title = f"Best of {len(ranking.candidates):,} plans that fit ({len(ranking.rejected):,} rejected)"
+    title = f"Best of {len(ranking.candidates):,} plans that fit ({ranking.num_rejected:,} rejected)"
     wide = out.width >= 110
     on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
     memory = ("alloc.", *(["resv."] if on_gpu else []), "held")

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import NamedTuple
 
+from pydantic import TypeAdapter, ValidationError
+
 from upshift.errors import MissingExtra, RequestError
-from upshift.models.profile import ModelProfile, TracedPrecision
+from upshift.models.profile import ModelProfile, Segment, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 
@@ -35,8 +39,8 @@ def profile_model(
     """The profile from the cache, else traced now (seconds, imports torch) and stored."""
     versions = _versions(source)
     text = repr((FORMAT, source.model_hash, versions, sequence_length, sorted(variants)))
-    key = hashlib.sha256(text.encode()).hexdigest()[:24]
-    path = read_settings().cache_dir / "profiles" / f"{key}.json"
+    key, cache = _key(text), read_settings().cache_dir
+    path = cache / "profiles" / f"{key}.json"
     if path.is_file():
         try:
             return ModelProfile.from_file(path)
@@ -44,14 +48,47 @@ def profile_model(
             path.unlink()  # written by another version, or cut short: trace again
     from upshift.models.trace import trace_model
 
+    kept = SegmentStore(cache / "segments" / _key(repr((FORMAT, source.model_hash, versions, sequence_length))))
     profile = trace_model(
-        source, key=key, versions=versions, sequence_length=sequence_length, variants=variants, progress=progress
+        source, key=key, versions=versions, sequence_length=sequence_length, variants=variants, kept=kept, progress=progress
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(profile.to_json())
-    temporary.replace(path)
+    _write(path, profile.to_json().encode())
     return profile
+
+
+class SegmentStore:
+    """Traced segments of one model at one length, so that a profile of more variants traces only those."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._form = folder, TypeAdapter(dict[str, list[Segment]])
+
+    def get(self, name: str) -> dict[str, list[Segment]] | None:
+        path = self._path(name)
+        try:
+            return self._form.validate_json(path.read_bytes())
+        except FileNotFoundError:
+            return None
+        except ValidationError:
+            path.unlink()  # cut short: trace again
+            return None
+
+    def put(self, name: str, segments: dict[str, list[Segment]]) -> None:
+        _write(self._path(name), self._form.dump_json(segments))
+
+    def _path(self, name: str) -> Path:
+        return self._folder / f"{_key(name)}.json"
+
+
+def _key(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:24]
+
+
+def _write(path: Path, content: bytes) -> None:
+    """Whole or not at all, also beside another process that writes the same."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_suffix(f".{os.getpid()}.tmp")
+    temporary.write_bytes(content)
+    temporary.replace(path)
 
 
 def _versions(source: ModelSource) -> dict[str, str]:

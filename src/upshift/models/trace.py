@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -28,13 +29,14 @@ from upshift.models.describe import (
     why_untraceable,
 )
 from upshift.models.fit import fit_single
+from upshift.models.forked import run_forked
 from upshift.models.measure import Tracer, fake_masks, segment_borders
 from upshift.models.profile import CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource
-from upshift.models.store import Variant
+from upshift.models.store import SegmentStore, Variant
 from upshift.models.tensor_parallel import describe_tensor_parallel
-from upshift.models.trace_steps import DIVIDED_RANKS, trace_points, trace_steps
+from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points
 from upshift.models.tracker import LiveTracker
 
 EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
@@ -47,21 +49,22 @@ def trace_model(
     versions: dict[str, str],
     sequence_length: int,
     variants: tuple[Variant, ...],
+    kept: SegmentStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
     """Measure every variant and fit. Raises RequestError naming the module that cannot be traced."""
     tracer = Tracer(source)
     points = trace_points(sequence_length)
     try:
-        reason = _chunking(tracer, points[0])
+        reason = _chunking(tracer)
         variants = choose_variants(tracer, variants, sequence_length)
         divided = _division(tracer, variants, points[0])
         if isinstance(divided, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
-        steps = trace_steps(tracer, variants, sequence_length, chunking=reason is None, progress=progress)
-        forward_flops, backward_flops = _model_flops(tracer, points)
-        kv = _kv_elements(tracer, points)
-        cache = _cached_layers(tracer, points[0])
+        (flops, kv, cache), found = _run(
+            [partial(run, tracer, points) for run in (_model_flops, _kv_elements, _cached_layers)],
+            step_tasks(tracer, variants, sequence_length, chunking=reason is None), kept, progress,
+        )  # fmt: skip
     except RequestError:
         raise
     except Exception as error:  # any operator may refuse fake tensors; the user needs the module, not the traceback
@@ -76,16 +79,31 @@ def trace_model(
             Stack(path=s.path, traced_layers=s.kept, assignment=s.assignment, layer_trainable=s.layer_trainable)
             for s in tracer.stacks
         ),
-        steps=tuple(steps),
+        steps=steps_of(tracer, variants, found, chunking=reason is None),
         sequence_range=(points[0][1], sequence_length),
         kv_elements=kv,
         cache=cache,
         tensor_parallel=None if isinstance(divided, str) else divided,
         tensor_parallel_reason=divided if isinstance(divided, str) else "the model declares which weights ranks share",
         chunked_loss_reason=reason or "the head is a plain linear layer, and its logits reach cross entropy in a known way",
-        forward_flops=forward_flops,
-        backward_flops=backward_flops,
+        forward_flops=flops[0],
+        backward_flops=flops[1],
     )
+
+
+def _run(
+    wanted: list[Callable[[], Any]], steps: dict[str, Callable[[], Any]], kept: SegmentStore, progress: Callable[[int, int], None]
+) -> tuple[list[Any], dict[str, Fitted]]:
+    """Results of all ``wanted``, and of those ``steps`` that succeed; a step that was traced before is read."""
+    found = {name: segments for name in steps if (segments := kept.get(name)) is not None}
+    missing, known = [name for name in steps if name not in found], len(found)
+    tasks = [*(steps[name] for name in missing), *wanted]  # the longest ones first
+    results = run_forked(tasks, progress=lambda done: progress(known + done, known + len(tasks)))
+    for name, traced in zip(missing, results, strict=False):
+        if traced is not None:
+            found[name] = traced
+            kept.put(name, traced)
+    return results[len(missing) :], found
 
 
 def _described(tracer: Tracer) -> dict[str, Any]:
@@ -146,10 +164,10 @@ def _division(tracer: Tracer, variants: tuple[Variant, ...], point: tuple[int, i
     return found
 
 
-def _chunking(tracer: Tracer, point: tuple[int, int]) -> str | None:
-    base = tracer.base  # made on the meta device, which is none for fake tensors
+def _chunking(tracer: Tracer) -> str | None:
+    base, (batch, sequence) = tracer.base, trace_points(1)[0]  # the shortest: every chunk says the same
     with fake_masks(masked=False), tracer.fake:
-        inputs = sample_inputs(base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
+        inputs = sample_inputs(base, tracer.objective, batch=batch, sequence=sequence, masked=False)
         return why_not_chunked(base, inputs)
 
 
@@ -213,12 +231,12 @@ def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | 
     return fit_single(points, totals)
 
 
-def _cached_layers(tracer: Tracer, point: tuple[int, int]) -> tuple[CachedLayers, ...]:
+def _cached_layers(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[CachedLayers, ...]:
     """Unlike the polynomial above, right beyond a sliding window too."""
-    cache = _filled_cache(tracer, point)
+    cache = _filled_cache(tracer, points[0])
     if cache is None:
         return ()
-    counts = Counter(_what_it_keeps(cache.layers[index], point[0]) for index in _layers_of(tracer, cache))
+    counts = Counter(_what_it_keeps(cache.layers[index], points[0][0]) for index in _layers_of(tracer, cache))
     return tuple(
         CachedLayers(count=count, per_token=per_token, per_sequence=per_sequence, heads=heads, window=window)
         for (per_token, per_sequence, heads, window), count in counts.items()

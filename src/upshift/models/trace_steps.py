@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from functools import partial
 
 from upshift.models.block_attention import NAME
-from upshift.models.fit import Measurement, fit_segment
+from upshift.models.fit import fit_segment
 from upshift.models.measure import Tracer
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Segment, StackTrace, StepTrace
 from upshift.models.store import Variant
@@ -33,48 +33,79 @@ def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
     return [(rows, length) for rows in (batch, 2 * batch) for length in (shortest, 2 * shortest, 4 * shortest)]
 
 
-def trace_steps(
-    tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, chunking: bool, progress: Callable[[int, int], None]
-) -> list[StepTrace]:
-    """One trace a variant, two where it is ``divided``. Raises RuntimeError where a slice of the model does not run."""
-    chunked: dict[str, Segment] = {}  # by precision: the loss is the same beside any attention
-    steps: list[StepTrace] = []
-    for number, variant in enumerate(variants):
-        if chunking and variant.precision not in chunked:
-            chunked[variant.precision] = _trace_chunked(tracer, variant, chunked_points(sequence_length))
-        steps += _trace_step(tracer, variant, chunked.get(variant.precision), sequence_length)
-        progress(number + 1, len(variants))
-    return steps
+Fitted = dict[str, list[Segment]]  # by the segment's name, one for each degree
 
 
-def _trace_step(tracer: Tracer, variant: Variant, chunked_gap: Segment | None, sequence_length: int) -> list[StepTrace]:
-    """Plain, and with every layer recomputed in each way that the model offers."""
+def step_tasks(
+    tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, chunking: bool
+) -> dict[str, Callable[[], Fitted | None]]:
+    """What must be traced, by name. They raise RuntimeError where a slice of the model does not run."""
+    tasks: dict[str, Callable[[], Fitted | None]] = {}
+    for variant in variants:
+        for way in _ways(tracer, variant):
+            tasks[_name(variant, way)] = partial(_trace_way, tracer, variant, way, sequence_length)
+        if chunking:  # the loss is the same beside any attention
+            tasks.setdefault(_chunked_name(variant), partial(_trace_chunked, tracer, variant, chunked_points(sequence_length)))
+    return tasks
+
+
+def steps_of(tracer: Tracer, variants: tuple[Variant, ...], found: dict[str, Fitted], *, chunking: bool) -> tuple[StepTrace, ...]:
+    """One trace a variant, two where it is ``divided``."""
+    return tuple(step for variant in variants for step in _steps(tracer, variant, found, chunking=chunking))
+
+
+def _name(variant: Variant, way: Granularity | None) -> str:
+    return f"{variant._replace(selective=False)} {way}"
+
+
+def _chunked_name(variant: Variant) -> str:
+    return f"chunked {variant.precision}"
+
+
+def _ways(tracer: Tracer, variant: Variant) -> list[Granularity | None]:
+    if not tracer.base.supports_gradient_checkpointing:
+        return [None]
+    return [None, "full", "selective"] if variant.selective else [None, "full"]
+
+
+def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int) -> Fitted | None:
+    """Every segment, with all layers recomputed in this way; None where they cannot be (see recompute.py)."""
     # Block attention runs some ten operators a block: traced at lengths of a few blocks, it is as exact beyond.
     points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
     degrees = (1, DIVIDED_RANKS) if variant.divided else (1,)
-
-    def measure(way: Granularity | None) -> list[list[Measurement]]:
-        return [
+    try:
+        measured = [
             [tracer.measure(variant, batch=b, sequence=s, recompute=way, ranks=ranks) for b, s in points] for ranks in degrees
         ]
+    except RuntimeError:
+        if way != "selective":
+            raise
+        return None
+    names = (*_gaps(tracer), *(name for layers in _layers(tracer) for name in layers))
+    return {name: fit_segment(points, measured, name) for name in names}
 
-    measured: dict[Granularity | None, list[list[Measurement]]] = {None: measure(None)}
-    if tracer.base.supports_gradient_checkpointing:
-        measured["full"] = measure("full")
-        if variant.selective:
-            with suppress(RuntimeError):  # see recompute.py: not every layer can be recomputed so
-                measured["selective"] = measure("selective")
-    ways = [way for way in measured if way is not None]
-    layers = [[f"layer {n} {position}" for position in range(len(stack.kept))] for n, stack in enumerate(tracer.stacks)]
-    gaps = [f"gap {number}" for number in range(len(tracer.stacks) + 1)]
-    fitted = {
-        (way, name): fit_segment(points, families, name)
-        for way, families in measured.items()
-        for name in (*gaps, *(name for names in layers for name in names))
-    }
+
+def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> Fitted:
+    """The last gap with the loss computed in chunks."""
+    measurements = [tracer.measure(variant, batch=b, sequence=s, chunked=True) for b, s in points]
+    last = _gaps(tracer)[-1]
+    return {last: fit_segment(points, [measurements], last)}
+
+
+def _gaps(tracer: Tracer) -> list[str]:
+    return [f"gap {number}" for number in range(len(tracer.stacks) + 1)]
+
+
+def _layers(tracer: Tracer) -> list[list[str]]:
+    return [[f"layer {n} {position}" for position in range(len(stack.kept))] for n, stack in enumerate(tracer.stacks)]
+
+
+def _steps(tracer: Tracer, variant: Variant, found: dict[str, Fitted], *, chunking: bool) -> list[StepTrace]:
+    gaps, layers = _gaps(tracer), _layers(tracer)
+    ways = [way for way in _ways(tracer, variant) if way is not None and _name(variant, way) in found]
 
     def of(way: Granularity | None, names: Iterable[str], which: int) -> tuple[Segment, ...]:
-        return tuple(fitted[way, name][which] for name in names)
+        return tuple(found[_name(variant, way)][name][which] for name in names)
 
     return [
         StepTrace(
@@ -84,17 +115,11 @@ def _trace_step(tracer: Tracer, variant: Variant, chunked_gap: Segment | None, s
             tensor_parallel=ranks,
             gaps=of(None, gaps, which),
             gaps_recomputed={way: of(way, gaps, which) for way in ways},
-            chunked_gap=chunked_gap,
+            chunked_gap=found[_chunked_name(variant)][gaps[-1]][0] if chunking else None,
             stacks=tuple(
                 StackTrace(plain=of(None, names, which), recomputed={way: of(way, names, which) for way in ways})
                 for names in layers
             ),
         )
-        for which, ranks in enumerate(degrees)
+        for which, ranks in enumerate((1, DIVIDED_RANKS) if variant.divided else (1,))
     ]
-
-
-def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> Segment:
-    """The last gap with the loss computed in chunks."""
-    measurements = [tracer.measure(variant, batch=b, sequence=s, chunked=True) for b, s in points]
-    return fit_segment(points, [measurements], f"gap {len(tracer.stacks)}")[0]

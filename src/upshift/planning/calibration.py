@@ -171,7 +171,7 @@ class Calibration:
         """The same plans by what they are expected to do here; which of them fit is asked again."""
         if not self.samples:
             return ranking
-        again = Ranking()
+        again = Ranking(unseen=ranking.unseen)
         for one in (*ranking.candidates, *ranking.too_big):
             found = self.of(one, workload)
             limit = memory_limit(found.plan, host, risk=workload.risk, spread=held_spread(found.basis("held")))

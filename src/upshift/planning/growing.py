@@ -23,9 +23,10 @@ from upshift.planning.layouts import DEEPEST_PIPELINE
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
 from upshift.planning.planner import as_here, variants_for
+from upshift.planning.plans import enumerate_plans
 from upshift.planning.rank import Candidate, Coster, Ranking, Rejected, TooBig
 from upshift.planning.search import search
-from upshift.planning.space import BATCH_FACTORS, enumerate_plans, parse_fixed
+from upshift.planning.space import BATCH_FACTORS, parse_fixed
 from upshift.planning.whole_life import WholeLife
 from upshift.planning.workload import Workload
 

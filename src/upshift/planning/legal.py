@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upshift.planning.layout import Layout
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import Plan
 
@@ -17,7 +18,7 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
         if plan.num_processes > 1 and OPTIMIZERS[plan.optim].library is not None:
             return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
     layout = plan.layout
-    if layout.pipeline_schedule == "interleaved_1f1b" and plan.gradient_accumulation_steps % layout.pipeline_parallel:
+    if not divides_evenly(layout, plan.gradient_accumulation_steps):
         return (
             f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
             f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
@@ -35,6 +36,11 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
         if plan.precision == "fp16":
             return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
     return None
+
+
+def divides_evenly(layout: Layout, micro_batches: int) -> bool:
+    """Whether the pipeline's schedule takes so many micro-batches."""
+    return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
 
 
 def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:

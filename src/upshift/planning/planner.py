@@ -82,7 +82,7 @@ class Planning:
                 {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
-            "num_rejected": len(self.ranking.rejected),
+            "num_rejected": self.ranking.num_rejected,
             "shadow_price": self.shadow_price,
         }
 
@@ -112,17 +112,16 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
 def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
     """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask; but
     for what is ``fixed`` otherwise. The plain default's is always among them. ``selective``: recomputed so as well, which takes
-    half as long again and matters where memory is short; ranks that share a job are taken to be short of it."""
-    shares = host.device != "cpu" and host.num_devices > 1
-    selective = selective or shares or "recompute_granularity=selective" in fixed
+    half as long again and matters where memory is short."""
+    selective = selective or "recompute_granularity=selective" in fixed
     precisions: list[TracedPrecision] = ["fp32"]
     if not {"precision=fp32", "precision=tf32"} & {*fixed} and (host.supports("bf16") or host.supports("fp16")):
         precisions.append("bf16")
     if "bf16-weights" in workload.allow:
         precisions.append("bf16-pure")
     masks = (False, True) if workload.lengths is not None else (False,)
-    if shares:
-        return _shared_variants(precisions, masks)
+    if host.device != "cpu" and host.num_devices > 1:
+        return _shared_variants(precisions, masks, selective=selective)
     kernels = ["sdpa"]
     block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
     if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
@@ -131,11 +130,11 @@ def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *,
     return (*variants, *(Variant(p, "eager", False) for p in precisions))
 
 
-def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...]) -> tuple[Variant, ...]:
+def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:
     """For ranks that share a job: bf16 also as one of two ranks, and with weights that were gathered in bf16."""
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(
-        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=True)
+        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=selective)
         for precision in (*precisions, *gathered)
         for masked in masks
     )
@@ -163,7 +162,7 @@ def plan_training(
     profile, ranking = searched(selective=False)
     free = not {name for name in ("recompute_granularity", "activation_checkpointing") if any(f.startswith(name) for f in fixed)}
     short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
-    if short and free and profile.declares.gradient_checkpointing and host.num_devices == 1:
+    if short and free and profile.declares.gradient_checkpointing:
         profile, ranking = searched(selective=True)
     default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
     if not ranking.candidates:

@@ -94,23 +94,35 @@ class TooBig:
 @dataclass
 class Ranking:
     """Best first. ``too_big`` keeps what did not fit, smallest first: the nearest plan that would, and those that a little more
-    memory would let in."""
+    memory would let in. ``unseen``: plans that need more memory than one that is far too big."""
 
     candidates: list[Candidate] = field(default_factory=list)
     too_big: list[Candidate] = field(default_factory=list)
     rejected: list[Rejected | TooBig] = field(default_factory=list)
+    unseen: int = 0
 
-    def add(self, plan: Plan, coster: Coster) -> None:
-        """Memory first: the time of a plan that is far too big is never asked for."""
-        limit = memory_limit(plan, coster.host, risk=coster.workload.risk)
-        found = coster.cost(plan, limit=limit)
-        if isinstance(found, Rejected | TooBig):
+    @property
+    def num_rejected(self) -> int:
+        return len(self.rejected) + self.unseen
+
+    def add(self, plan: Plan, coster: Coster) -> bool:
+        """False where it is far too big: then its time was not asked for."""
+        limit, held = memory_limit(plan, coster.host, risk=coster.workload.risk), coster.held(plan)
+        if isinstance(held, Rejected):
+            self.rejected.append(held)
+            return True
+        if limit is not None and held.resident > limit + EXTRA_MEMORY_BYTES:
+            self.rejected.append(TooBig(plan, held.memory, held.resident, limit))
+            return False
+        found = coster.timed(plan, held)
+        if isinstance(found, Rejected):
             self.rejected.append(found)
-        elif limit is not None and found.resident > limit:
+        elif limit is not None and held.resident > limit:
             self.too_big.append(found)
-            self.rejected.append(TooBig(plan, found.memory, found.resident, limit))
+            self.rejected.append(TooBig(plan, held.memory, held.resident, limit))
         else:
             self.candidates.append(found)
+        return True
 
     def sort(self, coster: Coster) -> None:
         self.candidates.sort(key=lambda c: (-c.tokens_per_second, c.memory.peak))
@@ -134,9 +146,16 @@ def cost_plan(
     plan: Plan, *, host: Host, profile: ModelProfile, workload: Workload, shape: tuple[int, int] | None = None
 ) -> Candidate | Rejected:
     """One plan's predicted memory and time, whether it fits or not; memory for micro-batches of at most ``shape``."""
-    found = Coster(host, profile, workload).cost(plan, shape)
-    assert not isinstance(found, TooBig), "no limit was given"
-    return found
+    return Coster(host, profile, workload).cost(plan, shape)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What a process of a plan holds, and the trace that says so."""
+
+    trace: StepTrace
+    memory: StepMemory
+    resident: float
 
 
 class Coster:
@@ -149,10 +168,11 @@ class Coster:
         self._known = Known()
         self._tokens = tokens_per_step(profile, workload)
 
-    def cost(
-        self, plan: Plan, shape: tuple[int, int] | None = None, *, limit: float | None = None
-    ) -> Candidate | Rejected | TooBig:
-        """TooBig for a plan that holds far more than ``limit``."""
+    def cost(self, plan: Plan, shape: tuple[int, int] | None = None) -> Candidate | Rejected:
+        held = self.held(plan, shape)
+        return held if isinstance(held, Rejected) else self.timed(plan, held)
+
+    def held(self, plan: Plan, shape: tuple[int, int] | None = None) -> Held | Rejected:
         trace = self._trace(plan)
         if trace is None:
             shared = f" as one of {plan.layout.tensor_parallel} tensor-parallel ranks" if plan.layout.tensor_parallel > 1 else ""
@@ -160,17 +180,17 @@ class Coster:
         if plan.activation_checkpointing and plan.recompute_granularity not in trace.gaps_recomputed:
             return Rejected(plan, f"the model's layers cannot be recomputed in {plan.recompute_granularity} in {plan.precision}")
         memory = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
-        resident = predict_resident(memory, plan, self.host)
-        if limit is not None and resident > limit + EXTRA_MEMORY_BYTES:
-            return TooBig(plan, memory, resident, limit)
+        return Held(trace, memory, predict_resident(memory, plan, self.host))
+
+    def timed(self, plan: Plan, held: Held) -> Candidate | Rejected:
         try:
-            time = predict_time(self.profile, trace, plan, self.workload, self.host, known=self._known)
+            time = predict_time(self.profile, held.trace, plan, self.workload, self.host, known=self._known)
         except UnknownLink as problem:
             return Rejected(plan, f"{problem} of {self.host.name}; describe it with --on HOST@LINK, such as @ib-ndr")
         if time is None:
             return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
         amortised = time.total + time.one_time / self.workload.total_steps
-        return Candidate(plan, memory, resident, time, self._tokens / amortised)
+        return Candidate(plan, held.memory, held.resident, time, self._tokens / amortised)
 
     def _trace(self, plan: Plan) -> StepTrace | None:
         layout = plan.layout

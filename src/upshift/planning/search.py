@@ -6,17 +6,22 @@ other choice is made alike for all of them first, and searched around the best o
 
 from __future__ import annotations
 
+from itertools import groupby
 from typing import Any
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.planning.legal import divides_evenly
 from upshift.planning.plan import Plan
+from upshift.planning.plans import Plans, Sharing, enumerate_plans
 from upshift.planning.rank import Coster, Ranking, rank_plans
-from upshift.planning.space import choices, enumerate_plans
+from upshift.planning.space import choices
 from upshift.planning.workload import Workload
 
 KEPT_LAYOUTS = 24  # the fastest of the first round, around which every other choice is searched
-SEARCHED_TOGETHER = ("per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing")
+SEARCHED_TOGETHER = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "recompute_granularity",
+)  # fmt: skip
 
 
 def search(host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any]) -> Ranking:
@@ -24,22 +29,20 @@ def search(host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict
         return rank_plans(enumerate_plans(host, profile, workload, fixed=fixed), host=host, profile=profile, workload=workload)
     coster, ranking = Coster(host, profile, workload), Ranking()
     alike = _alike(choices(host, profile, workload))
-    for plan in enumerate_plans(host, profile, workload, fixed=fixed, only=alike):
-        ranking.add(plan, coster)
+    _search_layouts(Plans(host, profile, workload, fixed=fixed, only=alike), coster, ranking)
     ranking.sort(coster)
-    known = {_key(plan) for plan in _seen(ranking)}
-    for best in (ranking.candidates or ranking.too_big)[:KEPT_LAYOUTS]:
-        kept = {name: getattr(best.plan, name) for name in SEARCHED_TOGETHER} | best.plan.layout.model_dump()
-        for plan in enumerate_plans(host, profile, workload, fixed={**kept, **fixed}):
-            if _key(plan) not in known:
-                known.add(_key(plan))
+    for best in _distinct(ranking):
+        kept = {name: getattr(best, name) for name in SEARCHED_TOGETHER}
+        sharing = Sharing(best.num_processes, best.data_parallel, best.layout)
+        for plan in Plans(host, profile, workload, fixed={**kept, **fixed}, sharings=[sharing]).all():
+            if plan != best:
                 ranking.add(plan, coster)
     ranking.sort(coster)
     return ranking
 
 
 def _alike(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """For the first round: the cheapest that changes nothing, compiled by layer or not at all."""
+    """For the first round: the cheapest that changes nothing, compiled by layer where that is possible."""
     precision = next((name for name in ("bf16", "fp16") if name in values["precision"]), values["precision"][0])
     return {
         "precision": [precision],
@@ -51,9 +54,56 @@ def _alike(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
     }
 
 
-def _seen(ranking: Ranking) -> list[Plan]:
-    return [candidate.plan for candidate in (*ranking.candidates, *ranking.too_big)]
+def _distinct(ranking: Ranking) -> list[Plan]:
+    """The best of the first round, each way to share and recompute once."""
+    found: dict[tuple[Any, ...], Plan] = {}
+    for candidate in ranking.candidates or ranking.too_big:
+        plan = candidate.plan
+        found.setdefault((plan.layout, *(getattr(plan, name) for name in SEARCHED_TOGETHER)), plan)
+        if len(found) == KEPT_LAYOUTS:
+            break
+    return list(found.values())
 
 
-def _key(plan: Plan) -> tuple[Any, ...]:
-    return tuple(getattr(plan, name) for name in Plan.model_fields)
+def _search_layouts(plans: Plans, coster: Coster, ranking: Ranking) -> None:
+    """Memory grows with the micro-batch, and with every layer that is not recomputed: behind a plan that is far too big there
+    are only larger ones, which are counted and not looked at. Raises RequestError where no plan is legal."""
+    chains = None
+    for sharing in plans.sharings:
+        each = plans.workload.global_batch // sharing.data
+        sizes = [size for size in plans.micro_batches(sharing) if divides_evenly(sharing.layout, each // size)]
+        for number, size in enumerate(sizes):
+            chains = _chains(plans, sharing, size) if chains is None else chains
+            if not _add_leanest_first(plans.start(sharing, size), chains, coster, ranking):
+                ranking.unseen += sum(map(len, chains)) * (len(sizes) - number - 1)
+                break
+    if not chains:
+        next(plans.all(), None)  # says why none is legal
+
+
+def _chains(plans: Plans, sharing: Sharing, size: int) -> list[list[dict[str, Any]]]:
+    """The other choices, of which none decides with another layout or micro-batch what is legal: in each chain the number of
+    recomputed layers falls. Of those that differ only in what is compiled, which changes no memory on GPUs, the last."""
+    legal = [plan for plan in plans.of(sharing, size) if isinstance(plan, Plan)]
+    distinct = {(_kind(plan), -plan.activation_checkpointing): plan for plan in legal}
+    ordered = [distinct[key] for key in sorted(distinct)]
+    names = plans.combinations[0].keys()
+    return [[{name: getattr(plan, name) for name in names} for plan in same] for _, same in groupby(ordered, key=_kind)]
+
+
+def _add_leanest_first(start: Plan, chains: list[list[dict[str, Any]]], coster: Coster, ranking: Ranking) -> bool:
+    """Of one layout and micro-batch; whether any plan is not far too big."""
+    any_near = False
+    for chain in chains:
+        for number, combination in enumerate(chain):
+            if not ranking.add(start.model_copy(update=combination), coster):
+                ranking.unseen += len(chain) - number - 1
+                break
+            any_near = True
+    return any_near
+
+
+def _kind(plan: Plan) -> tuple[str, str, int, bool]:
+    """Plans of one kind, layout and micro-batch differ in memory by how many layers are recomputed."""
+    selective = plan.activation_checkpointing > 0 and plan.recompute_granularity == "selective"
+    return plan.attention, "selective" if selective else "full", plan.loss_chunk_tokens, plan.packing

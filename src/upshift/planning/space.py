@@ -1,10 +1,8 @@
-"""The plan space: every legal combination of choices for one device kind, around what the user fixed."""
+"""The plan space: the values that each choice may take for a host, a model and a workload, and those that a user fixes."""
 
 from __future__ import annotations
 
-import itertools
 import platform
-from collections.abc import Iterator
 from importlib.util import find_spec
 from math import prod
 from typing import Any, get_args, get_type_hints
@@ -16,10 +14,9 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
-from upshift.planning.layouts import check_layout, layouts
-from upshift.planning.legal import conflict, repeats
+from upshift.planning.layouts import check_layout
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
-from upshift.planning.plan import ALONE, CHANGES_MATHEMATICS, Attention, Plan, Precision
+from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Plan, Precision
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
@@ -29,7 +26,6 @@ BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 # Never chosen unasked: no run on a GPU has confirmed what they are predicted to cost.
 ONLY_WHEN_ASKED = ("optim_offload", "activation_offload")
-REPEATED = {"optim", "recompute_granularity"}  # asked for, a plan is kept that does what another one does
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
 
 
@@ -56,77 +52,9 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     }
 
 
-def enumerate_plans(
-    host: Host,
-    profile: ModelProfile,
-    workload: Workload,
-    *,
-    fixed: dict[str, Any] | None = None,
-    only: dict[str, list[Any]] | None = None,
-) -> Iterator[Plan]:
-    """Every legal plan, deterministic order; of ``only`` these values. Raises RequestError where ``fixed`` leaves none."""
-    fixed = fixed or {}
-    values = choices(host, profile, workload) | (only or {})
-    for field in values:
-        if field in fixed:
-            values[field] = [fixed[field]]
-    sharing = _ways_to_share(host, profile, workload, values.pop("num_processes"), fixed)
-    base: dict[str, Any] = {
-        "device": host.device,
-        "host": host.fingerprint,
-        "model": profile.model_hash,
-        "sequence_length": workload.sequence_length,
-    }
-    base |= {name: fixed[name] for name in (*ONLY_WHEN_ASKED, "optim_args") if name in fixed}
-    cores = host.cpu.usable_cores if host.cpu else 1
-    names = list(values)
-    found, problem = False, None
-    for combination, (processes, data, layout) in itertools.product(list(itertools.product(*values.values())), sharing):
-        threads = fixed.get("threads_per_process", max(cores // processes, 1))
-        for micro_batch in _micro_batches(workload.global_batch // data, fixed):
-            plan = Plan.model_construct(
-                **base,
-                **dict(zip(names, combination, strict=True)),
-                num_processes=processes,
-                layout=layout,
-                per_device_train_batch_size=micro_batch,
-                gradient_accumulation_steps=workload.global_batch // data // micro_batch,
-                threads_per_process=threads,
-            )
-            excluded = conflict(plan, clips_gradients=workload.clips_gradients)
-            if excluded is not None:
-                problem = problem or excluded
-            elif REPEATED & fixed.keys() or not repeats(plan):
-                found = True
-                yield plan
-    if problem is not None and not found:
-        raise RequestError(problem)
-
-
-def _ways_to_share(
-    host: Host, profile: ModelProfile, workload: Workload, processes: list[int], fixed: dict[str, Any]
-) -> list[tuple[int, int, Layout]]:
-    """(ranks, those with sequences of their own, layout). On CPUs, and on one device, each rank has its own sequences."""
-    if host.device == "cpu" or host.num_devices == 1:
-        return [(count, count, ALONE) for count in processes if workload.global_batch % count == 0]
-    asked = {name: fixed[name] for name in Layout.model_fields if name in fixed}
-    return [(host.num_devices, data, layout) for data, layout in layouts(host, profile, workload, fixed=asked)]
-
-
 def _granularities(profile: ModelProfile) -> list[Granularity]:
     ways: set[Granularity] = {way for step in profile.steps for way in step.gaps_recomputed}
     return sorted(ways) or ["full"]
-
-
-def _micro_batches(per_process: int, fixed: dict[str, Any]) -> list[int]:
-    """Those that make up the global batch, whole micro-batches of every process."""
-    if "per_device_train_batch_size" in fixed:
-        asked = fixed["per_device_train_batch_size"]
-        return [asked] if per_process % asked == 0 else []
-    if "gradient_accumulation_steps" in fixed:
-        steps = fixed["gradient_accumulation_steps"]
-        return [per_process // steps] if per_process % steps == 0 else []
-    return [size for size in range(1, per_process + 1) if per_process % size == 0]
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
@@ -163,7 +91,8 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
     moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
     aliases = [name for name in ALIASES if ALIASES[name] in _optimizers(host, workload)]
     values = choices(host, profile, workload)
-    return {**values, "optim": [*values["optim"], *aliases], **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
+    optimizers, precisions = [*values["optim"], *aliases], _precisions(host, workload, asked=True)
+    return {**values, "optim": optimizers, "precision": precisions, **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
 
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
@@ -222,13 +151,16 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _precisions(host: Host, workload: Workload) -> list[Precision]:
-    """Those the host has instructions for. Where AMX would compute ``medium`` in bf16, tf32 is not fp32-accurate: left out."""
+def _precisions(host: Host, workload: Workload, *, asked: bool = False) -> list[Precision]:
+    """Those the host has instructions for; ``asked``: also those that are never better. Where AMX would compute ``medium`` in
+    bf16, tf32 is not fp32-accurate: left out."""
     amx = host.device == "cpu" and host.cpu is not None and host.cpu.isa is not None and "amx_bf16" in host.cpu.isa
     found: list[Precision] = ["fp32"]
     if not amx and host.supports(MATRIX_PRECISION["tf32"]):
         found.append("tf32")
     found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]
+    if not asked and host.device == "cuda" and {"bf16", "fp16"} <= {*found}:
+        found.remove("fp16")  # as fast and as large on GPUs, and its gradients overflow
     if "bf16-weights" in workload.allow and "bf16" in found:
         found.append("bf16-weights")
     if "fp8" in workload.allow and "bf16" in found and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):

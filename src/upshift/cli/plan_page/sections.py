@@ -69,7 +69,7 @@ def selectable(planning: Planning, front: Sequence[Candidate]) -> Selectable:
 
 def plans(planning: Planning, drawing: Picture, listed: Selectable) -> list[str]:
     ranking = planning.ranking
-    words = f"{len(ranking.candidates):,} plans fit, {len(ranking.rejected):,} were rejected. "
+    words = f"{len(ranking.candidates):,} plans fit, {ranking.num_rejected:,} were rejected. "
     caption = f"Each dot is one plan, coloured by {drawing.grouping}; point at it to read it. Hollow dots do not fit. "
     caption += "On the line are the fastest plans for their memory; the star is the best."
     if drawing.num_too_far:
