@@ -64,7 +64,6 @@ def test_rows_that_say_the_same_are_one() -> None:
     candidates = PLANNINGS["8xa100-40gb"].ranking.candidates
     rows = show.folded_rows(candidates, rows=5)
     assert len(rows) == 5 and rows[0][1] is candidates[0]
-    assert any(alike for _, _, alike in rows)
     for _, first, _ in rows:
         near = [other for _, other, _ in rows if other is not first and abs(other.time.total / first.time.total - 1) < 0.005]
         for other in near:  # told apart by memory, or by more than one choice at a time
