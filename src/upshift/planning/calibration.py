@@ -77,9 +77,16 @@ def sample_of(
 
 def job_key(plan: Plan, workload: Workload) -> str:
     """The same for the same work: model, plan, and how long the sequences are."""
-    lengths = workload.lengths.to_json() if workload.lengths else ""
+    return _job_key(plan, _lengths_key(workload))
+
+
+def _job_key(plan: Plan, lengths: str) -> str:
     choices = [getattr(plan, name) for name in COST_KEY]
     return _short_hash(repr((plan.model, plan.device, plan.sequence_length, choices, lengths)))
+
+
+def _lengths_key(workload: Workload) -> str:
+    return _short_hash(workload.lengths.to_json()) if workload.lengths else ""
 
 
 def made_with(fingerprint: str) -> str:
@@ -111,10 +118,11 @@ class Calibration:
 
     def of(self, candidate: Candidate, workload: Workload) -> Candidate:
         """The candidate, which comes from the formulas, with what runs here have taught."""
-        if not self.samples:
-            return candidate
+        return self._of(candidate, workload, _lengths_key(workload)) if self.samples else candidate
+
+    def _of(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
         assert not candidate.bases, "it was calibrated before"
-        found = self.corrections(candidate.plan, workload)
+        found = self._corrections(candidate.plan, _job_key(candidate.plan, lengths))
         factor = {number: correction.factor for number, correction in found.items()}
         bases: dict[Number, Basis] = {number: correction.basis for number, correction in found.items()}
         time, memory = candidate.time, candidate.memory
@@ -130,8 +138,8 @@ class Calibration:
             bases=bases,
         )
 
-    def corrections(self, plan: Plan, workload: Workload) -> dict[Number, Correction]:
-        own = self._by_job.get(job_key(plan, workload), []) if self._by_job else []
+    def _corrections(self, plan: Plan, job: str) -> dict[Number, Correction]:
+        own = self._by_job.get(job, [])
         found: dict[Number, Correction] = {}
         numbers: tuple[Number, ...] = ("step", "allocated", "held")
         for number in numbers:
@@ -143,11 +151,22 @@ class Calibration:
 
     def _from_others(self, number: Number, plan: Plan) -> Correction | None:
         """From those of the same precision and compile mode where they are enough, else from all."""
+        key = (number, plan.precision, plan.torch_compile, plan.device)
+        if key not in self._known:
+            self._known[key] = self._median_of_others(number, plan)
+        return self._known[key]
+
+    def _median_of_others(self, number: Number, plan: Plan) -> Correction | None:
         if number not in TRANSFERRED:
             return None
         alike = self._ratios.get((number, plan.precision, plan.torch_compile), ())
         ratios = alike if len(alike) >= MIN_RECORDS else self._ratios.get((number, "", ""), ())
         return transferred(formula_interval(number, plan), ratios) if ratios else None
+
+    @cached_property
+    def _known(self) -> dict[tuple[Number, str, str, str], Correction | None]:
+        """Thousands of plans ask for the same few."""
+        return {}
 
     @cached_property
     def _by_job(self) -> dict[str, list[Sample]]:
@@ -172,9 +191,9 @@ class Calibration:
         """The same plans by what they are expected to do here; which of them fit is asked again."""
         if not self.samples:
             return ranking
-        again = Ranking(unseen=ranking.unseen)
+        again, lengths = Ranking(unseen=ranking.unseen), _lengths_key(workload)
         for one in (*ranking.candidates, *ranking.too_big):
-            found = self.of(one, workload)
+            found = self._of(one, workload, lengths)
             limit = memory_limit(found.plan, host, risk=workload.risk, spread=held_spread(found.basis("held")))
             if limit is not None and found.resident > limit:
                 again.too_big.append(found)
