@@ -33,6 +33,15 @@ class Spread(Value):
         return cls(p20=quantile(0.2), p50=quantile(0.5), p80=quantile(0.8), num_samples=len(ordered), num_warmup=num_warmup)
 
 
+class Basis(Value):
+    """How a predicted number is known. ``measured``: the same plan of the same model ran on this machine; ``transferred``: other
+    runs on it corrected the formula; ``formula``: nothing ran."""
+
+    tier: Tier
+    interval: tuple[float, float] | None = Field(None, description="factor range of the number that should hold the truth")
+    num_records: int = Field(0, description="measurements on this machine that it rests on")
+
+
 class Numbers(Value):
     """What a plan costs and brings, predicted or measured. None is unknown, never zero."""
 
@@ -48,8 +57,11 @@ class Numbers(Value):
     binding_term: str | None = Field(None, description="what a faster machine would have to be faster at")
     model_flops_per_second: float | None = None
     one_time_seconds: float | None = Field(None, description="compilation and first-step costs")
-    tier: Tier = "measured"
+    tier: Tier = Field("measured", description="of step_ms and tokens_per_second")
     interval: tuple[float, float] | None = Field(None, description="factor range of step_ms that should hold the truth")
+    num_records: int = Field(0, description="measurements on this machine that corrected step_ms")
+    peak_basis: Basis | None = Field(None, description="how a predicted peak_gib is known")
+    resident_basis: Basis | None = Field(None, description="how a predicted resident_gib is known")
 
 
 class Environment(Value):

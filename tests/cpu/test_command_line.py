@@ -133,6 +133,28 @@ def test_trials_prove_the_plan(upshift, model, data, tmp_path):
     assert "Predicted against measured" in answer.out
 
 
+def test_a_run_teaches_the_next_plan(upshift, model, data, tmp_path, monkeypatch):
+    """Measured for the plan that ran, transferred for others here, and nothing for a host that is described."""
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    chosen = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "num_processes=1")
+    answer = upshift(
+        "train", model, "--data", data, "--from-config", *PLAN, *chosen, "--max-steps", 7, "-o", tmp_path / "out",
+        "--trial-seconds", 0, "--json",
+    )  # fmt: skip
+    assert answer.code == 0, answer.err
+    ran = json.loads(answer.out)
+    assert ran["predicted"]["tier"] == "formula"
+    (line,) = filter(None, (tmp_path / "cache" / "calibration.jsonl").read_text().splitlines())
+    assert "torch" not in line.replace("torch_compile", "") and str(tmp_path) not in line
+    document = json.loads(upshift("plan", model, "--data", data, *PLAN, *chosen, "--json").out)
+    mine = [row["predicted"] for row in document["plans"] if row["plan"] == ran["plan"]]
+    others = [row["predicted"] for row in document["plans"] if row["plan"] != ran["plan"]]
+    assert all(row["tier"] == "measured" and row["num_records"] == 1 for row in mine)
+    assert {row["tier"] for row in others} == {"transferred"}
+    elsewhere = json.loads(upshift("plan", model, *PLAN, *chosen, "--on", "epyc-9654-768gb", "--json").out)
+    assert {row["predicted"]["tier"] for row in elsewhere["plans"]} == {"formula"}
+
+
 @pytest.fixture
 def in_process_of_its_own(tmp_path):
     """The installed command, as a user runs it."""

@@ -126,15 +126,17 @@ def imported(node: ast.stmt, file: Path) -> list[str]:
     return [name if known else base for name, known in zip(names, is_module, strict=True)]
 
 
-def all_imports(file: Path) -> Iterator[tuple[int, str]]:
-    for node in ast.walk(tree(file)):
-        if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((node.lineno, name) for name in imported(node, file))
+@cache
+def all_imports(file: Path) -> tuple[tuple[int, str], ...]:
+    nodes = [node for node in ast.walk(tree(file)) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return tuple((node.lineno, name) for node in nodes for name in imported(node, file))
 
 
-def first_imports(file: Path) -> Iterator[tuple[int, str]]:
+@cache
+def first_imports(file: Path) -> tuple[tuple[int, str], ...]:
     """What is imported when the file is: not inside functions, not for the type checker only."""
     waiting: list[ast.AST] = [tree(file)]
+    found: list[tuple[int, str]] = []
     while waiting:
         node = waiting.pop()
         if isinstance(node, Function | ast.Lambda):
@@ -143,10 +145,13 @@ def first_imports(file: Path) -> Iterator[tuple[int, str]]:
             waiting.extend(node.orelse)
             continue
         if isinstance(node, ast.Import | ast.ImportFrom):
-            yield from ((node.lineno, name) for name in imported(node, file))
-        waiting.extend(ast.iter_child_nodes(node))
+            found += [(node.lineno, name) for name in imported(node, file)]
+        if isinstance(node, ast.stmt | ast.ExceptHandler | ast.match_case | ast.Module):  # no import stands in an expression
+            waiting.extend(ast.iter_child_nodes(node))
+    return tuple(sorted(found))
 
 
+@cache
 def way_to(module: str, libraries: tuple[str, ...]) -> str | None:
     """How importing this module of ours imports one of the libraries; None: it does not."""
     waiting, seen = [(module, "")], set()
@@ -159,7 +164,7 @@ def way_to(module: str, libraries: tuple[str, ...]) -> str | None:
             waiting.append((name.rpartition(".")[0], way))  # its package is imported before it
         if name not in modules():
             continue
-        for line, target in sorted(first_imports(modules()[name])):
+        for line, target in first_imports(modules()[name]):
             here = f"{way}{at(modules()[name], line)}"
             if target.split(".")[0] in libraries:
                 return f"{here} imports {target}"

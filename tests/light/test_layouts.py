@@ -150,14 +150,14 @@ def test_stages_have_all_layers_between_them() -> None:
     assert sum(held) < whole.weights < 2.5 * sum(held)
 
 
-@pytest.mark.parametrize("name", ["8xh100"])
+@pytest.mark.parametrize("name", ["4xh100"])
 def test_search_is_deterministic_and_keeps_reasons(name: str) -> None:
-    first, second = (search(describe(name), PROFILE, workload(batch=256), fixed={}) for _ in range(2))
+    first, second = (search(describe(name), PROFILE, workload(batch=16), fixed={}) for _ in range(2))
     assert [c.plan for c in first.candidates] == [c.plan for c in second.candidates]
-    assert first.candidates and all(entry.reason for entry in first.rejected)
+    assert first.candidates and first.rejected and all(entry.reason for entry in first.rejected)
     speeds = [candidate.tokens_per_second for candidate in first.candidates]
     assert speeds == sorted(speeds, reverse=True)
-    assert all(candidate.plan.global_batch == 256 for candidate in first.candidates[:100])
+    assert all(candidate.plan.global_batch == 16 for candidate in first.candidates[:100])
 
 
 def test_a_fixed_degree_is_kept() -> None:

@@ -215,7 +215,7 @@ PAGES = st.builds(
 )
 
 
-@settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow], deadline=None)
+@settings(max_examples=25, suppress_health_check=[HealthCheck.too_slow], deadline=None)
 @given(PAGES)
 def test_any_page_survives_json_and_can_be_written_down(page: RunPage) -> None:
     assert RunPage.from_json(page.to_json()) == page

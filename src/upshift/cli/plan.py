@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from upshift.benchmarking.page_document import check_page_path
-from upshift.cli import plan_inference, show
+from upshift.cli import plan_inference, plan_lengths, show
 from upshift.cli import plan_questions as questions
 from upshift.cli.plan_page.page import write_plan_page
 from upshift.errors import RequestError
@@ -65,12 +65,13 @@ def command(
         check_page_path(html)
     workload = _workload(model, data, sequence_length, global_batch, split(allow), steps, max_grad_norm > 0, risk)
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
-    request = questions.Request(find_model(model), workload, on, fixed, as_json)
+    recut = plan_lengths.lengths_at(model, data) if data is not None else None
+    request = questions.Request(find_model(model), workload, on, fixed, as_json, recut)
     if asked.answered_instead(request):
         return
     host = request.host()
     with show.bar("Tracing the model on fake tensors") as progress:
-        planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress)
+        planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress, described=on is not None)
     answers = asked.answers(request, planning)
     if html is not None:
         write_plan_page(html, planning, model=model)
@@ -88,12 +89,7 @@ def _workload(
 ) -> Workload:  # fmt: skip
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
-    lengths = None
-    if data is not None:
-        from upshift.training.run import lengths_of  # reading data needs tokenizers
-
-        with show.step(f"Reading the lengths of {data}"):
-            lengths = lengths_of(model, data, sequence_length=sequence_length)
+    lengths = plan_lengths.read_lengths(model, data, sequence_length=sequence_length) if data is not None else None
     return Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=steps,
         clips_gradients=clips, lengths=lengths, risk=risk,
@@ -111,17 +107,17 @@ def _print(planning: Planning, *, rows: int) -> None:
     numbers = planning.numbers(best)
     show.out.print(show.plans_table(planning, rows=rows))
     show.out.print(show.time_line(best), highlight=False)
-    show.out.print(show.memory_table(numbers))
+    show.out.print(show.memory_table(planning, best))
     show.out.print(show.reasons_table(planning))
     rejected = show.rejected_table(planning)
     if rejected is not None:
         show.out.print(rejected)
     show.out.print(planning.shadow_price)
-    low, high = numbers.interval or (1.0, 1.0)
-    out = numbers.out_of_memory_probability
-    chance = "" if out is None else f" Probability of running out of memory: {out:.1%}."
-    words = f"Times are predicted, untried: expect {low:.1f}x to {high:.1f}x. Held: what the process or device occupies.{chance}"
-    show.out.print(f"[dim]{words}[/dim]")
+    for line in show.sureness(numbers):
+        show.out.print(f"[dim]{line}[/dim]", highlight=False)
+    for name, candidate in (("The best plan", best), ("The plain default", planning.default)):
+        for reason in planning.life.does_not_fit(candidate):
+            show.out.print(f"{name}: {reason}", highlight=False)
 
 
 def split(text: str) -> tuple[str, ...]:

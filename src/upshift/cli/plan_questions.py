@@ -19,9 +19,11 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant, profile_model
+from upshift.planning.calibration import NO_RECORDS, read_calibration
 from upshift.planning.compare import ENERGY_NOTE, Comparison, Terms, compare, read_duration, read_hosts, read_prices, read_tokens
 from upshift.planning.counterfactual import Counterfactual, ShadowPrice, shadow_prices, why
 from upshift.planning.largest import Largest, find_largest
+from upshift.planning.lengths import LengthHistogram
 from upshift.planning.lock import MOVED, Change, Check, check_lock, check_same, lock_plan, needed_variants, read_lock, write_lock
 from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.workload import Workload
@@ -56,6 +58,7 @@ class Request:
     on: str | None
     fixed: tuple[str, ...]
     as_json: bool
+    lengths_at: Callable[[int], LengthHistogram | None] | None = None  # of --data, cut at so many tokens
 
     def trace(self, sequence_length: int, variants: tuple[Variant, ...]) -> ModelProfile:
         with show.bar(f"Tracing {sequence_length:,} tokens on fake tensors") as progress:
@@ -147,7 +150,10 @@ class Answers:
 
 def _answer_largest(request: Request, what: str) -> None:
     host = request.host()
-    found = find_largest(what, host, request.workload, fixed=request.fixed, trace=request.trace)
+    found = find_largest(
+        what, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
+        calibration=NO_RECORDS if request.on is not None else read_calibration(host),
+    )  # fmt: skip
     document = {
         "host": host.model_dump(mode="json"), "workload": request.workload.model_dump(mode="json"),
         "largest": found.model_dump(mode="json"),
@@ -174,7 +180,7 @@ def _answer_compare(request: Request, asked: Questions) -> None:
 
     def plan_on(host: Host, workload: Workload) -> Planning:
         with show.bar(f"Planning for {host.name}") as progress:
-            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress)
+            return plan_training(request.source, host, workload, fixed=request.fixed, progress=progress, described=True)
 
     found = compare(hosts, request.workload, terms, plan_on=plan_on)
     document = {"workload": request.workload.model_dump(mode="json"), "comparison": found.model_dump(mode="json")}

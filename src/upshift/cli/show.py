@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import textwrap
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -12,12 +13,21 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
-from upshift.planning.cost.memory import PARTS
+from upshift.planning.cost.basis import Number
+from upshift.planning.cost.resident import CUDA_SLACK
 from upshift.planning.planner import Planning
 from upshift.planning.prove import Tried
-from upshift.planning.rank import Candidate
-from upshift.record import Numbers
+from upshift.planning.rank import COST_KEY, Candidate
+from upshift.record import Basis, Numbers
 from upshift.units import GIB, format_count, format_seconds
+
+SAME = 0.005  # of time and of memory: what no prediction tells apart
+SMALL_GIB = 0.005  # below what is printed
+PHASE_WIDTH, NUMBER_WIDTH = 18, 9  # of the memory table, with what stands between columns
+PLAN_WIDTH = 24  # at least, of a plan's label among seven columns of numbers
+NO_BREAK = "\N{NO-BREAK SPACE}"
+NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
+TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
 out = Console()
 err = Console(stderr=True)
@@ -69,22 +79,59 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
 
 
 def plans_table(planning: Planning, *, rows: int) -> Table:
-    title = f"Best of {len(planning.ranking.candidates):,} plans that fit ({planning.ranking.num_rejected:,} rejected)"
-    wide = out.width >= 100
+    ranking = planning.ranking
+    title = f"Best of {len(ranking.candidates):,} plans that fit ({ranking.num_rejected:,} rejected)"
+    wide = out.width >= 110
     on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
-    memory = "peak/reserved/held GiB" if on_gpu else "peak/held GiB"
-    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=("tok/s", "step ms", memory))
-    shown = [(str(index), candidate) for index, candidate in enumerate(planning.ranking.candidates[:rows], start=1)]
-    for label, candidate in [*shown, ("plain", planning.default)]:
+    memory = ("alloc.", *(["resv."] if on_gpu else []), "held")
+    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=("tok/s", "step ms", *memory, "tier"))
+    table.padding, table.caption_justify = (0, 0), "left"
+    table.columns[1].min_width = PLAN_WIDTH
+    folded = folded_rows(ranking.candidates, rows=rows)
+    for label, candidate, alike in [*folded, ("plain", planning.default, 0)]:
         numbers = planning.numbers(candidate)
         sizes = [numbers.peak_gib, *([numbers.reserved_gib] if on_gpu else []), numbers.resident_gib]
+        bases = (candidate.basis("step"), candidate.basis("allocated"), candidate.basis("held"))
         table.add_row(
-            label, candidate.plan.label(), *([numbers.binding_term] if wide else []), number(numbers.tokens_per_second),
-            number(numbers.step_ms.p50 if numbers.step_ms else None),
-            "/".join(gib(size) for size in sizes),
-            end_section=label == str(len(shown)),
+            label, candidate.plan.label() + (f" [dim]and {alike:,} alike[/dim]" if alike else ""),
+            *([numbers.binding_term] if wide else []), number(numbers.tokens_per_second),
+            number(numbers.step_ms.p50 if numbers.step_ms else None), *(gib(size) for size in sizes),
+            "".join(basis.tier[0] for basis in bases), end_section=label == folded[-1][0],
         )  # fmt: skip
+    kinds = {candidate.basis(name).tier for _, candidate, _ in folded for name in NUMBERS}
+    words = "; ".join(f"{tier[0]} {TIERS[tier]}" for tier in TIERS if tier in kinds)
+    reserved = "resv.: what the allocator holds; " if on_gpu else ""
+    table.caption = (
+        f"Memory in GiB. alloc.: tensors at the peak; {reserved}held: the whole {'device' if on_gpu else 'process'}. "
+        f"tier, of time, alloc. and held: {words}."
+    )
     return table
+
+
+def folded_rows(candidates: list[Candidate], *, rows: int) -> list[tuple[str, Candidate, int]]:
+    """(rank, plan, how many are alike): one row for plans that come from each other by one choice at a time that changes neither
+    predicted time nor memory."""
+    found: list[tuple[str, list[Candidate]]] = []
+    for rank, candidate in enumerate(candidates, start=1):
+        alike = next((group for _, group in found if _alike(candidate, group)), None)
+        if alike is not None:
+            alike.append(candidate)
+        elif len(found) < rows:
+            found.append((str(rank), [candidate]))
+        elif candidate.tokens_per_second < (1 - SAME) * found[-1][1][0].tokens_per_second:
+            break  # slower than every row: nothing alike comes any more
+    return [(rank, group[0], len(group) - 1) for rank, group in found]
+
+
+def _alike(candidate: Candidate, group: list[Candidate]) -> bool:
+    first = group[0]
+    pairs = (
+        (candidate.tokens_per_second, first.tokens_per_second), (candidate.time.total, first.time.total),
+        (candidate.memory.peak, first.memory.peak), (candidate.resident, first.resident),
+    )  # fmt: skip
+    if any(abs(one - other) > SAME * other for one, other in pairs):
+        return False
+    return any(sum(getattr(candidate.plan, name) != getattr(one.plan, name) for name in COST_KEY) == 1 for one in group)
 
 
 def time_line(candidate: Candidate) -> str:
@@ -94,12 +141,43 @@ def time_line(candidate: Candidate) -> str:
     return f"Its step is bound by {', '.join(shares)}\n"
 
 
-def memory_table(numbers: Numbers) -> Table:
-    parts = [part for part in PARTS if any(row.get(part, 0) > 0.0005 for row in numbers.memory.values())]
-    table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*parts, "total"))
+def memory_table(planning: Planning, candidate: Candidate) -> Table:
+    """A row a phase, its parts in words: a column each would not fit."""
+    numbers, on_gpu = planning.numbers(candidate), candidate.plan.device == "cuda"
+    columns = ("alloc.", *(["resv."] if on_gpu else []), "held")
+    table = new_table("Its memory, GiB at the highest moment of each phase", "phase", numbers=(*columns, "of it"))
+    table.columns[-1].justify = "left"
+    room = max(out.width - PHASE_WIDTH - len(columns) * NUMBER_WIDTH, 24)
     for phase, row in numbers.memory.items():
-        table.add_row(phase, *(f"{row.get(part, 0.0):.3f}" for part in parts), f"{sum(row.values()):.3f}")
+        total = sum(row.values())
+        held = planning.life.held(candidate, total * GIB) / GIB
+        sizes = [total, *([total * CUDA_SLACK] if on_gpu else []), held]
+        parts = sorted(((part, size) for part, size in row.items() if size >= SMALL_GIB), key=lambda item: -item[1])
+        table.add_row(phase, *(gib(size) for size in sizes), wrapped([f"{part} {gib(size)}" for part, size in parts], room))
     return table
+
+
+def wrapped(items: list[str], width: int) -> str:
+    """Lines of whole items."""
+    unbroken = ", ".join(item.replace(" ", NO_BREAK) for item in items)
+    lines = textwrap.wrap(unbroken, width=width, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace(NO_BREAK, " ")
+
+
+def sureness(numbers: Numbers) -> list[str]:
+    """How each predicted number is known, and what the truth should be, over it."""
+    step = Basis(tier=numbers.tier, interval=numbers.interval, num_records=numbers.num_records)
+    lines = []
+    for name, basis in (("Time", step), ("Allocated", numbers.peak_basis), ("Held", numbers.resident_basis)):
+        if basis is None or basis.interval is None:
+            continue
+        low, high = basis.interval
+        runs = f" ({basis.num_records:,} {'run' if basis.num_records == 1 else 'runs'})" if basis.num_records else ""
+        lines.append(f"{name}: {TIERS.get(basis.tier, basis.tier)}{runs}; expect {low:.2f}x to {high:.2f}x")
+    chance = numbers.out_of_memory_probability
+    if chance is not None:
+        lines.append(f"Probability of running out of memory: {chance:.1%}")
+    return lines
 
 
 def reasons_table(planning: Planning) -> Table:

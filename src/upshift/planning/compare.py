@@ -138,7 +138,8 @@ def compare(
     problems: list[RequestError | NothingFits] = []
     tokens = terms.tokens
     if tokens is not None:  # one-time costs are spread over the run that this is
-        steps = max(math.ceil(tokens / (workload.global_batch * workload.sequence_length)), 1)
+        mean = workload.lengths.mean if workload.lengths else workload.sequence_length
+        steps = max(math.ceil(tokens / (workload.global_batch * mean)), 1)
         workload = workload.changed(total_steps=steps)
     for host in hosts:
         try:

@@ -18,7 +18,7 @@ from upshift.planning.cost.resident import memory_limit
 from upshift.planning.layout import Layout
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import CHANGES_MATHEMATICS, Plan, Precision
-from upshift.planning.planner import Planning, variants_for
+from upshift.planning.planner import Planning, as_here, variants_for
 from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking
 from upshift.planning.search import search
 from upshift.planning.space import FIXED_BY_REQUEST, ONLY_WHEN_ASKED, parse_fixed, parse_value
@@ -78,10 +78,16 @@ def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace)
     try:
         profile = _profile(planning, workload, fixed, (*others, asked), trace)
         chosen = parse_fixed((*others, asked), host, profile, workload)
-        ranking = search(host, profile, workload, fixed=chosen)
+        ranking = _here(planning, host, profile, workload, chosen)
     except RequestError as problem:
         return Counterfactual(asked=asked, outcome="not possible", allow=allow, why=_as_answer(problem))
     return _answer(planning, asked, name, allow, ranking)
+
+
+def _here(planning: Planning, host: Host, profile: ModelProfile, workload: Workload, chosen: dict[str, Any]) -> Ranking:
+    """The search again, corrected and checked as the planning was."""
+    ranking = search(host, profile, workload, fixed=chosen)
+    return as_here(ranking, host, profile, workload, planning.calibration, enough=1)
 
 
 def _read_choice(asked: str) -> tuple[str, Any]:
@@ -185,7 +191,7 @@ def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[Shadow
     chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
     prices = []
     for change, host in _machines(planning.host):
-        prices.append(_price(planning, change, search(host, planning.profile, planning.workload, fixed=chosen)))
+        prices.append(_price(planning, change, _here(planning, host, planning.profile, planning.workload, chosen)))
     for name in CHANGES_MATHEMATICS:
         price = None if name in planning.workload.allow else _price_of_allowing(planning, name, fixed)
         if price is not None:
@@ -234,7 +240,7 @@ def _price_of_allowing(planning: Planning, name: str, fixed: tuple[str, ...]) ->
             continue
         try:
             chosen = parse_fixed((*fixed, added), planning.host, planning.profile, workload)
-            ranking = search(planning.host, planning.profile, workload, fixed=chosen)
+            ranking = _here(planning, planning.host, planning.profile, workload, chosen)
         except MissingExtra as missing:
             problem = str(missing)
             continue

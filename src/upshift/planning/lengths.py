@@ -8,7 +8,8 @@ from the histogram; they ignore which lengths happen to meet in one real global 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from functools import cached_property
 
 from pydantic import model_validator
@@ -37,6 +38,24 @@ class LengthHistogram(Value):
                 "give the same number of both, at least one"
             )
         return self
+
+    @classmethod
+    def of_documents(cls, documents: Iterable[int], sequence_length: int) -> LengthHistogram:
+        """Of documents of so many tokens, cut as training cuts them: a last piece of a single token is dropped."""
+        counts: Counter[int] = Counter()
+        for length in documents:
+            whole, rest = divmod(length, sequence_length)
+            counts[sequence_length] += whole
+            counts[rest] += rest >= 2
+        exact = {length: count for length, count in counts.items() if count}
+        if not exact:
+            raise RequestError("the data has no sequence of two or more tokens; give more text")
+        bucket, rounded = -(-sequence_length // MAX_BUCKETS), Counter[int]()
+        for length, count in exact.items():
+            rounded[min(round_up(length, bucket), sequence_length)] += count
+        lengths, numbers = zip(*sorted(rounded.items()), strict=True)
+        num_tokens = sum(length * count for length, count in exact.items())
+        return cls(sequence_length=sequence_length, lengths=lengths, counts=numbers, num_tokens=num_tokens)
 
     @property
     def num_sequences(self) -> int:

@@ -84,7 +84,10 @@ class Check(Value):
 
 
 def lock_plan(planning: Planning, source: ModelSource, *, fixed: tuple[str, ...], described: bool) -> LockFile:
-    best = planning.ranking.candidates[0]
+    """By formula alone: a check compares versions of libraries, not of what ran here in the meantime."""
+    plan = planning.best
+    best = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload)
+    assert isinstance(best, Candidate), "it was costed before"
     lock = Lock(
         versions=_versions(planning.profile),
         architecture=planning.profile.architecture,

@@ -13,16 +13,15 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, TracedPrecision
 from upshift.models.source import ModelSource, find_model
 from upshift.models.store import Variant, profile_model
-from upshift.planning.cost.life import life
+from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.cost.resident import memory_limit
-from upshift.planning.cost.segments import trace_for
-from upshift.planning.cost.time import largest_micro_batch
 from upshift.planning.explain import Reason, reasons, representative, shadow_price
 from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.search import search
 from upshift.planning.space import BLOCK_ATTENTION_LIMIT, check_allow, parse_fixed
+from upshift.planning.whole_life import FITS_BUT, WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.settings import read_settings
@@ -41,6 +40,7 @@ class Planning:
     workload: Workload
     ranking: Ranking
     default: Candidate
+    calibration: Calibration = NO_RECORDS  # already in the candidates
 
     @property
     def best(self) -> Plan:
@@ -59,20 +59,17 @@ class Planning:
         workload = self.workload
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
         share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
-        trace = trace_for(self.profile, candidate.plan, workload)
-        around = None
-        if trace is not None:
-            around = life(self.profile, trace, candidate.plan, shape=largest_micro_batch(candidate.plan, workload))
         flops = per_sequence * workload.global_batch * share
-        return candidate.numbers(model_flops_per_step=flops, around=around, host=self.host)
+        return candidate.numbers(model_flops_per_step=flops, phases=self.life.phases(candidate), host=self.host)
+
+    @property
+    def life(self) -> WholeLife:
+        return WholeLife(self.host, self.profile, self.workload)
 
     def document(self) -> dict[str, Any]:
         """The JSON document of ``upshift plan --json``."""
         shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
-        plans: list[dict[str, Any]] = [
-            {"plan": c.plan.model_dump(mode="json"), "predicted": self.numbers(c).model_dump(mode="json"), "reasons": []}
-            for c in shown
-        ]
+        plans: list[dict[str, Any]] = [{**self._row(c), "reasons": []} for c in shown]
         if plans:
             plans[0]["reasons"] = [reason.model_dump(mode="json") for reason in self.reasons]
         return {
@@ -80,16 +77,20 @@ class Planning:
             "model": self.profile.model_dump(mode="json", exclude={"steps"}),
             "workload": self.workload.model_dump(mode="json"),
             "plans": plans,
-            "default": {
-                "plan": self.default.plan.model_dump(mode="json"),
-                "predicted": self.numbers(self.default).model_dump(mode="json"),
-            },
+            "default": self._row(self.default),
             "rejected": [
                 {"plan": r.plan.model_dump(mode="json"), "reason": r.reason} for r in representative(self.ranking.rejected)
             ],
             "num_candidates": len(self.ranking.candidates),
             "num_rejected": self.ranking.num_rejected,
             "shadow_price": self.shadow_price,
+        }
+
+    def _row(self, candidate: Candidate) -> dict[str, Any]:
+        return {
+            "plan": candidate.plan.model_dump(mode="json"),
+            "predicted": self.numbers(candidate).model_dump(mode="json"),
+            "does_not_fit": self.life.does_not_fit(candidate),
         }
 
 
@@ -146,21 +147,42 @@ def plan_training(
     *,
     fixed: tuple[str, ...] = (),
     progress: Progress = lambda done, total: None,
+    described: bool = False,
 ) -> Planning:
-    """Rank the space. Raises RequestError for a wrong request, NothingFits with the nearest plan that would."""
+    """Rank the space. ``described``: the host is not this machine, and what ran here says nothing of it. Raises RequestError for
+    a wrong request, NothingFits with the nearest plan that would."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
         raise RequestError(f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices")
-    profile, ranking = _search(source, host, workload, fixed, progress, selective=False)
+    calibration = NO_RECORDS if described else read_calibration(host)
+
+    def searched(*, selective: bool) -> tuple[ModelProfile, Ranking]:
+        profile, ranking = _search(source, host, workload, fixed, progress, selective=selective)
+        return profile, as_here(ranking, host, profile, workload, calibration)
+
+    profile, ranking = searched(selective=False)
     free = not {name for name in ("recompute_granularity", "activation_checkpointing") if any(f.startswith(name) for f in fixed)}
     short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
     if short and free and profile.declares.gradient_checkpointing:
-        profile, ranking = _search(source, host, workload, fixed, progress, selective=True)
+        profile, ranking = searched(selective=True)
     default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
     if not ranking.candidates:
         _refuse(ranking, host, workload.risk)
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
-    return Planning(host, profile, workload, ranking, default)
+    return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
+
+
+def as_here(
+    ranking: Ranking,
+    host: Host,
+    profile: ModelProfile,
+    workload: Workload,
+    calibration: Calibration,
+    *,
+    enough: int = MAX_SHOWN_PLANS,
+) -> Ranking:
+    """By what the plans are expected to do on this machine, the first ``enough`` of them fitting in every phase of the job."""
+    return WholeLife(host, profile, workload).fitting(calibration.ranked(ranking, host, workload), enough=enough)
 
 
 def _search(
@@ -181,6 +203,9 @@ def _search(
 
 
 def _refuse(ranking: Ranking, host: Host, risk: float | None) -> None:
+    in_another_phase = next((entry.reason for entry in ranking.rejected if FITS_BUT in entry.reason), None)
+    if in_another_phase is not None:
+        raise NothingFits(f"nothing fits on {host.name}: of the best plan {in_another_phase}; use a smaller --sequence-length")
     if not ranking.too_big:
         reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
         raise RequestError(f"no plan for {host.name}: {reason}")
@@ -207,7 +232,7 @@ def plan(
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
     )
-    return plan_training(find_model(model), find_host(on), workload, fixed=fixed)
+    return plan_training(find_model(model), find_host(on), workload, fixed=fixed, described=on is not None)
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:

@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from upshift.errors import JobFailed
-from upshift.planning.cost.memory import scaled_to
+from upshift.planning.calibration import Calibration, Sample, remember, sample_of
+from upshift.planning.cost.basis import Number
 from upshift.planning.cost.time import tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import COST_KEY, Candidate, cost_plan
 from upshift.planning.trial import TrialResult, loosened
 from upshift.planning.workload import Workload
-from upshift.record import Numbers, Spread
+from upshift.record import Numbers, Record, Spread
 from upshift.units import format_bytes, gib
 
 LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
@@ -34,6 +35,7 @@ FIELD_WEIGHTS = {
     "host_memory": 0.5,
 }
 CLOSE = 0.93  # of the best speed; what one look on a shared machine cannot tell apart
+MIN_STEADY_STEPS = 3  # of a run, for its time to be worth remembering
 SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
 
 
@@ -184,26 +186,52 @@ def _key(plan: Plan) -> tuple[object, ...]:
 
 
 def after_trial(entry: Tried, planning: Planning) -> Candidate:
-    """The candidate with the trial's numbers in place of the predicted ones.
+    """The candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed."""
+    sample, best = _trial_sample(entry, planning), entry.best
+    if sample is None or best.tokens_per_second is None:
+        return entry.candidate
+    found = Calibration((sample,)).of(_by_formula(entry.candidate.plan, planning), planning.workload)
+    time = replace(found.time, one_time=best.one_time_seconds or 0.0)
+    return replace(found, time=time, tokens_per_second=best.tokens_per_second)
 
-    A trial runs one global batch, which may be larger or smaller than the average and short of the largest: its speed
-    holds for all, its memory is scaled from its own shape to the largest one's.
-    """
-    candidate, best = entry.candidate, entry.best
+
+def remember_trials(tried: list[Tried], planning: Planning) -> None:
+    """For the predictions of later plans on this machine."""
+    samples = [_trial_sample(entry, planning) for entry in tried if entry.ok]
+    remember(sample for sample in samples if sample is not None)
+
+
+def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
+    """A trial runs one global batch, which may be larger or smaller than the average and short of the largest: its speed
+    holds for all, its memory is compared at its own shape."""
+    plan, best = entry.candidate.plan, entry.best
     if best.step_seconds is None or not best.tokens_per_second:
-        return candidate
+        return None
+    whole, small = (_by_formula(plan, planning, shape) for shape in (None, best.largest_micro_batch))
     step = tokens_per_step(planning.profile, planning.workload) / best.tokens_per_second
-    terms = {name: seconds * step / candidate.time.total for name, seconds in candidate.time.terms.items()}
-    small = cost_plan(
-        candidate.plan, host=planning.host, profile=planning.profile, workload=planning.workload, shape=best.largest_micro_batch
-    )
-    assert isinstance(small, Candidate), "it was costed before"
-    peak = (best.peak_bytes or small.memory.peak) * candidate.memory.peak / small.memory.peak
-    return replace(
-        candidate,
-        memory=scaled_to(candidate.memory, peak),
-        time=replace(candidate.time, terms=terms, one_time=best.one_time_seconds or 0.0),
-        tokens_per_second=best.tokens_per_second,
-        resident=(best.resident_bytes or small.resident) * candidate.resident / small.resident,
-        tier="calibrated",
-    )
+    return sample_of(plan, planning.workload, "trial", {
+        "step": (whole.time.total, step), "allocated": (small.memory.peak, best.peak_bytes),
+        "held": (small.resident, best.resident_bytes),
+    })  # fmt: skip
+
+
+def remember_run(record: Record, planning: Planning) -> None:
+    """Likewise, of a run. With sequences of many lengths nobody knows whether the largest micro-batch came
+    by: then only its time is kept."""
+    plan, measured, workload = Plan.model_validate(record.plan), record.measured, planning.workload
+    steady = measured.step_ms.num_samples if measured and measured.step_ms else 0
+    if measured is None or not measured.tokens_per_second or steady < MIN_STEADY_STEPS:
+        return
+    formula = _by_formula(plan, planning)
+    step = tokens_per_step(planning.profile, workload) / measured.tokens_per_second
+    numbers: dict[Number, tuple[float, float | None]] = {"step": (formula.time.total, step)}
+    if workload.lengths is None or (plan.packing and not plan.flattens):
+        numbers["allocated"] = (gib(formula.memory.peak), measured.peak_gib)
+        numbers["held"] = (gib(formula.resident), measured.resident_gib)
+    remember([sample_of(plan, workload, "run", numbers)])
+
+
+def _by_formula(plan: Plan, planning: Planning, shape: tuple[int, int] | None = None) -> Candidate:
+    found = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload, shape=shape)
+    assert isinstance(found, Candidate), "it was costed before"
+    return found

@@ -9,6 +9,7 @@ from typing import Any
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, StepTrace
+from upshift.planning.cost.basis import Number, by_formula, held_spread
 from upshift.planning.cost.exchange import UnknownLink
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.memory import Peak, StepMemory, accumulates, add_share, predict_memory, walk_stage
@@ -18,11 +19,10 @@ from upshift.planning.cost.share import shares
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
-from upshift.record import Numbers, Spread
+from upshift.record import Basis, Numbers, Spread
 from upshift.units import GIB, format_bytes, gib
 
 EXTRA_MEMORY_BYTES = 8 * GIB  # beyond what is there: plans that so much more would let in are kept
-FORMULA_INTERVAL = (0.6, 1.6)  # measured over predicted step time, before any trial (docs/accuracy.md)
 COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     "recompute_granularity", "attention", "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes",
@@ -39,24 +39,32 @@ class Candidate:
     resident: float
     time: StepTime
     tokens_per_second: float
-    tier: str = "formula"
+    bases: dict[Number, Basis] = field(default_factory=dict)  # how the numbers are known; those left out: by formula
 
-    def numbers(self, *, model_flops_per_step: float, around: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
-        """``around``: phases beside those of a step. ``host``: whose memory it may run out of."""
-        step_ms, phases = 1000 * self.time.total, {**self.memory.phases, **(around or {})}
+    def basis(self, number: Number) -> Basis:
+        return self.bases.get(number) or by_formula(number, self.plan)
+
+    def numbers(self, *, model_flops_per_step: float, phases: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
+        """``phases``: of the whole job; None: a step's. ``host``: whose memory it may run out of."""
+        step_ms, peaks = 1000 * self.time.total, phases or self.memory.phases
+        step, held = self.basis("step"), self.basis("held")
+        risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_spread(held)) if host else None
         return Numbers(
             peak_gib=gib(self.memory.peak),
             reserved_gib=gib(predict_reserved(self.memory)) if self.plan.device == "cuda" else None,
             resident_gib=gib(self.resident),
-            out_of_memory_probability=out_of_memory_probability(self.resident, self.plan, host) if host else None,
+            out_of_memory_probability=risk,
             step_ms=Spread(p20=step_ms, p50=step_ms, p80=step_ms),
             tokens_per_second=self.tokens_per_second,
-            memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in phases.items()},
+            memory={name: {part: gib(size) for part, size in peak.parts.items()} for name, peak in peaks.items()},
             binding_term=self.time.binding_term,
             model_flops_per_second=model_flops_per_step / self.time.total,
             one_time_seconds=self.time.one_time,
-            tier="formula",
-            interval=FORMULA_INTERVAL,
+            tier=step.tier,
+            interval=step.interval,
+            num_records=step.num_records,
+            peak_basis=self.basis("allocated"),
+            resident_basis=held,
         )
 
 

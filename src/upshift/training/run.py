@@ -14,7 +14,7 @@ from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.proof_store import proof_path
-from upshift.planning.prove import Proof, Tried, after_trial
+from upshift.planning.prove import Proof, Tried, after_trial, remember_run
 from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.space import check_allow
 from upshift.planning.trial import TrialRequest
@@ -29,7 +29,6 @@ from upshift.training.loop.run import OWN_FILES
 from upshift.training.trials import known_proof, try_plans
 
 TRIAL_SECONDS = 60.0
-CALIBRATED_INTERVAL = (0.8, 1.25)  # measured over predicted step time after a trial, on shared two-core machines (docs/log.md)
 SAMPLE_BATCHES = 4
 
 
@@ -123,9 +122,7 @@ def prepare_run(
         proof = _prove(source, data, planning, fixed, from_config, trial_seconds, watcher)
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
-    prepared = Prepared(
-        source, data, planning, proof, plan, _predicted(planning, candidate, proof), from_config, data_path, text_column
-    )
+    prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), from_config, data_path, text_column)
     return prepared, steps
 
 
@@ -153,7 +150,9 @@ def train(
     watcher = watcher or Watcher()
     watcher.ready(prepared)
     job = prepared.job(Arguments(max_steps=steps, **given), output=output, overwrite=overwrite, resume=resume)
-    return run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
+    record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
+    remember_run(record, prepared.planning)
+    return record
 
 
 def _trainable(model: str, *, from_config: bool) -> ModelSource:
@@ -234,12 +233,5 @@ def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> C
         candidate = cost_plan(given, host=planning.host, profile=planning.profile, workload=planning.workload)
         if not isinstance(candidate, Candidate):
             raise RequestError(f"the given plan cannot run here: {candidate.reason}")
-        return candidate
+        return planning.calibration.of(candidate, planning.workload)
     return after_trial(proof.chosen, planning) if proof is not None else planning.ranking.candidates[0]
-
-
-def _predicted(planning: Planning, candidate: Candidate, proof: Proof | None) -> Numbers:
-    numbers = planning.numbers(candidate)
-    if proof is None:
-        return numbers
-    return numbers.changed(tier="calibrated", interval=CALIBRATED_INTERVAL)

@@ -9,7 +9,7 @@ from pathlib import Path
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.proof_store import recall_proof, store_proof
-from upshift.planning.prove import Proof, Tried, prove
+from upshift.planning.prove import Proof, Tried, prove, remember_trials
 from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
@@ -43,6 +43,7 @@ def try_plans(
         )  # fmt: skip
     if time.monotonic() - start <= 2 * seconds + START_LIMIT_SECONDS:  # else something kept the machine busy
         store_proof(path, proof)
+        remember_trials(proof.tried, planning)
     return proof
 
 

@@ -96,7 +96,8 @@ def costed_at(planning: Planning, length: int, sizes: Sequence[int]) -> Iterator
             for layers, granularity in recomputations(planning)
         ]  # fmt: skip
         legal = [plan for plan in plans if conflict(plan, clips_gradients=workload.clips_gradients) is None]
-        yield size, [one for one in map(coster.cost, legal) if isinstance(one, Candidate)]
+        costed = [one for one in map(coster.cost, legal) if isinstance(one, Candidate)]
+        yield size, [planning.calibration.of(one, workload) for one in costed]
 
 
 def cell_of(plans: Sequence[Candidate], planning: Planning) -> Cell:

@@ -12,11 +12,21 @@ from upshift.benchmarking.page_html import definitions, empty, number, paragraph
 from upshift.benchmarking.page_plots import Figure, chosen_by, part_colours
 from upshift.cli.plan_page.bars import TIME_HEIGHT, memory_figure, time_figure
 from upshift.cli.plan_page.candidates import FARTHEST, Picture
-from upshift.cli.plan_page.words import costs, full_memory_words, held_gib, memory_by_phase, parts_of, sentence, time_words
+from upshift.cli.plan_page.words import (
+    costs,
+    full_memory_words,
+    held_gib,
+    known_words,
+    memory_by_phase,
+    parts_of,
+    sentence,
+    time_words,
+)
+from upshift.planning.cost.resident import CUDA_SLACK
 from upshift.planning.explain import representative
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate
-from upshift.units import format_count
+from upshift.units import GIB, format_count, gib
 
 PLANS_PLOT, MEMORY_PLOT, TIME_PLOT = "plot-plans", "plot-memory", "plot-time"
 PLAN, WORDS = "plan-shown", "plan-words"
@@ -75,11 +85,12 @@ def plans_table(planning: Planning, listed: Selectable) -> str:
     predicted = [(label, one, planning.numbers(one)) for label, one in listed]
     reserved = any(numbers.reserved_gib is not None for _, _, numbers in predicted)  # of devices: their allocator holds segments
     heads = [("Plan", "long"), ("Tokens per second", "number"), ("Step, ms", "number"), ("Allocated, GiB", "number"),
-             *([("Reserved, GiB", "number")] if reserved else []), ("Held, GiB", "number"), ("Bound by", "")]  # fmt: skip
+             *([("Reserved, GiB", "number")] if reserved else []), ("Held, GiB", "number"), ("Bound by", ""),
+             ("Known from", "long")]  # fmt: skip
     rows = [
         [text(label), number(one.tokens_per_second, digits=0), number(1000 * one.time.total, digits=0),
          number(numbers.peak_gib, digits=2), *([number(numbers.reserved_gib, digits=2)] if reserved else []),
-         number(held_gib(one), digits=2), text(one.time.binding_term)]
+         number(held_gib(one), digits=2), text(one.time.binding_term), text(known_words(one))]
         for label, one, numbers in predicted
     ]  # fmt: skip
     return "<h3>The best, the front, and the plain default</h3>" + table(heads, rows, label="Best plans", marked=frozenset([0]))
@@ -112,19 +123,25 @@ def step(planning: Planning, shown: Selectable) -> tuple[list[str], dict[str, Fi
 
 def step_words(planning: Planning, candidate: Candidate) -> str:
     once = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
-    return (
-        f"{costs(candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {full_memory_words(planning, candidate)}."
-    )
+    short = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.life.does_not_fit(candidate))
+    memory = full_memory_words(planning, candidate)
+    return f"{costs(candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {memory}.{short}"
 
 
 def memory_table(planning: Planning) -> str:
     memory = memory_by_phase(planning, planning.ranking.candidates[0])
     parts = list(part_colours(parts_of(memory)))
-    heads = [("Phase", ""), *((part, "number") for part in parts), ("Total", "number")]
-    rows = [
-        [text(phase), *(number(row.get(part, 0.0), digits=3) for part in parts), number(sum(row.values()), digits=3)]
-        for phase, row in memory.items()
-    ]
+    best, life = planning.ranking.candidates[0], planning.life
+    reserved = best.plan.device == "cuda"
+    heads = [("Phase", ""), *((part, "number") for part in parts), ("Allocated", "number"),
+             *([("Reserved", "number")] if reserved else []), ("Held", "number")]  # fmt: skip
+    rows = []
+    for phase, row in memory.items():
+        total = sum(row.values())
+        sizes = [total, *([CUDA_SLACK * total] if reserved else []), gib(life.held(best, total * GIB))]
+        rows.append([
+            text(phase), *(number(row.get(part, 0.0), digits=3) for part in parts), *(number(size, digits=3) for size in sizes)
+        ])  # fmt: skip
     return table(heads, rows, label="The best plan's memory in GiB by phase and part")
 
 

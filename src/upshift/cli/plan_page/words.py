@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from upshift.planning.cost.basis import Number
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
@@ -17,8 +18,8 @@ STAGES = {"optimizer": "ZeRO 1", "gradients": "ZeRO 2", "weights": "ZeRO 3"}
 TIERS = {
     "formula": "from formulas and the host's rates; nothing was run",
     "traced": "from a trace of the real step; nothing was run",
-    "transferred": "from measurements on other hardware",
-    "calibrated": "corrected by earlier runs here",
+    "transferred": "corrected by other runs on this machine",
+    "calibrated": "corrected by a trial",
     "measured": "measured here",
 }
 
@@ -111,6 +112,18 @@ def time_words(candidate: Candidate, *, most: int | None = None) -> str:
     total = candidate.time.total
     terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in terms[:most] if seconds > SMALL_SHARE * total)
+
+
+def known_words(candidate: Candidate) -> str:
+    """The tier of each number, and how many times as large as predicted the truth should be."""
+    found = []
+    numbers: tuple[Number, ...] = ("step", "allocated", "held")
+    for name in numbers:
+        basis = candidate.basis(name)
+        low, high = basis.interval or (1.0, 1.0)
+        tier = "measured here" if basis.tier == "measured" else basis.tier
+        found.append(f"{name}: {tier}, {low:.2f} to {high:.2f} \N{MULTIPLICATION SIGN}")
+    return "; ".join(found)
 
 
 def costs(candidate: Candidate) -> str:

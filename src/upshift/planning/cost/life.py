@@ -1,35 +1,59 @@
-"""Memory of a job's life around its training steps: loading, evaluation, saving and resuming, on the rank that needs most.
+"""Memory of a job's life around its training steps: loading, the first step, evaluation, saving and resuming, on the rank that
+needs most.
 
 Bytes by part, as those of a step. What a phase keeps beside the model is what training/ does in it: weights are read tensor by
-tensor; evaluation runs the steps' micro-batches without gradients; a save copies weights and optimizer state to host memory,
-and writes without copies where that has no room.
+tensor; the optimizer's state is born in the first update; evaluation runs the steps' micro-batches without gradients; a save
+copies weights and optimizer state to host memory, and writes without copies where that has no room. A training run generates
+nothing.
 """
 
 from __future__ import annotations
 
 from upshift.models.profile import ModelProfile, StepTrace, highest
-from upshift.planning.cost.memory import Peak
+from upshift.planning.cost.memory import Peak, StepMemory
 from upshift.planning.cost.segments import place_segments
 from upshift.planning.cost.share import share_of, stages
 from upshift.planning.plan import Plan
 
+WITH_LOGITS = "evaluation with logits"  # for metrics of a user's own; upshift train needs the loss alone
 
-def life(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape: tuple[int, int]) -> dict[str, Peak]:
-    """``shape``: rows and tokens a row of the largest micro-batch. On a CUDA device saving takes host memory: no phase here."""
+
+def life(profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory, *, shape: tuple[int, int]) -> dict[str, Peak]:
+    """Every phase, in order. ``memory``: of a steady step; ``shape``: rows and tokens a row of the largest micro-batch. On a CUDA
+    device saving takes host memory: no phase here."""
     stage = stages(profile, plan)[-1]
     share = share_of(profile, plan, stage)
     largest = float(profile.parameters.largest * plan.parameter_bytes)
     model = {"weights": share.weights + profile.parameters.buffers_bytes}
     lasting = {**model, "optimizer": share.optimizer}
-    phases = {"load": {**model, "workspace": largest}, "evaluation": _evaluation(profile, trace, plan, shape) | lasting}
+    found = {"load": _peak({**model, "workspace": largest}), "first step": _first_step(memory), **memory.phases}
+    found["evaluation"] = _peak(_evaluation(profile, trace, plan, shape) | lasting)
+    if plan.loss_chunk_tokens and trace.chunked_gap is not None:
+        whole = plan.model_copy(update={"loss_chunk_tokens": 0})
+        found[WITH_LOGITS] = _peak(_evaluation(profile, trace, whole, shape) | lasting)
     if plan.device == "cpu":
-        phases["save"] = {**lasting, "communication": share.weights + share.optimizer}
-    phases["resume"] = {**lasting, "workspace": largest}
-    found = {}
-    for name, parts in phases.items():
-        found[name] = Peak()
-        found[name].offer(parts)
+        found["save"] = _peak({**lasting, "communication": share.weights + share.optimizer})
+    found["resume"] = _peak({**lasting, "workspace": largest})
     return found
+
+
+def needed(phase: str, peak: Peak) -> float:
+    """Bytes without which the phase fails: a save that has no room for copies writes without them."""
+    return peak.total - (peak.parts.get("communication", 0.0) if phase == "save" else 0.0)
+
+
+def _peak(parts: dict[str, float]) -> Peak:
+    peak = Peak()
+    peak.offer(parts)
+    return peak
+
+
+def _first_step(memory: StepMemory) -> Peak:
+    """The optimizer's state is not there before the first update."""
+    peak = Peak()
+    for name, phase in memory.phases.items():
+        peak.offer(phase.parts if name == "optimizer" else {**phase.parts, "optimizer": 0.0})
+    return peak
 
 
 def _evaluation(profile: ModelProfile, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> dict[str, float]:

@@ -36,7 +36,6 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     """Bytes of one process (host memory) or of the device."""
     if plan.device == "cuda":
         return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan) + predict_reserved(memory)
-    base = (host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES
     highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
     loss = memory.phases["forward"].parts.get("loss", 0.0)
     holes = (
@@ -47,7 +46,12 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     )
     # An optimizer that compiles its update brings the same compiler into the process.
     compiled = "layer" if OPTIMIZERS[plan.optim].library == "torchao" else plan.torch_compile
-    return base + FIRST_STEP_BYTES + COMPILED_BYTES[compiled] + memory.peak + holes
+    return base_bytes(host) + COMPILED_BYTES[compiled] + memory.peak + holes
+
+
+def base_bytes(host: Host) -> float:
+    """Of a process that has imported what a step needs and has no tensors."""
+    return ((host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES) + FIRST_STEP_BYTES
 
 
 def predict_reserved(memory: StepMemory) -> float:
@@ -76,13 +80,13 @@ def _heap_share(loss: float, plan: Plan) -> float:
     return BF16_LOSS_SHARE if not full and block / 2 <= MMAP_BYTES else 0.0
 
 
-def memory_limit(plan: Plan, host: Host, *, risk: float | None = None) -> float | None:
+def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: float | None = None) -> float | None:
     """Bytes that one process may be predicted to hold; None where the host does not say. ``risk``: the probability of running
-    out that is accepted; None: a fixed share of what is free."""
+    out that is accepted; None: a fixed share of what is free. ``spread``: of held memory, where runs here have said it."""
     free = free_memory(plan, host)
     if free is None:
         return None
-    return free * USABLE_SHARE if risk is None else free / _truth(plan).inv_cdf(1.0 - risk)
+    return free * USABLE_SHARE if risk is None else free / _truth(plan, spread).inv_cdf(1.0 - risk)
 
 
 def free_memory(plan: Plan, host: Host) -> float | None:
@@ -92,12 +96,12 @@ def free_memory(plan: Plan, host: Host) -> float | None:
     return free / sharing if free else None
 
 
-def out_of_memory_probability(resident: float, plan: Plan, host: Host) -> float | None:
+def out_of_memory_probability(resident: float, plan: Plan, host: Host, *, spread: float | None = None) -> float | None:
     """That the plan holds more than is free; None where the host does not say how much that is."""
     free = free_memory(plan, host)
-    return None if free is None else 1.0 - _truth(plan).cdf(free / resident)
+    return None if free is None else 1.0 - _truth(plan, spread).cdf(free / resident)
 
 
-def _truth(plan: Plan) -> NormalDist:
+def _truth(plan: Plan, spread: float | None) -> NormalDist:
     """Held memory, measured over predicted."""
-    return NormalDist(1.0, HELD_SPREAD[plan.device])
+    return NormalDist(1.0, spread or HELD_SPREAD[plan.device])

@@ -1,0 +1,42 @@
+"""How long the sequences of some data are: as the request cuts them, and cut at other lengths from one reading."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from functools import cache
+
+from upshift.cli import show
+from upshift.planning.lengths import LengthHistogram
+
+
+def read_lengths(model: str, data: str, *, sequence_length: int) -> LengthHistogram | None:
+    """None where every sequence is full."""
+    from upshift.training.run import lengths_of  # reading data needs tokenizers
+
+    with show.step(f"Reading the lengths of {data}"):
+        found: LengthHistogram | None = lengths_of(model, data, sequence_length=sequence_length)
+    return found
+
+
+def lengths_at(model: str, data: str) -> Callable[[int], LengthHistogram | None]:
+    """The same data cut at any length; None where all sequences are full then."""
+
+    @cache
+    def documents() -> tuple[int, ...]:
+        from upshift.models.source import find_model
+        from upshift.training.data.corpus import read_corpus
+        from upshift.training.data.tokenizer import load_tokenizer, tokenize
+
+        with show.step(f"Reading the documents of {data}"):
+            corpus, source = read_corpus(data), find_model(model)
+            tokenizer = None if corpus.is_tokenized else load_tokenizer(source.directory or source.reference)
+            offsets = tokenize(corpus.documents, tokenizer).offsets.tolist()
+        return tuple(end - start for start, end in itertools.pairwise(offsets))
+
+    @cache
+    def at(sequence_length: int) -> LengthHistogram | None:
+        found = LengthHistogram.of_documents(documents(), sequence_length)
+        return None if found.mean >= found.sequence_length else found
+
+    return at

@@ -1,0 +1,81 @@
+"""How sure a predicted number is: by formula alone, carried over from other runs here, or measured here.
+
+An interval holds measured over predicted. It narrows from what the formula is known for to the spread of the ratios that
+earlier runs left, as if the formula's interval were MIN_RECORDS records of its own: there is no jump at the first record.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import median
+from typing import Literal
+
+from upshift.planning.cost.resident import HELD_SPREAD
+from upshift.planning.plan import Plan
+from upshift.record import Basis
+
+Number = Literal["step", "allocated", "held"]
+MIN_RECORDS = 3  # plans measured here before their median is trusted whole; with fewer, the prediction stays nearer the formula
+INTERVAL_SIGMAS = 2.0  # half an interval, in standard deviations
+SIGMAS_OF_MEDIAN = 1.4826  # a normal distribution's standard deviation over its median absolute deviation
+
+STEP = (0.6, 1.6)  # docs/accuracy.md: 0.87 to 2.14 on one machine, 80 % within this
+# Live tensors of an eager step: 0.1 % (docs/accuracy.md), 5.6 % too much for adamw_torch (docs/log.md), 3.5 % among ranks
+# (tests/cpu). Compilers fuse what is predicted as if they did not.
+ALLOCATED, ALLOCATED_COMPILED = (0.94, 1.04), (0.6, 1.04)
+# A plan that ran here, when it runs again. Step: on shared two-core machines (docs/log.md).
+AGAIN: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0.99, 1.01), "held": (0.93, 1.1)}
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What to multiply a formula's number by, and how sure the result is."""
+
+    factor: float
+    basis: Basis
+
+
+def formula_interval(number: Number, plan: Plan) -> tuple[float, float]:
+    """Measured over predicted, before anything ran on the host."""
+    if number == "step":
+        return STEP
+    if number == "allocated":
+        return ALLOCATED_COMPILED if plan.torch_compile != "off" else ALLOCATED
+    half = INTERVAL_SIGMAS * HELD_SPREAD[plan.device]
+    return math.exp(-half), math.exp(half)
+
+
+def by_formula(number: Number, plan: Plan) -> Basis:
+    return Basis(tier="formula", interval=formula_interval(number, plan))
+
+
+def measured_again(number: Number, ratios: Sequence[float]) -> Correction:
+    """Of the same plan of the same model on the same host: ``ratios`` of measured over formula, at least one."""
+    middle = median(sorted(math.log(ratio) for ratio in ratios))
+    interval = _interval(AGAIN[number], [math.log(ratio) - middle for ratio in ratios], own=1)
+    return Correction(math.exp(middle), Basis(tier="measured", interval=interval, num_records=len(ratios)))
+
+
+def transferred(interval: tuple[float, float], ratios: Sequence[float]) -> Correction:
+    """From other plans or models of the host: ``ratios``, one a plan. ``interval``: the formula's own."""
+    trusted = min(len(ratios) / MIN_RECORDS, 1.0)
+    moved = trusted * median(sorted(math.log(ratio) for ratio in ratios))
+    spread = _interval(interval, [math.log(ratio) - moved for ratio in ratios], own=0)
+    return Correction(math.exp(moved), Basis(tier="transferred", interval=spread, num_records=len(ratios)))
+
+
+def held_spread(basis: Basis) -> float:
+    """The standard deviation of held memory, measured over predicted, that an interval stands for."""
+    low, high = basis.interval or (1.0, 1.0)
+    return max(-math.log(low), math.log(high)) / INTERVAL_SIGMAS
+
+
+def _interval(prior: tuple[float, float], deviations: Sequence[float], *, own: int) -> tuple[float, float]:
+    """By the median deviation: one run beside a busy neighbour must not widen it. ``own``: deviations that are none, because the
+    middle was taken from them."""
+    spread = INTERVAL_SIGMAS * SIGMAS_OF_MEDIAN * median(sorted(abs(deviation) for deviation in deviations))
+    count = len(deviations) - own
+    low, high = (math.sqrt((MIN_RECORDS * math.log(side) ** 2 + count * spread**2) / (MIN_RECORDS + count)) for side in prior)
+    return math.exp(-low), math.exp(high)
