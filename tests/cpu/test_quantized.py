@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model, prepare_model_for_kbit_training
 from torch import nn
 from transformers import (
@@ -17,26 +16,19 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
-    Trainer,
-    TrainingArguments,
 )
 
-import upshift
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
-from upshift.errors import RequestError
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.build import sample_inputs
 from upshift.models.live import source_of
-from upshift.models.quantized import four_bit_layers
 from upshift.models.recompute import recompute_layers
-from upshift.models.source import find_model
 from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.optimizers.build import build_optimizer
-from upshift.training.prepare import load_or_build
 
 pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes: pip install 'upshift[bitsandbytes]'")
 

@@ -18,7 +18,7 @@ from upshift.errors import RequestError
 from upshift.models.adapter import base_of, complete_model, frozen_paths
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.quantized import check_quantization, four_bit_layers
-from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, ModelSource
+from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, BaseDtype, ModelSource, QuantizedFrom
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -32,9 +32,10 @@ def source_of(model: nn.Module) -> ModelSource:
     adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
     _check_weights(model)
     dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())
+    below: BaseDtype = "bfloat16" if adapter is not None and dtype == torch.bfloat16 else "float32"
     source = ModelSource(
         reference=type(base).__name__, directory=None, config=_config_of(base), adapter=adapter, adapter_name=adapter_name,
-        base_dtype="bfloat16" if adapter is not None and dtype == torch.bfloat16 else "float32", quantized_from=_quantized_from(base),
+        base_dtype=below, quantized_from=_quantized_from(base),
     )  # fmt: skip
     rebuilt = _rebuild(source, type(base), dtype=dtype)
     _check_modules(model, rebuilt)
@@ -75,11 +76,11 @@ def _adapter_of(model: nn.Module) -> tuple[dict[str, Any], str]:
     return _plain(kept, f"the {config.peft_type.value} config"), name
 
 
-def _quantized_from(base: PreTrainedModel) -> str | None:
+def _quantized_from(base: PreTrainedModel) -> QuantizedFrom | None:
     dtypes = {str(module.weight.quant_state.dtype).removeprefix("torch.") for _, module in four_bit_layers(base)}
     if len(dtypes) > 1:
         raise RequestError(f"the 4-bit weights were made of {' and '.join(sorted(dtypes))}; load the model with one dtype")
-    return next(iter(dtypes), None)
+    return next(iter(dtypes), None)  # type: ignore[return-value]
 
 
 def _config_of(base: PreTrainedModel) -> dict[str, Any]:

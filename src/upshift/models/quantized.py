@@ -1,4 +1,4 @@
-"""Weights of a frozen base that are stored in 4 bits (QLoRA: NF4 and FP4 of bitsandbytes): made, laid out without memory, counted.
+"""Weights of a frozen base that are stored in 4 bits (QLoRA: bitsandbytes' NF4 and FP4): made, laid out without memory, counted.
 
 An adapter's gradients pass through them; they have none of their own. What else transformers loads quantized is refused.
 """

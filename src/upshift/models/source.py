@@ -17,6 +17,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 
 BaseDtype = Literal["float32", "bfloat16"]
+QuantizedFrom = Literal["float32", "bfloat16", "float16"]
 
 # Of a peft config: where it came from, and how its first weights were drawn, which no plan depends on.
 ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
@@ -37,7 +38,7 @@ class ModelSource(Value):
     # Of the model inside an adapter, which no plan changes: the dtype of its weights, and that of weights that are quantized
     # before they were (None: none are).
     base_dtype: BaseDtype = "float32"
-    quantized_from: Literal["float32", "bfloat16", "float16"] | None = None
+    quantized_from: QuantizedFrom | None = None
 
     @property
     def model_hash(self) -> str:
@@ -80,15 +81,17 @@ def _with_adapter(directory: Path) -> ModelSource:
     adapter = _read_json(directory / ADAPTER_FILE)
     base = adapter.get("base_model_name_or_path")
     if not base or "peft_type" not in adapter:
-        raise RequestError(f"{directory / ADAPTER_FILE} names no base_model_name_or_path; save the adapter again, around its model")
+        raise RequestError(f"{directory / ADAPTER_FILE} names no base_model_name_or_path; save the adapter around its model")
     source = find_model(str(base))
     kept = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
     if isinstance(kept.get(ADAPTER_INITIAL), str):
         kept[ADAPTER_INITIAL] = True
     said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
-    quantized = said if "quantization_config" in source.config else None
     return source.changed(
-        reference=str(directory), adapter=kept, base_dtype="bfloat16" if said == "bfloat16" else "float32", quantized_from=quantized
+        reference=str(directory),
+        adapter=kept,
+        base_dtype="bfloat16" if said == "bfloat16" else "float32",
+        quantized_from=said if "quantization_config" in source.config else None,
     )
 
 
