@@ -16,19 +16,26 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    Trainer,
+    TrainingArguments,
 )
 
+import upshift
 from upshift.benchmarking.meters import allocated_peak, tensor_bytes
+from upshift.errors import RequestError
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.build import sample_inputs
 from upshift.models.live import source_of
+from upshift.models.quantized import four_bit_layers
 from upshift.models.recompute import recompute_layers
+from upshift.models.source import find_model
 from upshift.models.store import Variant, profile_model
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.optimizers.build import build_optimizer
+from upshift.training.prepare import load_or_build
 
 pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes: pip install 'upshift[bitsandbytes]'")
 
@@ -129,3 +136,74 @@ def test_predicted_peak_is_within_two_percent(name, tmp_path):
         errors[recomputed, batch, sequence] = predicted / measured_peak(model, plan, batch=batch, sequence=sequence) - 1
     print(name, {key: f"{error:+.2%}" for key, error in errors.items()})
     assert max(map(abs, errors.values())) < 0.02, errors
+
+
+ROWS = [{"input_ids": row, "labels": row} for row in torch.randint(0, 500, (24, 32), generator=torch.Generator().manual_seed(2))]
+SAME = ("precision=fp32", "torch_compile=off", "attention=sdpa", "per_device_train_batch_size=2")
+
+
+def trained(library: type[Trainer], folder: Path, **options: object) -> tuple[list[float], Trainer]:
+    """The model is evaluated before the run and within it: neither may leave weights through which no gradient passes."""
+    config = LoraConfig(**{**LORA.to_dict(), "lora_dropout": 0.0})
+    arguments = TrainingArguments(
+        str(folder / "out"), max_steps=6, logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
+        learning_rate=1e-2, seed=7, per_device_train_batch_size=4, max_grad_norm=1.0,
+    )  # fmt: skip
+    model = with_lora(loaded(folder, four_bits()), config)
+    trainer = library(model=model, args=arguments, train_dataset=ROWS, eval_dataset=ROWS[:4], **options)
+    trainer.train()
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+
+
+def test_the_trainer_has_the_curve_of_transformers(tmp_path):
+    theirs, _ = trained(Trainer, tmp_path / "theirs")
+    ours, trainer = trained(upshift.Trainer, tmp_path / "ours", fixed=SAME, trial_seconds=0)
+    assert trainer.choice.planning is not None and trainer.choice.plan.per_device_train_batch_size == 2
+    assert ours == pytest.approx(theirs, rel=1e-5) and ours[-1] < ours[0]
+    trainer.evaluate()
+    states = [layer.weight.quant_state for _, layer in four_bit_layers(trainer.model)]
+    assert states and not any(hasattr(state, "packing_format_for_cpu") for state in states)
+
+
+def test_a_trial_runs_the_quantized_model(tmp_path):
+    """What is built from the written source alone quantizes the same layers, and an adapter's directory is such a source."""
+    model = MODELS["nf4, made of bf16, the rest in fp32"](tmp_path / "base")
+    source = source_of(model)
+    source.write(tmp_path / "model.source.json")
+    built = load_or_build(find_model(str(tmp_path / "model.source.json")), plan_of(), from_config=True, seed=0)
+    described = [[(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (model, built)]
+    assert described[0] == described[1]
+    assert tensor_bytes(built) == tensor_bytes(model)
+
+
+def test_an_adapter_directory_is_planned_with_the_model_below_it(tmp_path):
+    base = loaded(tmp_path / "whole", four_bits())
+    base.save_pretrained(tmp_path / "base")
+    model = get_peft_model(type(base).from_pretrained(tmp_path / "base"), LoraConfig(**LORA.to_dict()))
+    model.save_pretrained(tmp_path / "adapter")
+    source = find_model(str(tmp_path / "adapter"))
+    assert source.quantized_from == "float32" and source.adapter is not None
+    built = load_or_build(source, plan_of(), from_config=True, seed=0)
+    described = [[(n, p.shape, p.dtype, p.requires_grad) for n, p in m.named_parameters()] for m in (model, built)]
+    assert described[0] == described[1]
+    with pytest.raises(RequestError, match=r"quantized to 4 bits \(NF4\), and such weights are never trained; put an adapter"):
+        profile_model(find_model(str(tmp_path / "base")), sequence_length=64, variants=(Variant("fp32", "sdpa", False),))
+
+
+def test_what_cannot_be_trained_is_refused(tmp_path):
+    base = loaded(tmp_path, four_bits())
+    with pytest.raises(RequestError, match="such weights are never trained; put an adapter around it"):
+        source_of(base)
+    for config, reason in (
+        ({"quant_method": "bitsandbytes", "load_in_8bit": True}, "8 bits .LLM.int8., which is not planned"),
+        ({"quant_method": "gptq", "bits": 4}, "quantized with gptq, through which no adapter is trained here; load it with Bits"),
+    ):
+        base.config.quantization_config = config
+        with pytest.raises(RequestError, match=reason):
+            source_of(with_lora(base))
+    fresh = with_lora(loaded(tmp_path / "again", four_bits()))
+    for _, layer in four_bit_layers(fresh):
+        layer.weight.quant_state.packing_format_for_cpu = True
+    arguments = TrainingArguments(str(tmp_path / "out"), report_to="none", use_cpu=True)
+    with pytest.raises(RequestError, match="packed for inference .* load the model again"):
+        upshift.Trainer(model=fresh, args=arguments, train_dataset=ROWS)

@@ -26,8 +26,19 @@ def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
             ("block", "_supports_sdpa"),
             ("eager", None),
             ("flash_attention_2", "_supports_flash_attn"),
+            ("flash_attention_3", "_supports_flash_attn"),
+            ("flex_attention", "_supports_flex_attn"),
         )
-        if flag is None or getattr(model, flag, False)
+        if flag is None or getattr(model, flag, False) and not (name == "flex_attention" and _drops_attention(model))
+    )
+
+
+def _drops_attention(model: PreTrainedModel) -> bool:
+    """In training; transformers' flex_attention refuses it."""
+    settings = vars(model.config.get_text_config())
+    return any(
+        "drop" in name and ("attn" in name or "attention" in name) and isinstance(value, float) and value > 0
+        for name, value in settings.items()
     )
 
 

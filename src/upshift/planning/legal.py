@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import Plan
 
@@ -16,6 +17,10 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             )
         if plan.num_processes > 1 and OPTIMIZERS[plan.optim].library is not None:
             return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
+    if plan.attention in PACKED_KERNELS:
+        problem = _with_packed_kernel(plan)
+        if problem is not None:
+            return problem
     layout = plan.layout
     if layout.pipeline_schedule == "interleaved_1f1b" and plan.gradient_accumulation_steps % layout.pipeline_parallel:
         return (
@@ -34,6 +39,17 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
         if plan.precision == "fp16":
             return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"
+    return None
+
+
+def _with_packed_kernel(plan: Plan) -> str | None:
+    if PACKED_KERNELS[plan.attention].halves_only and plan.precision in ("fp32", "tf32"):
+        return f"attention={plan.attention} computes in 16 bits only; use precision=bf16 or fp16"
+    if plan.recompute_granularity == "selective" and plan.activation_checkpointing:
+        return (
+            f"recompute_granularity=selective does not know the operators of attention={plan.attention} and would run them "
+            "again; use recompute_granularity=full, or attention=sdpa"
+        )
     return None
 
 
@@ -57,6 +73,8 @@ def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
 
 def repeats(plan: Plan) -> bool:
     """Whether the plan does what another one of the space does: it is left out unless asked for."""
+    if plan.attention in PACKED_KERNELS and not plan.packing:  # without a mask sdpa runs a flash kernel itself
+        return True
     if plan.recompute_granularity == "selective" and not plan.activation_checkpointing:
         return True
     stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # then one implementation has both names

@@ -14,6 +14,7 @@ from pydantic import ValidationError
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
+from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import check_layout, layouts
@@ -31,6 +32,7 @@ FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 ONLY_WHEN_ASKED = ("optim_offload", "activation_offload")
 REPEATED = {"optim", "recompute_granularity"}  # asked for, a plan is kept that does what another one does
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
+WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which is not for those that are stored in 4 bits
 
 
 def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
@@ -41,8 +43,10 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     attention = [name for name in get_args(Attention) if any(step.attention == name for step in profile.steps)]
     if host.device != "cpu" and "block" in attention:
         attention.remove("block")
+    if "sdpa" in attention and host.num_devices == 1:
+        attention += [name for name in PACKED_KERNELS if why_not(name, host, profile) is None]
     return {
-        "precision": _precisions(host, workload),
+        "precision": _precisions(host, workload, quantized=profile.parameters.quantized > 0),
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
         "recompute_granularity": _granularities(profile),
         "attention": attention,
@@ -96,7 +100,7 @@ def enumerate_plans(
             excluded = conflict(plan, clips_gradients=workload.clips_gradients)
             if excluded is not None:
                 problem = problem or excluded
-            elif REPEATED & fixed.keys() or not repeats(plan):
+            elif REPEATED & fixed.keys() or fixed.get("attention") in PACKED_KERNELS or not repeats(plan):
                 found = True
                 yield plan
     if problem is not None and not found:
@@ -196,6 +200,10 @@ def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:
 
 def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
     """Why a value of a field is not legal here. Raises MissingExtra where only a library is missing."""
+    if value in PACKED_KERNELS:
+        return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
+    if profile.parameters.quantized and value in WHOLE_WEIGHTS:
+        return " (the model's weights are stored in 4 bits)"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
     if name in ONLY_WHEN_ASKED:
@@ -222,7 +230,7 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _precisions(host: Host, workload: Workload) -> list[Precision]:
+def _precisions(host: Host, workload: Workload, *, quantized: bool) -> list[Precision]:
     """Those the host has instructions for. Where AMX would compute ``medium`` in bf16, tf32 is not fp32-accurate: left out."""
     amx = host.device == "cpu" and host.cpu is not None and host.cpu.isa is not None and "amx_bf16" in host.cpu.isa
     found: list[Precision] = ["fp32"]
@@ -233,7 +241,7 @@ def _precisions(host: Host, workload: Workload) -> list[Precision]:
         found.append("bf16-weights")
     if "fp8" in workload.allow and "bf16" in found and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):
         found.append("fp8")
-    return found
+    return [name for name in found if not quantized or name not in WHOLE_WEIGHTS]
 
 
 def _optimizers(host: Host, workload: Workload) -> list[str]:

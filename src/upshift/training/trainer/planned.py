@@ -178,7 +178,7 @@ class PlannedTraining(Choosing):
             self.model.to(torch.bfloat16)  # what allow=("bf16-weights",) allows
         if plan.precision == "fp8":
             convert_to_fp8(self.model, emulate=plan.device != "cuda")
-        own = base.config._attn_implementation  # one that plans do not know, as FlashAttention, was asked for by the user
+        own = base.config._attn_implementation  # one that plans do not know was asked for by the user
         if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
         if not recomputes(self.args):
