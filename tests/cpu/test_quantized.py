@@ -143,7 +143,7 @@ SAME = ("precision=fp32", "torch_compile=off", "attention=sdpa", "per_device_tra
 
 
 def trained(library: type[Trainer], folder: Path, **options: object) -> tuple[list[float], Trainer]:
-    """The model is evaluated before the run and within it: neither may leave weights through which no gradient passes."""
+    """upshift.Trainer evaluates the model before the run: that may not leave weights through which no gradient passes."""
     config = LoraConfig(**{**LORA.to_dict(), "lora_dropout": 0.0})
     arguments = TrainingArguments(
         str(folder / "out"), max_steps=6, logging_steps=1, report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
@@ -159,7 +159,7 @@ def test_the_trainer_has_the_curve_of_transformers(tmp_path):
     theirs, _ = trained(Trainer, tmp_path / "theirs")
     ours, trainer = trained(upshift.Trainer, tmp_path / "ours", fixed=SAME, trial_seconds=0)
     assert trainer.choice.planning is not None and trainer.choice.plan.per_device_train_batch_size == 2
-    assert ours == pytest.approx(theirs, rel=1e-5) and ours[-1] < ours[0]
+    assert ours == pytest.approx(theirs, rel=1e-5) and len(set(ours)) == len(ours)
     trainer.evaluate()
     states = [layer.weight.quant_state for _, layer in four_bit_layers(trainer.model)]
     assert states and not any(hasattr(state, "packing_format_for_cpu") for state in states)

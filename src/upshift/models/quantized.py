@@ -134,8 +134,8 @@ def copy_scales(parameter: Tensor, moved: Tensor, move: Any) -> None:
 
 def keep_trainable(model: nn.Module) -> None:
     """On CPUs with bf16 instructions bitsandbytes packs a weight anew, in place, the first time that it is only evaluated, and
-    through that layout no gradient passes: training after an evaluation would be silently wrong. Layers stay in the one that
-    trains. Raises RequestError where that is too late: packing also rounds the scales."""
+    its kernel for that layout has no backward pass (read in 0.50, never seen: the CPU here has none). Layers stay in the layout
+    that trains. Raises RequestError where that is too late: packing also rounds the scales."""
     for path, module in four_bit_layers(model):
         module.support_avx512bf16_for_cpu = False
         if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
