@@ -51,6 +51,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.linear_cross_entropy",
     "upshift.models.live",
     "upshift.models.measure",
+    "upshift.models.quantized",
     "upshift.models.recompute",
     "upshift.models.tensor_parallel",
     "upshift.models.trace",

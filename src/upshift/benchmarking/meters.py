@@ -57,6 +57,10 @@ def tensor_bytes(*groups: object) -> int:
                 add(getattr(value, name))
         elif isinstance(value, torch.Tensor):
             storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            add(getattr(value, "quant_state", None))
+        elif type(value).__name__ == "QuantState":  # bitsandbytes' scales beside a 4-bit weight
+            for tensor in vars(value).values():
+                add(tensor)
         elif isinstance(value, torch.nn.Module):
             for tensor in (*value.parameters(), *value.buffers(), *(p.grad for p in value.parameters())):
                 add(tensor)

@@ -5,18 +5,25 @@ from __future__ import annotations
 import warnings
 from typing import Any
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
 from upshift.errors import MissingExtra
+from upshift.models.quantized import keep_trainable, quantize
 from upshift.models.source import ModelSource
 
 
 def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
     """``model`` with the source's adapter around it (random weights) and its frozen parameters frozen, in training mode.
 
-    Raises MissingExtra where the source has an adapter and peft is not installed.
+    Below an adapter, weights are quantized where the config says so. Raises MissingExtra where the source has an adapter and
+    peft is not installed.
     """
+    if source.quantized_from is not None:
+        if not getattr(model, "is_quantized", False):
+            quantize(model, dtype=getattr(torch, source.quantized_from))
+        keep_trainable(model)
     whole: nn.Module = model if source.adapter is None else _attach(model, source.adapter, source.adapter_name)
     if source.frozen is not None:
         freeze(whole, source.frozen)

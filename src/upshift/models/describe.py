@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 
+import torch
 import transformers
 from torch import nn
 from transformers import PreTrainedModel
@@ -13,6 +14,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.models.profile import Declares, Experts, Parameters, ParameterShape
+from upshift.models.quantized import num_weights, stored_bytes
 from upshift.models.source import ModelSource
 
 
@@ -24,8 +26,19 @@ def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
             ("block", "_supports_sdpa"),
             ("eager", None),
             ("flash_attention_2", "_supports_flash_attn"),
+            ("flash_attention_3", "_supports_flash_attn"),
+            ("flex_attention", "_supports_flex_attn"),
         )
-        if flag is None or getattr(model, flag, False)
+        if flag is None or getattr(model, flag, False) and not (name == "flex_attention" and _drops_attention(model))
+    )
+
+
+def _drops_attention(model: PreTrainedModel) -> bool:
+    """In training; transformers' flex_attention refuses it."""
+    settings = vars(model.config.get_text_config())
+    return any(
+        "drop" in name and ("attn" in name or "attention" in name) and isinstance(value, float) and value > 0
+        for name, value in settings.items()
     )
 
 
@@ -53,13 +66,18 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
             if id(parameter) in head_ids
             else "other"
         )
-        parts[part] += parameter.numel()
+        parts[part] += num_weights(parameter)
         if parameter.requires_grad:
             in_head = id(parameter) in head_ids
             trainable["layers" if part == "layers" else "head" if in_head else "outside"] += parameter.numel()
             shapes[tuple(parameter.shape)] = shapes.get(tuple(parameter.shape), 0) + 1
+    frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
+    packed = [parameter for parameter in frozen if hasattr(parameter, "quant_state")]
     return Parameters(
         total=sum(parts.values()),
+        quantized=sum(num_weights(parameter) for parameter in packed),
+        quantized_bytes=sum(stored_bytes(parameter) for parameter in packed),
+        always_bf16=sum(parameter.numel() for parameter in frozen if parameter.dtype == torch.bfloat16),
         **parts,
         buffers_bytes=sum(b.numel() * b.element_size() for b in model.buffers()),
         tied=bool(embedding_ids & head_ids),

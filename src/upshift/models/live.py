@@ -17,12 +17,10 @@ from transformers import PreTrainedModel
 from upshift.errors import RequestError
 from upshift.models.adapter import base_of, complete_model, frozen_paths
 from upshift.models.build import build_model, choose_class, read_config
-from upshift.models.source import ModelSource
+from upshift.models.quantized import check_quantization, four_bit_layers
+from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, BaseDtype, ModelSource, QuantizedFrom
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
-# Of a peft config: where it came from, and how its first weights were drawn, which no plan depends on.
-ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
-ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
 
 
 def source_of(model: nn.Module) -> ModelSource:
@@ -33,10 +31,13 @@ def source_of(model: nn.Module) -> ModelSource:
     base = _transformers_model(model)
     adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
     _check_weights(model)
+    dtype = next(parameter.dtype for parameter in base.parameters() if parameter.is_floating_point())
+    below: BaseDtype = "bfloat16" if adapter is not None and dtype == torch.bfloat16 else "float32"
     source = ModelSource(
-        reference=type(base).__name__, directory=None, config=_config_of(base), adapter=adapter, adapter_name=adapter_name
-    )
-    rebuilt = _rebuild(source, type(base), dtype=next(base.parameters()).dtype)
+        reference=type(base).__name__, directory=None, config=_config_of(base), adapter=adapter, adapter_name=adapter_name,
+        base_dtype=below, quantized_from=_quantized_from(base),
+    )  # fmt: skip
+    rebuilt = _rebuild(source, type(base), dtype=dtype)
     _check_modules(model, rebuilt)
     _check_parameters(model, rebuilt)
     if [p.requires_grad for p in model.parameters()] != [p.requires_grad for p in rebuilt.parameters()]:
@@ -51,8 +52,8 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
         raise RequestError(f"{name} is no transformers model; give a PreTrainedModel, or a peft model around one")
     if getattr(transformers, name, None) is not type(base):
         raise RequestError(f"{name} is defined outside transformers ({type(base).__module__}), so it cannot be built to plan")
-    if getattr(base.config, "quantization_config", None) is not None or getattr(base, "is_quantized", False):
-        raise RequestError(f"{name} is quantized, which Upshift does not plan; load it without quantization_config")
+    if getattr(base.config, "quantization_config", None) is not None:
+        check_quantization(base.config.quantization_config, name, adapter=model is not base)
     if getattr(base, "_hf_peft_config_loaded", False):
         raise RequestError(f"{name} has adapters added with add_adapter; wrap it with peft.get_peft_model instead")
     return base
@@ -73,6 +74,13 @@ def _adapter_of(model: nn.Module) -> tuple[dict[str, Any], str]:
     if isinstance(kept.get(ADAPTER_INITIAL), str):
         kept[ADAPTER_INITIAL] = True
     return _plain(kept, f"the {config.peft_type.value} config"), name
+
+
+def _quantized_from(base: PreTrainedModel) -> QuantizedFrom | None:
+    dtypes = {str(module.weight.quant_state.dtype).removeprefix("torch.") for _, module in four_bit_layers(base)}
+    if len(dtypes) > 1:
+        raise RequestError(f"the 4-bit weights were made of {' and '.join(sorted(dtypes))}; load the model with one dtype")
+    return next(iter(dtypes), None)  # type: ignore[return-value]
 
 
 def _config_of(base: PreTrainedModel) -> dict[str, Any]:
@@ -112,7 +120,7 @@ def _check_weights(model: nn.Module) -> None:
     devices = sorted({str(parameter.device) for parameter in parameters})
     if len(devices) > 1 or devices == ["meta"]:
         raise RequestError(f"the weights are on {' and '.join(devices)}; plans are made for a whole model on one device")
-    dtypes = {parameter.dtype for parameter in parameters}
+    dtypes = {parameter.dtype for parameter in parameters if not hasattr(parameter, "quant_state")}
     if not dtypes <= set(WEIGHT_DTYPES):
         found = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
         raise RequestError(f"the weights are {found}; load the model with dtype float32 or bfloat16")

@@ -26,6 +26,7 @@ from upshift.models.chunked_loss import chunked_head
 from upshift.models.compiled import Call
 from upshift.models.fit import Measurement
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity
+from upshift.models.quantized import copy_scales
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant
@@ -46,6 +47,8 @@ class Tracer:
 
     def whole(self, dtype: torch.dtype) -> nn.Module:
         """Every layer, on the meta device, with adapter and frozen parameters. peft cannot be put on fake tensors."""
+        if self.source.adapter is not None and self.source.base_dtype == "bfloat16":
+            dtype = torch.bfloat16
         config = read_config(self.source)
         if hasattr(config, "use_cache"):
             config.use_cache = False
@@ -141,6 +144,8 @@ def _leave_meta(model: nn.Module) -> None:
             fresh = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device="cpu")
             is_parameter = isinstance(tensor, nn.Parameter)
             moved[id(tensor)] = nn.Parameter(fresh, requires_grad=tensor.requires_grad) if is_parameter else fresh
+            if hasattr(tensor, "quant_state"):
+                copy_scales(tensor, moved[id(tensor)], move)
         return moved[id(tensor)]
 
     for module in model.modules():

@@ -151,6 +151,9 @@ class Parameters(Value):
     trainable_layers: int
     trainable_head: int  # a head that is tied to the embedding included
     always_fp32: int  # trainable ones that stay fp32 beside bf16 weights, as peft's adapters do
+    always_bf16: int = 0  # frozen ones below an adapter that are in bf16, whatever the plan
+    quantized: int = 0  # frozen ones below an adapter that are stored in 4 bits
+    quantized_bytes: int = 0  # with their scales
     trainable_shapes: tuple[ParameterShape, ...]
 
     @property
@@ -165,7 +168,9 @@ class Parameters(Value):
 
     def weight_bytes(self, parameter_bytes: int) -> int:
         """Of all parameters, where a plan's weights take ``parameter_bytes`` each."""
-        return self.total * parameter_bytes + self.always_fp32 * (4 - parameter_bytes)
+        planned = self.total - self.quantized - self.always_bf16
+        fixed = self.quantized_bytes + 2 * self.always_bf16
+        return planned * parameter_bytes + self.always_fp32 * (4 - parameter_bytes) + fixed
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
         """Of the trainable parameters, as are their gradients."""

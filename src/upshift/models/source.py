@@ -10,12 +10,19 @@ import json
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from upshift.errors import RequestError
 from upshift.settings import read_settings
 from upshift.value import Value
 
+BaseDtype = Literal["float32", "bfloat16"]
+QuantizedFrom = Literal["float32", "bfloat16", "float16"]
+
+# Of a peft config: where it came from, and how its first weights were drawn, which no plan depends on.
+ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
+ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
+ADAPTER_FILE = "adapter_config.json"
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; nothing pickled
 
 
@@ -28,6 +35,10 @@ class ModelSource(Value):
     adapter: dict[str, Any] | None = None  # the peft config; None: no adapter
     adapter_name: str = "default"
     frozen: tuple[str, ...] | None = None  # modules and parameters without gradients; None: as class and adapter make them
+    # Of the model inside an adapter, which no plan changes: the dtype of its weights, and that of weights that are quantized
+    # before they were (None: none are).
+    base_dtype: BaseDtype = "float32"
+    quantized_from: QuantizedFrom | None = None
 
     @property
     def model_hash(self) -> str:
@@ -37,6 +48,7 @@ class ModelSource(Value):
         kept["architectures"] = self.config.get("architectures")
         if self.adapter is not None or self.frozen is not None:
             kept = {"config": kept, "adapter": self.adapter, "frozen": self.frozen}
+            kept["base"] = [self.base_dtype, self.quantized_from]
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def write(self, path: Path) -> None:
@@ -47,6 +59,8 @@ class ModelSource(Value):
 def find_model(reference: str) -> ModelSource:
     """Resolve a local directory, a config.json, a written ModelSource or a hub id. Raises RequestError with the next step."""
     path = Path(reference)
+    if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
+        return _with_adapter(path)
     if path.is_dir():
         return ModelSource(reference=reference, directory=path, config=_read_config(path / "config.json", reference))
     if path.is_file():
@@ -60,6 +74,25 @@ def find_model(reference: str) -> ModelSource:
             f"model {reference!r} does not exist; give a Hugging Face directory, a config.json, or a hub id such as org/name"
         )
     return _from_hub(reference)
+
+
+def _with_adapter(directory: Path) -> ModelSource:
+    """An adapter as peft saves it, around the model that it names."""
+    adapter = _read_json(directory / ADAPTER_FILE)
+    base = adapter.get("base_model_name_or_path")
+    if not base or "peft_type" not in adapter:
+        raise RequestError(f"{directory / ADAPTER_FILE} names no base_model_name_or_path; save the adapter around its model")
+    source = find_model(str(base))
+    kept = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
+    if isinstance(kept.get(ADAPTER_INITIAL), str):
+        kept[ADAPTER_INITIAL] = True
+    said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
+    return source.changed(
+        reference=str(directory),
+        adapter=kept,
+        base_dtype="bfloat16" if said == "bfloat16" else "float32",
+        quantized_from=said if "quantization_config" in source.config else None,
+    )
 
 
 def _read_config(path: Path, reference: str) -> dict[str, Any]:

@@ -94,9 +94,10 @@ def _write(path: Path, content: bytes) -> None:
 def _versions(source: ModelSource) -> dict[str, str]:
     """Of the libraries that decide which operators run."""
     versions = {name: version(name) for name in ("torch", "transformers")}
-    if source.adapter is not None:
+    needed = {"peft": source.adapter is not None, "bitsandbytes": source.quantized_from is not None}
+    for name in (name for name, is_needed in needed.items() if is_needed):
         try:
-            versions["peft"] = version("peft")
+            versions[name] = version(name)
         except PackageNotFoundError:
-            raise MissingExtra(library="peft", extra="peft", purpose="a model with an adapter") from None
+            raise MissingExtra(library=name, extra=name, purpose="a model with an adapter around such weights") from None
     return versions

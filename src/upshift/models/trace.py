@@ -32,6 +32,7 @@ from upshift.models.fit import fit_single
 from upshift.models.forked import run_forked
 from upshift.models.measure import Tracer, fake_masks, segment_borders
 from upshift.models.profile import CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
+from upshift.models.quantized import check_quantization
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource
 from upshift.models.store import SegmentStore, Variant
@@ -53,6 +54,8 @@ def trace_model(
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
     """Measure every variant and fit. Raises RequestError naming the module that cannot be traced."""
+    if variants and "quantization_config" in source.config:
+        check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
     tracer = Tracer(source)
     points = trace_points(sequence_length)
     try:
@@ -149,6 +152,8 @@ def _reaches_block(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> 
 def _division(tracer: Tracer, variants: tuple[Variant, ...], point: tuple[int, int]) -> TensorParallel | str:
     """What tensor parallelism divides, where it was asked for and a slice of the model runs; else why not. A profile of no
     step says what the model declares: no slice was run."""
+    if tracer.source.quantized_from is not None:
+        return "its 4-bit weights are packed whole, and no rank can have a slice of them"
     wanted = next((variant for variant in variants if variant.divided), None)
     if wanted is None and variants:
         return "it was not asked for: one device has nothing to divide"

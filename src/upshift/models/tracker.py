@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from upshift.models.block_attention import backward_in_blocks, forward_in_blocks
+from upshift.models.quantized import multiply
 
 ATEN = torch.ops.aten
 
@@ -37,10 +38,11 @@ class Interval:
     used: set[str] = field(default_factory=set)  # operators of ours that were looked into
 
 
-# Operators of ours are opaque to torch.compile, not to the tracker.
-INSIDE: dict[Any, Callable[..., Any]] = {
-    torch.ops.upshift.block_attention.default: forward_in_blocks,
-    torch.ops.upshift.block_attention_backward.default: backward_in_blocks,
+# Operators that are opaque to torch.compile, not to the tracker; all but the last are attention.
+INSIDE: dict[str, Callable[..., Any]] = {
+    "upshift::block_attention": forward_in_blocks,
+    "upshift::block_attention_backward": backward_in_blocks,
+    "bitsandbytes::gemm_4bit": multiply,
 }
 
 
@@ -164,8 +166,12 @@ class LiveTracker(TorchDispatchMode):
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if function in INSIDE:
-            return self._run_inside(function, args, kwargs)
+        inside = INSIDE.get(function._schema.name)
+        if inside is multiply:
+            with self:
+                return multiply(*args, **kwargs)
+        if inside is not None:
+            return self._run_attention(function, inside, args, kwargs)
         reused = _summed_in_place(function, args)
         result = function(*args, **kwargs)
         outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
@@ -177,12 +183,12 @@ class LiveTracker(TorchDispatchMode):
             self._record(self._current, function, args, kwargs, result, outputs)
         return result
 
-    def _run_inside(self, function: Any, args: Any, kwargs: Any) -> Any:
+    def _run_attention(self, function: Any, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Our own attention, operator by operator: what it allocates on its way counts; its products are attention."""
         current = self._current or Interval(entered=self.live_bytes)
         matmul, moved = current.matmul_flops, current.moved_bytes
         with self:
-            result = INSIDE[function](*args, **kwargs)
+            result = inside(*args, **kwargs)
         current.attention_flops += current.matmul_flops - matmul
         current.matmul_bytes += current.moved_bytes - moved
         current.matmul_flops, current.moved_bytes = matmul, moved

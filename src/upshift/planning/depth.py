@@ -63,6 +63,8 @@ def _parameters(parameters: Parameters, ratio: tuple[int, int], *, layers: tuple
         trainable=parameters.trainable - parameters.trainable_layers + trained,
         trainable_layers=trained,
         always_fp32=_scaled(parameters.always_fp32, ratio),
+        quantized=_scaled(parameters.quantized, ratio),
+        quantized_bytes=_scaled(parameters.quantized_bytes, ratio),
         trainable_shapes=_shapes(parameters, ratio, layers),
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.layout import Layout
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import Plan
@@ -17,6 +18,10 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             )
         if plan.num_processes > 1 and OPTIMIZERS[plan.optim].library is not None:
             return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
+    if plan.attention in PACKED_KERNELS:
+        problem = _with_packed_kernel(plan)
+        if problem is not None:
+            return problem
     layout = plan.layout
     if not divides_evenly(layout, plan.gradient_accumulation_steps):
         return (
@@ -43,6 +48,17 @@ def divides_evenly(layout: Layout, micro_batches: int) -> bool:
     return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
 
 
+def _with_packed_kernel(plan: Plan) -> str | None:
+    if PACKED_KERNELS[plan.attention].halves_only and plan.precision in ("fp32", "tf32"):
+        return f"attention={plan.attention} computes in 16 bits only; use precision=bf16 or fp16"
+    if plan.recompute_granularity == "selective" and plan.activation_checkpointing:
+        return (
+            f"recompute_granularity=selective does not know the operators of attention={plan.attention} and would run them "
+            "again; use recompute_granularity=full, or attention=sdpa"
+        )
+    return None
+
+
 def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
     if clips_gradients:
         return (
@@ -63,6 +79,8 @@ def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
 
 def repeats(plan: Plan) -> bool:
     """Whether the plan does what another one of the space does: it is left out unless asked for."""
+    if plan.attention in PACKED_KERNELS and not plan.packing:  # without a mask sdpa runs a flash kernel itself
+        return True
     if plan.recompute_granularity == "selective" and not plan.activation_checkpointing:
         return True
     stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # then one implementation has both names

@@ -12,7 +12,7 @@ from upshift.planning.optimizers import OPTIMIZERS, Optimizer
 from upshift.value import Value
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp8"]
-Attention = Literal["sdpa", "block", "eager"]
+Attention = Literal["sdpa", "block", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 Compile = Literal["off", "layer", "model"]
 HostMemory = Literal["system", "keep"]
 
@@ -53,7 +53,11 @@ class Plan(Value):
     recompute_granularity: Granularity = Field(
         "full", description="of these layers; selective: keep the results of matrix products and attention"
     )
-    attention: Attention = Field("sdpa", description="block: matrix products over blocks of queries (CPU)")
+    attention: Attention = Field(
+        "sdpa",
+        description="block: matrix products over blocks of queries (CPU); flex_attention, flash_attention_2 and 3: kernels that "
+        "skip what packed sequences do not see of each other (CUDA)",
+    )
     torch_compile: Compile = "off"
     optim: Optimizer = "adamw_torch_fused"
     optim_args: str = Field("", description="options of the optimizer, such as momentum=0.9 for sgd")
@@ -77,8 +81,8 @@ class Plan(Value):
 
     @property
     def flattens(self) -> bool:
-        """A packed micro-batch is one long row: block attention does no work between the sequences in it."""
-        return self.packing and self.attention == "block"
+        """A packed micro-batch is one long row: these kernels do no work between the sequences in it."""
+        return self.packing and self.attention in ("block", "flash_attention_2", "flash_attention_3")
 
     @property
     def pad_multiple(self) -> int:

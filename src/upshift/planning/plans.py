@@ -12,6 +12,7 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import layouts
 from upshift.planning.legal import conflict, repeats
@@ -92,7 +93,7 @@ class Plans:
             excluded = conflict(plan, clips_gradients=self.workload.clips_gradients)
             if excluded is not None:
                 yield excluded
-            elif REPEATED & self.fixed.keys() or not repeats(plan):
+            elif REPEATED & self.fixed.keys() or self.fixed.get("attention") in PACKED_KERNELS or not repeats(plan):
                 yield plan
 
     def all(self) -> Iterator[Plan]:

@@ -12,6 +12,7 @@ from pydantic import ValidationError
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
+from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import check_layout
@@ -27,6 +28,7 @@ FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 # Never chosen unasked: no run on a GPU has confirmed what they are predicted to cost.
 ONLY_WHEN_ASKED = ("optim_offload", "activation_offload")
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
+WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which is not for those that are stored in 4 bits
 
 
 def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
@@ -37,8 +39,10 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
     attention = [name for name in get_args(Attention) if any(step.attention == name for step in profile.steps)]
     if host.device != "cpu" and "block" in attention:
         attention.remove("block")
+    if "sdpa" in attention and host.num_devices == 1:
+        attention += [name for name in PACKED_KERNELS if why_not(name, host, profile) is None]
     return {
-        "precision": _precisions(host, workload),
+        "precision": _precisions(host, workload, quantized=profile.parameters.quantized > 0),
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
         "recompute_granularity": _granularities(profile),
         "attention": attention,
@@ -91,7 +95,7 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
     moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
     aliases = [name for name in ALIASES if ALIASES[name] in _optimizers(host, workload)]
     values = choices(host, profile, workload)
-    optimizers, precisions = [*values["optim"], *aliases], _precisions(host, workload, asked=True)
+    optimizers, precisions = [*values["optim"], *aliases], _precisions(host, workload, quantized=profile.parameters.quantized > 0, asked=True)
     return {**values, "optim": optimizers, "precision": precisions, **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
 
 
@@ -125,6 +129,10 @@ def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:
 
 def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
     """Why a value of a field is not legal here. Raises MissingExtra where only a library is missing."""
+    if value in PACKED_KERNELS:
+        return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
+    if profile.parameters.quantized and value in WHOLE_WEIGHTS:
+        return " (the model's weights are stored in 4 bits)"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
     if name in ONLY_WHEN_ASKED:
@@ -151,9 +159,8 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def _precisions(host: Host, workload: Workload, *, asked: bool = False) -> list[Precision]:
+def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool = False) -> list[Precision]:
     """Those the host has instructions for; ``asked``: also those that are never better. Where AMX would compute ``medium`` in
-    bf16, tf32 is not fp32-accurate: left out."""
     amx = host.device == "cpu" and host.cpu is not None and host.cpu.isa is not None and "amx_bf16" in host.cpu.isa
     found: list[Precision] = ["fp32"]
     if not amx and host.supports(MATRIX_PRECISION["tf32"]):
@@ -165,7 +172,7 @@ def _precisions(host: Host, workload: Workload, *, asked: bool = False) -> list[
         found.append("bf16-weights")
     if "fp8" in workload.allow and "bf16" in found and host.supports("fp8") and _is_installed(LIBRARY_OF_PRECISION["fp8"]):
         found.append("fp8")
-    return found
+    return [name for name in found if not quantized or name not in WHOLE_WEIGHTS]
 
 
 def _optimizers(host: Host, workload: Workload) -> list[str]:

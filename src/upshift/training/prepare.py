@@ -36,7 +36,7 @@ def set_process(plan: Plan) -> None:
 
 def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
     """The trainable model in the plan's weight precision, on the host; an adapter's weights are random in any case."""
-    dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
+    dtype = torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
     config = read_config(source)
     model_class, _ = choose_class(config, source.reference)
     if from_config:

@@ -6,6 +6,7 @@ from collections.abc import Hashable
 from dataclasses import dataclass
 
 from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Segment, StepTrace
+from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.compiled import compiled_trace
 from upshift.planning.cost.divide import divide
 from upshift.planning.cost.share import Stage
@@ -39,10 +40,13 @@ def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrac
         masked = True  # right padding must be masked where attention looks at later positions
     if plan.attention == "eager":
         masked = False  # it builds its mask in any case
-    whole = profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked)
+    attention = plan.attention
+    if attention in PACKED_KERNELS:
+        attention, masked = "sdpa", False  # they keep what PyTorch's flash kernel keeps
+    whole = profile.step(precision=plan.traced_precision, attention=attention, masked=masked)
     ranks = plan.layout.tensor_parallel
     if ranks > 1 and whole is not None:
-        half = profile.step(precision=plan.traced_precision, attention=plan.attention, masked=masked, tensor_parallel=2)
+        half = profile.step(precision=plan.traced_precision, attention=attention, masked=masked, tensor_parallel=2)
         if half is None:
             return None
         hidden, sequence_parallel = profile.hidden_size or 0, plan.layout.sequence_parallel

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
+from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.exchange import Computed, Exchange
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.optimizer import (
@@ -147,6 +148,8 @@ def _shared_time(
     for stage, share in shares(profile, plan, known):
         of_one = _micro_batch(profile, trace, plan, host, rates, stage, known)
         terms = {name: seconds * micro_batches for name, seconds in of_one.items()}
+        if plan.packing and plan.attention in PACKED_KERNELS and workload.lengths is not None:
+            terms["attention"] *= min(2.0 * workload.lengths.visible_share(BLOCK_QUERIES), 1.0)  # the trace counts half of all
         computed = Computed(total=sum(of_one.values()), attention=of_one["attention"])
         terms["update"] = update * share.updated
         if plan.layout.pipeline_parallel > 1:

@@ -6,16 +6,20 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 
-def update_in_backward(optimizer: torch.optim.Optimizer) -> None:
-    """From now on ``backward()`` updates every parameter of ``optimizer``, whose groups and state stay those of one optimizer.
+def update_in_backward(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
+    """From now on, and until the handles are removed, ``backward()`` updates every parameter of ``optimizer``, whose groups and
+    state stay those of one optimizer.
 
     A parameter must get its whole gradient in one backward pass.
     """
-    for number, group in enumerate(optimizer.param_groups):
-        for parameter in group["params"]:
-            parameter.register_post_accumulate_grad_hook(_updater(optimizer, number))
+    return [
+        parameter.register_post_accumulate_grad_hook(_updater(optimizer, number))
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    ]
 
 
 def _updater(optimizer: torch.optim.Optimizer, number: int) -> Callable[[Tensor], None]:

@@ -5,16 +5,17 @@ from __future__ import annotations
 from typing import Any, get_args
 
 from upshift.errors import RequestError
-from upshift.planning.plan import Optimizer
+from upshift.planning.plan import Optimizer, Plan
 from upshift.training.trainer.fields import was_set
 
-NOT_IN_TRAINER = ("optimizer_in_backward", "optim_offload", "activation_offload")  # `upshift train` has them
+OFFLOADS = ("optim_offload", "activation_offload")
+ONLY_WHEN_ASKED = ("optimizer_in_backward", *OFFLOADS)  # with them callbacks see no gradients, or tensors elsewhere
 OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
 
 
 def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
     """``field=value`` for the planner. ``optimizer_given``: an optimizer or its class came through Trainer's arguments."""
-    fixed = {"num_processes": "1", **dict.fromkeys(NOT_IN_TRAINER, "False")}
+    fixed = {"num_processes": "1", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
     if arguments.bf16 or arguments.fp16:
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
@@ -34,11 +35,34 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
     return tuple(f"{name}={value}" for name, value in fixed.items())
 
 
-def check_fixed(fixed: tuple[str, ...]) -> None:
-    """Raises RequestError for a field that only `upshift train` executes."""
+def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimizer_given: bool) -> None:
+    """Raises RequestError for a field, as "field=value", that the Trainer cannot honour beside the user's arguments."""
     for assignment in fixed:
-        if assignment.partition("=")[0] in (*NOT_IN_TRAINER, "num_processes"):
-            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer (one process, its own update)")
+        name, _, value = assignment.partition("=")
+        if name == "num_processes":
+            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: it trains in one process; leave it out")
+        if name not in ONLY_WHEN_ASKED or value.lower() not in ("true", "1", "yes", "on"):
+            continue
+        if optimizer_given:
+            raise RequestError(f"fixed {assignment!r} is for an optimizer that the Trainer makes; leave the optimizer to it")
+        if name in OFFLOADS and device != "cuda":
+            raise RequestError(f"fixed {assignment!r} needs a CUDA device: on a CPU everything is on the host; leave it out")
+        reason = _against_updates(arguments) if name == "optimizer_in_backward" else None
+        if reason:
+            raise RequestError(f"fixed {assignment!r} {reason}")
+
+
+def fields_of(plan: Plan) -> tuple[str, ...]:
+    """What a given plan asks for that is only taken when asked for."""
+    return tuple(f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))
+
+
+def _against_updates(arguments: Any) -> str | None:
+    if arguments.max_grad_norm:
+        return "updates weights before the norm of all gradients is known; set TrainingArguments(max_grad_norm=0)"
+    if arguments.gradient_accumulation_steps > 1:
+        return "updates weights at the first gradient; set TrainingArguments(gradient_accumulation_steps=1)"
+    return "cannot skip a step whose scaled gradients overflow; use bf16 instead of fp16" if arguments.fp16 else None
 
 
 def optimizer_name(arguments: Any) -> str:
@@ -47,8 +71,6 @@ def optimizer_name(arguments: Any) -> str:
 
 def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
     """Changes of the mathematics that the user asked for by naming an optimizer."""
-    from upshift.planning.plan import Plan
-
     name = optimizer_name(arguments)
     if not was_set(arguments, "optim") or name not in get_args(Optimizer):
         return ()

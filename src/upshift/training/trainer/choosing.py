@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from upshift.errors import RequestError
+from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
+from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.training.batches.collated import CollatedRows, NotRows
@@ -113,6 +115,9 @@ class Choosing:
         fixed = [*fixed_fields(self.args, num_layers=layers, optimizer_given=given), *self._fixed]
         if self._loss_is_own:
             fixed.append("loss_chunk_tokens=0")
+        own = getattr(getattr(base_of(self.model), "config", None), "_attn_implementation", None)
+        if own in PACKED_KERNELS and not any(assignment.startswith("attention=") for assignment in self._fixed):
+            fixed.append(f"attention={own}")
         return tuple(fixed)
 
     @property

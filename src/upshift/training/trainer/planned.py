@@ -18,21 +18,25 @@ from torch import Tensor, nn
 from upshift.errors import JobFailed
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
+from upshift.models.quantized import keep_trainable
 from upshift.models.recompute import recompute_layers
 from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.plan import Attention, Plan
+from upshift.training.activation_offload import activations_on_host
 from upshift.training.arguments import Arguments
 from upshift.training.autopsy import Scene, as_lines, examine, read_scene
 from upshift.training.batches.objective import IGNORED
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import limited_memory
 from upshift.training.optimizers.build import build_optimizer
+from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving
 from upshift.training.prepare import autocast, compile_layers, computing, set_process
 from upshift.training.trainer.asked import (
     OWN_LOOP_OPTIMIZERS,
     check_devices,
     check_fixed,
+    fields_of,
     optimizer_name,
     recomputes,
 )
@@ -65,13 +69,17 @@ class PlannedTraining(Choosing):
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
         check_devices(self.args)
-        check_fixed(tuple(fixed))
+        given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        asked = (*fixed, *(fields_of(plan) if plan is not None else ()))
+        check_fixed(asked, self.args, device=torch.device(self.args.device).type, optimizer_given=given)
+        keep_trainable(self.model)
         self._given_plan, self._fixed, self._allow, self._trial_seconds = plan, tuple(fixed), tuple(allow), trial_seconds
         self._memory_limit_gib = memory_limit_gib
         self.choice: Choice | None = None
         self._batch_step: BatchStep | None = None
         self._waiting: list[Any] = []
         self._scene: Scene | None = None  # as memory was when a step ran out
+        self._updates: list[Any] = []  # the hooks that update weights in the backward pass
 
     # The run
 
@@ -140,6 +148,8 @@ class PlannedTraining(Choosing):
         try:
             yield
         finally:
+            while self._updates:
+                self._updates.pop().remove()
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(products)
             self.args.optim, self.args.dataloader_num_workers = optim, workers
@@ -152,10 +162,15 @@ class PlannedTraining(Choosing):
         """As transformers.Trainer.create_optimizer; by our own hand where the plan has one that transformers has not."""
         plan = self.choice.plan if self.choice is not None else None
         named = {*type(self.args.optim)}
-        if self.optimizer is None and plan is not None and (plan.optim not in named or rounds_stochastically(plan)):
+        own = plan is not None and (plan.optim not in named or rounds_stochastically(plan) or plan.optim_offload)
+        if self.optimizer is None and plan is not None and own:
             kept = {name: getattr(self.args, name) for name in SHARED_ARGUMENTS}
             self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept))
-        return super().create_optimizer(model) if self.optimizer is None else self.optimizer  # type: ignore[no-any-return]
+        if self.optimizer is None:
+            super().create_optimizer(model)
+        if plan is not None and plan.optimizer_in_backward and not self._updates:
+            self._updates = list(update_in_backward(self.optimizer))
+        return self.optimizer  # type: ignore[no-any-return]
 
     def _prepare_model(self, plan: Plan) -> None:
         base = base_of(self.model)
@@ -163,7 +178,7 @@ class PlannedTraining(Choosing):
             self.model.to(torch.bfloat16)  # what allow=("bf16-weights",) allows
         if plan.precision == "fp8":
             convert_to_fp8(self.model, emulate=plan.device != "cuda")
-        own = base.config._attn_implementation  # one that plans do not know, as FlashAttention, was asked for by the user
+        own = base.config._attn_implementation  # one that plans do not know was asked for by the user
         if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
         if not recomputes(self.args):
@@ -187,7 +202,8 @@ class PlannedTraining(Choosing):
             backward=self.accelerator.backward,
             computing=head,
             halvings=Halving(
-                halve=partial(halve_part, plan=choice.plan),
+                # With the optimizer in the backward pass some weights may have moved: there is no going back.
+                halve=partial(halve_part, plan=choice.plan) if not choice.plan.optimizer_in_backward else lambda pair: None,
                 size=lambda pair: pair[0].group.num_padded_tokens,
                 restart=self._drop_gradients,
                 on_failure=self._look,
@@ -199,7 +215,8 @@ class PlannedTraining(Choosing):
         """``compute_loss``; but transformers smooths labels over logits, which a chunked head never has: it smooths itself."""
         inputs, model = self._prepare_inputs(inputs), self.model_wrapped
         assert self.choice is not None
-        with self.compute_loss_context_manager():
+        offloading = activations_on_host(model) if self.choice.plan.activation_offload else contextlib.nullcontext()
+        with self.compute_loss_context_manager(), offloading:
             if self.label_smoother is not None and self.choice.plan.loss_chunk_tokens and not self._loss_is_own:
                 loss: Tensor = model(**inputs)["loss"]  # a mean over labels; LabelSmoother divides by num_items where given
                 if num_items is not None:

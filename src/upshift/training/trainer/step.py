@@ -67,14 +67,17 @@ class BatchStep:
                     whole = part.batch is not None or rows is None
                     inputs = dict(batches[part.batch or 0]) if whole else self._inputs(part, rows)
                     loss = self.loss(inputs, num_items) * (scale if whole else scale * self._share(part, weights))
+                    if self.plan.optimizer_in_backward:
+                        check_finite(float(loss.detach()))  # afterwards the weights have moved
                     self.backward(loss)
                     total = total.to(loss.device) + loss.detach()
             return total
 
-        total = self.halvings.run([(part, rows) for part in self._parts(batches, rows, weights)], work)
-        value = float(total)
-        if not math.isfinite(value):
-            raise JobFailed("the loss became NaN" if math.isnan(value) else "the loss became infinite")
+        parts = self._parts(batches, rows, weights)
+        if self.plan.optimizer_in_backward and len(parts) > 1:
+            raise JobFailed(f"optimizer_in_backward needs a batch at once, and its rows make {len(parts)} parts; leave it out")
+        total = self.halvings.run([(part, rows) for part in parts], work)
+        check_finite(float(total))
         return total
 
     def _rows(self, batches: list[Batch]) -> CollatedRows | None:
@@ -118,6 +121,11 @@ class BatchStep:
         if self.split.unit == "items":
             return 1.0
         return sum(weights[member][0] for row in part.group.rows for member in row)
+
+
+def check_finite(loss: float) -> None:
+    if not math.isfinite(loss):
+        raise JobFailed("the loss became NaN" if math.isnan(loss) else "the loss became infinite")
 
 
 def remembered_random_numbers(device: str) -> Callable[[], None]:

@@ -1,0 +1,145 @@
+"""Weights of a frozen base that are stored in 4 bits (QLoRA: bitsandbytes' NF4 and FP4): made, laid out without memory, counted.
+
+An adapter's gradients pass through them; they have none of their own. What else transformers loads quantized is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from upshift.errors import MissingExtra, RequestError
+
+NESTED_BLOCK = 256  # scales that share one: bitsandbytes' own
+CODES, NESTED_CODES = 16, 256
+LOAD_4BIT = "load it with BitsAndBytesConfig(load_in_4bit=True)"
+
+
+def check_quantization(described: Any, name: str, *, adapter: bool) -> None:
+    """``described``: a quantization_config. Raises RequestError where a model with it cannot be trained here."""
+    config = described if isinstance(described, dict) else described.to_dict()
+    method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
+    if method != "bitsandbytes":
+        raise RequestError(f"{name} is quantized with {method}, through which no adapter is trained here; {LOAD_4BIT}")
+    if not config.get("load_in_4bit"):
+        raise RequestError(f"{name} is quantized to 8 bits (LLM.int8), which is not planned; {LOAD_4BIT}")
+    if not adapter:
+        kind = str(config.get("bnb_4bit_quant_type", "fp4")).upper()
+        raise RequestError(
+            f"{name} is quantized to 4 bits ({kind}), and such weights are never trained; put an adapter around it with "
+            "peft.get_peft_model, or give the model that it was made from"
+        )
+    if find_spec("bitsandbytes") is None:
+        raise MissingExtra(library="bitsandbytes", extra="bitsandbytes", purpose=f"{name}, quantized to 4 bits,")
+
+
+def quantize(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
+    """Turn the layers that the config's quantization_config names into 4-bit ones, as from_pretrained does. On the meta device
+    they take the shapes of such weights. ``dtype``: of the weights before, which they come back in."""
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
+    before = dict(model.named_modules())
+    quantizer.preprocess_model(model=model, device_map={"": "cpu"})
+    for path, module in four_bit_layers(model):
+        old = before[path]
+        weight = old.weight.T if isinstance(old, Conv1D) else old.weight
+        module.weight = _meta_weight(weight, module, dtype) if weight.is_meta else _weight(weight, module, dtype)
+        if module.bias is not None:
+            module.bias = nn.Parameter(old.bias.detach(), requires_grad=False)
+    quantizer.postprocess_model(model)
+    model.hf_quantizer = quantizer
+
+
+def four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    for path, module in model.named_modules():
+        if hasattr(getattr(module, "weight", None), "quant_state"):
+            yield path, module
+
+
+def _weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
+    from bitsandbytes.nn import Params4bit
+
+    made: nn.Parameter = Params4bit(weight.detach().to(dtype), requires_grad=False, **vars(module.weight)).to(weight.device)
+    return made
+
+
+def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
+    """bitsandbytes would quantize on meta too, and then keep its tables there for the whole process."""
+    from bitsandbytes.functional import QuantState
+    from bitsandbytes.nn import Params4bit
+
+    how, blocks = module.weight, -(-weight.numel() // module.weight.blocksize)
+    with torch.device("meta"):
+        scales: dict[str, Any] = {"absmax": torch.empty(blocks)}
+        if how.compress_statistics:
+            nested = QuantState(
+                absmax=torch.empty(-(-blocks // NESTED_BLOCK)), code=torch.empty(NESTED_CODES), blocksize=NESTED_BLOCK,
+                dtype=torch.float32,
+            )  # fmt: skip
+            scales = {"absmax": torch.empty(blocks, dtype=torch.uint8), "offset": torch.empty(()), "state2": nested}
+        state = QuantState(
+            shape=weight.shape, code=torch.empty(CODES), blocksize=how.blocksize, quant_type=how.quant_type, dtype=dtype, **scales
+        )
+        size = (weight.numel() + 1) // (2 * how.quant_storage.itemsize)
+        packed = torch.empty((size, 1), dtype=how.quant_storage)
+        options = {key: value for key, value in vars(how).items() if key not in ("quant_state", "bnb_quantized")}
+        made: nn.Parameter = Params4bit(packed, requires_grad=False, quant_state=state, bnb_quantized=True, **options)
+    return made
+
+
+def multiply(
+    inputs: Tensor, weight: Tensor, shape: list[int], absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None,
+    absmax_8bit: Tensor | None = None, absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What bitsandbytes::gemm_4bit does for as many rows as training has, on CPUs and GPUs: a whole copy in the inputs' dtype."""
+    bitsandbytes = torch.ops.bitsandbytes
+    if absmax_8bit is not None:
+        nested = bitsandbytes.dequantize_blockwise(absmax_8bit, absmax, absmax_code, NESTED_BLOCK, torch.float32)
+        absmax = nested + absmax_offset
+    return nn.functional.linear(inputs, bitsandbytes.dequantize_4bit(weight, absmax, blocksize, kind, shape, inputs.dtype), bias)
+
+
+def num_weights(parameter: Tensor) -> int:
+    """How many weights a parameter stands for, however they are packed."""
+    state = getattr(parameter, "quant_state", None)
+    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
+
+
+def stored_bytes(parameter: Tensor) -> int:
+    """A 4-bit weight with its scales and its tables of codes (1 KiB, each weight has its own)."""
+    state = parameter.quant_state  # type: ignore[attr-defined]
+    parts = (state, state.state2) if state.nested else (state,)
+    beside = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, Tensor)]
+    return sum(tensor.nbytes for tensor in (parameter, *beside))
+
+
+def copy_scales(parameter: Tensor, moved: Tensor, move: Any) -> None:
+    """Give ``moved``, a copy of a 4-bit weight elsewhere, the scales that it is read with; ``move`` brings a tensor there."""
+    from bitsandbytes.functional import QuantState
+
+    def copied(state: Any) -> Any:
+        own = {key: move(value) if isinstance(value, Tensor) else value for key, value in vars(state).items() if key != "nested"}
+        own["state2"] = copied(state.state2) if state.nested else None
+        return QuantState(**own)
+
+    moved.quant_state = copied(parameter.quant_state)  # type: ignore[attr-defined]
+
+
+def keep_trainable(model: nn.Module) -> None:
+    """On CPUs with bf16 instructions bitsandbytes packs a weight anew, in place, the first time that it is only evaluated, and
+    its kernel for that layout has no backward pass (read in 0.50, never seen: the CPU here has none). Layers stay in the layout
+    that trains. Raises RequestError where that is too late: packing also rounds the scales."""
+    for path, module in four_bit_layers(model):
+        module.support_avx512bf16_for_cpu = False
+        if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+            raise RequestError(
+                f"the 4-bit weights of {path} were packed for inference when the model was evaluated on the CPU, and no gradient "
+                "passes through them; load the model again, and evaluate it with the Trainer"
+            )

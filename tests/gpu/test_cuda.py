@@ -1,0 +1,245 @@
+"""What only a CUDA GPU can show: steps against the CPU's, memory against the allocator, offloads, kernels, checkpoints.
+
+Each test is skipped, with its reason, where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import copy
+from contextlib import nullcontext
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from transformers import LlamaConfig, LlamaForCausalLM, TrainingArguments
+
+import upshift
+from upshift.benchmarking.meters import allocated_peak
+from upshift.models.adapter import base_of
+from upshift.models.live import source_of
+from upshift.models.store import Variant, profile_model
+from upshift.planning.attention import PACKED_KERNELS
+from upshift.planning.cost.memory import predict_memory
+from upshift.planning.plan import Plan
+from upshift.training.activation_offload import activations_on_host
+from upshift.training.arguments import Arguments
+from upshift.training.fp8 import convert_to_fp8
+from upshift.training.optimizers.build import build_optimizer
+from upshift.training.prepare import autocast, computing, extra_inputs, prepare
+
+TINY = LlamaConfig(
+    hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
+    max_position_embeddings=512,
+)  # fmt: skip
+# 50 million parameters, 16 of them in embedding and head.
+SMALL = LlamaConfig(
+    hidden_size=512, intermediate_size=1536, num_hidden_layers=10, num_attention_heads=8, num_key_value_heads=8,
+    vocab_size=16_000, max_position_embeddings=512,
+)  # fmt: skip
+LEARNING_RATE, STEPS = 1e-3, 4
+
+
+def llama(config: LlamaConfig = TINY) -> LlamaForCausalLM:
+    torch.manual_seed(0)
+    return LlamaForCausalLM(copy.deepcopy(config)).train()
+
+
+def plan_of(**fields: Any) -> Plan:
+    given = {"device": "cuda", "host": "", "model": "", "sequence_length": 128, "per_device_train_batch_size": 4}
+    return Plan.model_validate(given | fields)
+
+
+def batch_of(rows: int, length: int, vocabulary: int, device: str) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, vocabulary, (rows, length), generator=torch.Generator().manual_seed(1)).to(device)
+    return {"input_ids": ids, "labels": ids}
+
+
+def losses(plan: Plan, *, model: nn.Module | None = None, steps: int = STEPS) -> list[float]:
+    """A plain loop on one batch, as the plan says."""
+    model = prepare(model if model is not None else llama(), plan)
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=100, learning_rate=LEARNING_RATE))
+    scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
+    inputs = batch_of(plan.per_device_train_batch_size, plan.sequence_length, TINY.vocab_size, plan.device)
+    found = []
+    for _ in range(steps):
+        hooks = activations_on_host(model) if plan.activation_offload else nullcontext()
+        with computing(model, plan), autocast(plan), hooks:
+            loss = model(**inputs, **extra_inputs(model)).loss
+        scaler.scale(loss).backward()
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad(set_to_none=True)
+        found.append(loss.item())
+    return found
+
+
+@pytest.fixture(scope="module")
+def on_cpu() -> list[float]:
+    return losses(plan_of(device="cpu"))
+
+
+TOLERANCES = {"fp32": 1e-4, "tf32": 5e-3, "bf16": 2e-2, "fp16": 1e-2}
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_steps_are_those_of_the_cpu_in_fp32(precision: str, on_cpu: list[float]) -> None:
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("bf16 needs compute capability 8.0")
+    medium = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high" if precision == "tf32" else "highest")
+    try:
+        found = losses(plan_of(precision=precision))
+    finally:
+        torch.set_float32_matmul_precision(medium)
+    assert found == pytest.approx(on_cpu, rel=TOLERANCES[precision])
+    assert found[-1] < found[0]
+
+
+@pytest.mark.parametrize("recomputed", [0, 10])
+@pytest.mark.parametrize("precision", ["fp32", "bf16"])
+def test_predicted_peak_is_within_four_percent(precision: str, recomputed: int, tmp_path: Path) -> None:
+    if precision == "bf16" and not torch.cuda.is_bf16_supported(including_emulation=False):
+        pytest.skip("bf16 needs compute capability 8.0")
+    model = llama(SMALL)
+    profile = profile_model(source_of(model), sequence_length=256, variants=(Variant(precision, "sdpa", False),))  # type: ignore[arg-type]
+    assert 45e6 < profile.parameters.total < 55e6
+    plan = plan_of(
+        precision=precision, sequence_length=256, per_device_train_batch_size=8, activation_checkpointing=recomputed,
+        model=profile.model_hash,
+    )  # fmt: skip
+    predicted = predict_memory(profile, profile.steps[0], plan).peak
+    torch.cuda.empty_cache()
+    before = torch.cuda.memory_allocated()
+    prepare(model, plan)
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=100))
+    inputs = batch_of(8, 256, SMALL.vocab_size, "cuda")
+
+    def step() -> None:
+        with autocast(plan):
+            loss = model(**inputs, use_cache=False).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    with allocated_peak("cuda", resident_bytes=0) as peak:
+        step()
+    assert peak.bytes is not None
+    measured = peak.bytes - before
+    print(f"{precision}, {recomputed} recomputed: predicted {predicted:.0f}, measured {measured} bytes")
+    assert predicted == pytest.approx(measured, rel=0.04)
+
+
+def test_fused_adamw_is_the_plain_one() -> None:
+    assert losses(plan_of()) == pytest.approx(losses(plan_of(optim="adamw_torch")), rel=1e-5)
+
+
+def test_an_optimizer_on_the_host_updates_alike() -> None:
+    assert losses(plan_of(optim_offload=True)) == pytest.approx(losses(plan_of()), rel=1e-5)
+
+
+def test_activations_on_the_host_are_the_same_and_free_the_device() -> None:
+    assert losses(plan_of(activation_offload=True)) == losses(plan_of())
+    peaks = []
+    for offload in (False, True):
+        plan, model = plan_of(activation_offload=offload, sequence_length=512), llama(SMALL)
+        torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats()
+        losses(plan, model=model, steps=2)
+        peaks.append(torch.cuda.max_memory_allocated())
+    assert peaks[1] < peaks[0]
+
+
+def test_the_trainer_takes_both_offloads_by_hand(tmp_path: Path) -> None:
+    plain, _ = trained(tmp_path / "plain", plan_of())
+    moved, _ = trained(tmp_path / "moved", plan_of(optim_offload=True, activation_offload=True))
+    assert moved == pytest.approx(plain, rel=1e-5)
+
+
+def test_fp8_products_follow_bf16() -> None:
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip(f"fp8 needs compute capability 8.9; this device has {torch.cuda.get_device_capability()}")
+    pytest.importorskip("torchao", reason="precision=fp8 needs torchao")
+    assert convert_to_fp8(llama().cuda(), emulate=False) == 14  # seven matrices a layer
+    found, expected = losses(plan_of(precision="fp8")), losses(plan_of(precision="bf16"))
+    assert found == pytest.approx(expected, rel=5e-2) and found[-1] < found[0]
+
+
+@pytest.mark.parametrize("name", PACKED_KERNELS)
+def test_packed_kernels_are_sdpa_on_packed_rows(name: str) -> None:
+    """Two sequences in one row: loss and gradients are those of sdpa, which masks between them."""
+    facts = PACKED_KERNELS[name]
+    first, past = facts.capabilities
+    if not first <= torch.cuda.get_device_capability() < past:
+        pytest.skip(f"{name} runs from compute capability {first} to below {past}; this is {torch.cuda.get_device_capability()}")
+    if facts.library is not None and find_spec(facts.library) is None:
+        pytest.skip(f"{name} needs the library {facts.library}: {facts.install}")
+    inputs = batch_of(1, 256, TINY.vocab_size, "cuda")
+    inputs["position_ids"] = torch.cat([torch.arange(100), torch.arange(156)])[None].cuda()
+    found = {}
+    for kernel in ("sdpa", name):
+        plan = plan_of(attention=kernel, precision="bf16", packing=True)
+        model = prepare(llama(), plan)
+        with autocast(plan):
+            loss = model(**inputs, **extra_inputs(model)).loss
+        loss.backward()
+        gradients = torch.cat([p.grad.flatten() for p in base_of(model).parameters() if p.grad is not None])
+        found[kernel] = (loss.item(), gradients)
+    assert found[name][0] == pytest.approx(found["sdpa"][0], rel=1e-2)
+    cosine = torch.nn.functional.cosine_similarity(found[name][1], found["sdpa"][1], dim=0)
+    assert cosine > 0.99
+
+
+def trained(folder: Path, plan: Plan, *, resume: str | None = None, **more: Any) -> tuple[list[float], Any]:
+    """Losses of a short run of the Trainer by a given plan."""
+    rows = torch.randint(0, TINY.vocab_size, (32, 64), generator=torch.Generator().manual_seed(2))
+    given = {
+        "max_steps": 6, "logging_steps": 1, "report_to": "none", "save_strategy": "no", "disable_tqdm": True, "seed": 7,
+        "learning_rate": LEARNING_RATE, "per_device_train_batch_size": 4,
+    }  # fmt: skip
+    trainer = upshift.Trainer(
+        model=llama(), args=TrainingArguments(str(folder), **given | more), plan=plan.changed(sequence_length=64),
+        train_dataset=[{"input_ids": row, "labels": row} for row in rows],
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=resume)
+    return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry], trainer
+
+
+@pytest.mark.parametrize("precision", ["fp32", "fp16"])
+def test_a_run_is_resumed_from_its_checkpoint(precision: str, tmp_path: Path) -> None:
+    """Weights, optimizer, loss scale and the device's random numbers: the second half is the same as without a stop."""
+    plan, saving = plan_of(precision=precision), {"save_strategy": "steps", "save_steps": 3, "fp16": precision == "fp16"}
+    whole, trainer = trained(tmp_path / "run", plan, **saving)
+    again, resumed = trained(tmp_path / "run", plan, resume=str(tmp_path / "run" / "checkpoint-3"), **saving)
+    assert again[-3:] == pytest.approx(whole[-3:], rel=1e-6)
+    for name, value in trainer.model.state_dict().items():
+        torch.testing.assert_close(resumed.model.state_dict()[name], value, rtol=1e-5, atol=1e-6)
+
+
+def test_four_bit_weights_train_an_adapter(tmp_path: Path) -> None:
+    pytest.importorskip("bitsandbytes", reason="QLoRA needs bitsandbytes: pip install 'upshift[bitsandbytes]'")
+    from peft import LoraConfig, get_peft_model
+    from transformers import BitsAndBytesConfig
+
+    llama(SMALL).save_pretrained(tmp_path)
+    how = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
+    base = LlamaForCausalLM.from_pretrained(tmp_path, quantization_config=how, dtype=torch.float32)
+    torch.cuda.empty_cache()
+    model = get_peft_model(base, LoraConfig(task_type="CAUSAL_LM", r=8, target_modules="all-linear")).train()
+    profile = profile_model(source_of(model), sequence_length=256, variants=(Variant("fp32", "sdpa", False),))
+    plan = plan_of(sequence_length=256, per_device_train_batch_size=8)
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=100, learning_rate=LEARNING_RATE))
+    inputs, found = batch_of(8, 256, SMALL.vocab_size, "cuda"), []
+    for _ in range(3):
+        with allocated_peak("cuda", resident_bytes=0) as peak:
+            loss = model(**inputs, use_cache=False).loss
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+        found.append(loss.item())
+    assert found[-1] < found[0]
+    assert peak.bytes is not None
+    assert predict_memory(profile, profile.steps[0], plan).peak == pytest.approx(peak.bytes, rel=0.04)
