@@ -95,8 +95,8 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
     moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
     aliases = [name for name in ALIASES if ALIASES[name] in _optimizers(host, workload)]
     values = choices(host, profile, workload)
-    optimizers, precisions = [*values["optim"], *aliases], _precisions(host, workload, quantized=profile.parameters.quantized > 0, asked=True)
-    return {**values, "optim": optimizers, "precision": precisions, **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
+    precisions = _precisions(host, workload, quantized=profile.parameters.quantized > 0, asked=True)
+    return {**values, "optim": [*values["optim"], *aliases], "precision": precisions, **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
 
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
@@ -161,6 +161,7 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
 
 def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool = False) -> list[Precision]:
     """Those the host has instructions for; ``asked``: also those that are never better. Where AMX would compute ``medium`` in
+    bf16, tf32 is not fp32-accurate: left out."""
     amx = host.device == "cpu" and host.cpu is not None and host.cpu.isa is not None and "amx_bf16" in host.cpu.isa
     found: list[Precision] = ["fp32"]
     if not amx and host.supports(MATRIX_PRECISION["tf32"]):
