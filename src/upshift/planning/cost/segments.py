@@ -107,5 +107,5 @@ def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]
         trace.precision, trace.attention, trace.masked, plan.layout.tensor_parallel, plan.layout.sequence_parallel,
         plan.layout.context_parallel, stage.first, stage.last, plan.per_device_train_batch_size, plan.sequence_length,
         plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens, plan.activation_offload,
-        plan.precision, plan.layout.gathers,
+        plan.precision, plan.layout.gathers, plan.layout.pipeline_parallel > 1,
     )  # fmt: skip
