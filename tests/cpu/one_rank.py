@@ -1,6 +1,6 @@
 """One rank of a job that shares a model, as PyTorch and transformers do it: the bytes that a steady optimizer step allocates.
 
-Run with torchrun, the ranks exchange through gloo, and the allocator's own events are read. Run alone with a world size, all
+Real ranks (torchrun) exchange through gloo, and the allocator's own events are read. In a fake world there is one process, all
 other ranks are fake, and so are the tensors: their storages are counted instead. Cases come as JSON, one process runs them all.
 """
 
@@ -31,8 +31,10 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AttentionMaskInterface, AutoConfig, AutoModelForCausalLM
+from transformers.distributed.expert_parallel import apply_expert_parallelism
 from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from upshift.benchmarking.meters import allocated_peak
 from upshift.models.measure import fake_masks
@@ -66,7 +68,7 @@ class Job:
         self.sharding = self.mesh["replicas", "shard"] if replicas > 1 else self.mesh["shard"]
 
     def ids(self, rows: int) -> torch.Tensor:
-        return torch.zeros((rows, self.sequence), dtype=torch.long)
+        return torch.zeros((rows, self.sequence // self.layout["context_parallel"]), dtype=torch.long)
 
     def model(self) -> nn.Module:
         torch.manual_seed(0)
@@ -81,6 +83,8 @@ class Job:
             plan = {name: style for name, style in model._expand_parallel_plan(model.tp_plan).items() if name not in tied}
             apply_tensor_parallelism(model, self.mesh["tensor"], plan)
             model.tie_weights()
+        if self.layout["expert_parallel"] > 1:
+            self.share_experts(model)
         if self.layout["fully_shard"] != "no":
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
             settings = {"mesh": self.sharding, "reshard_after_forward": self.layout["fully_shard"] == "weights"}
@@ -88,6 +92,50 @@ class Job:
             for layer in base.layers:
                 fully_shard(layer, **settings)
             fully_shard(model, **settings)
+
+
+    def share_experts(self, model: nn.Module) -> None:
+        """Every rank has sequences of its own. Each expert gets as many tokens as any other: routes are set, not learned."""
+        plan = model._expand_parallel_plan(model.ep_plan)
+        apply_expert_parallelism(model, self.mesh["replicas"], self.mesh["tensor"], plan)
+        count = self.config.num_experts if hasattr(self.config, "num_experts") else self.config.num_local_experts
+
+        def set_routes(module: nn.Module, args: Any, routed: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
+            logits, scores, indices = routed
+            return logits, scores, torch.arange(indices.numel()).remainder(count).view(indices.shape)
+
+        for layer in model.model.layers:
+            layer.mlp.gate.register_forward_hook(set_routes)
+
+
+class Exchanged(torch.autograd.Function):
+    """All-to-all: ranks that had a part of one dimension of a tensor get a part of another one."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, scattered: int, gathered: int, ranks: int) -> torch.Tensor:
+        context.way = scattered, gathered, ranks
+        sent = torch.stack([part.contiguous() for part in tensor.chunk(ranks, scattered)])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received, sent)
+        return torch.cat(list(received.unbind(0)), gathered)
+
+    @staticmethod
+    def backward(context: Any, gradient: torch.Tensor) -> tuple[Any, ...]:
+        scattered, gathered, ranks = context.way
+        return Exchanged.apply(gradient, gathered, scattered, ranks), None, None, None
+
+
+def ulysses(ranks: int) -> str:
+    """The name of an attention in which each rank has all tokens of some heads (Jacobs et al. 2023)."""
+
+    def attend(module: nn.Module, query: Any, key: Any, value: Any, mask: Any, **settings: Any) -> tuple[torch.Tensor, None]:
+        query, key, value = (Exchanged.apply(tensor, 1, 2, ranks) for tensor in (query, key, value))
+        out, _ = sdpa_attention_forward(module, query, key, value, None, is_causal=True, scaling=settings.get("scaling"))
+        return Exchanged.apply(out, 1, 2, ranks), None
+
+    AttentionInterface.register("ulysses", attend)
+    AttentionMaskInterface.register("ulysses", lambda *_, **__: None)
+    return "ulysses"
 
 
 class Stage(nn.Module):
@@ -114,19 +162,23 @@ class Stage(nn.Module):
 
 def new_optimizer(modules: list[nn.Module]) -> torch.optim.Optimizer:
     """Fused kernels do not take tensors of several kinds; one by one they allocate what fused ones do, but for the largest."""
-    parameters = [parameter for module in modules for parameter in module.parameters()]
-    kinds = {(parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else None for parameter in parameters}
+    parameters = [one for module in modules for one in module.parameters()]
+    kinds = {(one.device_mesh, one.placements) if isinstance(one, DTensor) else None for one in parameters}
     return torch.optim.AdamW(parameters, lr=1e-3, fused=len(kinds) == 1, foreach=False)
 
 
 def whole_model(job: Job) -> Step:
-    model = job.model()
+    model, ranks = job.model(), job.layout["context_parallel"]
     job.share(model, model.model)
+    given: dict[str, torch.Tensor] = {}
+    if ranks > 1:
+        model.set_attn_implementation(ulysses(ranks))
+        given["position_ids"] = torch.arange(job.sequence // ranks)[None] + dist.get_rank() * (job.sequence // ranks)
     optimizer, ids = new_optimizer([model]), job.ids(job.batch)
 
     def step() -> None:
         for _ in range(job.micro_batches):
-            (model(input_ids=ids, labels=ids).loss * 0.5).backward()
+            (model(input_ids=ids, labels=ids, **given).loss * 0.5).backward()
         optimizer.step()
         optimizer.zero_grad()
 
@@ -157,9 +209,9 @@ def pipeline(job: Job) -> Step:
     def loss(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         return loss_of(logits=output, labels=target, vocab_size=job.config.vocab_size)
 
-    schedule = SCHEDULES[job.layout["pipeline_schedule"]](
-        stages[0] if job.layout["pipeline_schedule"] in ("gpipe", "1f1b") else stages, n_microbatches=job.micro_batches, loss_fn=loss
-    )
+    name = job.layout["pipeline_schedule"]
+    one_or_more: Any = stages[0] if name in ("gpipe", "1f1b") else stages
+    schedule = SCHEDULES[name](one_or_more, n_microbatches=job.micro_batches, loss_fn=loss)
     optimizer, all_ids = new_optimizer(modules), job.ids(job.batch * job.micro_batches)
 
     def step() -> None:
@@ -197,7 +249,7 @@ def measure_real(job: Job) -> dict[str, float]:
 
 
 class FakeRank(LiveTracker):
-    """Counts fake storages, those that fully_shard resizes too, and not the tensors of whole size that DTensors are planned with."""
+    """Counts fake storages, also those that fully_shard resizes; not the tensors of whole size that DTensors are planned with."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -261,6 +313,16 @@ def leave_fakes(*names: str) -> None:
         setattr(DeviceMesh, name, (kind or (lambda function: function))(_real(plain.__func__ if kind else plain)))
 
 
+class Transfer:
+    """Holds what it sends for as long as somebody holds it, as one of gloo's does."""
+
+    def __init__(self, operation: dist.P2POp) -> None:
+        self.tensor = operation.tensor
+
+    def wait(self) -> None:
+        pass
+
+
 def vote_at_home(stages: list[Any]) -> None:
     """Stages vote on whether shapes are known, by a number that a fake tensor does not have: here they are."""
     for stage in stages:
@@ -289,24 +351,33 @@ def settle() -> None:
     functional.wait_tensor = settled(functional.wait_tensor)
 
 
-def main() -> None:
-    """CASES OUTPUT [WORLD RANK]: with the last two, that rank of a fake world."""
-    cases, output, *fake = sys.argv[1:]
-    torch.set_num_threads(1)
+def run_real(cases: dict[str, Any]) -> dict[str, Any]:
+    settle()
+    dist.init_process_group("gloo")
+    found = {name: measure_real(Job(case)) for name, case in cases.items()}
+    dist.barrier()
+    return {f"{name} rank {dist.get_rank()}": result for name, result in found.items()}
+
+
+def run_fake(cases: dict[str, Any]) -> dict[str, Any]:
+    leave_fakes("__init__", "__getitem__", "_get_slice_mesh_layout", "_create_sub_mesh", "get_coordinate")
+    PipelineSchedule._warmup_p2p = lambda self, stages, *_: vote_at_home(stages)
+    dist.batch_isend_irecv = lambda operations: [Transfer(operation) for operation in operations]
     found = {}
-    if fake:
-        leave_fakes("__init__", "__getitem__", "_get_slice_mesh_layout", "_create_sub_mesh", "get_coordinate")
-        PipelineSchedule._warmup_p2p = lambda self, stages, *_: vote_at_home(stages)
-        dist.init_process_group("fake", rank=int(fake[1]), world_size=int(fake[0]), store=FakeStore())
-    else:
-        settle()
-        dist.init_process_group("gloo")
-    for name, case in json.loads(Path(cases).read_text()).items():
-        found[name] = (measure_fake if fake else measure_real)(Job(case))
-    Path(f"{output}.{dist.get_rank()}").write_text(json.dumps(found))
-    if not fake:
-        dist.barrier()
-    dist.destroy_process_group()
+    for name, case in cases.items():
+        for rank in case["ranks"]:
+            dist.init_process_group("fake", rank=rank, world_size=case["world"], store=FakeStore())
+            found[f"{name} rank {rank}"] = measure_fake(Job(case))
+            dist.destroy_process_group()
+    return found
+
+
+def main() -> None:
+    """real or fake, CASES, OUTPUT: every real rank writes its own."""
+    world, cases, output = sys.argv[1:]
+    torch.set_num_threads(1)
+    found = (run_real if world == "real" else run_fake)(json.loads(Path(cases).read_text()))
+    Path(f"{output}.{os.getpid()}").write_text(json.dumps(found))
     os._exit(0)  # gloo's threads abort a process that ends as usual
 
 

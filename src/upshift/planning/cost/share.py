@@ -158,13 +158,19 @@ def layer_elements(profile: ModelProfile, plan: Plan) -> float:
 
 def outside_elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """Of embedding, head and what else is outside the layers; a tied embedding is needed at both ends of a pipeline."""
-    parameters, degree = profile.parameters, plan.layout.tensor_parallel
+    parameters = profile.parameters
     head = parameters.head or (parameters.embedding if parameters.tied and not stage.has_embedding else 0)
     found = float(parameters.embedding * stage.has_embedding + (head + parameters.other) * stage.has_head)
-    if degree > 1 and profile.tensor_parallel is not None:
-        both = parameters.embedding + parameters.head
-        found -= found * min(profile.tensor_parallel.outside / max(both, 1), 1.0) * (1.0 - 1.0 / degree)
-    return found
+    return found * outside_part(profile, plan)
+
+
+def outside_part(profile: ModelProfile, plan: Plan) -> float:
+    """Of embedding and head, what one of the tensor-parallel ranks has."""
+    if profile.tensor_parallel is None:
+        return 1.0
+    both = profile.parameters.embedding + profile.parameters.head
+    divided = min(profile.tensor_parallel.outside / max(both, 1), 1.0)
+    return 1.0 - divided * (1.0 - 1.0 / plan.layout.tensor_parallel)
 
 
 def elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
@@ -183,7 +189,8 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
         return Share(weights, gradients, state)
     part = elements(profile, plan, stage) / parameters.total
     weights, gradients, state, ranks = weights * part, gradients * part, state * part, layout.shard_size
-    gradients += _whole_embedding(profile, plan, stage)
+    if not layout.gathers:
+        gradients += _whole_embedding(profile, plan, stage)
     if layout.fully_shard == "no":
         return Share(weights, gradients, state, updated=part)
     if layout.fully_shard == "optimizer":

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from upshift.models.profile import ModelProfile, highest
 from upshift.planning.cost.optimizer import update_workspace_bytes
 from upshift.planning.cost.segments import Placed
-from upshift.planning.cost.share import compute_bytes
+from upshift.planning.cost.share import compute_bytes, outside_part
 from upshift.planning.plan import Plan
 
 
@@ -137,7 +137,7 @@ def walk_backward(
     for item in reversed(placed):
         own = 0.0 if accumulating else item.parameters * per_parameter
         if divides:
-            own = 0.0 if item.is_layer else float(item.parameters * compute_bytes(plan))
+            own = 0.0 if item.is_layer else item.parameters * compute_bytes(plan) * outside_part(backward.profile, plan)
         waits = in_backward and not (tied and item.is_loss)  # a tied head's gradient is whole when the embedding's is born
         rise, left = backward.of(item, own if waits else 0.0)
         own = 0.0 if waits else own
