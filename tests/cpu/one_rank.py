@@ -25,8 +25,8 @@ from torch.distributed import _functional_collectives as functional
 from torch.distributed import pipelining
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining._utils import InferenceMode
-from torch.distributed.pipelining.schedules import _PipelineSchedule as PipelineSchedule
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
@@ -361,8 +361,8 @@ def run_real(cases: dict[str, Any]) -> dict[str, Any]:
 
 def run_fake(cases: dict[str, Any]) -> dict[str, Any]:
     leave_fakes("__init__", "__getitem__", "_get_slice_mesh_layout", "_create_sub_mesh", "get_coordinate")
-    PipelineSchedule._warmup_p2p = lambda self, stages, *_: vote_at_home(stages)
-    dist.batch_isend_irecv = lambda operations: [Transfer(operation) for operation in operations]
+    schedules._PipelineSchedule._warmup_p2p = lambda self, stages, *_: vote_at_home(stages)
+    schedules._batch_p2p = lambda operations, *_, **__: [Transfer(operation) for operation in operations]
     found = {}
     for name, case in cases.items():
         for rank in case["ranks"]:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from statistics import mean
 from typing import Any
@@ -80,8 +79,6 @@ REAL = {
     "zero3": Case(2, sharded(2)),
     "zero3, recomputed": Case(2, sharded(2), recomputed=LAYERS),
     "zero3, bf16": Case(2, sharded(2), precision="bf16"),
-    "zero3, tied": Case(2, sharded(2), "qwen2 tied"),
-    "zero2": Case(2, sharded(2, "gradients")),
     "zero2, recomputed": Case(2, sharded(2, "gradients"), recomputed=LAYERS),
     "tensor parallel": Case(2, Layout(tensor_parallel=2)),
     "tensor parallel, recomputed": Case(2, Layout(tensor_parallel=2), recomputed=LAYERS),
@@ -93,12 +90,12 @@ REAL = {
     "interleaved": Case(2, piped(2, "interleaved_1f1b", virtual_stages=2), micro_batches=4, ranks=(0, 1)),
     "zero bubble": Case(2, piped(2, "zero_bubble"), micro_batches=4, ranks=(0, 1)),
     "ulysses": Case(2, ULYSSES),
-    "ulysses, recomputed": Case(2, ULYSSES, recomputed=LAYERS),
     "experts": Case(2, Layout(expert_parallel=2), "mixture"),
     "hybrid zero3": Case(4, sharded(2)),
     "hybrid zero2, recomputed": Case(4, sharded(2, "gradients"), recomputed=LAYERS),
     "zero3 x tensor": Case(4, sharded(2, tensor_parallel=2)),
     "zero2 x tensor, recomputed": Case(4, sharded(2, "gradients", tensor_parallel=2), recomputed=LAYERS),
+    "zero2 x 1f1b": Case(4, sharded(2, "gradients", pipeline_parallel=2), micro_batches=4, ranks=(0, 2)),
     "zero3 x 1f1b": Case(4, sharded(2, pipeline_parallel=2), micro_batches=4, ranks=(0, 2)),
 }
 FAKE = {
@@ -106,12 +103,10 @@ FAKE = {
     "zero2 of 8, recomputed": Case(8, sharded(8, "gradients"), recomputed=LAYERS),
     "tensor of 8": Case(8, Layout(tensor_parallel=8)),
     "zero3 4 x tensor 2": Case(8, sharded(4, tensor_parallel=2)),
-    "1f1b of 4": Case(4, piped(4), micro_batches=8, ranks=(0, 1, 2, 3)),
-    "zero3 of 64": Case(64, sharded(64)),
+    "1f1b of 4": Case(4, piped(4), micro_batches=5, ranks=(0, 1, 3)),
     "zero3 of 64, bf16, recomputed": Case(64, sharded(64), precision="bf16", recomputed=LAYERS),
     "hybrid 8 x 8": Case(64, sharded(8)),
     "zero3 8 x tensor 8": Case(64, sharded(8, tensor_parallel=8)),
-    "tensor 8 x zero2 8, recomputed": Case(64, sharded(8, "gradients", tensor_parallel=8), recomputed=LAYERS),
 }
 ALSO_FAKED = (
     "zero3", "tensor parallel", "1f1b", "interleaved", "hybrid zero3", "zero3 x tensor", "zero3 x 1f1b",
@@ -131,41 +126,53 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def run(folder: Path, name: str, cases: dict[str, Case], *, ranks: int) -> Measured:
+def start(folder: Path, name: str, cases: dict[str, Case], *, ranks: int) -> subprocess.Popen[str]:
     """``ranks`` real ones, or 0: in fake worlds."""
-    given, output = folder / f"{name}.json", folder / name
+    given = folder / f"{name}.json"
     given.write_text(json.dumps({name: case.described(folder) for name, case in cases.items()}))
     torchrun = ["-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "--rdzv-backend", "c10d"]
     way = [*torchrun, "--rdzv-endpoint", "localhost:0"] if ranks else []
-    command = [sys.executable, *way, str(SCRIPT), "real" if ranks else "fake", str(given), str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
+    command = [sys.executable, *way, str(SCRIPT), "real" if ranks else "fake", str(given), str(folder / name)]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+
+
+def collect(process: subprocess.Popen[str], folder: Path, name: str, *, ranks: int) -> Measured:
+    _, errors = process.communicate(timeout=400)
     files = list(folder.glob(f"{name}.[0-9]*"))
-    assert len(files) == max(ranks, 1), done.stderr[-3000:]
+    assert len(files) == max(ranks, 1), errors[-3000:]
     return {key: result for file in files for key, result in json.loads(file.read_text()).items()}
 
 
 @pytest.fixture(scope="module")
-def real(folder: Path) -> Measured:
+def traced(folder: Path) -> tuple[dict[str, ModelProfile], Measured]:
+    """Profiles, and beside them, since each is one thread, the fake ranks."""
+    process = start(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE}, ranks=0)
+    profiles = {
+        name: profile_model(find_model(str(folder / name)), sequence_length=SEQUENCE, variants=variants)
+        for name, variants in VARIANTS.items()
+    }
+    return profiles, collect(process, folder, "fake", ranks=0)
+
+
+@pytest.fixture(scope="module")
+def fake(traced: tuple[dict[str, ModelProfile], Measured]) -> Measured:
+    return traced[1]
+
+
+@pytest.fixture(scope="module")
+def real(folder: Path, traced: tuple[dict[str, ModelProfile], Measured]) -> Measured:
+    """After ``traced``: gloo's threads need the cores for themselves."""
     found: Measured = {}
     for world in (2, 4):
-        cases = {name: case for name, case in REAL.items() if case.world == world}
-        found |= run(folder, f"real-{world}", cases, ranks=world)
+        cases, name = {name: case for name, case in REAL.items() if case.world == world}, f"real-{world}"
+        found |= collect(start(folder, name, cases, ranks=world), folder, name, ranks=world)
     return found
 
 
 @pytest.fixture(scope="module")
-def fake(folder: Path) -> Measured:
-    return run(folder, "fake", {**{name: REAL[name] for name in ALSO_FAKED}, **FAKE}, ranks=0)
-
-
-@pytest.fixture(scope="module")
-def predicted(folder: Path) -> Callable[[Case, int], float]:
-    @cache
-    def profile(name: str) -> ModelProfile:
-        return profile_model(find_model(str(folder / name)), sequence_length=SEQUENCE, variants=VARIANTS[name])
-
+def predicted(traced: tuple[dict[str, ModelProfile], Measured]) -> Callable[[Case, int], float]:
     def predict(case: Case, rank: int) -> float:
-        model = profile(case.model)
+        model = traced[0][case.model]
         plan = Plan(
             device="cpu", host="", model=model.model_hash, sequence_length=SEQUENCE, per_device_train_batch_size=BATCH,
             gradient_accumulation_steps=case.micro_batches, num_processes=case.world, layout=case.layout,
@@ -186,11 +193,11 @@ def show(name: str, rank: int, *numbers: float) -> None:
 
 @pytest.mark.parametrize(("name", "rank"), [(name, rank) for name, rank in rows(REAL) if name in ALSO_FAKED])
 def test_a_fake_rank_allocates_what_a_real_one_does(name: str, rank: int, real: Measured, fake: Measured) -> None:
-    """Less what kernels need inside, and what gloo's transfers hold of a pipeline: some hidden states."""
+    """Less what kernels need inside."""
     one, other = real[f"{name} rank {rank}"], fake[f"{name} rank {rank}"]
     show(name, rank, one["peak"], other["peak"])
     assert other["held"] == pytest.approx(one["held"], abs=1024)
-    assert other["peak"] == pytest.approx(one["peak"], rel=0.05 if name == "interleaved" else 0.015)
+    assert other["peak"] == pytest.approx(one["peak"], rel=0.01)
 
 
 @pytest.mark.parametrize(("name", "rank"), rows(REAL))
@@ -199,7 +206,7 @@ def test_memory_of_a_real_rank(name: str, rank: int, real: Measured, predicted: 
     show(name, rank, expected, measured["peak"])
     if REAL[name].layout.pipeline_schedule != "zero_bubble":  # there torch keeps gradients of inputs between steps
         assert measured["left"] == 0
-    assert expected == pytest.approx(measured["peak"], rel=0.05 if name == "zero3 x 1f1b" else 0.02)
+    assert expected == pytest.approx(measured["peak"], rel=0.02)
 
 
 @pytest.mark.parametrize(("name", "rank"), rows(FAKE))

@@ -238,13 +238,12 @@ def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
     layers, inner = stage.last - stage.first, layer_elements(profile, plan)
     layer, outside = size * inner, size * outside_elements(profile, plan, stage)
     reduced = REDUCED_BYTES * inner * trained
-    if plan.layout.pipeline_parallel > 1:  # once gathered backward, weights stay until the next forward pass
-        whole = outside + layers * layer
-        few = outside + min(layers, 2) * layer
-        return Passing(
-            start=whole, forward=few, loss=outside + layer, head=outside + layer, last_layer=few, layers=few, end=whole,
-            outside=whole,
-        )
+    if plan.layout.pipeline_parallel > 1:  # once gathered backward, weights stay until the next forward pass divides them
+        whole, few = outside + layers * layer, outside + min(layers, 2) * layer
+        if plan.layout.fully_shard == "gradients":
+            return Passing(whole, whole, whole, whole, whole, whole, whole, whole)
+        # The loss is outside the stage: nothing is gathered yet where its backward pass is highest.
+        return Passing(start=whole, forward=few, last_layer=few, layers=few, end=whole, outside=whole)
     if plan.layout.fully_shard == "gradients":  # the whole model's weights stay from forward to backward
         whole = outside + layers * layer
         between = whole - layer + reduced
