@@ -132,7 +132,8 @@ def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share
         if waiting.splits:
             micro_batches = waiting.later + waiting.pending
             activations = micro_batches * walk.left + (waiting.pending + 1) * (walk.outputs + walk.left_of_loss)
-            parts = {"gradients": share.gradients_between, "activations": activations, "communication": in_transit}
+            born = share.gradients_between if plan.gradient_accumulation_steps > waiting.pending + 1 else 0.0
+            parts = {"gradients": born, "activations": activations, "communication": in_transit}
             phases["backward"].offer({**resident, **parts})
     workspace = workspace_bytes(profile, plan) * share.updated
     phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
