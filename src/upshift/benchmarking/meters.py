@@ -19,6 +19,7 @@ class AllocatedPeak:
     """Filled when the meter's context closes; None where nothing was allocated in it."""
 
     bytes: int | None = None
+    left: int = 0  # more than there was when it was opened (CPU only)
 
 
 @contextmanager
@@ -42,7 +43,7 @@ def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPea
     for event in sorted(events, key=lambda event: event.start_ns()):
         live += event.nbytes()
         highest = max(highest, live)
-    peak.bytes = resident_bytes + highest if events else None
+    peak.bytes, peak.left = resident_bytes + highest if events else None, live
 
 
 def tensor_bytes(*groups: object) -> int:

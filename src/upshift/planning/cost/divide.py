@@ -62,6 +62,21 @@ def _layer(one: Segment, two: Segment, ranks: int, kept: Polynomial | None, *, k
     )  # fmt: skip
 
 
+def keep_more(layer: Segment, extra: Polynomial, *, keeps: bool) -> Segment:
+    """A layer whose forward pass makes ``extra`` bytes more for the backward pass; a recomputed one makes them there again."""
+    nothing = Polynomial()
+    left, again = (extra, nothing) if keeps else (nothing, extra)
+
+    def more(cost: PassCost, left: Polynomial, rise: Polynomial) -> PassCost:
+        return cost.model_copy(update={"left": total(cost.left, left), "rise": tuple(total(term, rise) for term in cost.rise)})
+
+    freed = scaled(left, -1.0)
+    return Segment(
+        forward=more(layer.forward, left, extra), backward=more(layer.backward, freed, again),
+        backward_accumulating=more(layer.backward_accumulating, freed, again),
+    )  # fmt: skip
+
+
 def _segment(one: Segment, two: Segment, ranks: int) -> Segment:
     return Segment(
         forward=_pass(one.forward, two.forward, ranks),

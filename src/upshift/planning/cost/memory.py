@@ -7,51 +7,19 @@ partition keeps (cost/compiled.py); its temporaries are taken to be those of the
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from upshift.models.profile import ModelProfile, StepTrace, highest
-from upshift.planning.cost.optimizer import trained_shapes, update_workspace_bytes, workspace_bytes
+from upshift.planning.cost.optimizer import trained_shapes, workspace_bytes
 from upshift.planning.cost.segments import Placed, place_segments
-from upshift.planning.cost.share import Share, Stage, compute_bytes, share_of, stages
+from upshift.planning.cost.share import Share, Stage, Waiting, compute_bytes, gradients_exist, residual_bytes, share_of, stages
+from upshift.planning.cost.walk import PHASE_OF_MOMENT, Backward, Peaks, walk_backward, walk_forward
+from upshift.planning.cost.walk import Peak as Peak
 from upshift.planning.plan import ALONE, Plan
 
 PARTS = ("weights", "gradients", "optimizer", "communication", "batch", "activations", "loss", "workspace")
 LASTING_PARTS = ("weights", "gradients", "optimizer", "communication", "batch")
 PHASES = ("forward", "backward", "optimizer")
-# Of one micro-batch's hidden states: gradients of several matrices' inputs are summed over tensor-parallel ranks one by one,
-# into new tensors. Measured between two gloo ranks: 4.0 in each of four settings (tests/cpu/test_layouts.py).
-EXCHANGED_COPIES = 4
-
-
-@dataclass
-class Peak:
-    """The highest moment of a phase, and what it is made of."""
-
-    total: float = 0.0
-    parts: dict[str, float] = field(default_factory=dict)
-
-    def offer(self, parts: dict[str, float]) -> None:
-        total = sum(parts.values())
-        if total > self.total:
-            self.total, self.parts = total, parts
-
-
-# A step's moments, in order: what ranks hold of each other's differs between them (Passing).
-PHASE_OF_MOMENT = {
-    "forward": "forward", "loss": "forward",
-    "head": "backward", "last_layer": "backward", "layers": "backward", "outside": "backward",
-}  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Peaks:
-    """The highest point of each moment of a step where they are ``apart``, else of each phase."""
-
-    apart: bool
-    found: dict[str, Peak] = field(default_factory=dict)
-
-    def offer(self, moment: str, parts: dict[str, float]) -> None:
-        self.found.setdefault(moment if self.apart else PHASE_OF_MOMENT[moment], Peak()).offer(parts)
 
 
 @dataclass(frozen=True)
@@ -108,44 +76,103 @@ def accumulates(plan: Plan) -> bool:
 
 @dataclass(frozen=True)
 class Walk:
-    """What comes and goes while one micro-batch runs on a rank; ``left``: its activations when another one takes its turn."""
+    """What comes and goes while one micro-batch runs on a rank, and what it leaves there while another one takes its turn."""
 
-    peaks: Peaks
+    first: Peaks | None  # gradients are born in the backward pass; None where they always exist
+    later: Peaks  # they exist
     left: float
+    left_of_loss: float
     recomputed: float
     batch: float
-    exchanged: float  # copies of hidden states on their way between ranks
+    hidden: float  # hidden states at the border of two layers
+    outputs: float  # gradients of what weights yield: all of them wait where weights' own gradients are computed later
 
 
 def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int]) -> Walk:
-    """Onto gradients that exist. The same for every plan that shares neither more nor fewer layers and tokens."""
+    """The same for every plan that shares neither more nor fewer layers and tokens."""
     batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
-    placed, peaks = place_segments(profile, trace, plan, stage), Peaks(apart=plan.layout.gathers)
-    live = _walk_forward(peaks, {}, placed, 0.0, plan, batch, sequence)
-    _walk_backward(peaks, {}, placed, live, 0.0, _backward_of(profile, plan, batch, sequence))
-    left = sum(item.count * item.segment.forward.left.at(batch, sequence) for item in placed if not item.is_loss)
-    exchanged = EXCHANGED_COPIES * batch * sequence * (profile.hidden_size or 0) * compute_bytes(plan)
+    placed, piped = place_segments(profile, trace, plan, stage), plan.layout.pipeline_parallel > 1
+    hidden = float(batch * sequence * (profile.hidden_size or 0) * residual_bytes(plan))
+    hidden /= plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
+    # Each stage makes what the first gap does but for the embedding: its input comes from another rank.
+    beside = 0.0 if stage.has_embedding else max(trace.gaps[0].forward.left.at(batch, sequence) - hidden, 0.0)
+    logits = 0.0 if plan.loss_chunk_tokens else float(batch * sequence * (profile.vocab_size or 0) * compute_bytes(plan))
+    kept = logits if piped and stage.has_head else 0.0  # the stage's output
+    received = hidden if piped and not stage.has_head else 0.0  # the gradient of its output
+    gradients = share_of(profile, plan, stage).gradients
+
+    def peaks(*, accumulating: bool) -> Peaks:
+        found = Peaks(apart=plan.layout.gathers)
+        live = walk_forward(found, {}, placed, 0.0, plan, batch, sequence, beside=beside)
+        born = 0.0 if accumulating else gradients
+        backward = _backward_of(profile, plan, batch, sequence, accumulating=accumulating)
+        walk_backward(found, {}, placed, live + kept, born, backward, received=received)
+        return found
+
+    loss = sum(item.segment.forward.left.at(batch, sequence) for item in placed if item.is_loss)
     return Walk(
-        peaks, left, _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
-        exchanged if plan.layout.tensor_parallel > 1 else 0.0,
+        peaks(accumulating=False) if not gradients_exist(plan) else None, peaks(accumulating=True),
+        beside + sum(item.count * item.segment.forward.left.at(batch, sequence) for item in placed if not item.is_loss),
+        loss + (logits if piped else 0.0), _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
+        hidden, _outputs_of_weights(profile, plan, stage, batch * sequence),
     )  # fmt: skip
 
 
 def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share: Share) -> StepMemory:
     """The step's memory on a rank that has ``share`` of the model and whose micro-batches wait as the pipeline says."""
-    resident = _resident(share, profile, walk.batch)
-    waiting = (stage.waiting - 1.0) * walk.left if stage.waiting > 1.0 else 0.0
+    waiting = stage.waiting
+    resident = _resident(share, profile, walk.batch * waiting.batches)
     phases = {name: Peak() for name in PHASES}
-    for moment, peak in walk.peaks.found.items():
-        passing = walk.exchanged + (getattr(share.passing, moment) if share.passing else 0.0)
-        parts = {**peak.parts, **resident, "activations": peak.parts["activations"] + waiting}
-        parts["gradients"] = peak.parts["gradients"] + share.gradients
-        if passing:
-            parts["communication"] = passing
-        phases[PHASE_OF_MOMENT.get(moment, moment)].offer(parts)
+    in_transit = walk.hidden * waiting.hidden
+    if waiting.first and walk.first is not None:
+        _add(phases, walk, walk.first, waiting, share, resident, (waiting.first, 0.0, in_transit))
+    if waiting.later:
+        in_transit += walk.hidden * waiting.sent
+        _add(phases, walk, walk.later, waiting, share, resident, (waiting.later, share.gradients_between, in_transit))
+        if waiting.splits:
+            micro_batches = waiting.later + waiting.pending
+            activations = micro_batches * walk.left + (waiting.pending + 1) * (walk.outputs + walk.left_of_loss)
+            born = share.gradients_between if plan.gradient_accumulation_steps > waiting.pending + 1 else 0.0
+            parts = {"gradients": born, "activations": activations, "communication": in_transit}
+            phases["backward"].offer({**resident, **parts})
     workspace = workspace_bytes(profile, plan) * share.updated
     phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
     return StepMemory(phases, walk.recomputed)
+
+
+def _add(
+    phases: dict[str, Peak],
+    walk: Walk,
+    peaks: Peaks,
+    waiting: Waiting,
+    share: Share,
+    resident: dict[str, float],
+    now: tuple[float, float, float],
+) -> None:
+    """``now``: micro-batches whose activations are there, bytes of gradients, and of hidden states in buffers."""
+    count, gradients, in_transit = now
+    others = (count - 1.0) * (walk.left + walk.left_of_loss * waiting.losses) if count > 1.0 else 0.0
+    for moment, peak in peaks.found.items():
+        passing = in_transit + (getattr(share.passing, moment) if share.passing else 0.0)
+        parts = {**peak.parts, **resident, "activations": peak.parts["activations"] + others}
+        parts["gradients"] = peak.parts["gradients"] + gradients
+        if passing:
+            parts["communication"] = passing
+        phases[PHASE_OF_MOMENT.get(moment, moment)].offer(parts)
+
+
+def _outputs_of_weights(profile: ModelProfile, plan: Plan, stage: Stage, tokens: int) -> float:
+    """Bytes of the gradients of everything that a weight of the stage is multiplied with: a row of outputs for each token."""
+    width, vocabulary = 0.0, profile.vocab_size or 0
+    for shape in trained_shapes(profile):
+        if len(shape.shape) == 2 and shape.shape[0] != vocabulary:
+            width += shape.count * shape.shape[0] / plan.layout.tensor_parallel
+        elif len(shape.shape) == 3 and profile.experts is not None:  # a token is sent to some of the experts
+            width += shape.count * shape.shape[1] * profile.experts.per_token
+        elif shape.shape == (profile.hidden_size,):
+            width += shape.count * shape.shape[0]
+    width *= (stage.last - stage.first) / max(profile.num_layers, 1)
+    return tokens * compute_bytes(plan) * (width + vocabulary * stage.has_head)
 
 
 def _resident(share: Share, profile: ModelProfile, batch: float) -> dict[str, float]:
@@ -158,8 +185,8 @@ def _predict_first_backward(
     """One process whose gradients are born in the step's only backward pass."""
     placed, peaks = place_segments(profile, trace, plan, stage), Peaks(apart=False)
     resident = _resident(share, profile, batch_bytes(profile, plan, *shape))
-    live = _walk_forward(peaks, resident, placed, 0.0, plan, *shape)
-    _walk_backward(peaks, resident, placed, live, share.gradients, _backward_of(profile, plan, *shape))
+    live = walk_forward(peaks, resident, placed, 0.0, plan, *shape)
+    walk_backward(peaks, resident, placed, live, share.gradients, _backward_of(profile, plan, *shape, accumulating=False))
     phases = {name: peaks.found.get(name, Peak()) for name in PHASES}
     if not plan.optimizer_in_backward:
         workspace = workspace_bytes(profile, plan) * share.updated
@@ -167,118 +194,13 @@ def _predict_first_backward(
     return StepMemory(phases, _recomputed(placed, *shape))
 
 
-def _backward_of(profile: ModelProfile, plan: Plan, batch: int, sequence: int) -> _Backward:
-    return _Backward(plan, tuple(shape.elements for shape in trained_shapes(profile)), profile, batch, sequence)
+def _backward_of(profile: ModelProfile, plan: Plan, batch: int, sequence: int, *, accumulating: bool) -> Backward:
+    return Backward(plan, tuple(shape.elements for shape in trained_shapes(profile)), profile, batch, sequence, accumulating)
 
 
 def _recomputed(placed: list[Placed], batch: int, sequence: int) -> float:
     rises = [highest(item.segment.backward_accumulating.rise, batch, sequence) for item in placed if item.is_recomputed]
     return max(rises, default=0.0)
-
-
-def _walk_forward(
-    peaks: Peaks,
-    resident: dict[str, float],
-    placed: list[Placed],
-    gradients: float,
-    plan: Plan,
-    batch: int,
-    sequence: int,
-) -> float:
-    """Returns what is live when the forward pass has ended."""
-    held = {"activations": 0.0, "loss": 0.0}
-    released = 0.0
-    for item in placed:
-        cost, own = item.segment.forward, "loss" if item.is_loss else "activations"
-        rise, left = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch, cost.left.at(batch, sequence)
-        released_here = cost.released.at(batch, sequence)
-        if plan.activation_offload and item.is_layer:
-            left, released_here = 0.0, 0.0
-        for before in {0, item.count - 1}:
-            parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
-            parts[own] += before * left
-            parts["loss" if item.is_loss else "workspace"] += rise
-            peaks.offer("loss" if item.is_loss else "forward", parts)
-        held[own] += item.count * left
-        released += item.count * released_here
-    return held["activations"] + held["loss"] - released
-
-
-@dataclass(frozen=True)
-class _Backward:
-    """How the backward pass of a segment moves memory under a plan."""
-
-    plan: Plan
-    tensors: tuple[int, ...]  # elements of the trained parameters
-    profile: ModelProfile
-    batch: int
-    sequence: int
-
-    @property
-    def accumulating(self) -> bool:
-        return accumulates(self.plan)
-
-    def of(self, item: Placed, own: float) -> tuple[float, float]:
-        """(bytes above the entry at the highest moment, bytes that stay); ``own``: the segment's gradients."""
-        segment, at = item.segment, (self.batch, self.sequence)
-        gathers = self.plan.layout.gathers
-        cost = segment.backward_accumulating if self.accumulating and not gathers else segment.backward
-        left = (segment.backward_accumulating if gathers and item.is_layer else cost).left.at(*at)
-        rises = [rise.at(*at) for rise in cost.rise]
-        if self.plan.optimizer_in_backward and own:
-            largest = max((size for size in self.tensors if size <= item.parameters), default=0)
-            alone = own * largest / item.parameters
-            workspace = update_workspace_bytes(self.profile, self.plan, largest)
-            # What does not grow with the batch are gradients: those born before are gone, the largest one may be there.
-            freed = [max(min(rise.one, own) - alone, 0.0) for rise in cost.rise]
-            rises = [rise - gone for rise, gone in zip(rises, freed, strict=True)]
-            # A layer's first update comes while its activations are there, a head's when the logits are gone.
-            held = 0.0 if item.is_layer else left - own
-            if item.remade is not None:
-                held = item.remade.forward.left.at(*at) - item.remade.forward.released.at(*at)
-            rises.append(held + alone + workspace)
-            left -= own
-        highest_rise = max(rises, default=0.0)
-        if self.plan.activation_offload and item.is_layer:
-            back = segment.forward.left.at(*at) - segment.forward.released.at(*at)
-            highest_rise, left = highest_rise + back, left + back
-        return max(highest_rise, 0.0), left
-
-
-def _walk_backward(
-    peaks: Peaks, resident: dict[str, float], placed: list[Placed], live: float, gradients: float, backward: _Backward
-) -> None:
-    """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist. Where
-    ranks divide them, a layer's are born and go, and those outside the layers stay until the pass has ended."""
-    plan, tied = backward.plan, backward.profile.parameters.tied
-    gathers, in_backward = plan.layout.gathers, plan.optimizer_in_backward
-    accumulating = backward.accumulating and not gathers
-    born = gradients if accumulating else 0.0
-    per_parameter = gradients / max(sum(item.count * item.parameters for item in placed), 1)
-    is_last = True
-    for item in reversed(placed):
-        own = 0.0 if accumulating else item.parameters * per_parameter
-        if gathers:
-            own = 0.0 if item.is_layer else float(item.parameters * compute_bytes(plan))
-        waits = in_backward and not (tied and item.is_loss)  # a tied head's gradient is whole when the embedding's is born
-        rise, left = backward.of(item, own if waits else 0.0)
-        own = 0.0 if waits else own
-        for before in {0, item.count - 1}:
-            gradients_now = born + before * own
-            total = live + before * left + (born if accumulating else 0.0)
-            parts = {**resident, "gradients": gradients_now, "activations": max(total - gradients_now, 0.0)}
-            parts |= {"loss": 0.0, "workspace": 0.0}
-            parts["loss" if item.is_loss else "workspace"] += rise
-            peaks.offer(_moment(item, is_last=is_last and before == 0), parts)
-        is_last = is_last and not item.is_layer
-        live += item.count * left
-        born += item.count * own
-
-
-def _moment(item: Placed, *, is_last: bool) -> str:
-    if item.is_layer:
-        return "last_layer" if is_last else "layers"
-    return "head" if item.is_loss else "outside"
 
 
 def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Segment, StepTrace
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Polynomial, Segment, StepTrace
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.compiled import compiled_trace
-from upshift.planning.cost.divide import divide
-from upshift.planning.cost.share import Stage
+from upshift.planning.cost.divide import divide, keep_more
+from upshift.planning.cost.share import Stage, compute_bytes
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
@@ -76,6 +76,8 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: S
             to_recompute = max(to_recompute - count, 0)
             segment = traced.recomputed[way][index] if recompute else traced.plain[index]
             remade = traced.plain[index] if recompute else None
+            if plan.layout.context_parallel > 1 and plan.layout.context_kind == "ulysses":
+                segment = keep_more(segment, _exchanged_back(profile, plan), keeps=not recompute)
             placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, remade=remade))
     gap = trace.gaps_recomputed[way][last] if recompute else trace.gaps[last]
     scratch = 0.0
@@ -84,6 +86,11 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: S
     if stage.has_head:
         placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
     return placed
+
+
+def _exchanged_back(profile: ModelProfile, plan: Plan) -> Polynomial:
+    """Attention's result as it comes back from the ranks that computed its heads. The kernel's own is kept beside it."""
+    return Polynomial(bs=compute_bytes(plan) * (profile.hidden_size or 0) / plan.layout.tensor_parallel)
 
 
 def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
@@ -109,9 +116,11 @@ def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int
 
 def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
     """Plans with the same key run the same segments on the same tokens in a micro-batch of a rank at ``stage``."""
+    layout = plan.layout
     return (
-        trace.precision, trace.attention, trace.masked, plan.layout.tensor_parallel, plan.layout.sequence_parallel,
-        plan.layout.context_parallel, stage.first, stage.last, plan.per_device_train_batch_size, plan.sequence_length,
-        plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens, plan.activation_offload,
-        plan.precision, plan.layout.gathers, plan.torch_compile != "off",
+        trace.precision, trace.attention, trace.masked, layout.tensor_parallel, layout.sequence_parallel,
+        layout.context_parallel, layout.context_kind, stage.first, stage.last, plan.per_device_train_batch_size,
+        plan.sequence_length, plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens,
+        plan.activation_offload, plan.precision, layout.gathers, layout.pipeline_parallel > 1,
+        plan.torch_compile != "off",
     )  # fmt: skip

@@ -13,13 +13,32 @@ REDUCED_BYTES = 4  # gradients are summed over ranks in fp32
 
 
 @dataclass(frozen=True)
+class Waiting:
+    """What a rank holds beside the micro-batch that it computes. Gradients exist in every backward pass of a step but the
+    first, in which they are born; where they always exist there is no first one.
+
+    Of a pipeline as torch.distributed.pipelining runs it (torch 2.13), measured between gloo ranks (tests/cpu/test_layouts.py):
+    each stage has buffers to receive every micro-batch of a step in, and what was sent is held by the transfer.
+    """
+
+    first: float = 0.0  # micro-batches whose activations are there in the step's first backward pass; 0: as in any other
+    later: float = 1.0  # in the others; 0: there are none
+    hidden: float = 0.0  # hidden states and gradients of them, of one micro-batch each, in buffers
+    sent: float = 0.0  # those sent that are still there, in later passes
+    losses: bool = False  # each waiting micro-batch has its loss computed
+    pending: int = 0  # micro-batches that wait for their weights' gradients, with all that the forward pass left
+    splits: bool = False  # the backward pass leaves weights' gradients for later
+    batches: float = 1.0  # micro-batches whose inputs are there
+
+
+@dataclass(frozen=True)
 class Stage:
-    """A rank's place in the pipeline: layers ``first`` to ``last`` (exclusive), and how many micro-batches' activations wait."""
+    """A rank's place in the pipeline: layers ``first`` to ``last`` (exclusive), and what waits there."""
 
     first: int
     last: int
     num_layers: int  # of the model
-    waiting: float = 1.0  # micro-batches whose activations it holds at once, the running one included
+    waiting: Waiting = Waiting()
 
     @property
     def has_embedding(self) -> bool:
@@ -35,11 +54,13 @@ class Passing:
     """Bytes of whole weights and of gradients that are being reduced, which a rank of fully_shard holds at each moment of a
     step. Gradients that are not yet being reduced are the walk's (cost/memory.py)."""
 
-    forward: float = 0.0  # while a layer computes
+    start: float = 0.0  # before and in the first layer
+    forward: float = 0.0  # while another layer computes
     loss: float = 0.0
     head: float = 0.0  # the loss's backward pass
     last_layer: float = 0.0  # its backward pass is the first: nothing is being reduced yet
     layers: float = 0.0  # the backward pass of the others
+    end: float = 0.0  # that of the first one
     outside: float = 0.0  # the backward pass of what stands before and between the layers
 
 
@@ -52,18 +73,65 @@ class Share:
     optimizer: float
     passing: Passing | None = None
     updated: float = 1.0  # of the model's trained parameters, those that the rank's optimizer updates
+    accumulated: float | None = None  # gradients while micro-batches run, where they are divided only after the last one
+
+    @property
+    def gradients_between(self) -> float:
+        """Of earlier micro-batches, while another one runs."""
+        return self.gradients if self.accumulated is None else self.accumulated
 
 
 def stages(profile: ModelProfile, plan: Plan) -> list[Stage]:
     """The ranks that decide memory and time: the first, which holds most activations, and the last, which has the loss."""
+    degree = plan.layout.pipeline_parallel
+    return [stage_of(profile, plan, rank) for rank in ((0,) if degree == 1 else (0, degree - 1))]
+
+
+def stage_of(profile: ModelProfile, plan: Plan, rank: int) -> Stage:
+    """Of a pipeline rank."""
     layers, degree = profile.num_layers, plan.layout.pipeline_parallel
     if degree == 1:
-        return [Stage(0, layers, layers)]
+        born = not gradients_exist(plan) and plan.gradient_accumulation_steps == 1
+        return Stage(0, layers, layers, Waiting(first=1.0, later=0.0) if born else Waiting())
     per_rank = -(-layers // degree)
-    return [
-        Stage(0, per_rank, layers, waiting=micro_batches_waiting(plan, 0)),
-        Stage(layers - per_rank, layers, layers, waiting=micro_batches_waiting(plan, degree - 1)),
-    ]
+    first = layers - per_rank if rank == degree - 1 else rank * per_rank
+    return Stage(first, first + per_rank, layers, _waiting(plan, rank))
+
+
+def gradients_exist(plan: Plan) -> bool:
+    """Whether they do before a step's first backward pass: as buckets that data-parallel ranks exchange, or layer by layer."""
+    buckets = plan.device != "cpu" and plan.data_parallel * plan.layout.context_parallel > 1
+    return buckets or (plan.layout.gathers and plan.layout.pipeline_parallel == 1)
+
+
+def _waiting(plan: Plan, rank: int) -> Waiting:
+    layout, micro_batches = plan.layout, plan.gradient_accumulation_steps
+    schedule, degree, each = layout.pipeline_schedule, layout.pipeline_parallel, layout.virtual_stages
+    is_first, is_last = rank == 0, rank == degree - 1
+    most = micro_batches_waiting(plan, rank)
+    later = min(most, micro_batches - 1.0 / each)
+    ran = micro_batches * each - round(most * each)  # backward passes, of chunks, before the last moment at which most wait
+    first_chunk, last_chunk = (_of_chunk(ran, chunk, each, degree) for chunk in (0, each - 1))
+    outputs, gradients = ran - last_chunk * is_last, ran - first_chunk * is_first
+    hidden = micro_batches * (2.0 * each - is_first - is_last)
+    if schedule in ("gpipe", "1f1b"):  # transfers that variables of its loop still name
+        hidden += schedule == "1f1b" and most > 1.0
+        outputs, gradients = int(schedule == "gpipe" and not is_last), int(not is_first)
+    splits = schedule == "zero_bubble" and not is_first
+    if splits:  # gradients of all inputs stay, and their sum with those of the step before
+        hidden, gradients = hidden + 2.0 * micro_batches, 0
+    return Waiting(
+        first=0.0 if gradients_exist(plan) or later == most else most,
+        later=most if gradients_exist(plan) else later, hidden=hidden, sent=float(outputs + gradients),
+        losses=schedule == "gpipe" and is_last, pending=min(rank, micro_batches - 1) * splits, splits=splits,
+        batches=micro_batches * (is_first + is_last) / 2.0,
+    )  # fmt: skip
+
+
+def _of_chunk(passes: int, chunk: int, chunks: int, degree: int) -> int:
+    """Of the first backward passes of a rank, those of one of its chunks: last chunks first, ``degree`` micro-batches each."""
+    rounds, rest = divmod(passes, degree * chunks)
+    return rounds * degree + min(max(rest - (chunks - 1 - chunk) * degree, 0), degree)
 
 
 def micro_batches_waiting(plan: Plan, rank: int) -> float:
@@ -90,13 +158,19 @@ def layer_elements(profile: ModelProfile, plan: Plan) -> float:
 
 def outside_elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """Of embedding, head and what else is outside the layers; a tied embedding is needed at both ends of a pipeline."""
-    parameters, degree = profile.parameters, plan.layout.tensor_parallel
+    parameters = profile.parameters
     head = parameters.head or (parameters.embedding if parameters.tied and not stage.has_embedding else 0)
     found = float(parameters.embedding * stage.has_embedding + (head + parameters.other) * stage.has_head)
-    if degree > 1 and profile.tensor_parallel is not None:
-        both = parameters.embedding + parameters.head
-        found -= found * min(profile.tensor_parallel.outside / max(both, 1), 1.0) * (1.0 - 1.0 / degree)
-    return found
+    return found * outside_part(profile, plan)
+
+
+def outside_part(profile: ModelProfile, plan: Plan) -> float:
+    """Of embedding and head, what one of the tensor-parallel ranks has."""
+    if profile.tensor_parallel is None:
+        return 1.0
+    both = profile.parameters.embedding + profile.parameters.head
+    divided = min(profile.tensor_parallel.outside / max(both, 1), 1.0)
+    return 1.0 - divided * (1.0 - 1.0 / plan.layout.tensor_parallel)
 
 
 def elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
@@ -115,11 +189,15 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
         return Share(weights, gradients, state)
     part = elements(profile, plan, stage) / parameters.total
     weights, gradients, state, ranks = weights * part, gradients * part, state * part, layout.shard_size
+    if not layout.gathers:
+        gradients += _whole_embedding(profile, plan, stage)
     if layout.fully_shard == "no":
         return Share(weights, gradients, state, updated=part)
     if layout.fully_shard == "optimizer":
         return Share(weights, gradients, state / ranks, updated=part / ranks)
-    return Share(weights / ranks, gradients / ranks, state / ranks, _passing(profile, plan, stage), part / ranks)
+    whole = REDUCED_BYTES * part * parameters.trainable if layout.pipeline_parallel > 1 else None
+    passing = _passing(profile, plan, stage)
+    return Share(weights / ranks, gradients / ranks, state / ranks, passing, part / ranks, accumulated=whole)
 
 
 def shares(profile: ModelProfile, plan: Plan, known: Known) -> list[tuple[Stage, Share]]:
@@ -136,6 +214,19 @@ def compute_bytes(plan: Plan) -> int:
     return 4 if plan.precision in ("fp32", "tf32") else 2
 
 
+def residual_bytes(plan: Plan) -> int:
+    """Of an element of the hidden states between layers: autocast leaves the sum of layers in fp32."""
+    return 2 if plan.traced_precision == "bf16-pure" else 4
+
+
+def _whole_embedding(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
+    """The rest of an embedding's gradient where ranks divide its words: the kernel fills rows for all of them."""
+    parameters, styles = profile.parameters, profile.declares.tensor_parallel_plan.values()
+    if "embedding_rowwise" not in styles or parameters.tied or not stage.has_embedding:
+        return 0.0
+    return parameters.embedding * plan.parameter_bytes * (1.0 - 1.0 / plan.layout.tensor_parallel)
+
+
 def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
     """As torch's fully_shard does it (FSDPParamGroup of torch 2.13), and exact between gloo ranks (tests/cpu/test_layouts.py).
 
@@ -147,10 +238,18 @@ def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
     layers, inner = stage.last - stage.first, layer_elements(profile, plan)
     layer, outside = size * inner, size * outside_elements(profile, plan, stage)
     reduced = REDUCED_BYTES * inner * trained
+    if plan.layout.pipeline_parallel > 1:  # once gathered backward, weights stay until the next forward pass divides them
+        whole, few = outside + layers * layer, outside + min(layers, 2) * layer
+        if plan.layout.fully_shard == "gradients":
+            return Passing(whole, whole, whole, whole, whole, whole, whole, whole)
+        # The loss is outside the stage: nothing is gathered yet where its backward pass is highest.
+        return Passing(start=whole, forward=few, last_layer=few, layers=few, end=whole, outside=whole)
     if plan.layout.fully_shard == "gradients":  # the whole model's weights stay from forward to backward
         whole = outside + layers * layer
-        return Passing(whole + layer, whole + layer, whole, whole, whole - layer + reduced, outside + reduced)
+        between = whole - layer + reduced
+        return Passing(whole + layer, whole + layer, whole + layer, whole, whole, between, between, outside + reduced)
+    two, between = outside + 2.0 * layer, outside + 2.0 * layer + reduced
     return Passing(
-        forward=outside + 2.0 * layer, loss=outside + layer, head=outside + layer,
-        last_layer=outside + min(layers, 2) * layer, layers=outside + 2.0 * layer + reduced, outside=outside + reduced,
+        start=two, forward=two, loss=outside + layer, head=outside + layer, last_layer=outside + min(layers, 2) * layer,
+        layers=between, end=between, outside=outside + reduced,
     )  # fmt: skip

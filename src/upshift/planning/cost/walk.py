@@ -1,0 +1,160 @@
+"""What comes and goes while one micro-batch runs: the highest points of its forward and backward pass, segment by segment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from upshift.models.profile import ModelProfile, highest
+from upshift.planning.cost.optimizer import update_workspace_bytes
+from upshift.planning.cost.segments import Placed
+from upshift.planning.cost.share import compute_bytes, outside_part
+from upshift.planning.plan import Plan
+
+
+@dataclass
+class Peak:
+    """The highest moment of a phase, and what it is made of."""
+
+    total: float = 0.0
+    parts: dict[str, float] = field(default_factory=dict)
+
+    def offer(self, parts: dict[str, float]) -> None:
+        total = sum(parts.values())
+        if total > self.total:
+            self.total, self.parts = total, parts
+
+
+# A step's moments, in order: what ranks hold of each other's differs between them (Passing).
+PHASE_OF_MOMENT = {
+    "start": "forward", "forward": "forward", "loss": "forward",
+    "head": "backward", "last_layer": "backward", "layers": "backward", "end": "backward", "outside": "backward",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Peaks:
+    """The highest point of each moment of a step where they are ``apart``, else of each phase."""
+
+    apart: bool
+    found: dict[str, Peak] = field(default_factory=dict)
+
+    def offer(self, moment: str, parts: dict[str, float]) -> None:
+        self.found.setdefault(moment if self.apart else PHASE_OF_MOMENT[moment], Peak()).offer(parts)
+
+
+def walk_forward(
+    peaks: Peaks,
+    resident: dict[str, float],
+    placed: list[Placed],
+    gradients: float,
+    plan: Plan,
+    batch: int,
+    sequence: int,
+    *,
+    beside: float = 0.0,
+) -> float:
+    """Returns what is live when the forward pass has ended. ``beside``: activations that no segment of ``placed`` makes."""
+    held = {"activations": beside, "loss": 0.0}
+    released = 0.0
+    for item in placed:
+        cost, own = item.segment.forward, "loss" if item.is_loss else "activations"
+        rise, left = max(highest(cost.rise, batch, sequence), 0.0) + item.scratch, cost.left.at(batch, sequence)
+        released_here = cost.released.at(batch, sequence)
+        if plan.activation_offload and item.is_layer:
+            left, released_here = 0.0, 0.0
+        for before in {0, item.count - 1}:
+            parts = {**resident, "gradients": gradients, **held, "workspace": 0.0}
+            parts[own] += before * left
+            parts["loss" if item.is_loss else "workspace"] += rise
+            peaks.offer("loss" if item.is_loss else "forward" if before else "start", parts)
+        held[own] += item.count * left
+        released += item.count * released_here
+    return held["activations"] + held["loss"] - released
+
+
+@dataclass(frozen=True)
+class Backward:
+    """How the backward pass of a segment moves memory under a plan."""
+
+    plan: Plan
+    tensors: tuple[int, ...]  # elements of the trained parameters
+    profile: ModelProfile
+    batch: int
+    sequence: int
+    accumulating: bool  # onto gradients that exist
+
+    @property
+    def divides(self) -> bool:
+        """Whether ranks divide gradients layer by layer as they are born. A pipeline's do after the last micro-batch."""
+        return self.plan.layout.gathers and self.plan.layout.pipeline_parallel == 1
+
+    def of(self, item: Placed, own: float) -> tuple[float, float]:
+        """(bytes above the entry at the highest moment, bytes that stay); ``own``: the segment's gradients."""
+        segment, at = item.segment, (self.batch, self.sequence)
+        cost = segment.backward_accumulating if self.accumulating and not self.divides else segment.backward
+        left = (segment.backward_accumulating if self.divides and item.is_layer else cost).left.at(*at)
+        rises = [rise.at(*at) for rise in cost.rise]
+        if self.plan.optimizer_in_backward and own:
+            largest = max((size for size in self.tensors if size <= item.parameters), default=0)
+            alone = own * largest / item.parameters
+            workspace = update_workspace_bytes(self.profile, self.plan, largest)
+            # What does not grow with the batch are gradients: those born before are gone, the largest one may be there.
+            freed = [max(min(rise.one, own) - alone, 0.0) for rise in cost.rise]
+            rises = [rise - gone for rise, gone in zip(rises, freed, strict=True)]
+            # A layer's first update comes while its activations are there, a head's when the logits are gone.
+            held = 0.0 if item.is_layer else left - own
+            if item.remade is not None:
+                held = item.remade.forward.left.at(*at) - item.remade.forward.released.at(*at)
+            rises.append(held + alone + workspace)
+            left -= own
+        highest_rise = max(rises, default=0.0)
+        if self.plan.activation_offload and item.is_layer:
+            back = segment.forward.left.at(*at) - segment.forward.released.at(*at)
+            highest_rise, left = highest_rise + back, left + back
+        return max(highest_rise, 0.0), left
+
+
+def walk_backward(
+    peaks: Peaks,
+    resident: dict[str, float],
+    placed: list[Placed],
+    live: float,
+    gradients: float,
+    backward: Backward,
+    *,
+    received: float = 0.0,
+) -> None:
+    """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist. Where
+    ranks divide them, a layer's are born and go, and those outside the layers stay until the pass has ended.
+
+    ``received``: bytes that the last layer seems to free, the gradient of its output, but that are a buffer's."""
+    plan, tied = backward.plan, backward.profile.parameters.tied
+    divides, in_backward = backward.divides, plan.optimizer_in_backward
+    accumulating = backward.accumulating and not divides
+    born = gradients if accumulating else 0.0
+    per_parameter = gradients / max(sum(item.count * item.parameters for item in placed), 1)
+    is_last = True
+    for item in reversed(placed):
+        own = 0.0 if accumulating else item.parameters * per_parameter
+        if divides:
+            own = 0.0 if item.is_layer else item.parameters * compute_bytes(plan) * outside_part(backward.profile, plan)
+        waits = in_backward and not (tied and item.is_loss)  # a tied head's gradient is whole when the embedding's is born
+        rise, left = backward.of(item, own if waits else 0.0)
+        own = 0.0 if waits else own
+        for before in {0, item.count - 1}:
+            gradients_now = born + before * own
+            total = live + before * left + (received if before or item is not placed[-1] else 0.0)
+            total += born if accumulating else 0.0
+            parts = {**resident, "gradients": gradients_now, "activations": max(total - gradients_now, 0.0)}
+            parts |= {"loss": 0.0, "workspace": 0.0}
+            parts["loss" if item.is_loss else "workspace"] += rise
+            peaks.offer(_moment(item, is_last=is_last and before == 0, is_end=before > 0), parts)
+        is_last = is_last and not item.is_layer
+        live += item.count * left
+        born += item.count * own
+
+
+def _moment(item: Placed, *, is_last: bool, is_end: bool) -> str:
+    if item.is_layer:
+        return "last_layer" if is_last else "end" if is_end else "layers"
+    return "head" if item.is_loss else "outside"
