@@ -65,6 +65,6 @@ def _leave_inputs(base: PreTrainedModel) -> None:
     if hasattr(base, "_require_grads_hook"):
         base.disable_input_require_grads()
     # Asked twice, as by peft.prepare_model_for_kbit_training, transformers forgets the hooks that it made first.
-    hooks = base.get_input_embeddings()._forward_hooks
-    for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == "make_inputs_require_grads"]:
-        del hooks[key]
+    for hooks in [module._forward_hooks for module in base.modules() if module._forward_hooks]:
+        for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == "make_inputs_require_grads"]:
+            del hooks[key]

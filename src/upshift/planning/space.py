@@ -46,7 +46,8 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
         "recompute_granularity": _granularities(profile),
         "attention": attention,
-        "torch_compile": ["off", "layer", "model"] if _can_compile(host) else ["off"],
+        # transformers trains no compiled model on quantized weights.
+        "torch_compile": ["off", "layer", "model"] if _can_compile(host) and not profile.parameters.quantized else ["off"],
         "optim": _optimizers(host, workload),
         "optimizer_in_backward": [False] if workload.clips_gradients else [False, True],
         "loss_chunk_tokens": [0, LOSS_CHUNK_TOKENS] if _can_chunk(profile) else [0],
@@ -131,7 +132,7 @@ def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Wor
     """Why a value of a field is not legal here. Raises MissingExtra where only a library is missing."""
     if value in PACKED_KERNELS:
         return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
-    if profile.parameters.quantized and value in WHOLE_WEIGHTS:
+    if profile.parameters.quantized and (name == "torch_compile" or value in WHOLE_WEIGHTS):
         return " (the model's weights are stored in 4 bits)"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
