@@ -17,7 +17,8 @@ from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.time import predict_time
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
-from upshift.planning.space import enumerate_plans, parse_fixed
+from upshift.planning.plans import enumerate_plans
+from upshift.planning.space import parse_fixed
 from upshift.planning.workload import Workload
 
 LENGTHS = LengthHistogram(sequence_length=4096, lengths=(256, 512, 4096), counts=(100, 50, 1), num_tokens=55_296)
@@ -49,7 +50,7 @@ def test_they_are_in_the_space_for_packed_sequences_only(profile: ModelProfile, 
     assert kernels("1xh100", profile, EVEN) == {("sdpa", False)}
     assert kernels("1xh100", profile, EVEN, attention="flash_attention_2") == {("flash_attention_2", False)}
     plans = list(enumerate_plans(describe("1xh100"), profile, MIXED))
-    assert {plan.precision for plan in plans if plan.attention == "flash_attention_2"} == {"bf16", "fp16"}
+    assert {plan.precision for plan in plans if plan.attention == "flash_attention_2"} == {"bf16"}
     assert {plan.flattens for plan in plans if plan.attention == "flash_attention_2"} == {True}
     assert {plan.flattens for plan in plans if plan.attention == "flex_attention"} == {False}
 
