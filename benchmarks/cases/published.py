@@ -89,7 +89,7 @@ def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfi
     if key not in profiles:
         path = folder / f"{len(profiles)}.json"
         path.write_text(key)
-        variants = tuple(Variant(p, "sdpa", False, divided=True) for p in ("bf16", "bf16-pure"))  # type: ignore[arg-type]
+        variants = tuple(Variant(p, "sdpa", False, divided=True, selective=True, compiled=True) for p in ("bf16", "bf16-pure"))  # type: ignore[arg-type]
         tell(f"tracing {row['model']}")
         try:
             profiles[key] = profile_model(find_model(str(path)), sequence_length=TRACED_LENGTH, variants=variants)

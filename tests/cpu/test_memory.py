@@ -168,7 +168,7 @@ def test_compiled_layers_are_predicted(name, precision, recomputed, tmp_path):
     """What they keep is exact; their temporaries are predicted as if nothing were fused, which is most where dropout makes
     attention many operators (GPT-2)."""
     source = source_of(CONFIGS[name], tmp_path)
-    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant(precision, "sdpa", False),))
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant(precision, "sdpa", False, compiled=True),))
     plan = plan_for(profile, precision, recomputed, batch=12, sequence=SEQUENCE, accumulation=2)
     predicted = {}
     for way in ("off", "layer"):

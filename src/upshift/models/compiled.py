@@ -23,6 +23,14 @@ SHORTEST_LENGTH = 257  # as does none of the primes from here on
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
+def load_partition() -> None:
+    """What every copy of this process would else load for itself."""
+    from torch._inductor.compile_fx import partition_fn as partition_fn
+    from torch._inductor.fx_passes.joint_graph import lazy_init
+
+    lazy_init()
+
+
 def prime_length(length: int) -> int:
     """The smallest prime that is not shorter."""
     number = max(length, SHORTEST_LENGTH)

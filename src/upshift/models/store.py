@@ -27,6 +27,7 @@ class Variant(NamedTuple):
     masked: bool
     divided: bool = False  # also as one of two ranks of tensor parallelism
     selective: bool = False  # recomputed selectively too
+    compiled: bool = False  # also what layers keep when they are compiled
 
 
 def profile_model(

@@ -19,6 +19,7 @@ from upshift.models.adapter import base_of
 from upshift.models.block_attention import NAME
 from upshift.models.build import LayerStack, sample_inputs
 from upshift.models.chunked_loss import why_not_chunked
+from upshift.models.compiled import load_partition
 from upshift.models.describe import (
     attention_heads,
     attention_kernels,
@@ -64,6 +65,8 @@ def trace_model(
         divided = _division(tracer, variants, points[0])
         if isinstance(divided, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
+        if any(variant.compiled for variant in variants):
+            load_partition()
         (flops, kv, cache), found = _run(
             [partial(run, tracer, points) for run in (_model_flops, _kv_elements, _cached_layers)],
             step_tasks(tracer, variants, sequence_length, chunking=reason is None), kept, progress,

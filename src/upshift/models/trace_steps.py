@@ -88,7 +88,7 @@ def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequen
         return None
     names = (*_gaps(tracer), *(name for layers in _layers(tracer) for name in layers))
     found = {name: fit_segment(points, measured, name) for name in names}
-    if way is None and variant.attention != NAME:
+    if way is None and variant.compiled and variant.attention != NAME:
         for which, ranks in enumerate(degrees):
             for name, kept in _compiled(tracer, variant, sequence_length, ranks).items():
                 found[name][which] = found[name][which].model_copy(update={"compiled": kept})

@@ -20,7 +20,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.search import search
-from upshift.planning.space import BLOCK_ATTENTION_LIMIT, check_allow, parse_fixed
+from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, check_allow, parse_fixed
 from upshift.planning.whole_life import FITS_BUT, WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
@@ -126,7 +126,13 @@ def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *,
     block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
     if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
         kernels.append("block")
-    variants = [Variant(p, kernel, masked, selective=selective) for p in precisions for kernel in kernels for masked in masks]
+    compiled = can_compile(host)
+    variants = [
+        Variant(precision, kernel, masked, selective=selective, compiled=compiled)
+        for precision in precisions
+        for kernel in kernels
+        for masked in masks
+    ]
     return (*variants, *(Variant(p, "eager", False) for p in precisions))
 
 
@@ -134,7 +140,7 @@ def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...],
     """For ranks that share a job: bf16 also as one of two ranks, and with weights that were gathered in bf16."""
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(
-        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=selective)
+        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=selective, compiled=True)
         for precision in (*precisions, *gathered)
         for masked in masks
     )

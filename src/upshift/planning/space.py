@@ -47,7 +47,7 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
         "recompute_granularity": _granularities(profile),
         "attention": attention,
         # transformers trains no compiled model on quantized weights.
-        "torch_compile": ["off", "layer", "model"] if _can_compile(host) and not profile.parameters.quantized else ["off"],
+        "torch_compile": ["off", "layer", "model"] if can_compile(host) and not profile.parameters.quantized else ["off"],
         "optim": _optimizers(host, workload),
         "optimizer_in_backward": [False] if workload.clips_gradients else [False, True],
         "loss_chunk_tokens": [0, LOSS_CHUNK_TOKENS] if _can_chunk(profile) else [0],
@@ -192,7 +192,7 @@ def _is_installed(library: str) -> bool:
     return find_spec(library) is not None
 
 
-def _can_compile(host: Host) -> bool:
+def can_compile(host: Host) -> bool:
     return host.device == "cuda" or bool(host.measured and host.measured.compiler)
 
 
