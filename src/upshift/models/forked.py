@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import multiprocessing
-import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
@@ -17,13 +16,13 @@ STUCK_SECONDS = 20.0  # without computing anything
 
 
 def run_forked(tasks: Sequence[Callable[[], T]], *, progress: Callable[[int], None] = lambda done: None) -> list[T]:
-    """Results, which must be picklable, in the order of the tasks; as many at once as there are cores.
+    """Results, which must be picklable, in the order of the tasks; as many at once as torch may use threads (OMP_NUM_THREADS).
 
     A task that fails in a copy is run again here, so that its error is raised with its own traceback; so are all where copies
     cannot be made, and those of copies that wait for a lock which another thread of this process held when they were made.
     """
     results: dict[int, T] = {}
-    workers = min(len(tasks), _num_cores())
+    workers = min(len(tasks), torch.get_num_threads())
     if workers > 1 and _may_fork():
         for number, result in _side_by_side(tasks, workers):
             results[number] = result
@@ -33,10 +32,6 @@ def run_forked(tasks: Sequence[Callable[[], T]], *, progress: Callable[[int], No
             results[number] = task()
             progress(len(results))
     return [results[number] for number in range(len(tasks))]
-
-
-def _num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
 
 
 def _may_fork() -> bool:
