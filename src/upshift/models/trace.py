@@ -65,12 +65,9 @@ def trace_model(
         divided = _division(tracer, variants, points[0])
         if isinstance(divided, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
-        if any(variant.compiled for variant in variants):
-            load_partition()
-        (flops, kv, cache), found = _run(
-            [partial(run, tracer, points) for run in (_model_flops, _kv_elements, _cached_layers)],
-            step_tasks(tracer, variants, sequence_length, chunking=reason is None), kept, progress,
-        )  # fmt: skip
+        steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
+        wanted = [partial(run, tracer, points) for run in (_model_flops, _kv_elements, _cached_layers)]
+        (flops, kv, cache), found = _run(wanted, steps, kept, progress, compiled=any(variant.compiled for variant in variants))
     except RequestError:
         raise
     except Exception as error:  # any operator may refuse fake tensors; the user needs the module, not the traceback
@@ -98,9 +95,16 @@ def trace_model(
 
 
 def _run(
-    wanted: list[Callable[[], Any]], steps: dict[str, Callable[[], Any]], kept: SegmentStore, progress: Callable[[int, int], None]
+    wanted: list[Callable[[], Any]],
+    steps: dict[str, Callable[[], Any]],
+    kept: SegmentStore,
+    progress: Callable[[int, int], None],
+    *,
+    compiled: bool,
 ) -> tuple[list[Any], dict[str, Fitted]]:
     """Results of all ``wanted``, and of those ``steps`` that succeed; a step that was traced before is read."""
+    if compiled:
+        load_partition()
     found = {name: segments for name in steps if (segments := kept.get(name)) is not None}
     missing, known = [name for name in steps if name not in found], len(found)
     tasks = [*(steps[name] for name in missing), *wanted]  # the longest ones first
