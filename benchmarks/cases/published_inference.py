@@ -28,6 +28,7 @@ from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
 from upshift.planning.inference.engine import build_engine
 from upshift.planning.inference.memory import replica_memory
+from upshift.planning.inference.plan import ReplicaShape
 from upshift.planning.inference.planner import PROFILE_LENGTH
 from upshift.planning.inference.rank import Candidate, rank
 from upshift.planning.inference.serving import serve
@@ -92,20 +93,19 @@ def workload_of(row: dict[str, Any]) -> InferenceWorkload:
     return InferenceWorkload(prompt_length=prompt, output_length=output, allow=ALLOW)
 
 
-def shape_of(row: dict[str, Any]) -> dict[str, Any]:
+def shape_of(row: dict[str, Any]) -> ReplicaShape:
     """Precision and degrees of a row. An fp8 engine of TensorRT-LLM has an fp8 cache: 0.17 says so, 1.0's checkpoints do."""
     kv = row["kv_precision"] or ("fp8" if row["precision"] == "fp8" and "TensorRT" in row["engine"] else None)
     plain = row["precision"] if row["precision"] in ("bf16", "fp16") else "bf16"
     group = next((size for name, size in GROUPS.items() if name in row["quote"]), 128)
     execution = "eager" if row["engine"].startswith(EAGER) else "graphs"
-    return {
-        "weights": row["precision"], "group_size": group, "kv_cache": kv or plain, "tensor_parallel": row["tensor_parallel"],
-        "pipeline_parallel": row["pipeline_parallel"], "execution": execution,
-    }  # fmt: skip
+    return ReplicaShape(
+        row["precision"], kv or plain, row["tensor_parallel"], row["pipeline_parallel"], execution, group_size=group
+    )
 
 
 def best_of(row: dict[str, Any], host: Host, profile: ModelProfile) -> Candidate | None:
-    ranking = rank(host, profile, workload_of(row), fixed=shape_of(row))
+    ranking = rank(host, profile, workload_of(row), fixed=shape_of(row)._asdict())
     return ranking.candidates[0] if ranking.candidates else None
 
 
@@ -126,8 +126,8 @@ def predict(row: dict[str, Any]) -> list[Score] | str:
 
 def static_batch(row: dict[str, Any], host: Host, profile: ModelProfile, batch: int) -> list[Score] | str:
     workload, shape = workload_of(row), shape_of(row)
-    engine = build_engine(host, profile, workload, **shape)
-    memory = replica_memory(host, profile, workload, **shape, chunk_tokens=CHUNKS[-1])
+    engine = build_engine(host, profile, workload, shape)
+    memory = replica_memory(host, profile, workload, shape, chunk_tokens=CHUNKS[-1])
     assert engine is not None and memory.largest_concurrency is not None
     if batch > memory.largest_concurrency:
         return "predicted not to fit"
@@ -154,7 +154,7 @@ def at_rate(row: dict[str, Any], host: Host, profile: ModelProfile) -> list[Scor
     if row["ttft_ms"] > QUEUE_MS:
         return "more requests than the engine could take, for a while"
     workload, shape, rate = workload_of(row), shape_of(row), row["requests_per_second"]
-    engine = build_engine(host, profile, workload, **shape)
+    engine = build_engine(host, profile, workload, shape)
     assert engine is not None
     services = (serve(engine, workload, concurrency, CHUNKS[-1]) for concurrency in range(1, 1024))
     found = next((service for service in services if service is not None and service.requests_per_second >= rate), None)

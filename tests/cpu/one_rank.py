@@ -93,7 +93,6 @@ class Job:
                 fully_shard(layer, **settings)
             fully_shard(model, **settings)
 
-
     def share_experts(self, model: nn.Module) -> None:
         """Every rank has sequences of its own. Each expert gets as many tokens as any other: routes are set, not learned."""
         plan = model._expand_parallel_plan(model.ep_plan)
@@ -339,6 +338,7 @@ def _real(function: Callable[..., Any]) -> Callable[..., Any]:
 
 def settle() -> None:
     """Wait a moment after every wait, so that what gloo's threads held is gone."""
+
     def settled(wait: Callable[..., Any]) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             done = wait(*args, **kwargs)

@@ -30,7 +30,7 @@ from upshift.planning.inference.cache import cached_bytes, mean_visible, prompt_
 from upshift.planning.inference.engine import build_engine
 from upshift.planning.inference.formats import CHANGES_MATHEMATICS, WEIGHTS
 from upshift.planning.inference.memory import memory_limit, replica_memory, weight_bytes
-from upshift.planning.inference.plan import InferencePlan
+from upshift.planning.inference.plan import InferencePlan, ReplicaShape
 from upshift.planning.inference.planner import InferencePlanning, plan_profile
 from upshift.planning.inference.products import products_of
 from upshift.planning.inference.rank import rank
@@ -104,12 +104,7 @@ MODELS = {"llama": LLAMA_8B, "sliding": SLIDING, "mixture": MIXTURE}
 HOSTS = ("h100", "8xh100", "2x8xa100-80gb", "4xl40s", "t4", "8xb200", "epyc-9654-768gb", "xeon-8480-512gb", "mi300x")
 
 
-def shape(**fields: Any) -> dict[str, Any]:
-    plain = {
-        "weights": "bf16", "group_size": 128, "kv_cache": "bf16", "tensor_parallel": 1, "pipeline_parallel": 1,
-        "execution": "graphs",
-    }  # fmt: skip
-    return plain | fields
+PLAIN = ReplicaShape("bf16", "bf16", tensor_parallel=1, pipeline_parallel=1, execution="graphs")
 
 
 def test_cache_of_grouped_heads() -> None:
@@ -182,7 +177,7 @@ def test_experts_that_a_batch_meets() -> None:
 
 def test_a_mixture_decodes_as_fast_as_its_active_weights() -> None:
     def seconds(decoding: int) -> float:
-        engine = build_engine(describe("4xh100"), MIXTURE, ASK, **shape(tensor_parallel=4))
+        engine = build_engine(describe("4xh100"), MIXTURE, ASK, PLAIN._replace(tensor_parallel=4))
         assert engine is not None
         step = engine.step(0.0, decoding)
         assert step is not None
@@ -195,7 +190,7 @@ def test_a_mixture_decodes_as_fast_as_its_active_weights() -> None:
 @given(name=st.sampled_from(sorted(MODELS)), cache=st.sampled_from(["bf16", "fp8", "int8"]), sequences=st.integers(1, 4096))
 @settings(max_examples=60, deadline=None)
 def test_memory_grows_with_concurrency(name: str, cache: str, sequences: int) -> None:
-    memory = replica_memory(describe("h100"), MODELS[name], ASK, **shape(kv_cache=cache), chunk_tokens=2048)
+    memory = replica_memory(describe("h100"), MODELS[name], ASK, PLAIN._replace(kv_cache=cache), chunk_tokens=2048)
     assert memory.total(sequences) < memory.total(sequences + 1)
     assert memory.total(sequences) == pytest.approx(sum(memory.parts(sequences).values()))
     assert memory.limit is not None and memory.largest_concurrency is not None
@@ -211,7 +206,7 @@ def test_memory_grows_with_concurrency(name: str, cache: str, sequences: int) ->
 @settings(max_examples=60, deadline=None)
 def test_more_bandwidth_is_never_slower(name: str, faster: float, prompt: int, decoding: int, weights: Any) -> None:
     def seconds(host: Host) -> float:
-        engine = build_engine(host, MODELS[name], ASK, **shape(weights=weights))
+        engine = build_engine(host, MODELS[name], ASK, PLAIN._replace(weights=weights))
         assert engine is not None
         step = engine.step(float(prompt), float(decoding))
         assert step is not None
@@ -229,7 +224,7 @@ def test_more_bandwidth_is_never_slower(name: str, faster: float, prompt: int, d
 @given(name=st.sampled_from(sorted(MODELS)), prompt=st.integers(0, 4096), decoding=st.integers(1, 512))
 @settings(max_examples=40, deadline=None)
 def test_more_work_takes_no_less_time(name: str, prompt: int, decoding: int) -> None:
-    engine = build_engine(describe("8xh100"), MODELS[name], ASK, **shape(tensor_parallel=2))
+    engine = build_engine(describe("8xh100"), MODELS[name], ASK, PLAIN._replace(tensor_parallel=2))
     assert engine is not None
     step, more, longer = engine.step(prompt, decoding), engine.step(prompt, decoding + 1), engine.step(prompt + 64, decoding)
     assert step is not None and more is not None and longer is not None

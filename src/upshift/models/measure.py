@@ -113,7 +113,6 @@ class Tracer:
             model.zero_grad(set_to_none=True)
         return _collect(passes)
 
-
     def layer_calls(self, variant: Variant, *, batch: int, sequence: int, ranks: int) -> list[list[tuple[nn.Module, Call]]]:
         """Every kept layer of every stack, and how the model calls it; the tensors are fake ones of this tracer's mode."""
         model = self.model(torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32, ranks)

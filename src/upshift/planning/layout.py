@@ -52,3 +52,8 @@ class Layout(Value):
         if self.expert_parallel > 1:
             parts.append(f"ep {self.expert_parallel}")
         return " · ".join(parts)
+
+
+def divisors(number: int) -> list[int]:
+    """The degrees in which so many ranks, layers or experts can be shared."""
+    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]

@@ -9,7 +9,7 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.layout import ContextKind, Layout
+from upshift.planning.layout import ContextKind, Layout, divisors
 from upshift.planning.workload import Workload
 
 LONG_ENOUGH = 4096  # tokens a rank: below it there is nothing to gain from sharing a sequence
@@ -43,10 +43,10 @@ def _degrees(
 ) -> Iterator[tuple[int, int, int, ContextKind]]:
     """Tensor-parallel groups stay inside a node: their exchange hides behind nothing."""
     devices = host.num_devices
-    tensors = [t for t in _divisors(host.gpus_per_node) if t == 1 or _divides(profile, t)]
-    pipelines = [p for p in _divisors(devices) if p == 1 or (_can_pipeline(profile, p) and p <= DEEPEST_PIPELINE)]
+    tensors = [t for t in divisors(host.gpus_per_node) if t == 1 or _divides(profile, t)]
+    pipelines = [p for p in divisors(devices) if p == 1 or (_can_pipeline(profile, p) and p <= DEEPEST_PIPELINE)]
     asked = {1, fixed.get("context_parallel")}
-    contexts = [c for c in _divisors(devices) if c in asked or _worth_sharing(profile, workload, c)]
+    contexts = [c for c in divisors(devices) if c in asked or _worth_sharing(profile, workload, c)]
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         if devices % (tensor * context * pipeline):
             continue
@@ -96,11 +96,7 @@ def _schedules(profile: ModelProfile, pipeline: int, fixed: dict[str, Any]) -> l
 def _expert_degrees(profile: ModelProfile, ranks: int) -> list[int]:
     if profile.experts is None or not profile.declares.expert_parallel:
         return [1]
-    return [degree for degree in _divisors(ranks) if profile.experts.count % degree == 0]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    return [degree for degree in divisors(ranks) if profile.experts.count % degree == 0]
 
 
 def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workload: Workload) -> None:

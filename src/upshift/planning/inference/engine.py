@@ -14,8 +14,8 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.cost.time import COMPILED_MOVED_SHARE
 from upshift.planning.inference.cache import decode_attention_flops, mean_read_bytes, prompt_attention_flops
-from upshift.planning.inference.formats import WEIGHTS, CachePrecision, WeightPrecision, plain_bytes
-from upshift.planning.inference.plan import Execution
+from upshift.planning.inference.formats import WEIGHTS, plain_bytes
+from upshift.planning.inference.plan import ReplicaShape
 from upshift.planning.inference.products import Product, products_of
 from upshift.planning.inference.rates import DeviceRates, device_rates
 from upshift.planning.inference.workload import InferenceWorkload
@@ -148,25 +148,14 @@ class Engine:
         return between + max(self.launch_seconds - hidden, 0.0)
 
 
-def build_engine(
-    host: Host,
-    profile: ModelProfile,
-    workload: InferenceWorkload,
-    *,
-    weights: WeightPrecision,
-    group_size: int,
-    kv_cache: CachePrecision,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    execution: Execution,
-) -> Engine | None:
+def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape) -> Engine | None:
     """None where the host's rate in this precision is unknown."""
-    stored, degree, size = WEIGHTS[weights], tensor_parallel, plain_bytes(weights)
-    rates = device_rates(host, weights, stored.computes, execution)
+    stored, degree, size = WEIGHTS[shape.weights], shape.tensor_parallel, plain_bytes(shape.weights)
+    rates = device_rates(host, shape.weights, stored.computes, shape.execution)
     if rates is None:
         return None
     read_rate = rates.weights * stored.read_share * degree
-    unfused = size * (EAGER_TRAFFIC if execution == "eager" else 1.0)
+    unfused = size * (EAGER_TRAFFIC if shape.execution == "eager" else 1.0)
     head = profile.parameters.head or (profile.parameters.embedding if profile.parameters.tied else 0)
     head = head if workload.task == "generate" else 0
     prompt, steps = workload.prompt_length, workload.decode_steps
@@ -174,20 +163,20 @@ def build_engine(
         host=host,
         rates=rates,
         costs=tuple(
-            _cost(item, item.stored_bytes(stored, group_size) / read_rate, unfused, degree) for item in products_of(profile)
+            _cost(item, item.stored_bytes(stored, shape.group_size) / read_rate, unfused, degree) for item in products_of(profile)
         ),
         product_share=stored.product_share,
         head_flops=2.0 * head / degree,
         head_seconds=size * head / (rates.weights * degree),
         prompt_flops=prompt_attention_flops(profile, prompt) / prompt / degree,
         decode_flops=decode_attention_flops(profile, prompt, steps) / degree,
-        cache_seconds=mean_read_bytes(profile, kv_cache, prompt, steps, ranks=degree) / rates.cache,
+        cache_seconds=mean_read_bytes(profile, shape.kv_cache, prompt, steps, ranks=degree) / rates.cache,
         reduced_bytes=float(size * (profile.hidden_size or 0)),
         num_reduced=REDUCED_PER_LAYER * profile.num_layers,
         launch_seconds=profile.num_layers * rates.layer_seconds,
-        eager=execution == "eager",
+        eager=shape.execution == "eager",
         tensor_parallel=degree,
-        pipeline_parallel=pipeline_parallel,
+        pipeline_parallel=shape.pipeline_parallel,
     )
 
 

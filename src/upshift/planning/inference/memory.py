@@ -8,8 +8,8 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.resident import CUDA_CONTEXT_BYTES, DEFAULT_BASE_BYTES, USABLE_SHARE
 from upshift.planning.inference.cache import cached_bytes
-from upshift.planning.inference.formats import WEIGHTS, CachePrecision, WeightPrecision, plain_bytes
-from upshift.planning.inference.plan import Execution
+from upshift.planning.inference.formats import WEIGHTS, WeightPrecision, plain_bytes
+from upshift.planning.inference.plan import ReplicaShape
 from upshift.planning.inference.products import products_of
 from upshift.planning.inference.workload import InferenceWorkload
 from upshift.units import GIB, MIB
@@ -62,30 +62,20 @@ class ReplicaMemory:
 
 
 def replica_memory(
-    host: Host,
-    profile: ModelProfile,
-    workload: InferenceWorkload,
-    *,
-    weights: WeightPrecision,
-    group_size: int,
-    kv_cache: CachePrecision,
-    tensor_parallel: int,
-    pipeline_parallel: int,
-    chunk_tokens: int,
-    execution: Execution,
+    host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape, *, chunk_tokens: int
 ) -> ReplicaMemory:
-    degree, stages, size = tensor_parallel, pipeline_parallel, plain_bytes(weights)
+    degree, stages, size = shape.tensor_parallel, shape.pipeline_parallel, plain_bytes(shape.weights)
     generates = workload.task == "generate"
-    cache = cached_bytes(profile, kv_cache, workload.longest, ranks=degree) if generates else 0.0
+    cache = cached_bytes(profile, shape.kv_cache, workload.longest, ranks=degree) if generates else 0.0
     vocabulary = profile.vocab_size or 0
     gpu = host.device != "cpu"
     of_token = activation_bytes(profile, size=size, tensor_parallel=degree)
     return ReplicaMemory(
-        weights=weight_bytes(profile, weights, group_size, tensor_parallel=degree, pipeline_parallel=stages),
+        weights=weight_bytes(profile, shape.weights, shape.group_size, tensor_parallel=degree, pipeline_parallel=stages),
         sequence_cache=cache / stages,
         sequence_activations=float(LOGITS_BYTES * vocabulary) / stages if generates else of_token * workload.prompt_length,
         step_activations=of_token * chunk_tokens if generates else 0.0,
-        workspace=(LIBRARY_BYTES if gpu else 0.0) + (GRAPH_BYTES if gpu and execution == "graphs" else 0.0),
+        workspace=(LIBRARY_BYTES if gpu else 0.0) + (GRAPH_BYTES if gpu and shape.execution == "graphs" else 0.0),
         communication=float(COMMUNICATOR_BYTES * ((degree > 1) + (stages > 1))) if gpu else 0.0,
         context=CUDA_CONTEXT_BYTES if gpu else _base_bytes(host),
         limit=memory_limit(host),

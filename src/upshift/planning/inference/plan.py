@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pydantic import Field
 
@@ -11,6 +11,18 @@ from upshift.planning.inference.formats import CACHE_ALLOW, WEIGHTS, CachePrecis
 from upshift.value import Value
 
 Execution = Literal["eager", "graphs"]
+DEFAULT_GROUP = 128
+
+
+class ReplicaShape(NamedTuple):
+    """What a replica is built for: the fields of a plan that weights, cache and the time of a step follow from."""
+
+    weights: WeightPrecision
+    kv_cache: CachePrecision
+    tensor_parallel: int
+    pipeline_parallel: int
+    execution: Execution
+    group_size: int = DEFAULT_GROUP
 
 
 class InferencePlan(Value):
@@ -20,7 +32,7 @@ class InferencePlan(Value):
     host: str = Field(description="fingerprint of the host that it was made for")
     model: str = Field(description="hash of the model config that it was made for")
     weights: WeightPrecision = Field(description="of the layers' matrices; embedding, head and norms stay in 16 or 32 bits")
-    group_size: int = Field(128, gt=0, description="weights that share a scale (int4)")
+    group_size: int = Field(DEFAULT_GROUP, gt=0, description="weights that share a scale (int4)")
     kv_cache: CachePrecision = Field(description="of cached keys and values")
     tensor_parallel: int = Field(1, gt=0, description="devices that share every layer's matrices")
     pipeline_parallel: int = Field(1, gt=0, description="devices that share the layers by depth")

@@ -9,16 +9,14 @@ from typing import Any
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.inference.engine import Engine, build_engine
-from upshift.planning.inference.formats import CachePrecision, WeightPrecision
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
-from upshift.planning.inference.plan import Execution, InferencePlan
+from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, ReplicaShape
 from upshift.planning.inference.serving import Service, serve
 from upshift.planning.inference.space import choices, chunks, concurrencies, layouts, plain_cache
 from upshift.planning.inference.workload import InferenceWorkload
 from upshift.units import format_bytes
 
 MILLISECONDS = 1000.0
-DEFAULT_GROUP = 128
 
 
 @dataclass(frozen=True)
@@ -70,13 +68,13 @@ def rank(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixe
     ranking = Ranking()
     base: dict[str, Any] = {"device": host.device, "host": host.fingerprint, "model": profile.model_hash}
     for shape, replicas in _shapes(host, profile, workload, fixed):
-        engine = build_engine(host, profile, workload, **shape)
+        engine = build_engine(host, profile, workload, shape)
         for chunk in chunks(workload, fixed):
-            memory = replica_memory(host, profile, workload, **shape, chunk_tokens=chunk)
+            memory = replica_memory(host, profile, workload, shape, chunk_tokens=chunk)
             for concurrency in concurrencies(workload, replicas, memory.largest_concurrency, fixed):
                 tokens = chunk if workload.task == "generate" else concurrency * workload.prompt_length
                 plan = InferencePlan.model_construct(
-                    **base, **shape, replicas=replicas, max_concurrency=concurrency, prefill_chunk_tokens=tokens
+                    **base, **shape._asdict(), replicas=replicas, max_concurrency=concurrency, prefill_chunk_tokens=tokens
                 )
                 _add(ranking, plan, engine, memory, workload)
             if workload.task == "encode":
@@ -89,27 +87,18 @@ def rank(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixe
 
 def _shapes(
     host: Host, profile: ModelProfile, workload: InferenceWorkload, fixed: dict[str, Any]
-) -> Iterator[tuple[dict[str, Any], int]]:
+) -> Iterator[tuple[ReplicaShape, int]]:
     """(what an engine is built for, replicas), in a fixed order."""
     values = choices(host, profile, workload)
     values |= {name: [fixed[name]] for name in values if name in fixed}
     quantized = [name for name in values["kv_cache"] if name in ("fp8", "int8")]
-    ways = layouts(host, values)
+    ways, group_size = layouts(host, values), fixed.get("group_size", DEFAULT_GROUP)
     for weights in values["weights"]:
         plain = plain_cache(weights, host)
         for cache in [fixed["kv_cache"]] if "kv_cache" in fixed else [plain, *quantized]:
             for tensor, pipeline, replicas in ways:
                 for execution in values["execution"]:
-                    yield _shape(weights, cache, tensor, pipeline, execution, fixed.get("group_size", DEFAULT_GROUP)), replicas
-
-
-def _shape(
-    weights: WeightPrecision, cache: CachePrecision, tensor: int, pipeline: int, execution: Execution, group_size: int
-) -> dict[str, Any]:
-    return {
-        "weights": weights, "kv_cache": cache, "tensor_parallel": tensor, "pipeline_parallel": pipeline, "execution": execution,
-        "group_size": group_size,
-    }  # fmt: skip
+                    yield ReplicaShape(weights, cache, tensor, pipeline, execution, group_size), replicas
 
 
 def _add(

@@ -13,6 +13,7 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.inference.formats import CACHE_ALLOW, CHANGES_MATHEMATICS, WEIGHTS, CachePrecision, WeightPrecision
 from upshift.planning.inference.plan import Execution, InferencePlan
 from upshift.planning.inference.workload import InferenceWorkload
+from upshift.planning.layout import divisors
 from upshift.value import first_problem
 
 CHUNKS = (512, 2048, 8192)  # prompt tokens of a step: latency of those that decode against the size of products
@@ -168,18 +169,14 @@ def _caches(host: Host, workload: InferenceWorkload) -> list[CachePrecision]:
 def _tensor_degrees(host: Host, profile: ModelProfile) -> list[int]:
     """Inside a node: two exchanges a layer hide behind nothing."""
     divisor = profile.tensor_parallel.divisor if profile.tensor_parallel is not None else 1
-    return [degree for degree in _divisors(max(host.gpus_per_node, 1)) if divisor % degree == 0]
+    return [degree for degree in divisors(max(host.gpus_per_node, 1)) if divisor % degree == 0]
 
 
 def _pipeline_degrees(host: Host, profile: ModelProfile) -> list[int]:
     can = bool(profile.declares.pipeline_parallel_plan) and len(profile.stacks) == 1 and host.device != "cpu"
-    return [degree for degree in _divisors(host.num_devices) if degree == 1 or (can and profile.num_layers % degree == 0)]
+    return [degree for degree in divisors(host.num_devices) if degree == 1 or (can and profile.num_layers % degree == 0)]
 
 
 def _executions(host: Host) -> list[Execution]:
     replays = host.device in REPLAYED or bool(host.measured and host.measured.compiler)
     return ["graphs", "eager"] if replays else ["eager"]
-
-
-def _divisors(number: int) -> list[int]:
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
