@@ -85,3 +85,36 @@ def test_what_it_leaves_to_sdpa():
     assert not torch.allclose(biased, plain)
     last, _ = block_attention_forward(module, query[:, :, -1:], key, value, None)
     torch.testing.assert_close(last[:, 0], plain[:, -1])
+
+
+@pytest.mark.parametrize("make_mask", [None, packed, padded])
+def test_dropout(make_mask):
+    """The values are unit vectors, so the output shows what is left of each probability; gradients follow from it."""
+    torch.manual_seed(0)
+    rate, batch, heads = 0.2, 2, 4
+    query, key = (torch.randn(batch, heads, LENGTH, 16, requires_grad=True) for _ in range(2))
+    value = torch.eye(LENGTH).expand(batch, heads, LENGTH, LENGTH).clone().requires_grad_()
+    mask = make_mask(batch) if make_mask else None
+    whole, _ = block_attention_forward(Attention(), query, key, value, mask)
+    state = torch.get_rng_state()
+    out, _ = block_attention_forward(Attention(), query, key, value, mask, dropout=rate)
+    seen = whole > 1e-6
+    stays = out != 0
+    assert abs(float(stays[seen].float().mean()) - (1 - rate)) < 0.01
+    torch.testing.assert_close(out, whole * stays / (1 - rate), rtol=1e-4, atol=1e-6)
+    gradient = torch.randn_like(out)
+    found = torch.autograd.grad(out, (query, key, value), gradient, retain_graph=True)
+
+    doubled = [tensor.detach().double().requires_grad_() for tensor in (query, key, value)]
+    scores = doubled[0] @ doubled[1].transpose(2, 3) * 16**-0.5
+    visible = mask if mask is not None else torch.ones(LENGTH, LENGTH).tril().bool()
+    left = torch.softmax(scores.masked_fill(~visible, -1e300), -1) * stays.transpose(1, 2).double() / (1 - rate)
+    expected = torch.autograd.grad((left @ doubled[2]).transpose(1, 2), doubled, gradient.double())
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one.double(), other, atol=1e-5, rtol=1e-3)
+
+    torch.set_rng_state(state)  # as a recomputed layer does
+    again, _ = block_attention_forward(Attention(), query, key, value, mask, dropout=rate)
+    assert torch.equal(again, out)
+    other, _ = block_attention_forward(Attention(), query, key, value, mask, dropout=rate)
+    assert not torch.equal(other, out)

@@ -3,7 +3,8 @@
 PyTorch's fused kernel for CPUs reaches a third of the matrix rate (docs/log.md). Here each block of queries is multiplied
 with the range of keys that it may see, and nothing is computed outside that range: half the work of a causal mask, far
 less where many sequences share a row. Without an explicit mask the probabilities are kept for the backward pass in the
-inputs' precision, as transformers' ``eager`` does; with one they are computed again.
+inputs' precision, as transformers' ``eager`` does; with one they are computed again. What dropout leaves out is drawn again
+from a seed, which is itself drawn from torch's generator: a step that is done again leaves out the same.
 
 An operator of its own, so that torch.compile calls it as it is.
 """
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from math import prod
 from typing import Any, NamedTuple
 
+import numpy
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
@@ -47,10 +49,10 @@ def block_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """query [B, H, S, D], key and value [B, K, S, D] with K dividing H -> [B, S, H, D].
 
-    What it does not compute (dropout, position bias, a cache's longer keys, other devices) goes to ``sdpa``.
+    What it does not compute (position bias, a cache's longer keys, other devices) goes to ``sdpa``.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
-    simple = not dropout and kwargs.get("position_bias") is None and kwargs.get("softcap") is None
+    simple = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
     if not simple or query.device.type != "cpu" or query.shape[2] != key.shape[2] or query.shape[2] == 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
@@ -59,7 +61,8 @@ def block_attention_forward(
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    out, _ = block_attention(query, key, value, attention_mask, is_causal and attention_mask is None, scale, keep)
+    seed = torch.randint(2**62, (1,)) if dropout else None
+    out, _ = block_attention(query, key, value, attention_mask, seed, is_causal and attention_mask is None, scale, keep, dropout)
     return out, None
 
 
@@ -76,11 +79,14 @@ def forward_in_blocks(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
     causal: bool,
     scale: float,
     keep: bool,
+    dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """([B, S, H, D] attention, flat probabilities of all blocks or an empty tensor)."""
+    left = LeftOut(seed, dropout)
     query, value = query.contiguous(), value.contiguous()
     columns = key.transpose(2, 3).contiguous()  # a slice of it needs no copy in a product, one of ``key`` does
     batch, heads, length, _ = query.shape
@@ -91,7 +97,7 @@ def forward_in_blocks(
         for block in _blocks(query, mask, causal):
             queries, values = _grouped(query, key, block) * scale, _flat(value, block)
             probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept[start:])
-            own = torch.bmm(probabilities, values).view(-1, heads, *_size(block.queries), values.shape[-1])
+            own = left.scaled(torch.bmm(left.of(probabilities), values)).view(-1, heads, *_size(block.queries), values.shape[-1])
             out[block.rows, block.queries].copy_(own.transpose(1, 2))
             start += probabilities.numel()
     return out, kept
@@ -103,14 +109,17 @@ def backward_in_blocks(
     key: torch.Tensor,
     value: torch.Tensor,
     mask: torch.Tensor | None,
+    seed: torch.Tensor | None,
     kept: torch.Tensor,
     causal: bool,
     scale: float,
+    dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Gradients of query, key and value; those of key and value are summed over blocks in fp32."""
+    left = LeftOut(seed, dropout)
     query, key = query.contiguous(), key.contiguous()
     columns, value_columns = key.transpose(2, 3).contiguous(), value.transpose(2, 3).contiguous()
-    grad = grad.transpose(1, 2).contiguous()
+    grad = left.scaled(grad.transpose(1, 2).contiguous())
     query_grad = query.new_empty(query.shape)
     key_grad = key.new_zeros(key.shape, dtype=torch.float32)
     value_grad = value.new_zeros(value.shape, dtype=torch.float32)
@@ -125,13 +134,42 @@ def backward_in_blocks(
                 start += prod(shape)
             else:
                 probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept)
-            _flat(value_grad, block).add_(torch.bmm(probabilities.transpose(1, 2), incoming))
-            slope = torch.bmm(incoming, _columns(value_columns, block))
+            stays = left.draw(probabilities)
+            _flat(value_grad, block).add_(torch.bmm(left.only(probabilities, stays).transpose(1, 2), incoming))
+            slope = left.only(torch.bmm(incoming, _columns(value_columns, block)), stays)
             slope = torch._softmax_backward_data(slope, probabilities, -1, slope.dtype)
             own = torch.bmm(slope, keys).mul_(scale)
             query_grad[block.rows, :, block.queries].copy_(own.view(query_grad[block.rows, :, block.queries].shape))
             _flat(key_grad, block).add_(torch.bmm(slope.transpose(1, 2), queries))
     return query_grad, key_grad.to(key.dtype), value_grad.to(value.dtype)
+
+
+class LeftOut:
+    """Dropout of probabilities: which stay, block by block in their order, drawn from a seed. Without one, all stay.
+
+    Sixteen random bits a probability. NumPy draws them in a tenth of the time of torch's bernoulli on a CPU (docs/log.md).
+    """
+
+    def __init__(self, seed: torch.Tensor | None, dropout: float) -> None:
+        self.threshold = round(dropout * 2**16)
+        self.bits = None if seed is None or not self.threshold else numpy.random.SFC64(int(seed))
+
+    def draw(self, probabilities: torch.Tensor) -> torch.Tensor | None:
+        if self.bits is None:
+            return None
+        count = probabilities.numel()
+        drawn = torch.from_numpy(self.bits.random_raw(-(-count // 4)).view(numpy.int16))[:count]
+        return (drawn >= self.threshold - 2**15).view(probabilities.shape)
+
+    def only(self, values: torch.Tensor, stays: torch.Tensor | None) -> torch.Tensor:
+        return values if stays is None else values * stays
+
+    def of(self, probabilities: torch.Tensor) -> torch.Tensor:
+        return self.only(probabilities, self.draw(probabilities))
+
+    def scaled(self, values: torch.Tensor) -> torch.Tensor:
+        """By what is left, so that their mean stays."""
+        return values if self.bits is None else values.div_(1.0 - self.threshold / 2**16)
 
 
 def _probabilities(
@@ -223,28 +261,30 @@ block_attention_backward = torch.library.custom_op(
 
 
 @block_attention.register_fake
-def _(query: Any, key: Any, value: Any, mask: Any, causal: bool, scale: float, keep: bool) -> Any:
+def _(query: Any, key: Any, value: Any, mask: Any, seed: Any, causal: bool, scale: float, keep: bool, dropout: float) -> Any:
     batch, heads, length, _ = query.shape
     kept = query.new_empty(num_probabilities(query, mask, causal) if keep else 0)
     return query.new_empty(batch, length, heads, value.shape[-1]), kept
 
 
 @block_attention_backward.register_fake
-def _(grad: Any, query: Any, key: Any, value: Any, mask: Any, kept: Any, causal: bool, scale: float) -> Any:
+def _(
+    grad: Any, query: Any, key: Any, value: Any, mask: Any, seed: Any, kept: Any, causal: bool, scale: float, dropout: float
+) -> Any:
     return tuple(tensor.new_empty(tensor.shape) for tensor in (query, key, value))
 
 
 def _save(ctx: Any, inputs: Any, output: Any) -> None:
-    query, key, value, mask, causal, scale, _ = inputs
-    ctx.save_for_backward(query, key, value, mask, output[1])
-    ctx.causal, ctx.scale = causal, scale
+    query, key, value, mask, seed, causal, scale, _, dropout = inputs
+    ctx.save_for_backward(query, key, value, mask, seed, output[1])
+    ctx.causal, ctx.scale, ctx.dropout = causal, scale, dropout
     ctx.mark_non_differentiable(output[1])
 
 
 def _backward(ctx: Any, grad: torch.Tensor, _: Any) -> tuple[torch.Tensor | None, ...]:
-    query, key, value, mask, kept = ctx.saved_tensors
-    gradients = block_attention_backward(grad, query, key, value, mask, kept, ctx.causal, ctx.scale)
-    return (*gradients, None, None, None, None)
+    query, key, value, mask, seed, kept = ctx.saved_tensors
+    gradients = block_attention_backward(grad, query, key, value, mask, seed, kept, ctx.causal, ctx.scale, ctx.dropout)
+    return (*gradients, None, None, None, None, None, None)
 
 
 block_attention.register_autograd(_backward, setup_context=_save)
