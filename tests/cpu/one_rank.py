@@ -272,9 +272,9 @@ class FakeRank(LiveTracker):
 
         def resized(storage: torch.UntypedStorage, size: int) -> torch.UntypedStorage:
             result = resize(storage, size)
-            if storage._cdata in self._sizes:
-                self.live_bytes += size - self._sizes[storage._cdata]
-                self._sizes[storage._cdata] = size
+            if storage._cdata in self._storages:
+                self.live_bytes += size - self._storages[storage._cdata]
+                self._storages[storage._cdata] = size
                 self.peak = max(self.peak, self.live_bytes)
             return result
 

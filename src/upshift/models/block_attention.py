@@ -151,12 +151,14 @@ class LeftOut:
     """
 
     def __init__(self, seed: torch.Tensor | None, dropout: float) -> None:
-        self.threshold = round(dropout * 2**16)
-        self.bits = None if seed is None or not self.threshold else numpy.random.SFC64(int(seed))
+        self.threshold = 0 if seed is None else round(dropout * 2**16)
+        self.bits = None if seed is None or isinstance(seed, FakeTensor) else numpy.random.SFC64(int(seed))
 
     def draw(self, probabilities: torch.Tensor) -> torch.Tensor | None:
-        if self.bits is None:
+        if not self.threshold:
             return None
+        if self.bits is None:  # of a seed that has no value
+            return probabilities.new_empty(probabilities.shape, dtype=torch.bool)
         count = probabilities.numel()
         drawn = torch.from_numpy(self.bits.random_raw(-(-count // 4)).view(numpy.int16))[:count]
         return (drawn >= self.threshold - 2**15).view(probabilities.shape)
@@ -169,7 +171,7 @@ class LeftOut:
 
     def scaled(self, values: torch.Tensor) -> torch.Tensor:
         """By what is left, so that their mean stays."""
-        return values if self.bits is None else values.div_(1.0 - self.threshold / 2**16)
+        return values / (1.0 - self.threshold / 2**16) if self.threshold else values
 
 
 def _probabilities(

@@ -1,13 +1,15 @@
-"""Turns measurements at several (batch, sequence) points into exact polynomials."""
+"""Turns measurements at several (batch, sequence) points, or one whose numbers are polynomials already, into a segment's."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from upshift.models.profile import PassCost, Polynomial, Segment
+from upshift.models.profile import GradientsGo, PassCost, Polynomial, Segment
+from upshift.models.sizes import POWERS, NotPolynomial, polynomial
 from upshift.models.tracker import Interval
 
 Point = tuple[int, int]
@@ -26,14 +28,31 @@ class Measurement:
 
 
 def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement]], name: str) -> list[Segment]:
-    """One segment a family of measurements; their terms of ``rise`` are of the same operators, in the same order."""
+    """One segment a family of measurements; their terms of ``rise`` are of the same operators, in the same order.
+
+    With one point the numbers of its measurement are polynomials (sizes.py). Raises NotPolynomial where operators differ then.
+    """
     forward = _fit_pass(points, [[_with_between(m.forward, name) for m in family] for family in families])
     backward = _fit_pass(points, [[m.backward.get(f"backward {name}") for m in family] for family in families])
     again = _fit_pass(points, [[m.accumulating.get(f"backward {name}") for m in family] for family in families])
+    alone = len(families) == 1
+    gone = _fit_gradients(points, [m.backward.get(f"backward {name}") for m in families[0]]) if alone else None
     return [
-        Segment(forward=there, backward=back, backward_accumulating=onto)
+        Segment(forward=there, backward=back, backward_accumulating=onto, gradients_go=gone)
         for there, back, onto in zip(forward, backward, again, strict=True)
     ]
+
+
+def _fit_gradients(points: Sequence[Point], family: Sequence[Interval | None]) -> GradientsGo:
+    intervals = [interval if interval is not None else Interval(entered=0) for interval in family]
+    (rise,) = _envelopes(points, [[[live - i.entered for live in i.without] for i in intervals]])
+    elements = [size for size, _ in intervals[0].moments]
+    moments = [fit_single(points, [i.moments[n][1] - i.entered for i in intervals]) for n in range(len(elements))]
+    return GradientsGo(
+        rise=rise,
+        moments=tuple(dict.fromkeys(zip(elements, moments, strict=True))),
+        born=fit_single(points, [i.born for i in intervals]),
+    )
 
 
 def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
@@ -73,24 +92,31 @@ def _fit_pass(points: Sequence[Point], families: Sequence[Sequence[Interval | No
     ]
 
 
-def fit_single(points: Sequence[Point], values: Sequence[float]) -> Polynomial:
-    return _polynomial(_solve(points, np.asarray(values, dtype=np.float64)))
+def fit_single(points: Sequence[Point], values: Sequence[Any]) -> Polynomial:
+    if len(points) == 1:
+        return polynomial(values[0] + np.zeros(len(POWERS)))
+    return polynomial(_solve(points, np.asarray(values, dtype=np.float64)))
 
 
 def _fit_rise(points: Sequence[Point], families: Sequence[Sequence[Interval]]) -> list[tuple[Polynomial, ...]]:
     """The upper envelope of every operator's live bytes; falls back to the highest one where the operators differ."""
     same = len({tuple(interval.operators) for intervals in families for interval in intervals}) == 1
-    live = [
-        np.array([[value - i.entered for value in (i.live if same else _highest(i))] for i in intervals], dtype=np.float64)
-        for intervals in families
-    ]
-    if live[0].shape[1] == 0:
+    if not same and len(points) == 1:
+        raise NotPolynomial("ranks run other operators")
+    return _envelopes(
+        points, [[[live - i.entered for live in (i.live if same else _highest(i))] for i in intervals] for intervals in families]
+    )
+
+
+def _envelopes(points: Sequence[Point], families: Sequence[Sequence[Sequence[Any]]]) -> list[tuple[Polynomial, ...]]:
+    """Of families of as many moments at each point: those that are highest somewhere, in any of the families."""
+    if not families[0][0]:
         return [() for _ in families]
-    coefficients = [_solve(points, values) for values in live]
+    coefficients = [_solve(points, np.array(family, dtype=np.float64)) for family in families]
     sequences = np.linspace(1, max(sequence for _, sequence in points), GRID_STEPS)
     grid = np.array([_monomials(batch, sequence) for batch in GRID_BATCHES for sequence in sequences])
     winners = np.unique(np.concatenate([np.argmax(grid @ family, axis=1) for family in coefficients]))
-    return [tuple(_polynomial(family[:, winner]) for winner in winners) for family in coefficients]
+    return [tuple(polynomial(family[:, winner]) for winner in winners) for family in coefficients]
 
 
 def _highest(interval: Interval) -> list[int]:
@@ -102,12 +128,10 @@ def _monomials(batch: float, sequence: float) -> list[float]:
 
 
 def _solve(points: Sequence[Point], values: np.ndarray) -> np.ndarray:
+    """Six coefficients of every value, of which there is one for each point."""
+    if len(points) == 1:
+        return values[0].T
     matrix = np.array([_monomials(*point) for point in points])
     scale = np.abs(matrix).max(axis=0)
     solution = np.linalg.solve(matrix / scale, values)
     return (solution.T / scale).T
-
-
-def _polynomial(coefficients: np.ndarray) -> Polynomial:
-    """Sizes are whole multiples of a byte; what is left of rounding is cut off."""
-    return Polynomial(*(float(round(value, 6)) + 0.0 for value in coefficients))

@@ -28,6 +28,7 @@ from upshift.models.fit import Measurement
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity
 from upshift.models.quantized import copy_scales
 from upshift.models.recompute import recompute_layers
+from upshift.models.sizes import Counted, OfPrimes
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant
 from upshift.models.tensor_parallel import keep_slice
@@ -87,18 +88,24 @@ class Tracer:
         recompute: Granularity | None = None,
         chunked: bool = False,
         ranks: int = 1,
+        sizes: Counted | OfPrimes | None = None,
     ) -> Measurement:
-        """Forward and backward twice (gradients born, then accumulated) after one untraced warm-up."""
+        """Forward and backward twice: gradients are born, then accumulated."""
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
         model = self.model(dtype, ranks)
         set_attention(base_of(model), variant.attention)
         recompute_layers(model, None if recompute else 0, recompute or "full")
         head = chunked_head(base_of(model), chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
-        with fake_masks(masked=variant.masked), self.fake, head, LiveTracker() as tracker:
+        with fake_masks(masked=variant.masked), self.fake, head, LiveTracker(sizes) as tracker:
             tracker.adopt((list(model.parameters()), list(model.buffers())))
             inputs = sample_inputs(base_of(model), self.objective, batch=batch, sequence=sequence, masked=variant.masked)
             with segment_borders(model, self.stacks, tracker) as borders:
                 passes = []
+                watched = [
+                    parameter.register_post_accumulate_grad_hook(tracker.gradient_is_whole)
+                    for parameter in model.parameters()
+                    if parameter.requires_grad
+                ]
                 for _ in range(2):
                     borders.start("forward")
                     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=variant.precision == "bf16"):
@@ -110,6 +117,8 @@ class Tracer:
                     tracker.border(None)
                     passes.append(tracker.intervals)
                     tracker.forget()
+                    while watched:
+                        watched.pop().remove()
             model.zero_grad(set_to_none=True)
         return _collect(passes)
 
@@ -177,8 +186,19 @@ def _append(first: Interval, second: Interval) -> None:
     shift = first.left - second.entered
     first.operators += second.operators
     first.live += [live + shift for live in second.live]
+    first.without += [live + shift - first.born for live in second.without]
+    first.moments += [(elements, live + shift - first.born) for elements, live in second.moments]
     first.left = second.left + shift
-    for field in ("released", "matmul_flops", "attention_flops", "repeated_flops", "moved_bytes", "matmul_bytes", "num_kernels"):
+    for field in (
+        "born",
+        "released",
+        "matmul_flops",
+        "attention_flops",
+        "repeated_flops",
+        "moved_bytes",
+        "matmul_bytes",
+        "num_kernels",
+    ):
         setattr(first, field, getattr(first, field) + getattr(second, field))
 
 

@@ -83,12 +83,21 @@ class PassCost(Value):
     num_kernels: int
 
 
+class GradientsGo(Value):
+    """The first backward pass where each gradient goes as soon as it is whole: its parameter is updated then."""
+
+    rise: tuple[Polynomial, ...]  # upper envelope of live bytes, without gradients that were whole before
+    moments: tuple[tuple[int, Polynomial], ...]  # elements of a parameter, and live bytes when its gradient is whole
+    born: Polynomial  # bytes of all gradients that become whole
+
+
 class Segment(Value):
     """Forward, first backward (gradients are born), and backward onto existing gradients (accumulation)."""
 
     forward: PassCost
     backward: PassCost
     backward_accumulating: PassCost
+    gradients_go: GradientsGo | None = None  # None: of a rank that shares the layer
     compiled: Polynomial | None = None  # bytes that stay after its forward pass when compiled; None: not known, or no layer
 
 

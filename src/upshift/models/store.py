@@ -16,7 +16,7 @@ from upshift.models.profile import ModelProfile, Segment, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 
-FORMAT = "14"  # raise when the meaning of a stored profile changes
+FORMAT = "15"  # raise when the meaning of a stored profile changes
 
 
 class Variant(NamedTuple):

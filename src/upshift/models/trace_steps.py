@@ -12,6 +12,7 @@ from upshift.models.compiled import PRIME_BATCH, call_kind, kept_when_compiled, 
 from upshift.models.fit import fit_segment
 from upshift.models.measure import Tracer, fake_masks
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Polynomial, Segment, StackTrace, StepTrace
+from upshift.models.sizes import NotPolynomial, OfPrimes, prime_points
 from upshift.models.store import Variant
 
 BLOCK_TRACE_LENGTH = 1024
@@ -79,20 +80,43 @@ def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequen
     points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
     degrees = (1, DIVIDED_RANKS) if variant.divided else (1,)
     try:
-        measured = [
-            [tracer.measure(variant, batch=b, sequence=s, recompute=way, ranks=ranks) for b, s in points] for ranks in degrees
-        ]
+        found = _from_primes(tracer, variant, way, sequence_length, degrees) or _fitted(tracer, variant, way, points, degrees)
     except RuntimeError:
         if way != "selective":
             raise
         return None
-    names = (*_gaps(tracer), *(name for layers in _layers(tracer) for name in layers))
-    found = {name: fit_segment(points, measured, name) for name in names}
     if way is None and variant.compiled and variant.attention != NAME:
         for which, ranks in enumerate(degrees):
             for name, kept in _compiled(tracer, variant, sequence_length, ranks).items():
                 found[name][which] = found[name][which].model_copy(update={"compiled": kept})
     return found
+
+
+def _fitted(
+    tracer: Tracer, variant: Variant, way: Granularity | None, points: list[tuple[int, int]], degrees: tuple[int, ...]
+) -> Fitted:
+    measured = [
+        [tracer.measure(variant, batch=b, sequence=s, recompute=way, ranks=ranks) for b, s in points] for ranks in degrees
+    ]
+    return {name: fit_segment(points, measured, name) for name in _segments(tracer)}
+
+
+def _from_primes(
+    tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int, degrees: tuple[int, ...]
+) -> Fitted | None:
+    """From one run, which a second one confirms: a third of the work. None where numbers are no polynomials, or not the same."""
+    found: list[Fitted] = []
+    for point in prime_points(sequence_length) if variant.attention != NAME else ():
+        try:
+            measured = [
+                [tracer.measure(variant, batch=point[0], sequence=point[1], recompute=way, ranks=ranks, sizes=OfPrimes(*point))]
+                for ranks in degrees
+            ]
+            found.append({name: fit_segment([point], measured, name) for name in _segments(tracer)})
+        except NotPolynomial as problem:
+            logger.debug("%s %s is fitted to six runs: %s", variant, way, problem)
+            return None
+    return found[0] if len(found) == 2 and found[0] == found[1] else None
 
 
 def _compiled(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int) -> dict[str, Polynomial]:
@@ -126,6 +150,10 @@ def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int
 
 def _gaps(tracer: Tracer) -> list[str]:
     return [f"gap {number}" for number in range(len(tracer.stacks) + 1)]
+
+
+def _segments(tracer: Tracer) -> list[str]:
+    return [*_gaps(tracer), *(name for layers in _layers(tracer) for name in layers)]
 
 
 def _layers(tracer: Tracer) -> list[list[str]]:

@@ -14,6 +14,7 @@ from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sd
 
 from upshift.models.block_attention import backward_in_blocks, forward_in_blocks
 from upshift.models.quantized import multiply
+from upshift.models.sizes import Counted, OfPrimes
 
 ATEN = torch.ops.aten
 
@@ -22,19 +23,23 @@ ENGINE_HOLDERS = 4  # of a gradient that only the engine holds, seen from inside
 
 @dataclass(slots=True)
 class Interval:
-    """What happened between two borders: live bytes at entry and after every operator, and the work done."""
+    """What happened between two borders: live bytes at entry and after every operator, and the work done. Numbers are plain
+    ones, or polynomials (sizes.py)."""
 
-    entered: int
+    entered: Any
     operators: list[str] = field(default_factory=list)
-    live: list[int] = field(default_factory=list)
-    left: int = 0
-    released: int = 0
-    matmul_flops: int = 0
-    attention_flops: int = 0
-    repeated_flops: int = 0  # of these, the scores that a fused backward computes again
-    moved_bytes: int = 0
-    matmul_bytes: int = 0
+    live: list[Any] = field(default_factory=list)
+    left: Any = 0
+    released: Any = 0
+    matmul_flops: Any = 0
+    attention_flops: Any = 0
+    repeated_flops: Any = 0  # of these, the scores that a fused backward computes again
+    moved_bytes: Any = 0
+    matmul_bytes: Any = 0
     num_kernels: int = 0
+    born: Any = 0  # bytes of gradients that became whole
+    without: list[Any] = field(default_factory=list)  # live bytes after every operator, without those gradients
+    moments: list[tuple[int, Any]] = field(default_factory=list)  # elements of a parameter; ``without`` and its own gradient
     used: set[str] = field(default_factory=set)  # operators of ours that were looked into
 
 
@@ -117,11 +122,12 @@ class LiveTracker(TorchDispatchMode):
     had allocated it: autocast drops its copies of the weights when it ends, all layers' at once.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, sizes: Counted | OfPrimes | None = None) -> None:
         super().__init__()
-        self.live_bytes = 0
+        self.sizes: Any = sizes or Counted()
+        self.live_bytes: Any = self.sizes.zero
         self.intervals: list[tuple[str, Interval]] = []
-        self._sizes: dict[int, int] = {}
+        self._storages: dict[int, Any] = {}
         self._owners: dict[int, Interval | None] = {}
         self._current: Interval | None = None
         self._releasing = False
@@ -149,20 +155,27 @@ class LiveTracker(TorchDispatchMode):
             if isinstance(leaf, torch.Tensor):
                 self._add(leaf)
 
+    def gradient_is_whole(self, parameter: torch.Tensor) -> None:
+        """To be called when ``parameter.grad`` has been born."""
+        interval = self._current
+        if interval is not None and parameter.grad is not None:
+            interval.moments.append((parameter.numel(), self.live_bytes - interval.born))
+            interval.born = interval.born + self.sizes.storage(parameter.grad)
+
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
         key = storage._cdata
-        if key not in self._sizes:
-            self._sizes[key] = storage.nbytes()
+        if key not in self._storages:
+            size = self._storages[key] = self.sizes.storage(tensor)
             self._owners[key] = self._current
-            self.live_bytes += self._sizes[key]
+            self.live_bytes = self.live_bytes + size
             weakref.finalize(storage, self._remove, key)
 
     def _remove(self, key: int) -> None:
-        size, owner = self._sizes.pop(key, 0), self._owners.pop(key, None)
-        self.live_bytes -= size
+        size, owner = self._storages.pop(key, 0), self._owners.pop(key, None)
+        self.live_bytes = self.live_bytes - size
         if self._releasing and owner is not None:
-            owner.released += size
+            owner.released = owner.released + size
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -189,8 +202,8 @@ class LiveTracker(TorchDispatchMode):
         matmul, moved = current.matmul_flops, current.moved_bytes
         with self:
             result = inside(*args, **kwargs)
-        current.attention_flops += current.matmul_flops - matmul
-        current.matmul_bytes += current.moved_bytes - moved
+        current.attention_flops = current.attention_flops + current.matmul_flops - matmul
+        current.matmul_bytes = current.matmul_bytes + current.moved_bytes - moved
         current.matmul_flops, current.moved_bytes = matmul, moved
         current.used.add(str(function))
         return result
@@ -200,29 +213,29 @@ class LiveTracker(TorchDispatchMode):
     ) -> None:
         interval.operators.append(str(function))
         interval.live.append(self.live_bytes)
+        interval.without.append(self.live_bytes - interval.born)
         if function.is_view or not outputs:
             return
         interval.num_kernels += 1
         touched = outputs + [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        num_bytes = sum(_touched_bytes(tensor) for tensor in touched)
+        num_bytes = sum(self._touched_bytes(tensor) for tensor in touched)
+        number = self.sizes.number
         attention = _attention_flops(function, args, kwargs)
         if attention is not None:
-            interval.attention_flops += attention[0]
-            interval.repeated_flops += attention[1]
-            interval.matmul_bytes += num_bytes
+            interval.attention_flops = interval.attention_flops + number(attention[0])
+            interval.repeated_flops = interval.repeated_flops + number(attention[1])
+            interval.matmul_bytes = interval.matmul_bytes + num_bytes
         elif (grouped := _grouped_flops(function, args)) is not None:
-            interval.matmul_flops += grouped
-            interval.matmul_bytes += num_bytes
+            interval.matmul_flops = interval.matmul_flops + number(grouped)
+            interval.matmul_bytes = interval.matmul_bytes + num_bytes
         elif function._overloadpacket in flop_registry:
-            interval.matmul_flops += int(flop_registry[function._overloadpacket](*args, **kwargs, out_val=result))
-            interval.matmul_bytes += num_bytes
+            flops = int(flop_registry[function._overloadpacket](*args, **kwargs, out_val=result))
+            interval.matmul_flops = interval.matmul_flops + number(flops)
+            interval.matmul_bytes = interval.matmul_bytes + num_bytes
         elif function is not ATEN.empty.memory_format:
-            interval.moved_bytes += num_bytes
+            interval.moved_bytes = interval.moved_bytes + num_bytes
 
-
-def _touched_bytes(tensor: torch.Tensor) -> int:
-    """Bytes a kernel reads of a tensor: an expanded dimension is read once."""
-    elements = 1
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        elements *= size if stride else 1
-    return elements * tensor.element_size()
+    def _touched_bytes(self, tensor: torch.Tensor) -> Any:
+        """Bytes a kernel reads of a tensor: an expanded dimension is read once."""
+        read = tuple(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
+        return self.sizes.elements(read, tensor.element_size())

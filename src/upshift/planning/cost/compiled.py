@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from upshift.models.profile import PassCost, Polynomial, Segment, StackTrace, StepTrace
+from upshift.models.profile import GradientsGo, PassCost, Polynomial, Segment, StackTrace, StepTrace
 from upshift.planning.cost.divide import scaled, total
 
 
@@ -35,6 +35,7 @@ def when_compiled(segment: Segment, plain: Segment) -> Segment:
             update={
                 "backward": _lower(segment.backward, less),
                 "backward_accumulating": _lower(segment.backward_accumulating, less),
+                "gradients_go": _without(segment.gradients_go, less),
             }
         )
     forward = _lower(segment.forward, total(less, plain.forward.released))
@@ -44,11 +45,20 @@ def when_compiled(segment: Segment, plain: Segment) -> Segment:
     return Segment(
         forward=forward, backward=_frees_less(segment.backward, less),
         backward_accumulating=_frees_less(segment.backward_accumulating, less), compiled=plain.compiled,
+        gradients_go=segment.gradients_go,
     )  # fmt: skip
 
 
 def _lower(cost: PassCost, less: Polynomial) -> PassCost:
     return cost.model_copy(update={"rise": tuple(total(term, scaled(less, -1.0)) for term in cost.rise)})
+
+
+def _without(gone: GradientsGo | None, less: Polynomial) -> GradientsGo | None:
+    if gone is None:
+        return None
+    rise = tuple(total(term, scaled(less, -1.0)) for term in gone.rise)
+    moments = tuple((size, total(live, scaled(less, -1.0))) for size, live in gone.moments)
+    return GradientsGo(rise=rise, moments=moments, born=gone.born)
 
 
 def _frees_less(cost: PassCost, less: Polynomial) -> PassCost:

@@ -195,7 +195,7 @@ def _predict_first_backward(
 
 
 def _backward_of(profile: ModelProfile, plan: Plan, batch: int, sequence: int, *, accumulating: bool) -> Backward:
-    return Backward(plan, tuple(shape.elements for shape in trained_shapes(profile)), profile, batch, sequence, accumulating)
+    return Backward(plan, profile, batch, sequence, accumulating)
 
 
 def _recomputed(placed: list[Placed], batch: int, sequence: int) -> float:

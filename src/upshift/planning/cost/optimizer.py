@@ -137,7 +137,8 @@ def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
         return float(STOCHASTIC_CHUNK_BYTES * min(largest, STOCHASTIC_CHUNK[plan.device]))
     if plan.optim == "adamw_torch":
         return trained_elements(profile) * element_bytes(profile, plan)
-    return update_workspace_bytes(profile, plan, largest)
+    sizes = {shape.elements for shape in hidden_matrices(profile)} if plan.optim == "muon" else {largest}
+    return max((update_workspace_bytes(profile, plan, size) for size in sizes), default=0.0)
 
 
 def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> float:
@@ -146,7 +147,7 @@ def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> 
     if rounds_stochastically(plan):
         return float(STOCHASTIC_CHUNK_BYTES * min(elements, STOCHASTIC_CHUNK[plan.device]))
     if plan.optim == "muon":
-        matrices = [shape.shape for shape in hidden_matrices(profile) if shape.elements <= elements]
+        matrices = [shape.shape for shape in hidden_matrices(profile) if shape.elements == elements]
         return max((_newton_schulz_bytes(shape) for shape in matrices), default=0.0)
     if plan.optim in LOW_BIT_WORKSPACE:
         return LOW_BIT_WORKSPACE[plan.optim] * elements

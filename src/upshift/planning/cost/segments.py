@@ -25,11 +25,7 @@ class Placed:
     is_loss: bool = False
     is_layer: bool = False
     scratch: float = 0.0  # bytes in the forward pass that the trace does not show
-    remade: Segment | None = None  # the layer as it is when the backward pass has recomputed it
-
-    @property
-    def is_recomputed(self) -> bool:
-        return self.remade is not None
+    is_recomputed: bool = False
 
 
 def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
@@ -75,10 +71,9 @@ def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: S
             recompute = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
             segment = traced.recomputed[way][index] if recompute else traced.plain[index]
-            remade = traced.plain[index] if recompute else None
             if plan.layout.context_parallel > 1 and plan.layout.context_kind == "ulysses":
                 segment = keep_more(segment, _exchanged_back(profile, plan), keeps=not recompute)
-            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, remade=remade))
+            placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=recompute))
     gap = trace.gaps_recomputed[way][last] if recompute else trace.gaps[last]
     scratch = 0.0
     if plan.loss_chunk_tokens and trace.chunked_gap is not None:

@@ -77,7 +77,6 @@ class Backward:
     """How the backward pass of a segment moves memory under a plan."""
 
     plan: Plan
-    tensors: tuple[int, ...]  # elements of the trained parameters
     profile: ModelProfile
     batch: int
     sequence: int
@@ -88,25 +87,17 @@ class Backward:
         """Whether ranks divide gradients layer by layer as they are born. A pipeline's do after the last micro-batch."""
         return self.plan.layout.gathers and self.plan.layout.pipeline_parallel == 1
 
-    def of(self, item: Placed, own: float) -> tuple[float, float]:
-        """(bytes above the entry at the highest moment, bytes that stay); ``own``: the segment's gradients."""
+    def of(self, item: Placed) -> tuple[float, float]:
+        """(bytes above the entry at the highest moment, bytes that stay)."""
         segment, at = item.segment, (self.batch, self.sequence)
         cost = segment.backward_accumulating if self.accumulating and not self.divides else segment.backward
         left = (segment.backward_accumulating if self.divides and item.is_layer else cost).left.at(*at)
         rises = [rise.at(*at) for rise in cost.rise]
-        if self.plan.optimizer_in_backward and own:
-            largest = max((size for size in self.tensors if size <= item.parameters), default=0)
-            alone = own * largest / item.parameters
-            workspace = update_workspace_bytes(self.profile, self.plan, largest)
-            # What does not grow with the batch are gradients: those born before are gone, the largest one may be there.
-            freed = [max(min(rise.one, own) - alone, 0.0) for rise in cost.rise]
-            rises = [rise - gone for rise, gone in zip(rises, freed, strict=True)]
-            # A layer's first update comes while its activations are there, a head's when the logits are gone.
-            held = 0.0 if item.is_layer else left - own
-            if item.remade is not None:
-                held = item.remade.forward.left.at(*at) - item.remade.forward.released.at(*at)
-            rises.append(held + alone + workspace)
-            left -= own
+        if self.plan.optimizer_in_backward and segment.gradients_go is not None:
+            gone = segment.gradients_go
+            rises = [rise.at(*at) for rise in gone.rise]
+            rises += [live.at(*at) + update_workspace_bytes(self.profile, self.plan, size) for size, live in gone.moments]
+            left -= gone.born.at(*at)
         highest_rise = max(rises, default=0.0)
         if self.plan.activation_offload and item.is_layer:
             back = segment.forward.left.at(*at) - segment.forward.released.at(*at)
@@ -128,19 +119,16 @@ def walk_backward(
     ranks divide them, a layer's are born and go, and those outside the layers stay until the pass has ended.
 
     ``received``: bytes that the last layer seems to free, the gradient of its output, but that are a buffer's."""
-    plan, tied = backward.plan, backward.profile.parameters.tied
-    divides, in_backward = backward.divides, plan.optimizer_in_backward
+    plan, divides = backward.plan, backward.divides
     accumulating = backward.accumulating and not divides
     born = gradients if accumulating else 0.0
     per_parameter = gradients / max(sum(item.count * item.parameters for item in placed), 1)
     is_last = True
     for item in reversed(placed):
-        own = 0.0 if accumulating else item.parameters * per_parameter
+        own = 0.0 if accumulating or plan.optimizer_in_backward else item.parameters * per_parameter
         if divides:
             own = 0.0 if item.is_layer else item.parameters * compute_bytes(plan) * outside_part(backward.profile, plan)
-        waits = in_backward and not (tied and item.is_loss)  # a tied head's gradient is whole when the embedding's is born
-        rise, left = backward.of(item, own if waits else 0.0)
-        own = 0.0 if waits else own
+        rise, left = backward.of(item)
         for before in {0, item.count - 1}:
             gradients_now = born + before * own
             total = live + before * left + (received if before or item is not placed[-1] else 0.0)

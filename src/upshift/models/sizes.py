@@ -1,0 +1,114 @@
+"""How numbers of a traced run depend on its batch and its length, read off runs in which both are primes.
+
+Bytes and FLOPs are sums of products of dimensions. Where the batch and the length are primes that divide no width of the model,
+a product says what it is made of: 131 x 1021 x 4096 is b x s x 4096. Two runs with other primes must say the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from math import prod
+
+import numpy as np
+import torch
+
+from upshift.models.profile import Polynomial
+
+POWERS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # of batch and length: the terms of a Polynomial, in their order
+BATCHES = (131, 137)
+NEAR = 2  # labels are one shorter than their tokens, some models put a token or two before them
+SHORTEST = 41  # a smaller prime divides many a width
+
+Number = np.ndarray  # six coefficients
+
+
+class NotPolynomial(Exception):
+    """A number that is no such sum."""
+
+
+class Counted:
+    """Sizes as they are."""
+
+    zero = 0
+
+    def storage(self, tensor: torch.Tensor) -> int:
+        return tensor.untyped_storage().nbytes()
+
+    def elements(self, dimensions: Iterable[int], size: int) -> int:
+        return prod(dimensions) * size
+
+    def number(self, value: int) -> int:
+        return value
+
+
+class OfPrimes:
+    """Sizes as polynomials. Raises NotPolynomial."""
+
+    def __init__(self, batch: int, sequence: int) -> None:
+        self.batch, self.sequence = batch, sequence
+        self.zero = np.zeros(len(POWERS))
+        self._known: dict[tuple[tuple[int, ...], int], Number] = {}
+
+    def storage(self, tensor: torch.Tensor) -> Number:
+        num_bytes, size = tensor.untyped_storage().nbytes(), tensor.element_size()
+        if tensor.numel() * size == num_bytes:
+            return self.elements(tensor.shape, size)
+        return self.number(num_bytes)
+
+    def elements(self, dimensions: Iterable[int], size: int) -> Number:
+        key = (tuple(dimensions), size)
+        if key not in self._known:
+            self._known[key] = self._product(*key)
+        return self._known[key]
+
+    def number(self, value: int) -> Number:
+        return self.elements((value,), 1)
+
+    def _product(self, dimensions: tuple[int, ...], size: int) -> Number:
+        terms = {(0, 0): float(size)}
+        for dimension in dimensions:
+            factor, found = self._dimension(dimension), dict[tuple[int, int], float]()
+            for (b, s), coefficient in terms.items():
+                for (more_b, more_s), value in factor.items():
+                    power = (b + more_b, s + more_s)
+                    found[power] = found.get(power, 0.0) + coefficient * value
+            terms = found
+        if not set(terms) <= set(POWERS):
+            raise NotPolynomial(f"{dimensions} with batch {self.batch} and length {self.sequence}")
+        return np.array([terms.get(power, 0.0) for power in POWERS])
+
+    def _dimension(self, number: int) -> dict[tuple[int, int], float]:
+        if number == 0:
+            return {(0, 0): 0.0}
+        rest, b = _divided(number, self.batch)
+        rest, s = _divided(rest, self.sequence)
+        if s == 0 and 0 < abs(rest - self.sequence) <= NEAR:
+            return {(b, 1): 1.0, (b, 0): float(rest - self.sequence)}
+        return {(b, s): float(rest)}
+
+
+def prime_points(sequence_length: int) -> list[tuple[int, int]]:
+    """(batch, length) of two runs, no longer than asked for; none where the length is too short."""
+    lengths = [_prime_below(sequence_length), _prime_below(sequence_length // 2)]
+    return [] if lengths[1] < SHORTEST else list(zip(BATCHES, lengths, strict=True))
+
+
+def polynomial(number: Number) -> Polynomial:
+    """Sizes are whole multiples of a byte; what is left of rounding is cut off."""
+    return Polynomial(*(float(round(value, 6)) + 0.0 for value in number))
+
+
+def _prime_below(number: int) -> int:
+    """No neighbour of it is a multiple of 8, as most widths are."""
+    while number > 2 and (
+        number in BATCHES or number % 8 not in (3, 5) or any(number % n == 0 for n in range(3, number, 2) if n * n <= number)
+    ):
+        number -= 1
+    return number
+
+
+def _divided(number: int, prime: int) -> tuple[int, int]:
+    power = 0
+    while number % prime == 0:
+        number, power = number // prime, power + 1
+    return number, power
