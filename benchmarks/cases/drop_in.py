@@ -87,7 +87,7 @@ def run_contender(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     with tempfile.TemporaryDirectory(prefix="inductor-", dir=folder) as cache:
         answer = run_fresh(
             [sys.executable, str(Path(__file__).with_name("drop_in_run.py")), str(path)], timeout_seconds=TIMEOUT_SECONDS,
-            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "UPSHIFT_CACHE_DIR": str(folder / "cache")},
+            env={**os.environ, "TORCHINDUCTOR_CACHE_DIR": cache, "UPSHIFT_CACHE": str(folder / "cache")},
         )  # fmt: skip
     return answer | speeds(answer["seconds"], answer["tokens"])
 

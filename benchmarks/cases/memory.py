@@ -21,6 +21,7 @@ from transformers import PretrainedConfig
 
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.harness import format_table, percent, read_rows
+from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.prove import Tried
@@ -50,10 +51,12 @@ class Setting:
     recompute: bool
 
 
-def settings(*, quick: bool) -> list[Setting]:
+def settings(host: Host, *, quick: bool) -> list[Setting]:
+    """In bf16 too, where the host has instructions for it."""
+    precisions = ("fp32",) if host.supports("bf16") is False else ("fp32", "bf16")
     models, lengths = (["tiny"], [128]) if quick else (list(SHAPES), [128, 384])
     batches = [(2, 2)] if quick else [(2, 2), (4, 1)]
-    combined = itertools.product(models, lengths, batches, ("fp32", "bf16"), (False, True))
+    combined = itertools.product(models, lengths, batches, precisions, (False, True))
     return [Setting(m, length, micro, accumulation, p, r) for m, length, (micro, accumulation), p, r in combined]
 
 
@@ -95,7 +98,7 @@ def measure(case: Case, server: TrialServer, setting: Setting, source: ModelSour
 
 def predict_again(case: Case, rows: list[Record]) -> list[Record]:
     """The newest recorded rows with what this version predicts for them; nothing is measured, and no row is written."""
-    newest = rows[-len(settings(quick=case.quick)) :]
+    newest = rows[-len(settings(case.host, quick=case.quick)) :]
     again = []
     with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder:
         for row in newest:
@@ -111,8 +114,10 @@ def predict_again(case: Case, rows: list[Record]) -> list[Record]:
 
 
 def run(case: Case) -> list[Record]:
-    chosen = settings(quick=case.quick)
+    chosen = settings(case.host, quick=case.quick)
     rows = []
+    if case.host.supports("bf16") is False:
+        tell("bf16 is left out: this machine has no instructions for it")
     with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder, trial_server() as server:
         for number, setting in enumerate(chosen, start=1):
             reference = write_config(CONFIGS[setting.model], Path(folder) / setting.model)

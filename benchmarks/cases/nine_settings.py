@@ -107,7 +107,7 @@ def run_one(request: dict[str, Any], folder: Path) -> dict[str, Any]:
     path.write_text(json.dumps(request))
     return run_fresh(
         [sys.executable, __file__, "--request", str(path)], timeout_seconds=1800.0,
-        env={**os.environ, "UPSHIFT_CACHE_DIR": str(folder / "cache")},
+        env={**os.environ, "UPSHIFT_CACHE": str(folder / "cache")},
     )  # fmt: skip
 
 

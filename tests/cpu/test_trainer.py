@@ -23,7 +23,7 @@ STEPS = 20
 
 @pytest.fixture(autouse=True)
 def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("UPSHIFT_CACHE_DIR", str(tmp_path_factory.getbasetemp() / "trainer-cache"))
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path_factory.getbasetemp() / "trainer-cache"))
 
 
 class Tokens:

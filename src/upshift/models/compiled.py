@@ -17,9 +17,8 @@ from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
 from upshift.models.profile import Polynomial
+from upshift.models.sizes import OfPrimes, polynomial
 
-PRIME_BATCH = 131  # divides no usual width
-SHORTEST_LENGTH = 257  # as does none of the primes from here on
 Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
@@ -31,17 +30,9 @@ def load_partition() -> None:
     lazy_init()
 
 
-def prime_length(length: int) -> int:
-    """The smallest prime that is not shorter."""
-    number = max(length, SHORTEST_LENGTH)
-    while any(number % divisor == 0 for divisor in range(2, int(number**0.5) + 1)):
-        number += 1
-    return number
-
-
-def kept_when_compiled(layer: nn.Module, call: Call, *, batch: int, sequence: int, autocast: bool) -> Polynomial:
+def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocast: bool) -> Polynomial:
     """Bytes that stay between the passes of ``layer``, its results included, when it is called so on fake tensors of a prime
-    batch and length. Raises what torch raises where it cannot trace both passes as one graph."""
+    batch and length. Raises NotPolynomial, and what torch raises where it cannot trace both passes as one graph."""
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V
@@ -68,7 +59,7 @@ def kept_when_compiled(layer: nn.Module, call: Call, *, batch: int, sequence: in
     joint = aot_export_joint_simple(run, inputs, trace_joint=True, decompositions=select_decomp_table())
     with V.set_fake_mode(given[0].fake_mode):
         forward, _ = partition_fn(joint, inputs, num_fwd_outputs=results)
-    return _by_sizes(_kept_bytes(forward), batch=batch, sequence=sequence)
+    return polynomial(sum((sizes.number(size) for size in _kept_bytes(forward)), sizes.zero))
 
 
 def call_kind(call: Call) -> str:
@@ -92,14 +83,3 @@ def _kept_bytes(forward: GraphModule) -> list[int]:
             if storage._cdata not in given:
                 kept[storage._cdata] = storage.nbytes()
     return list(kept.values())
-
-
-def _by_sizes(sizes: list[int], *, batch: int, sequence: int) -> Polynomial:
-    terms = dict.fromkeys(Polynomial._fields, 0.0)
-    for size in sizes:
-        rows, tokens = size % batch == 0, size % sequence == 0
-        rest = size // (batch if rows else 1)
-        squared = rest % sequence**2 == 0
-        name = ("b" if rows else "") + ("ss" if squared else "s" if tokens else "")
-        terms[name or "one"] += rest / (sequence**2 if squared else sequence if tokens else 1)
-    return Polynomial(**terms)

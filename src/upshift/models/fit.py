@@ -27,25 +27,28 @@ class Measurement:
     accumulating: dict[str, Interval]
 
 
-def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement]], name: str) -> list[Segment]:
-    """One segment a family of measurements; their terms of ``rise`` are of the same operators, in the same order.
+def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement]], name: str, *, longest: int) -> list[Segment]:
+    """One segment a family of measurements; their terms of ``rise`` are of the same operators, in the same order, and
+    of those that are highest at some length up to the ``longest``.
 
     With one point the numbers of its measurement are polynomials (sizes.py). Raises NotPolynomial where operators differ then.
     """
-    forward = _fit_pass(points, [[_with_between(m.forward, name) for m in family] for family in families])
-    backward = _fit_pass(points, [[m.backward.get(f"backward {name}") for m in family] for family in families])
-    again = _fit_pass(points, [[m.accumulating.get(f"backward {name}") for m in family] for family in families])
+    forward = _fit_pass(points, longest, [[_with_between(m.forward, name) for m in family] for family in families])
+    backward = _fit_pass(points, longest, [[m.backward.get(f"backward {name}") for m in family] for family in families])
+    again = _fit_pass(points, longest, [[m.accumulating.get(f"backward {name}") for m in family] for family in families])
     alone = len(families) == 1
-    gone = _fit_gradients(points, [m.backward.get(f"backward {name}") for m in families[0]]) if alone else None
+    gone = _fit_gradients(points, longest, [m.backward.get(f"backward {name}") for m in families[0]]) if alone else None
     return [
         Segment(forward=there, backward=back, backward_accumulating=onto, gradients_go=gone)
         for there, back, onto in zip(forward, backward, again, strict=True)
     ]
 
 
-def _fit_gradients(points: Sequence[Point], family: Sequence[Interval | None]) -> GradientsGo:
+def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Interval | None]) -> GradientsGo:
     intervals = [interval if interval is not None else Interval(entered=0) for interval in family]
-    (rise,) = _envelopes(points, [[[live - i.entered for live in i.without] for i in intervals]])
+    same = len({tuple(interval.operators) for interval in intervals}) == 1
+    live = [i.without if same else [max(i.without, default=i.entered)] for i in intervals]
+    (rise,) = _envelopes(points, longest, [[[one - i.entered for one in of] for i, of in zip(intervals, live, strict=True)]])
     elements = [size for size, _ in intervals[0].moments]
     moments = [fit_single(points, [i.moments[n][1] - i.entered for i in intervals]) for n in range(len(elements))]
     return GradientsGo(
@@ -75,7 +78,7 @@ def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
     )
 
 
-def _fit_pass(points: Sequence[Point], families: Sequence[Sequence[Interval | None]]) -> list[PassCost]:
+def _fit_pass(points: Sequence[Point], longest: int, families: Sequence[Sequence[Interval | None]]) -> list[PassCost]:
     present = [[interval if interval is not None else Interval(entered=0) for interval in family] for family in families]
     return [
         PassCost(
@@ -88,7 +91,7 @@ def _fit_pass(points: Sequence[Point], families: Sequence[Sequence[Interval | No
             matmul_bytes=fit_single(points, [i.matmul_bytes for i in intervals]),
             num_kernels=max(i.num_kernels for i in intervals),
         )
-        for intervals, rise in zip(present, _fit_rise(points, present), strict=True)
+        for intervals, rise in zip(present, _fit_rise(points, longest, present), strict=True)
     ]
 
 
@@ -98,22 +101,26 @@ def fit_single(points: Sequence[Point], values: Sequence[Any]) -> Polynomial:
     return polynomial(_solve(points, np.asarray(values, dtype=np.float64)))
 
 
-def _fit_rise(points: Sequence[Point], families: Sequence[Sequence[Interval]]) -> list[tuple[Polynomial, ...]]:
+def _fit_rise(points: Sequence[Point], longest: int, families: Sequence[Sequence[Interval]]) -> list[tuple[Polynomial, ...]]:
     """The upper envelope of every operator's live bytes; falls back to the highest one where the operators differ."""
     same = len({tuple(interval.operators) for intervals in families for interval in intervals}) == 1
     if not same and len(points) == 1:
         raise NotPolynomial("ranks run other operators")
     return _envelopes(
-        points, [[[live - i.entered for live in (i.live if same else _highest(i))] for i in intervals] for intervals in families]
+        points,
+        longest,
+        [[[live - i.entered for live in (i.live if same else _highest(i))] for i in intervals] for intervals in families],
     )
 
 
-def _envelopes(points: Sequence[Point], families: Sequence[Sequence[Sequence[Any]]]) -> list[tuple[Polynomial, ...]]:
+def _envelopes(
+    points: Sequence[Point], longest: int, families: Sequence[Sequence[Sequence[Any]]]
+) -> list[tuple[Polynomial, ...]]:
     """Of families of as many moments at each point: those that are highest somewhere, in any of the families."""
     if not families[0][0]:
         return [() for _ in families]
     coefficients = [_solve(points, np.array(family, dtype=np.float64)) for family in families]
-    sequences = np.linspace(1, max(sequence for _, sequence in points), GRID_STEPS)
+    sequences = np.linspace(1, longest, GRID_STEPS)
     grid = np.array([_monomials(batch, sequence) for batch in GRID_BATCHES for sequence in sequences])
     winners = np.unique(np.concatenate([np.argmax(grid @ family, axis=1) for family in coefficients]))
     return [tuple(polynomial(family[:, winner]) for winner in winners) for family in coefficients]
@@ -128,10 +135,10 @@ def _monomials(batch: float, sequence: float) -> list[float]:
 
 
 def _solve(points: Sequence[Point], values: np.ndarray) -> np.ndarray:
-    """Six coefficients of every value, of which there is one for each point."""
+    """Six coefficients of every value, of which there is one for each point; of four points, those of what is not quadratic."""
     if len(points) == 1:
         return values[0].T
-    matrix = np.array([_monomials(*point) for point in points])
+    matrix = np.array([_monomials(*point)[: len(points)] for point in points])
     scale = np.abs(matrix).max(axis=0)
-    solution = np.linalg.solve(matrix / scale, values)
-    return (solution.T / scale).T
+    solution = (np.linalg.solve(matrix / scale, values).T / scale).T
+    return np.concatenate([solution, np.zeros((len(POWERS) - len(points), *solution.shape[1:]))])

@@ -6,8 +6,8 @@ a product says what it is made of: 131 x 1021 x 4096 is b x s x 4096. Two runs w
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from math import prod
+from collections.abc import Collection, Iterable
+from math import isqrt, prod
 
 import numpy as np
 import torch
@@ -15,9 +15,8 @@ import torch
 from upshift.models.profile import Polynomial
 
 POWERS = ((0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2))  # of batch and length: the terms of a Polynomial, in their order
-BATCHES = (131, 137)
 NEAR = 2  # labels are one shorter than their tokens, some models put a token or two before them
-SHORTEST = 41  # a smaller prime divides many a width
+SHORTEST, SMALLEST_BATCH = 7, 127
 
 Number = np.ndarray  # six coefficients
 
@@ -87,24 +86,28 @@ class OfPrimes:
         return {(b, s): float(rest)}
 
 
-def prime_points(sequence_length: int) -> list[tuple[int, int]]:
-    """(batch, length) of two runs, no longer than asked for; none where the length is too short."""
-    lengths = [_prime_below(sequence_length), _prime_below(sequence_length // 2)]
-    return [] if lengths[1] < SHORTEST else list(zip(BATCHES, lengths, strict=True))
+def prime_points(sequence_length: int, widths: Collection[int]) -> list[tuple[int, int]]:
+    """(batch, length) of two runs, no longer than asked for, that are no factor of a width nor close to one; none where the
+    length is too short for such primes."""
+    lengths = [_longest(sequence_length, widths), _longest(sequence_length // 2, widths)]
+    batches = [prime for prime in range(SMALLEST_BATCH, 2 * SMALLEST_BATCH) if prime not in lengths and _tells(prime, widths)]
+    return list(zip(batches, lengths, strict=False)) if all(lengths) and len(batches) > 1 else []
+
+
+def _longest(number: int, widths: Collection[int]) -> int:
+    return next((prime for prime in range(number, SHORTEST - 1, -1) if _tells(prime, widths)), 0)
+
+
+def _tells(number: int, widths: Collection[int]) -> bool:
+    """Whether a product shows that this number is a factor of it: a prime that is in no width."""
+    if any(number % divisor == 0 for divisor in range(2, isqrt(number) + 1)):
+        return False
+    return all(width % number and abs(width - number) > NEAR for width in widths if width > NEAR)
 
 
 def polynomial(number: Number) -> Polynomial:
     """Sizes are whole multiples of a byte; what is left of rounding is cut off."""
     return Polynomial(*(float(round(value, 6)) + 0.0 for value in number))
-
-
-def _prime_below(number: int) -> int:
-    """No neighbour of it is a multiple of 8, as most widths are."""
-    while number > 2 and (
-        number in BATCHES or number % 8 not in (3, 5) or any(number % n == 0 for n in range(3, number, 2) if n * n <= number)
-    ):
-        number -= 1
-    return number
 
 
 def _divided(number: int, prime: int) -> tuple[int, int]:

@@ -13,6 +13,7 @@ from functools import partial
 from typing import Any
 
 import torch
+from torch import nn
 
 from upshift.errors import RequestError
 from upshift.models.adapter import base_of
@@ -35,10 +36,11 @@ from upshift.models.measure import Tracer, fake_masks, segment_borders
 from upshift.models.profile import CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
 from upshift.models.quantized import check_quantization
 from upshift.models.recompute import recompute_layers
+from upshift.models.sizes import Counted, NotPolynomial, OfPrimes, prime_points
 from upshift.models.source import ModelSource
 from upshift.models.store import SegmentStore, Variant
 from upshift.models.tensor_parallel import describe_tensor_parallel
-from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points
+from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points, widths
 from upshift.models.tracker import LiveTracker
 
 EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
@@ -200,28 +202,37 @@ def _model_flops(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Polynom
         tracer.base.set_attn_implementation("sdpa")
     recompute_layers(model, 0)
     model.train(False)
-    totals: dict[str, list[int]] = {"forward": [], "backward": []}
-    for batch, sequence in points:
-        with fake_masks(masked=False), tracer.fake, LiveTracker() as tracker:
-            inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
-            with segment_borders(model, tracer.stacks, tracker) as borders:
-                borders.start("forward")
-                loss = model(**inputs).loss
-                borders.start("backward")
-                loss.backward()
-                tracker.border(None)
-        model.zero_grad(set_to_none=True)
-        for phase, flops in totals.items():
-            flops.append(
-                sum(
-                    (interval.matmul_flops + interval.attention_flops - interval.repeated_flops)
-                    * _layers_like(tracer.stacks, name)
-                    for name, interval in tracker.intervals
-                    if name.startswith(phase)
-                )
-            )
+
+    def fitted(points: list[tuple[int, int]], sizes: Callable[[int, int], Any]) -> tuple[Polynomial, Polynomial]:
+        counted = [_flops_at(tracer, model, *point, sizes(*point)) for point in points]
+        forward, backward = zip(*counted, strict=True)
+        return fit_single(points, forward), fit_single(points, backward)
+
+    try:
+        told = {fitted([point], OfPrimes) for point in prime_points(points[-1][1], widths(tracer))}
+    except NotPolynomial:
+        told = set()
+    found = told.pop() if len(told) == 1 else fitted(points, lambda batch, sequence: Counted())
     model.train()
-    return fit_single(points, totals["forward"]), fit_single(points, totals["backward"])
+    return found
+
+
+def _flops_at(tracer: Tracer, model: nn.Module, batch: int, sequence: int, sizes: Counted | OfPrimes) -> tuple[Any, Any]:
+    with fake_masks(masked=False), tracer.fake, LiveTracker(sizes) as tracker:
+        inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
+        with segment_borders(model, tracer.stacks, tracker) as borders:
+            borders.start("forward")
+            loss = model(**inputs).loss
+            borders.start("backward")
+            loss.backward()
+            tracker.border(None)
+    model.zero_grad(set_to_none=True)
+    totals = {"forward": sizes.zero, "backward": sizes.zero}
+    for name, interval in tracker.intervals:
+        own = interval.matmul_flops + interval.attention_flops - interval.repeated_flops
+        phase = name.split()[0]
+        totals[phase] = totals[phase] + own * _layers_like(tracer.stacks, name)
+    return totals["forward"], totals["backward"]
 
 
 def _layers_like(stacks: list[LayerStack], name: str) -> int:

@@ -8,7 +8,7 @@ from functools import partial
 
 from upshift.models.block_attention import NAME
 from upshift.models.build import layer_kind
-from upshift.models.compiled import PRIME_BATCH, call_kind, kept_when_compiled, prime_length
+from upshift.models.compiled import call_kind, kept_when_compiled
 from upshift.models.fit import fit_segment
 from upshift.models.measure import Tracer, fake_masks
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, Polynomial, Segment, StackTrace, StepTrace
@@ -16,6 +16,7 @@ from upshift.models.sizes import NotPolynomial, OfPrimes, prime_points
 from upshift.models.store import Variant
 
 BLOCK_TRACE_LENGTH = 1024
+COMPILED_TRACE_LENGTH = 256  # at least: there a prime tells
 CHUNKED_TRACE_LENGTH = 512  # all that comes after the layers is linear in the tokens
 BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
 DIVIDED_RANKS = 2  # what is divided and what is not follows from one rank of one, and one of two
@@ -31,10 +32,10 @@ def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
 
 
 def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
-    """Of one to eight whole chunks: work goes by chunks, and polynomials through parts of them would say nothing beyond."""
-    shortest = 1 << ((max(min(sequence_length, CHUNKED_TRACE_LENGTH), 8) // 4).bit_length() - 1)
+    """Of one to four whole chunks: work goes by chunks, and polynomials through parts of them would say nothing beyond."""
+    shortest = 1 << ((max(min(sequence_length, CHUNKED_TRACE_LENGTH), 8) // 2).bit_length() - 1)
     batch = LOSS_CHUNK_TOKENS // shortest
-    return [(rows, length) for rows in (batch, 2 * batch) for length in (shortest, 2 * shortest, 4 * shortest)]
+    return [(rows, length) for rows in (batch, 2 * batch) for length in (shortest, 2 * shortest)]
 
 
 logger = logging.getLogger(__name__)
@@ -98,7 +99,7 @@ def _fitted(
     measured = [
         [tracer.measure(variant, batch=b, sequence=s, recompute=way, ranks=ranks) for b, s in points] for ranks in degrees
     ]
-    return {name: fit_segment(points, measured, name) for name in _segments(tracer)}
+    return {name: fit_segment(points, measured, name, longest=points[-1][1]) for name in _segments(tracer)}
 
 
 def _from_primes(
@@ -106,25 +107,32 @@ def _from_primes(
 ) -> Fitted | None:
     """From one run, which a second one confirms: a third of the work. None where numbers are no polynomials, or not the same."""
     found: list[Fitted] = []
-    for point in prime_points(sequence_length) if variant.attention != NAME else ():
+    for point in prime_points(sequence_length, widths(tracer)) if variant.attention != NAME else ():
         try:
             measured = [
                 [tracer.measure(variant, batch=point[0], sequence=point[1], recompute=way, ranks=ranks, sizes=OfPrimes(*point))]
                 for ranks in degrees
             ]
-            found.append({name: fit_segment([point], measured, name) for name in _segments(tracer)})
+            found.append({name: fit_segment([point], measured, name, longest=sequence_length) for name in _segments(tracer)})
         except NotPolynomial as problem:
             logger.debug("%s %s is fitted to six runs: %s", variant, way, problem)
             return None
     return found[0] if len(found) == 2 and found[0] == found[1] else None
 
 
+def widths(tracer: Tracer) -> set[int]:
+    """Numbers that dimensions of this model may have, whatever its batch and length."""
+    text = tracer.config.get_text_config()
+    named = {value for value in vars(text).values() if isinstance(value, int)}
+    return named | {size for parameter in tracer.base.parameters() for size in parameter.shape}
+
+
 def _compiled(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int) -> dict[str, Polynomial]:
     """What layers keep when they are compiled; without those that torch cannot trace as one graph: they are taken to keep what
     they do now, which is more."""
-    batch, sequence = PRIME_BATCH, prime_length(sequence_length)
     found: dict[str, Polynomial] = {}
     try:
+        batch, sequence = prime_points(max(sequence_length, COMPILED_TRACE_LENGTH), widths(tracer))[0]
         calls = tracer.layer_calls(variant, batch=batch, sequence=sequence, ranks=ranks)
         for names, layers in zip(_layers(tracer), calls, strict=True):
             known: dict[str, Polynomial] = {}  # first, inner and last layers are often alike
@@ -133,7 +141,7 @@ def _compiled(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int
                 if kind not in known:
                     with tracer.fake, fake_masks(masked=variant.masked):
                         known[kind] = kept_when_compiled(
-                            layer, call, batch=batch, sequence=sequence, autocast=variant.precision == "bf16"
+                            layer, call, OfPrimes(batch, sequence), autocast=variant.precision == "bf16"
                         )
                 found[name] = known[kind]
     except Exception as error:  # every layer and operator may refuse in its own way
@@ -145,7 +153,7 @@ def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int
     """The last gap with the loss computed in chunks."""
     measurements = [tracer.measure(variant, batch=b, sequence=s, chunked=True) for b, s in points]
     last = _gaps(tracer)[-1]
-    return {last: fit_segment(points, [measurements], last)}
+    return {last: fit_segment(points, [measurements], last, longest=points[-1][1])}
 
 
 def _gaps(tracer: Tracer) -> list[str]:
