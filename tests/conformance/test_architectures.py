@@ -17,7 +17,7 @@ from upshift.models.source import ModelSource, find_model
 from upshift.models.store import SegmentStore, Variant
 from upshift.models.trace import trace_model
 
-LENGTH = 16  # state-space models are traced token by token
+LENGTH, STATE_SPACE_LENGTH = 48, 16  # state-space models are traced token by token
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 96}
 DECODER = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS = DECODER | {"num_experts_per_tok": 2}
@@ -121,17 +121,18 @@ def test_block_attention_gives_the_loss_of_sdpa(name, packed, tmp_path):
 @pytest.mark.parametrize("name", MODELS)
 def test_traced_whole(name, tmp_path):
     source = source_of(name, tmp_path)
+    length = STATE_SPACE_LENGTH if "state space" in name else LENGTH
     variants = (Variant("fp32", "sdpa", False), Variant("bf16", "eager", False))
     kept = SegmentStore(tmp_path / "kept")
-    profile = trace_model(source, key="", versions={}, sequence_length=LENGTH, variants=variants, kept=kept)
+    profile = trace_model(source, key="", versions={}, sequence_length=length, variants=variants, kept=kept)
     read = read_config(source)
     with torch.device("meta"):
         model = build_model(read, choose_class(read, "")[0], dtype=torch.float32)
     assert profile.parameters.total == sum(parameter.numel() for parameter in model.parameters())
-    assert profile.steps and profile.forward_flops.at(2, LENGTH) > 0
+    assert profile.steps and profile.forward_flops.at(2, length) > 0
     for step in profile.steps:
         segments = [*step.gaps, *(segment for stack in step.stacks for segment in stack.plain)]
-        assert sum(segment.forward.left.at(2, LENGTH) for segment in segments) > 0, "something is kept for the backward pass"
+        assert sum(segment.forward.left.at(2, length) for segment in segments) > 0, "something is kept for the backward pass"
 
 
 def test_multiple_choice_is_refused_with_the_reason():
