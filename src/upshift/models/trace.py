@@ -13,12 +13,11 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
 
 from upshift.errors import RequestError
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import NAME
-from upshift.models.build import LayerStack, sample_inputs
+from upshift.models.build import sample_inputs
 from upshift.models.chunked_loss import why_not_chunked
 from upshift.models.compiled import load_partition
 from upshift.models.describe import (
@@ -32,16 +31,14 @@ from upshift.models.describe import (
 )
 from upshift.models.fit import fit_single
 from upshift.models.forked import run_forked
-from upshift.models.measure import Tracer, fake_masks, segment_borders
+from upshift.models.measure import Tracer, fake_masks
+from upshift.models.model_flops import model_flops
 from upshift.models.profile import CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
 from upshift.models.quantized import check_quantization
-from upshift.models.recompute import recompute_layers
-from upshift.models.sizes import Counted, NotPolynomial, OfPrimes, prime_points
 from upshift.models.source import ModelSource
 from upshift.models.store import SegmentStore, Variant
 from upshift.models.tensor_parallel import describe_tensor_parallel
-from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points, widths
-from upshift.models.tracker import LiveTracker
+from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points
 
 EAGER_ATTENTION_LIMIT = 256  # measured in docs/log.md
 
@@ -68,7 +65,7 @@ def trace_model(
         if isinstance(divided, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
         steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
-        wanted = [partial(run, tracer, points) for run in (_model_flops, _kv_elements, _cached_layers)]
+        wanted = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
         (flops, kv, cache), found = _run(wanted, steps, kept, progress, compiled=any(variant.compiled for variant in variants))
     except RequestError:
         raise
@@ -192,55 +189,6 @@ def _count_parameters(tracer: Tracer) -> Parameters:
         always_fp32 = sum(p.numel() for p in trained if p.dtype == torch.float32)
     paths = tuple(stack.path for stack in tracer.stacks)
     return count_parameters(tracer.whole(torch.float32), paths, always_fp32=always_fp32)
-
-
-def _model_flops(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Polynomial, Polynomial]:
-    """Of forward and backward, in evaluation mode with fused attention: dropout would decompose attention and hide that it
-    is causal. What a fused backward computes again is left out."""
-    model = tracer.model(torch.float32)
-    if "sdpa" in attention_kernels(tracer.base):
-        tracer.base.set_attn_implementation("sdpa")
-    recompute_layers(model, 0)
-    model.train(False)
-
-    def fitted(points: list[tuple[int, int]], sizes: Callable[[int, int], Any]) -> tuple[Polynomial, Polynomial]:
-        counted = [_flops_at(tracer, model, *point, sizes(*point)) for point in points]
-        forward, backward = zip(*counted, strict=True)
-        return fit_single(points, forward), fit_single(points, backward)
-
-    try:
-        told = {fitted([point], OfPrimes) for point in prime_points(points[-1][1], widths(tracer))}
-    except NotPolynomial:
-        told = set()
-    found = told.pop() if len(told) == 1 else fitted(points, lambda batch, sequence: Counted())
-    model.train()
-    return found
-
-
-def _flops_at(tracer: Tracer, model: nn.Module, batch: int, sequence: int, sizes: Counted | OfPrimes) -> tuple[Any, Any]:
-    with fake_masks(masked=False), tracer.fake, LiveTracker(sizes) as tracker:
-        inputs = sample_inputs(tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
-        with segment_borders(model, tracer.stacks, tracker) as borders:
-            borders.start("forward")
-            loss = model(**inputs).loss
-            borders.start("backward")
-            loss.backward()
-            tracker.border(None)
-    model.zero_grad(set_to_none=True)
-    totals = {"forward": sizes.zero, "backward": sizes.zero}
-    for name, interval in tracker.intervals:
-        own = interval.matmul_flops + interval.attention_flops - interval.repeated_flops
-        phase = name.split()[0]
-        totals[phase] = totals[phase] + own * _layers_like(tracer.stacks, name)
-    return totals["forward"], totals["backward"]
-
-
-def _layers_like(stacks: list[LayerStack], name: str) -> int:
-    """How many layers of the full model an interval's layer stands for; 1 for a gap."""
-    words = name.split()
-    if words[1] != "layer":
-        return 1
-    return stacks[int(words[2])].assignment.count(int(words[3]))
 
 
 def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | None:
