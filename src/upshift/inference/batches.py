@@ -1,0 +1,43 @@
+"""Batches of texts that are alike in length: padding costs as much as tokens do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+
+class Batch(NamedTuple):
+    """Padded on the right. ``places``: where its texts stand in the order that they came in."""
+
+    ids: np.ndarray  # [B, S] int64
+    mask: np.ndarray  # [B, S] int64
+    places: list[int]
+
+
+def by_length(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
+    """Places of the texts of each batch, longest first; padded, a batch has at most ``token_budget`` tokens, or is one text."""
+    batches: list[list[int]] = []
+    for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
+        if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:
+            batches[-1].append(place)
+        else:
+            batches.append([place])
+    return batches
+
+
+def as_they_come(count: int, size: int) -> list[list[int]]:
+    """Batches of ``size`` texts in the order that they came in."""
+    return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
+
+
+def padded(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
+    for places in batches:
+        longest = max(len(tokens[place]) for place in places)
+        ids = np.full((len(places), max(longest, 1)), pad, dtype=np.int64)
+        mask = np.zeros_like(ids)
+        for row, place in enumerate(places):
+            ids[row, : len(tokens[place])] = tokens[place]
+            mask[row, : len(tokens[place])] = 1
+        yield Batch(ids, mask, places)

@@ -1,0 +1,50 @@
+"""What every engine is to the rest: batches in, arrays out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from upshift.inference.batches import Batch
+from upshift.inference.recipe import Recipe
+from upshift.inference.setup import EngineSetup
+from upshift.models.source import ModelSource
+
+
+class Engine(Protocol):
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
+        """Each batch with token states [B, S, H], or class scores [B, C], in fp32; in any order."""
+        ...
+
+
+class Build(NamedTuple):
+    """What an engine is built from. ``folder``: its own, kept between runs; ``examples``: batches to calibrate on."""
+
+    source: ModelSource
+    recipe: Recipe
+    setup: EngineSetup
+    folder: Path
+    examples: list[Batch]
+
+
+def load_forward(source: ModelSource, recipe: Recipe) -> Any:
+    """The model in fp32 as a module from (ids, mask) to token states or class scores."""
+    import torch
+    from transformers import AutoModel, AutoModelForSequenceClassification
+
+    kind: Any = AutoModelForSequenceClassification if recipe.output == "class scores" else AutoModel
+    model = kind.from_pretrained(source.directory, dtype=torch.float32).eval()
+
+    class Forward(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = model
+
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = self.model(input_ids=ids, attention_mask=mask)[0]
+            return result
+
+    return Forward().eval()

@@ -1,0 +1,58 @@
+"""ONNX Runtime on the CPU: the model exported once, in fp32 or with int8 weights and activations quantized as they come."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+
+from upshift.errors import MissingExtra
+from upshift.inference.batches import Batch
+from upshift.inference.engines.engine import Build, load_forward
+
+
+class OnnxRuntimeEngine:
+    def __init__(self, build: Build) -> None:
+        import onnxruntime
+
+        path = build.folder / f"{build.setup.precision}.onnx"
+        if not path.is_file():
+            _export(build, path)
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = build.setup.threads
+        options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
+        self.session = onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
+        for batch in batches:
+            (found,) = self.session.run(None, {"ids": batch.ids, "mask": batch.mask})
+            yield batch, found
+
+
+def _export(build: Build, path: Path) -> None:
+    import torch
+
+    try:
+        import onnx  # noqa: F401  what the exporter needs
+        import onnxscript  # noqa: F401
+    except ImportError:
+        raise MissingExtra(library="onnx and onnxscript", extra="onnx", purpose="exporting to ONNX") from None
+    example = max(build.examples, key=lambda batch: batch.ids.size)
+    tensors = (torch.from_numpy(example.ids), torch.from_numpy(example.mask))
+    dynamic = {0: torch.export.Dim("batch", min=1, max=2**16), 1: torch.export.Dim("tokens", min=1, max=2**16)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    plain = path.with_name("fp32.onnx")
+    if not plain.is_file():
+        temporary = path.with_name("writing.onnx")
+        torch.onnx.export(
+            load_forward(build.source, build.recipe), tensors, temporary, input_names=["ids", "mask"], output_names=["found"],
+            dynamic_shapes=(dynamic, dynamic), dynamo=True, external_data=False, verbose=False,
+        )  # fmt: skip
+        temporary.replace(plain)
+    if build.setup.precision == "int8":
+        from onnxruntime.quantization import QuantType, quantize_dynamic
+
+        temporary = path.with_name("writing-int8.onnx")
+        quantize_dynamic(plain, temporary, weight_type=QuantType.QInt8, per_channel=True)
+        temporary.replace(path)

@@ -1,0 +1,92 @@
+"""OpenVINO on the CPU: the model converted once, products in fp32, bf16, or int8 calibrated on the user's own texts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upshift.errors import MissingExtra
+from upshift.inference.batches import Batch
+from upshift.inference.engines.engine import Build, load_forward
+from upshift.settings import without_telemetry
+
+HINTS = {"fp32": "f32", "bf16": "bf16", "int8-weights": "f32", "int8": "f32"}
+NAMES = ("ids", "mask")
+QUANTIZED = ("int8-weights", "int8")
+
+
+class OpenVinoEngine:
+    def __init__(self, build: Build) -> None:
+        import openvino
+
+        core = openvino.Core()
+        path = build.folder / f"{build.setup.precision if build.setup.precision in QUANTIZED else 'fp32'}.xml"
+        if not path.is_file():
+            with without_telemetry():
+                _make(build, path)
+        model = core.read_model(path)
+        settings = {
+            "INFERENCE_PRECISION_HINT": HINTS[build.setup.precision],
+            "PERFORMANCE_HINT": "THROUGHPUT",
+            "INFERENCE_NUM_THREADS": str(build.setup.threads),
+        }
+        self.compiled = core.compile_model(model, "CPU", settings)
+
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
+        """Several batches at once, each on a part of the cores."""
+        import openvino
+
+        done: list[tuple[Batch, np.ndarray]] = []
+        queue = openvino.AsyncInferQueue(self.compiled)
+        queue.set_callback(lambda request, batch: done.append((batch, request.get_output_tensor(0).data.copy())))
+        for batch in batches:
+            queue.start_async(dict(zip(NAMES, (batch.ids, batch.mask), strict=True)), batch)
+            while done:
+                yield done.pop()
+        queue.wait_all()
+        yield from done
+
+
+def _make(build: Build, path: Path) -> None:
+    """Quantized ones are made of the fp32 one, which needs no torch. Put in place whole."""
+    import openvino
+
+    plain = path.with_name("fp32.xml")
+    if not plain.is_file():
+        forward = load_forward(build.source, build.recipe)
+        inputs = [(name, [-1, -1]) for name in NAMES]
+        _save(openvino.convert_model(forward, example_input=_tensors(build.examples[0]), input=inputs), plain)
+    if path != plain:
+        _save(_quantize(build, openvino.Core().read_model(plain)), path)
+
+
+def _save(model: Any, path: Path) -> None:
+    import openvino
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"writing-{path.name}")
+    openvino.save_model(model, temporary, compress_to_fp16=False)
+    temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
+    temporary.replace(path)
+
+
+def _tensors(batch: Batch) -> dict[str, Any]:
+    import torch
+
+    return {"ids": torch.from_numpy(batch.ids), "mask": torch.from_numpy(batch.mask)}
+
+
+def _quantize(build: Build, model: Any) -> Any:
+    try:
+        import nncf
+    except ImportError:
+        raise MissingExtra(library="nncf", extra="openvino", purpose=f"{build.setup.precision} in OpenVINO") from None
+    if build.setup.precision == "int8-weights":
+        return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
+    data = nncf.Dataset(build.examples, lambda batch: {"ids": batch.ids, "mask": batch.mask})
+    return nncf.quantize(
+        model, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(build.examples), preset=nncf.QuantizationPreset.MIXED
+    )

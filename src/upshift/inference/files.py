@@ -1,0 +1,132 @@
+"""Texts from a file that may be larger than memory, and rows to one: block by block, so that a run can go on where it stopped."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.value import Value
+
+BLOCK_TEXTS = 16_384
+INPUTS, OUTPUTS = (".txt", ".jsonl"), (".npy", ".parquet")
+PARQUET_ROWS = 65_536  # of a row group
+
+
+class Progress(Value):
+    """Beside an unfinished output: how many rows are in it, and of which input, model and setup."""
+
+    rows: int
+    total: int
+    made_of: str
+
+
+def check_files(texts: Path, output: Path) -> None:
+    if not texts.is_file():
+        raise RequestError(f'--input {texts} does not exist; give a file with a text a line, or JSON lines with a "text"')
+    if texts.suffix not in INPUTS:
+        raise RequestError(f'--input {texts} must end with {" or ".join(INPUTS)}: a text a line, or JSON lines with a "text"')
+    if not texts.stat().st_size:
+        raise RequestError(f"--input {texts} is empty; write a text a line")
+    if output.suffix not in OUTPUTS:
+        raise RequestError(f"--output {output} must end with {' or '.join(OUTPUTS)}")
+    if not output.parent.is_dir():
+        raise RequestError(f"--output {output}: the folder {output.parent} does not exist; make it first")
+
+
+def read_texts(path: Path) -> Iterator[str]:
+    """Raises RequestError with the number of the line that holds no text."""
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if path.suffix == ".txt":
+                yield line.rstrip("\n")
+                continue
+            try:
+                text = json.loads(line)["text"]
+            except (ValueError, KeyError, TypeError):
+                text = None
+            if not isinstance(text, str):
+                raise RequestError(f'{path} line {number} is no JSON object with a "text"; write {{"text": "..."}} on every line')
+            yield text
+
+
+def blocks(path: Path, *, skip: int = 0) -> Iterator[list[str]]:
+    texts = islice(read_texts(path), skip, None)
+    while block := list(islice(texts, BLOCK_TEXTS)):
+        yield block
+
+
+def count_texts(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def sample_texts(path: Path, total: int, count: int) -> list[str]:
+    """So many, evenly from the whole file."""
+    step = max(total // count, 1)
+    return list(islice(read_texts(path), 0, step * count, step))
+
+
+class Rows:
+    """Rows of an output, on disk block by block. ``made_of``: says which input and setup they belong to."""
+
+    def __init__(self, output: Path, total: int, made_of: str) -> None:
+        self.output, self.total = output, total
+        self.made_of = hashlib.sha256(made_of.encode()).hexdigest()[:16]
+        self.partial = output.with_name(f"{output.name}.partial")
+        self.said = output.with_name(f"{output.name}.progress.json")
+        self._rows: Any = None
+        self.done = self._resume()
+
+    def _resume(self) -> int:
+        if not (self.partial.is_file() and self.said.is_file()):
+            return 0
+        progress = Progress.from_file(self.said)
+        if (progress.made_of, progress.total) != (self.made_of, self.total):
+            raise RequestError(
+                f"{self.partial} is the unfinished output of another input, model or setup; "
+                f"finish that run, or remove it and {self.said.name}"
+            )
+        self._rows = np.lib.format.open_memmap(self.partial, mode="r+")
+        return progress.rows
+
+    def add(self, rows: np.ndarray) -> None:
+        if self._rows is None:
+            self._rows = np.lib.format.open_memmap(self.partial, mode="w+", dtype=np.float32, shape=(self.total, rows.shape[1]))
+        self._rows[self.done : self.done + len(rows)] = rows
+        self._rows.flush()
+        self.done += len(rows)
+        temporary = self.said.with_name(f"{self.said.name}.writing")
+        temporary.write_text(Progress(rows=self.done, total=self.total, made_of=self.made_of).to_json())
+        temporary.replace(self.said)
+
+    def finish(self) -> None:
+        """Put the whole output in place."""
+        if self.output.suffix == ".parquet":
+            temporary = self.output.with_name(f"{self.output.name}.writing")
+            _write_parquet(self._rows, temporary)
+            temporary.replace(self.output)
+            self.partial.unlink()
+        else:
+            self.partial.replace(self.output)
+        self.said.unlink()
+
+
+def _write_parquet(rows: np.ndarray, path: Path) -> None:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet") from None
+    width = rows.shape[1]
+    schema = pyarrow.schema([("vector", pyarrow.list_(pyarrow.float32(), width))])
+    with parquet.ParquetWriter(path, schema) as writer:
+        for start in range(0, len(rows), PARQUET_ROWS):
+            values = pyarrow.array(np.ascontiguousarray(rows[start : start + PARQUET_ROWS]).reshape(-1))
+            writer.write_table(pyarrow.table([pyarrow.FixedSizeListArray.from_arrays(values, width)], schema=schema))

