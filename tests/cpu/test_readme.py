@@ -28,7 +28,10 @@ def paths(tmp_path_factory) -> dict[str, str]:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(TEXT * 2)
-    return {"MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained")}
+    return {
+        "MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained"),
+        "texts.txt": str(folder / "text.txt"), "rows.npy": str(folder / "rows.npy"),
+    }  # fmt: skip
 
 
 def commands() -> list[str]:
@@ -37,7 +40,7 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_the_commands():
-    assert {line.split()[1] for line in commands()} == {"plan", "train", "inspect"}
+    assert {line.split()[1] for line in commands()} == {"plan", "train", "inspect", "encode"}
 
 
 @pytest.mark.parametrize("line", commands())
@@ -45,6 +48,8 @@ def test_commands(line, paths, monkeypatch):
     arguments = [paths.get(word, word) for word in shlex.split(line)]
     if arguments[1] == "train":  # short, and without the minute of trials
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
+    if arguments[1] == "encode":  # without a race of all engines
+        arguments += ["--engine", "torch"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         main()
