@@ -113,6 +113,7 @@ def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
     again = upshift.Encoder(str(MINILM))
     assert np.array_equal(again.encode(list(reversed(TEXTS)))[::-1].shape, found.shape)
     assert again.race is not None and again.race.recalled and again.race.chosen == encoder.race.chosen
+    assert again.encode([]).shape == (0, 0)
 
 
 def test_wrong_requests() -> None:
@@ -134,5 +135,5 @@ def test_command_line(tmp_path: Path, expected: np.ndarray) -> None:
 
     rows = np.array(parquet.read_table(output)["vector"].to_pylist())
     assert np.abs(rows - expected).max() < 2e-4
-    wrong = subprocess.run([*command, "--quality", "best"], capture_output=True, text=True)
+    wrong = subprocess.run([*command, "--overwrite", "--quality", "best"], capture_output=True, text=True)
     assert wrong.returncode == 2 and "use exact, or a cosine" in wrong.stderr and "Traceback" not in wrong.stderr

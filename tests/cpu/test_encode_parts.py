@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from upshift.errors import RequestError
 from upshift.inference.batches import as_they_come, by_length, padded
-from upshift.inference.files import Rows, blocks, check_files, count_texts, sample_texts
+from upshift.inference.files import Rows, blocks, check_files, count_texts, read_texts, sample_texts
 from upshift.inference.pool import pool
 from upshift.inference.race import Run, read_quality
 from upshift.inference.recipe import Recipe, read_recipe
@@ -115,9 +115,21 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     assert count_texts(lines) == 10
     assert [text for block in blocks(lines, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
     assert sample_texts(lines, 10, 3) == ["text 0", "text 3", "text 6"]
+    plain = tmp_path / "texts.txt"
+    plain.write_bytes(b"one\rstill one\r\n\nlast")
+    assert count_texts(plain) == 3 and list(read_texts(plain)) == ["one\rstill one", "", "last"]
     lines.write_text('{"text": "one"}\n{"body": "two"}\n')
     with pytest.raises(RequestError, match="line 2 is no JSON object"):
         list(blocks(lines))
+
+
+def test_an_output_that_exists_is_kept(tmp_path: Path) -> None:
+    texts, output = tmp_path / "texts.txt", tmp_path / "rows.npy"
+    texts.write_text("a text")
+    output.write_bytes(b"the user's")
+    with pytest.raises(RequestError, match="exists; give another name, or --overwrite"):
+        check_files(texts, output)
+    check_files(texts, output, overwrite=True)
 
 
 @pytest.mark.parametrize(

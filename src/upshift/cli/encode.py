@@ -21,6 +21,7 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="one row a text, in order: .npy or .parquet")],
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32, such as 0.99")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
@@ -29,7 +30,7 @@ def command(
     from upshift.inference.files import check_files, count_texts, sample_texts
     from upshift.inference.race import SAMPLE_TEXTS
 
-    check_files(texts, output)
+    check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(model, quality=quality, engine=engine, on_run=lambda run: show.err.print(f"[dim]{_line(run)}[/dim]"))
         total = count_texts(texts)

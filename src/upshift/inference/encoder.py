@@ -46,6 +46,8 @@ class Encoder:
         """[N, H] fp32 embeddings in the order of the texts, or [N, C] scores of a classifier. The first call runs the race."""
         if isinstance(texts, str):
             raise RequestError("encode() takes a list of texts and was given one text; use encode([text])")
+        if not len(texts):
+            return np.empty((0, 0), dtype=np.float32)
         return self.prepare(texts).rows(self.tokens.of(texts))
 
     def prepare(self, texts: Sequence[str]) -> Encoding:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterator
+from importlib.util import find_spec
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ class Progress(Value):
     made_of: str
 
 
-def check_files(texts: Path, output: Path) -> None:
+def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
     if not texts.is_file():
         raise RequestError(f'--input {texts} does not exist; give a file with a text a line, or JSON lines with a "text"')
     if texts.suffix not in INPUTS:
@@ -38,14 +39,18 @@ def check_files(texts: Path, output: Path) -> None:
         raise RequestError(f"--output {output} must end with {' or '.join(OUTPUTS)}")
     if not output.parent.is_dir():
         raise RequestError(f"--output {output}: the folder {output.parent} does not exist; make it first")
+    if output.exists() and not overwrite:
+        raise RequestError(f"--output {output} exists; give another name, or --overwrite")
+    if output.suffix == ".parquet" and find_spec("pyarrow") is None:
+        raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet")
 
 
 def read_texts(path: Path) -> Iterator[str]:
     """Raises RequestError with the number of the line that holds no text."""
-    with path.open(encoding="utf-8", errors="replace") as file:
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:  # the lines that count_texts counts
         for number, line in enumerate(file, start=1):
             if path.suffix == ".txt":
-                yield line.rstrip("\n")
+                yield line.rstrip("\r\n")
                 continue
             try:
                 text = json.loads(line)["text"]
@@ -119,11 +124,9 @@ class Rows:
 
 
 def _write_parquet(rows: np.ndarray, path: Path) -> None:
-    try:
-        import pyarrow
-        from pyarrow import parquet
-    except ImportError:
-        raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet") from None
+    import pyarrow
+    from pyarrow import parquet
+
     width = rows.shape[1]
     schema = pyarrow.schema([("vector", pyarrow.list_(pyarrow.float32(), width))])
     with parquet.ParquetWriter(path, schema) as writer:
