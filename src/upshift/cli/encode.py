@@ -32,7 +32,12 @@ def command(
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
-        encoder = Encoder(model, quality=quality, engine=engine, on_run=lambda run: show.err.print(f"[dim]{_line(run)}[/dim]"))
+        encoder = Encoder(
+            model,
+            quality=quality,
+            engine=engine,
+            on_run=lambda run: show.err.print(_line(run), style="dim", markup=False, highlight=False),
+        )
         total = count_texts(texts)
         encoder.prepare(sample_texts(texts, total, SAMPLE_TEXTS))
     start = time.perf_counter()
@@ -44,10 +49,19 @@ def command(
         sys.stdout.write(json.dumps(said) + "\n")
         return
     show.out.print(race_table(race))
+    for run in race.runs:
+        if run.failure:
+            _dim(f"{run.setup.engine} {run.setup.precision} did not run: {run.failure}")
+    show.out.print(f"Chosen: {race.chosen.label()}")
     for line in missing():
-        show.out.print(f"[dim]{line}[/dim]")
+        _dim(line)
     rate = f", {done / seconds:,.0f} a second" if done and seconds else ""
     show.out.print(f"{total:,} texts in {output} ({done:,} encoded now{rate})")
+
+
+def _dim(text: str) -> None:
+    """As it is: the names of extras look like markup."""
+    show.out.print(text, style="dim", markup=False, highlight=False)
 
 
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
@@ -74,17 +88,15 @@ def _line(run: Any) -> str:
 
 
 def race_table(race: Any) -> Table:
-    """Every contestant, the fastest first; what did not run last, with its reason."""
-    numbers = ("batch", "texts/s", "worst cosine", "largest diff", "load s")
+    """Every contestant that ran, the fastest first. cosine: of the text that agrees least; diff:
+    the largest of any number."""
+    numbers = ("batch", "texts/s", "cosine", "diff", "load s")
     table = show.new_table("Race, from memory" if race.recalled else "Race", "engine", "precision", numbers=numbers)
-    for run in sorted(race.runs, key=lambda run: -(run.texts_per_second or 0.0)):
-        mark = " *" if run.setup == race.chosen else ""
-        name = f"{run.setup.engine}{mark}"
-        if run.failure:
-            table.add_row(name, run.setup.precision, "", run.failure[:60])
-            continue
+    ran = [run for run in race.runs if not run.failure]
+    for run in sorted(ran, key=lambda run: -run.texts_per_second):
         table.add_row(
-            name, run.setup.precision, f"{run.setup.token_budget:,}", f"{run.texts_per_second:,.0f}", f"{run.worst_cosine:.5f}",
-            f"{run.largest_difference:.1e}", f"{run.load_seconds:.1f}",
+            run.setup.engine, run.setup.precision, f"{run.setup.token_budget:,}", f"{run.texts_per_second:,.0f}",
+            f"{run.worst_cosine:.5f}", f"{run.largest_difference:.1e}", f"{run.load_seconds:.1f}",
+            style="bold green" if run.setup == race.chosen else None,
         )  # fmt: skip
     return table
