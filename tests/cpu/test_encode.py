@@ -104,13 +104,14 @@ def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
 
 
 def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
-    encoder = Encoder(str(MINILM))
+    engine = "openvino" if registry.is_installed("openvino") else "torch"
+    encoder = Encoder(str(MINILM), engine=engine)
     found = encoder.encode(TEXTS)
     assert encoder.race is not None and not encoder.race.recalled
     assert encoder.race.runs[0].setup.engine == "torch" and len(encoder.race.runs) >= 2
     assert encoder.race.chosen in [run.setup for run in encoder.race.runs if run.within("exact")]
     assert np.abs(found - expected).max() < 2e-4
-    again = upshift.Encoder(str(MINILM))
+    again = upshift.Encoder(str(MINILM), engine=engine)
     assert np.array_equal(again.encode(list(reversed(TEXTS)))[::-1].shape, found.shape)
     assert again.race is not None and again.race.recalled and again.race.chosen == encoder.race.chosen
     assert again.encode([]).shape == (0, 0)
