@@ -32,6 +32,7 @@ import numpy as np
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
+from upshift.inference.pool import cosines
 from upshift.record import Numbers, Spread
 
 ROOT = Path(__file__).parents[1]
@@ -110,9 +111,8 @@ def run_one(request: dict[str, Any]) -> dict[str, Any]:
     if request["save"]:
         np.save(request["reference"], found)
     expected = np.load(request["reference"])
-    cosines = (found * expected).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(expected, axis=1)
     return {
-        "seconds": seconds, "what": what, "worst_cosine": float(cosines.min()),
+        "seconds": seconds, "what": what, "worst_cosine": float(cosines(found, expected).min()),
         "largest_difference": float(np.abs(found - expected).max()),
     }  # fmt: skip
 

@@ -11,7 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.inference.batches import as_they_come, by_length, padded
+from upshift.inference.batches import by_length, padded
 from upshift.inference.files import Rows, blocks, check_files, count_texts, read_texts, sample_texts
 from upshift.inference.pool import pool
 from upshift.inference.race import Run, read_quality
@@ -29,14 +29,13 @@ def test_every_text_is_in_one_batch_within_the_budget(lengths: list[int], budget
     assert sorted(place for batch in batches for place in batch) == list(range(len(lengths)))
     for batch in batches:
         assert len(batch) == 1 or len(batch) * max(lengths[place] for place in batch) <= budget
-    assert [place for batch in as_they_come(len(lengths), 7) for place in batch] == list(range(len(lengths)))
 
 
 def test_sorted_batches_pad_less_than_batches_as_they_come() -> None:
     tokens = [[1] * length for length in [200, 5, 7, 180, 6, 190, 5, 8]]
     sizes = [
         sum(batch.ids.size for batch in padded(tokens, places, pad=0))
-        for places in (by_length(list(map(len, tokens)), 600), as_they_come(8, 3))
+        for places in (by_length(list(map(len, tokens)), 600), [[0, 1, 2], [3, 4, 5], [6, 7]])
     ]
     assert sizes[0] < sizes[1] / 1.5
 

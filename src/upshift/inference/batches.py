@@ -27,11 +27,6 @@ def by_length(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
     return batches
 
 
-def as_they_come(count: int, size: int) -> list[list[int]]:
-    """Batches of ``size`` texts in the order that they came in."""
-    return [list(range(start, min(start + size, count))) for start in range(0, count, size)]
-
-
 def padded(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
     for places in batches:
         longest = max(len(tokens[place]) for place in places)

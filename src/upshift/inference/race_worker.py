@@ -12,6 +12,7 @@ import psutil
 
 from upshift.inference.encode import Encoding
 from upshift.inference.engines.registry import TOKEN_BUDGETS
+from upshift.inference.pool import cosines
 from upshift.inference.race import Entrant, Run
 from upshift.record import Spread
 
@@ -38,7 +39,7 @@ def run(entrant: Entrant) -> Run:
     return Run(
         setup=entrant.setup.changed(token_budget=budget), load_seconds=load, seconds=seconds,
         texts_per_second=len(sample) / seconds.p50, largest_difference=float(np.abs(found - expected).max()),
-        worst_cosine=float(_cosines(found, expected).min()), resident_bytes=psutil.Process().memory_info().rss,
+        worst_cosine=float(cosines(found, expected).min()), resident_bytes=psutil.Process().memory_info().rss,
     )  # fmt: skip
 
 
@@ -50,12 +51,6 @@ def _timed(encoding: Encoding, sample: list[list[int]]) -> tuple[np.ndarray, Spr
         found = encoding.rows(sample)
         seconds.append(time.perf_counter() - start)
     return found, Spread.of(seconds, num_warmup=1)
-
-
-def _cosines(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    cosines: np.ndarray = (one * other).sum(1) / np.maximum(norms, 1e-12)
-    return cosines
 
 
 if __name__ == "__main__":

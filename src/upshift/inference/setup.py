@@ -10,6 +10,7 @@ from upshift.value import Value
 
 EngineName = Literal["torch", "onnxruntime", "openvino"]
 Precision = Literal["fp32", "tf32", "bf16", "int8-weights", "int8"]
+QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8")
 
 
 class EngineSetup(Value):

@@ -7,7 +7,6 @@ from pathlib import Path
 
 import numpy as np
 
-from upshift.errors import MissingExtra
 from upshift.inference.batches import Batch
 from upshift.inference.engines.engine import Build, load_forward
 
@@ -33,11 +32,6 @@ class OnnxRuntimeEngine:
 def _export(build: Build, path: Path) -> None:
     import torch
 
-    try:
-        import onnx  # noqa: F401  what the exporter needs
-        import onnxscript  # noqa: F401
-    except ImportError:
-        raise MissingExtra(library="onnx and onnxscript", extra="onnx", purpose="exporting to ONNX") from None
     example = max(build.examples, key=lambda batch: batch.ids.size)
     tensors = (torch.from_numpy(example.ids), torch.from_numpy(example.mask))
     dynamic = {0: torch.export.Dim("batch", min=1, max=2**16), 1: torch.export.Dim("tokens", min=1, max=2**16)}

@@ -8,14 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from upshift.errors import MissingExtra
 from upshift.inference.batches import Batch
 from upshift.inference.engines.engine import Build, load_forward
+from upshift.inference.setup import QUANTIZED
 from upshift.settings import without_telemetry
 
 HINTS = {"fp32": "f32", "bf16": "bf16", "int8-weights": "f32", "int8": "f32"}
 NAMES = ("ids", "mask")
-QUANTIZED = ("int8-weights", "int8")
 
 
 class OpenVinoEngine:
@@ -80,10 +79,8 @@ def _tensors(batch: Batch) -> dict[str, Any]:
 
 
 def _quantize(build: Build, model: Any) -> Any:
-    try:
-        import nncf
-    except ImportError:
-        raise MissingExtra(library="nncf", extra="openvino", purpose=f"{build.setup.precision} in OpenVINO") from None
+    import nncf
+
     if build.setup.precision == "int8-weights":
         return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
     data = nncf.Dataset(build.examples, lambda batch: {"ids": batch.ids, "mask": batch.mask})

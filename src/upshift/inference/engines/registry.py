@@ -9,7 +9,7 @@ from typing import NamedTuple
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.engines.engine import Build, Engine
-from upshift.inference.setup import EngineName, EngineSetup, Precision
+from upshift.inference.setup import QUANTIZED, EngineName, EngineSetup, Precision
 
 TOKEN_BUDGETS = (1024, 4096)  # of a batch: caches against overheads
 
@@ -33,7 +33,6 @@ ENGINES: dict[EngineName, Entry] = {
         "2.4 to 7 times",
     ),
 }  # fmt: skip
-QUANTIZED = ("int8-weights", "int8")
 
 
 def build_engine(build: Build) -> Engine:
