@@ -23,7 +23,7 @@ PUBLIC_NAMES = [
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (
-    ("errors", "units", "value"),
+    ("errors", "installed", "units", "value", "whole_file"),
     ("models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),

@@ -5,10 +5,10 @@ from __future__ import annotations
 import platform
 import subprocess
 from datetime import UTC, datetime
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from upshift.hardware.spec import Host
+from upshift.installed import installed_versions
 from upshift.record import Environment
 
 LIBRARIES = ("upshift", "torch", "transformers", "accelerate", "torchao", "numpy")
@@ -16,13 +16,7 @@ LIBRARIES = ("upshift", "torch", "transformers", "accelerate", "torchao", "numpy
 
 def library_versions() -> dict[str, str]:
     """Installed versions, without importing anything."""
-    found = {}
-    for name in LIBRARIES:
-        try:
-            found[name] = version(name)
-        except PackageNotFoundError:
-            continue
-    return found
+    return installed_versions(LIBRARIES)
 
 
 def environment(host: Host) -> Environment:

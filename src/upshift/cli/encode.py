@@ -48,10 +48,13 @@ def command(
         said = {"race": race.model_dump(mode="json"), "texts": total, "encoded": done, "seconds": seconds, "output": str(output)}
         sys.stdout.write(json.dumps(said) + "\n")
         return
+    _dim(_said(encoder.recipe))
     show.out.print(race_table(race))
     for run in race.runs:
         if run.failure:
             _dim(f"{run.setup.engine} {run.setup.precision} did not run: {run.failure}")
+    if race.recalled:
+        _dim(f"remembered; delete {race.file} to race again")
     show.out.print(f"Chosen: {race.chosen.label()}")
     for line in missing():
         _dim(line)
@@ -81,6 +84,14 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
             bar.update(task, completed=rows.done)
     rows.finish()
     return rows.done - before
+
+
+def _said(recipe: Any) -> str:
+    """What a row of the output is, and which file says so."""
+    if recipe.output == "class scores":
+        return f"A row: class scores (by {recipe.said_by})"
+    normal = ", normalized" if recipe.normalize else ""
+    return f"A row: {recipe.pooling} pooling{normal} (by {recipe.said_by})"
 
 
 def _line(run: Any) -> str:

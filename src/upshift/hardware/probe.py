@@ -8,24 +8,24 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import platform
 import statistics
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.spec import Cpu, Host, Measured, Rates
+from upshift.installed import installed_version
 from upshift.settings import read_settings
 from upshift.units import MIB
+from upshift.whole_file import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -75,7 +75,7 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
         gpu = _gpu_numbers(0.5 * left) if host.device == "cuda" else {}
     measured = Measured(
         torch_version=version("torch"),
-        transformers_version=_version("transformers"),
+        transformers_version=installed_version("transformers"),
         num_threads=cpu.usable_cores,
         cpu=cpu_rates,
         dispatch_seconds=dispatch,
@@ -274,23 +274,13 @@ def _gpu_numbers(limit_seconds: float) -> dict[str, Any]:
 
 
 def _cache_path(host: Host) -> Path:
-    name = f"{host.fingerprint}-torch-{_version('torch')}-transformers-{_version('transformers')}.json"
+    name = f"{host.fingerprint}-torch-{installed_version('torch')}-transformers-{installed_version('transformers')}.json"
     return read_settings().cache_dir / "probe" / name
 
 
-def _version(package: str) -> str | None:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return None
-
-
 def _store(path: Path, measured: Measured) -> None:
-    """Written beside and renamed, so that a reader never meets half a file."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile("w", dir=path.parent, delete=False) as draft:
-            draft.write(measured.to_json(indent=1))
-        os.replace(draft.name, path)
+        write_whole(path, measured.to_json(indent=1))
     except OSError as error:
         logger.warning("the probe's result is not cached: %s", error)

@@ -14,6 +14,7 @@ import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.value import Value
+from upshift.whole_file import write_whole
 
 BLOCK_TEXTS = 16_384
 INPUTS, OUTPUTS = (".txt", ".jsonl"), (".npy", ".parquet")
@@ -107,9 +108,7 @@ class Rows:
         self._rows[self.done : self.done + len(rows)] = rows
         self._rows.flush()
         self.done += len(rows)
-        temporary = self.said.with_name(f"{self.said.name}.writing")
-        temporary.write_text(Progress(rows=self.done, total=self.total, made_of=self.made_of).to_json())
-        temporary.replace(self.said)
+        write_whole(self.said, Progress(rows=self.done, total=self.total, made_of=self.made_of).to_json())
 
     def finish(self) -> None:
         """Put the whole output in place."""

@@ -23,12 +23,15 @@ from upshift.inference.encode import weights_identity
 from upshift.inference.engines.registry import contestants
 from upshift.inference.recipe import Recipe
 from upshift.inference.setup import EngineName, EngineSetup
+from upshift.installed import installed_versions
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 from upshift.settings import read_settings
 from upshift.value import Value
+from upshift.whole_file import write_whole
 
 WORKER = "upshift.inference.race_worker"
+LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf")  # that decide what wins
 EXACT_DIFFERENCE = 1e-4
 TIMEOUT_SECONDS = 300.0  # of one contestant, loading and conversion included
 SAMPLE_TEXTS = 128
@@ -59,23 +62,21 @@ class Run(Value):
     worst_cosine: float | None = None
     resident_bytes: int | None = None
 
+    def agreement(self) -> str:
+        return f"differs by {self.largest_difference:.1e}, cosine {self.worst_cosine:.5f}"
+
     def within(self, quality: Quality) -> bool:
         if self.seconds is None or self.largest_difference is None or self.worst_cosine is None:
             return False
         return self.largest_difference <= EXACT_DIFFERENCE if quality == "exact" else self.worst_cosine >= quality
 
 
-class Runs(Value):
-    """What is remembered of a race: another bound chooses among the same runs."""
-
-    runs: tuple[Run, ...]
-
-
 class Race(Value):
-    """All runs, in the order of the race, and what was chosen."""
+    """All runs, in their order, and what was chosen of them."""
 
     runs: tuple[Run, ...]
     chosen: EngineSetup
+    file: Path  # where it is remembered: another bound chooses among the same runs
     recalled: bool = False
 
 
@@ -107,8 +108,8 @@ def race(
     hardware, versions and lengths."""
     kept = _kept(source, recipe, host, sample, engine, exact=quality == "exact")
     if kept.is_file():
-        found = Runs.from_json(kept.read_text(encoding="utf-8"), origin=str(kept))
-        return Race(runs=found.runs, chosen=_choose(found.runs, quality, engine), recalled=True)
+        found = Race.from_file(kept)
+        return found.changed(chosen=_choose(found.runs, quality, engine, kept), recalled=True)
     runs = []
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
         folder = Path(name)
@@ -124,18 +125,21 @@ def race(
             on_run(runs[-1])
             if number == 0 and runs[0].failure:
                 raise JobFailed(f"{source.reference} does not run in transformers: {runs[0].failure}")
+    all_runs = tuple(runs)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    kept.write_text(Runs(runs=tuple(runs)).to_json(), encoding="utf-8")
-    return Race(runs=tuple(runs), chosen=_choose(tuple(runs), quality, engine))
+    write_whole(kept, Race(runs=all_runs, chosen=runs[0].setup, file=kept).to_json())
+    return Race(runs=all_runs, chosen=_choose(all_runs, quality, engine, kept), file=kept)
 
 
-def _choose(runs: tuple[Run, ...], quality: Quality, engine: EngineName | None) -> EngineSetup:
-    """The fastest within the bound. Raises RequestError with the best that was seen."""
+def _choose(runs: tuple[Run, ...], quality: Quality, engine: EngineName | None, file: Path) -> EngineSetup:
+    """The fastest within the bound. Raises RequestError with what became of each that was asked for."""
     asked = [run for run in runs if engine in (None, run.setup.engine)]
     able = [run for run in asked if run.within(quality)]
     if not able:
-        best = max((run.worst_cosine or 0.0 for run in asked), default=0.0)
-        raise RequestError(f"no setup of --engine {engine} is within --quality {quality} (best cosine {best:.5f}); allow less")
+        said = "; ".join(f"{run.setup.precision} {run.failure or run.agreement()}" for run in asked)
+        raise RequestError(
+            f"no setup of --engine {engine} is within --quality {quality} ({said}); allow less, or delete {file} to race again"
+        )
     return max(able, key=lambda run: run.texts_per_second or 0.0).setup
 
 
@@ -156,18 +160,6 @@ def _kept(source: ModelSource, recipe: Recipe, host: Host, sample: list[list[int
     lengths = np.quantile([len(row) for row in sample], (0.1, 0.5, 0.9)) if sample else np.zeros(3)
     shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths]
     setups = [setup.label() for setup in contestants(host, exact=exact)]
-    said = (recipe.to_json(), host.fingerprint, shape, engine, setups, weights_identity(source), _versions())
+    said = (recipe.to_json(), host.fingerprint, shape, engine, setups, weights_identity(source), installed_versions(LIBRARIES))
     key = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
     return read_settings().cache_dir / "races" / f"{source.model_hash}-{key}.json"
-
-
-def _versions() -> list[str]:
-    from importlib.metadata import PackageNotFoundError, version
-
-    found = []
-    for name in ("torch", "transformers", "onnxruntime", "openvino", "nncf"):
-        try:
-            found.append(f"{name} {version(name)}")
-        except PackageNotFoundError:
-            continue
-    return found

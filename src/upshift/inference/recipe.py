@@ -37,7 +37,7 @@ def read_recipe(source: ModelSource) -> Recipe:
     if any(name.endswith("ForSequenceClassification") for name in source.config.get("architectures") or ()):
         return Recipe(output="class scores", said_by="the model's architecture")
     if source.directory is None or not (source.directory / "modules.json").is_file():
-        return Recipe(output="embeddings", said_by="nothing in the model's files: the mean over its tokens")
+        return Recipe(output="embeddings", said_by="default: the model's files say nothing")
     pooling: Pooling = "mean"
     normalize = False
     for module in _read(source.directory / "modules.json"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import os
 from collections.abc import Callable
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -15,6 +14,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.models.profile import ModelProfile, Segment, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
+from upshift.whole_file import write_whole
 
 FORMAT = "15"  # raise when the meaning of a stored profile changes
 
@@ -85,11 +85,8 @@ def _key(text: str) -> str:
 
 
 def _write(path: Path, content: bytes) -> None:
-    """Whole or not at all, also beside another process that writes the same."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(content)
-    temporary.replace(path)
+    write_whole(path, content)
 
 
 def _versions(source: ModelSource) -> dict[str, str]:

@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import logging
-import os
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from statistics import median
 from typing import Literal
@@ -23,6 +21,7 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.installed import installed_version
 from upshift.planning.cost.basis import (
     MIN_RECORDS,
     Correction,
@@ -40,6 +39,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Basis
 from upshift.settings import read_settings
 from upshift.value import Value
+from upshift.whole_file import write_whole
 
 FILE_NAME = "calibration.jsonl"
 NO_FORMULAS = ("__init__.py", "basis.py", "life.py")  # of cost/: how sure numbers are, and phases that are not compared
@@ -98,14 +98,7 @@ def _software() -> str:
     """Of the cost formulas' own source, and of the libraries that run: predictions and steps of another one say nothing."""
     sources = sorted(path for path in (Path(__file__).parent / "cost").glob("*.py") if path.name not in NO_FORMULAS)
     code = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources)
-    return _short_hash(repr((code, [_version(name) for name in ("torch", "transformers")])))
-
-
-def _version(library: str) -> str | None:
-    try:
-        return version(library)
-    except PackageNotFoundError:  # planning needs neither
-        return None
+    return _short_hash(repr((code, [installed_version(name) for name in ("torch", "transformers")])))
 
 
 def _short_hash(text: str) -> str:
@@ -253,9 +246,7 @@ def _keep_newer_half(path: Path) -> None:
     """What another process appends meanwhile may be lost: a sample fewer."""
     text = path.read_bytes()
     kept = text[text.find(b"\n", len(text) - MAX_BYTES // 2) + 1 :]
-    temporary = path.with_suffix(f".{os.getpid()}.tmp")
-    temporary.write_bytes(kept)
-    temporary.replace(path)
+    write_whole(path, kept)
 
 
 def _path() -> Path:

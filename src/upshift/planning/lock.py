@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import hashlib
 import platform
-from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.installed import installed_version
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant
@@ -28,6 +28,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.units import GIB, format_bytes
 from upshift.value import Value
+from upshift.whole_file import write_whole
 
 MOVED = 0.01  # of peak or step time: less is not worth a person's time
 WORTH_SAYING = 0.002  # of the peak or the step, for a part or a term of it
@@ -105,10 +106,8 @@ def lock_plan(planning: Planning, source: ModelSource, *, fixed: tuple[str, ...]
 
 def write_lock(path: Path, locked: LockFile) -> None:
     """Raises RequestError where the path cannot be written."""
-    temporary = path.with_name(path.name + ".tmp")
     try:
-        temporary.write_text(locked.to_json(indent=1) + "\n", encoding="utf-8")
-        temporary.replace(path)
+        write_whole(path, locked.to_json(indent=1) + "\n")
     except OSError as error:
         raise RequestError(f"cannot write {path}: {error.strerror}; give --lock a file in a folder that exists") from None
 
@@ -192,10 +191,7 @@ def _no_longer_fits(candidate: Candidate, host: Host) -> str | None:
 
 
 def _versions(profile: ModelProfile) -> dict[str, str]:
-    try:
-        own = version("upshift")
-    except PackageNotFoundError:  # run from its source, never installed
-        own = "unknown"
+    own = installed_version("upshift") or "unknown"  # run from its source, never installed
     return {"upshift": own, "python": platform.python_version(), **profile.versions}
 
 

@@ -14,6 +14,7 @@ from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.trial import TrialResult
 from upshift.settings import read_settings
 from upshift.value import Value
+from upshift.whole_file import write_whole
 
 FORMAT = "4"
 MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
@@ -93,6 +94,4 @@ def forget_plan(path: Path, plan: Plan) -> None:
 
 def _write(path: Path, proof: StoredProof) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_suffix(".tmp")
-    temporary.write_text(proof.to_json())
-    temporary.replace(path)
+    write_whole(path, proof.to_json())

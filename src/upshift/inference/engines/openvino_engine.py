@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -32,21 +33,31 @@ class OpenVinoEngine:
             "PERFORMANCE_HINT": "THROUGHPUT",
             "INFERENCE_NUM_THREADS": str(build.setup.threads),
         }
-        self.compiled = core.compile_model(model, "CPU", settings)
+        compiled = core.compile_model(model, "CPU", settings)
+        number = compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")
+        self.requests = [compiled.create_infer_request() for _ in range(number)]
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Several batches at once, each on a part of the cores."""
-        import openvino
-
-        done: list[tuple[Batch, np.ndarray]] = []
-        queue = openvino.AsyncInferQueue(self.compiled)
-        queue.set_callback(lambda request, batch: done.append((batch, request.get_output_tensor(0).data.copy())))
+        """Several batches at once, each on a part of the cores, waited for in order. Without Python callbacks: a thread that
+        wants the interpreter's lock for one while the model is being deleted waits for ever (OpenVINO 2026.4)."""
+        free = self.requests.copy()
+        running: deque[tuple[Any, Batch]] = deque()
         for batch in batches:
-            queue.start_async(dict(zip(NAMES, (batch.ids, batch.mask), strict=True)), batch)
-            while done:
-                yield done.pop()
-        queue.wait_all()
-        yield from done
+            if not free:
+                request, before = running.popleft()
+                yield before, _result(request)
+                free.append(request)
+            request = free.pop()
+            request.start_async(dict(zip(NAMES, (batch.ids, batch.mask), strict=True)))
+            running.append((request, batch))
+        for request, before in running:
+            yield before, _result(request)
+
+
+def _result(request: Any) -> np.ndarray:
+    request.wait()
+    found: np.ndarray = request.get_output_tensor(0).data.copy()
+    return found
 
 
 def _make(build: Build, path: Path) -> None:

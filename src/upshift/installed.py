@@ -1,0 +1,20 @@
+"""Versions of libraries, without importing them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from importlib.metadata import PackageNotFoundError, version
+
+
+def installed_version(library: str) -> str | None:
+    """None where it is not installed."""
+    try:
+        return version(library)
+    except PackageNotFoundError:
+        return None
+
+
+def installed_versions(libraries: Iterable[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {library: installed_version(library) for library in libraries}
+    return {library: known for library, known in found.items() if known is not None}
