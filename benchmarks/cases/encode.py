@@ -32,7 +32,7 @@ import numpy as np
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
-from upshift.inference.pool import cosines
+from upshift.inference.encoding.pool import cosines
 from upshift.record import Numbers, Spread
 
 ROOT = Path(__file__).parents[1]
@@ -149,7 +149,7 @@ def report(case: Case, answers: dict[str, list[dict[str, Any]]], *, num_texts: i
         case.add(
             name, plan={"what": row["what"]}, measured=Numbers(step_ms=Spread.of([1000 * s for s in seconds], num_warmup=1)),
             baseline_name="naive", baseline=Numbers(step_ms=Spread.of([1000 * s for s in base], num_warmup=1)),
-            details={"texts_per_second": num_texts / statistics.median(seconds), "ratio": ratios[name], **row},
+            details={"per_second": num_texts / statistics.median(seconds), "ratio": ratios[name], **row},
         )  # fmt: skip
         rate = f"{num_texts / statistics.median(seconds):,.0f}"
         cells.append([name, row["what"], rate, f"{ratios[name]:.2f}", f"{row['worst_cosine']:.5f}", f"{GOALS.get(name, '')}"])

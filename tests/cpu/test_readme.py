@@ -28,9 +28,11 @@ def paths(tmp_path_factory) -> dict[str, str]:
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(TEXT * 2)
+    (folder / "prompts.txt").write_text("once\nupon a time\n")
     return {
         "MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained"),
         "texts.txt": str(folder / "text.txt"), "rows.npy": str(folder / "rows.npy"),
+        "prompts.txt": str(folder / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
     }  # fmt: skip
 
 
@@ -40,7 +42,7 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_the_commands():
-    assert {line.split()[1] for line in commands()} == {"plan", "train", "inspect", "encode"}
+    assert {line.split()[1] for line in commands()} == {"plan", "train", "inspect", "encode", "generate"}
 
 
 @pytest.mark.parametrize("line", commands())
@@ -48,8 +50,10 @@ def test_commands(line, paths, monkeypatch):
     arguments = [paths.get(word, word) for word in shlex.split(line)]
     if arguments[1] == "train":  # short, and without the minute of trials
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
-    if arguments[1] == "encode":  # without a race of all engines
+    if arguments[1] in ("encode", "generate"):  # without a race of all engines
         arguments += ["--engine", "torch"]
+    if arguments[1] == "generate":
+        arguments += ["--max-new-tokens", "4"]
     monkeypatch.setattr(sys, "argv", arguments)
     with pytest.raises(SystemExit) as ended:
         main()

@@ -17,8 +17,8 @@ SOURCE = ROOT / "src"
 PACKAGE = SOURCE / "upshift"
 
 PUBLIC_NAMES = [
-    "Encoder", "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "describe", "detect",
-    "inspect", "plan", "train",
+    "Encoder", "Generator", "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "describe",
+    "detect", "inspect", "plan", "train",
 ]  # fmt: skip
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.

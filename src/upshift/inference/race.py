@@ -1,28 +1,31 @@
-"""Which setup encodes the user's own texts fastest within the user's quality bound: each runs in a process of its own.
+"""Which setup runs the user's own texts fastest within the user's quality bound: each engine runs in a process of its own.
 
 The reference is transformers in fp32. Quality is what the user's texts show: the largest difference of any number, and the
-cosine to the reference's vector of the text that agrees least.
+cosine to the reference's vector (of a text, or of the logits of a token) that agrees least.
 """
 
 from __future__ import annotations
 
+import gc
 import hashlib
 import json
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from itertools import groupby
 from pathlib import Path
+from threading import Timer
 from typing import Literal
 
 import numpy as np
 
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.encode import weights_identity
-from upshift.inference.engines.registry import contestants
-from upshift.inference.recipe import Recipe
-from upshift.inference.setup import EngineName, EngineSetup
+from upshift.inference.engines import contestants
+from upshift.inference.setup import EngineName, EngineSetup, Task
+from upshift.inference.weights import weights_identity
 from upshift.installed import installed_versions
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -30,37 +33,46 @@ from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-WORKER = "upshift.inference.race_worker"
+WORKERS: dict[Task, str] = {"encode": "upshift.inference.encoding.contest", "generate": "upshift.inference.generation.contest"}
 LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf")  # that decide what wins
 EXACT_DIFFERENCE = 1e-4
-TIMEOUT_SECONDS = 300.0  # of one contestant, loading and conversion included
-SAMPLE_TEXTS = 128
+TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
+SAID = "upshift run: "  # what a line begins with that is a Run
 Quality = float | Literal["exact"]
 
 
-class Entrant(Value):
-    """What the worker is asked."""
+class Contest(Value):
+    """What is raced for."""
 
+    task: Task
     source: ModelSource
-    recipe: Recipe
-    setup: EngineSetup
+    asked: str  # the task's own value, as JSON
     pad: int
+    batches: tuple[int, ...]  # every contestant tries each
+
+
+class Entrants(Value):
+    """What the process of one engine is asked: its setups, one after the other."""
+
+    contest: Contest
+    setups: tuple[EngineSetup, ...]
     sample: Path  # JSON list of lists of token ids
-    reference: Path  # the reference's vectors: written by the reference, read by the others
-    is_reference: bool
+    reference: Path  # what the reference gave: written by the first setup of all, read by the others
 
 
 class Run(Value):
-    """What came out of one contestant."""
+    """What came out of one contestant. Differences to the reference: of embeddings and scores as they are; of logits over the
+    largest of them."""
 
     setup: EngineSetup
     failure: str | None = None
     load_seconds: float | None = None
-    seconds: Spread | None = None
-    texts_per_second: float | None = None
+    seconds: Spread | None = None  # of the whole sample
+    per_second: float | None = None  # texts, or generated tokens
+    step_seconds: float | None = None  # of generation: one token more of each sequence
+    weight_bytes: int | None = None  # of generation: read in every step
     largest_difference: float | None = None
     worst_cosine: float | None = None
-    resident_bytes: int | None = None
 
     def agreement(self) -> str:
         return f"differs by {self.largest_difference:.1e}, cosine {self.worst_cosine:.5f}"
@@ -94,37 +106,32 @@ def read_quality(text: str) -> Quality:
 
 
 def race(
-    source: ModelSource,
-    recipe: Recipe,
+    contest: Contest,
     host: Host,
     sample: list[list[int]],
     quality: Quality,
     *,
-    pad: int,
     engine: EngineName | None = None,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
-    """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. Remembered by model, weights,
+    """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. Remembered by contest, weights,
     hardware, versions and lengths."""
-    kept = _kept(source, recipe, host, sample, engine, exact=quality == "exact")
+    setups = contestants(contest.task, host, exact=quality == "exact", batch=contest.batches[0])
+    kept = _kept(contest, host, sample, engine, setups)
     if kept.is_file():
         found = Race.from_file(kept)
         return found.changed(chosen=_choose(found.runs, quality, engine, kept), recalled=True)
-    runs = []
+    runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
         folder = Path(name)
         (folder / "sample.json").write_text(json.dumps(sample))
-        for number, setup in enumerate(contestants(host, exact=quality == "exact")):
-            if number and engine not in (None, setup.engine):
-                continue
-            entrant = Entrant(
-                source=source, recipe=recipe, setup=setup, pad=pad, sample=folder / "sample.json",
-                reference=folder / "reference.npy", is_reference=number == 0,
-            )  # fmt: skip
-            runs.append(_run(entrant, folder / "request.json"))
-            on_run(runs[-1])
-            if number == 0 and runs[0].failure:
-                raise JobFailed(f"{source.reference} does not run in transformers: {runs[0].failure}")
+        for asked in _by_engine(setups, engine):
+            entrants = Entrants(contest=contest, setups=asked, sample=folder / "sample.json", reference=folder / "reference.npy")
+            for run in _runs(entrants, folder):
+                runs.append(run)
+                on_run(run)
+            if runs[0].failure:
+                raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
     all_runs = tuple(runs)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(kept, Race(runs=all_runs, chosen=runs[0].setup, file=kept).to_json())
@@ -140,26 +147,60 @@ def _choose(runs: tuple[Run, ...], quality: Quality, engine: EngineName | None, 
         raise RequestError(
             f"no setup of --engine {engine} is within --quality {quality} ({said}); allow less, or delete {file} to race again"
         )
-    return max(able, key=lambda run: run.texts_per_second or 0.0).setup
+    return max(able, key=lambda run: run.per_second or 0.0).setup
 
 
-def _run(entrant: Entrant, request: Path) -> Run:
-    request.write_text(entrant.to_json(), encoding="utf-8")
-    command = [sys.executable, "-m", WORKER, str(request)]
-    try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS)
-    except subprocess.TimeoutExpired:
-        return Run(setup=entrant.setup, failure=f"took longer than {TIMEOUT_SECONDS:.0f} s")
-    if done.returncode:
-        return Run(setup=entrant.setup, failure=done.stderr.strip().splitlines()[-1] if done.stderr.strip() else "it died")
-    return Run.from_json(done.stdout.strip().splitlines()[-1], origin="the race's worker")
+def _by_engine(setups: list[EngineSetup], engine: EngineName | None) -> Iterator[tuple[EngineSetup, ...]]:
+    """The reference is there always; of the others, those of ``engine``."""
+    asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
+    for _, group in groupby(asked, key=lambda setup: setup.engine):
+        yield tuple(group)
 
 
-def _kept(source: ModelSource, recipe: Recipe, host: Host, sample: list[list[int]], engine: str | None, *, exact: bool) -> Path:
+def _runs(entrants: Entrants, folder: Path) -> Iterator[Run]:
+    """One of each setup, as they come. What ends the process, or takes too long, is the failure of those that did not run."""
+    request, errors = folder / "request.json", folder / "errors.txt"
+    request.write_text(entrants.to_json(), encoding="utf-8")
+    waiting = list(entrants.setups)
+    limit = TIMEOUT_SECONDS * len(waiting)
+    with errors.open("w") as file:
+        command = [sys.executable, "-m", WORKERS[entrants.contest.task], str(request)]
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
+    assert process.stdout is not None
+    timer = Timer(limit, process.kill)
+    timer.start()
+    begun = time.monotonic()
+    for line in process.stdout:
+        if line.startswith(SAID):  # libraries print, too
+            waiting.pop(0)
+            yield Run.from_json(line.removeprefix(SAID), origin="a contestant of the race")
+    timer.cancel()
+    process.wait()
+    last = (errors.read_text(errors="replace").strip().splitlines() or [f"its process ended with {process.returncode}"])[-1]
+    late = time.monotonic() - begun >= limit
+    for setup in waiting:
+        yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if late else last)
+
+
+def answer(run: Callable[[Entrants, EngineSetup], Run]) -> None:
+    """Of an engine's process, python -m MODULE REQUEST.json: a line for each setup. An error is that setup's failure alone."""
+    entrants = Entrants.from_file(Path(sys.argv[1]))
+    for setup in entrants.setups:
+        try:
+            found = run(entrants, setup)
+        except Exception as error:  # whatever a library raises: it is told to the user as why this setup did not run
+            found = Run(setup=setup, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")
+        sys.stdout.write(f"{SAID}{found.to_json()}\n")
+        sys.stdout.flush()
+        gc.collect()  # before the next one is loaded
+
+
+def _kept(contest: Contest, host: Host, sample: list[list[int]], engine: str | None, setups: list[EngineSetup]) -> Path:
     """The lengths by their quantiles to an eighth of a power of two: other texts of such lengths are the same race."""
     lengths = np.quantile([len(row) for row in sample], (0.1, 0.5, 0.9)) if sample else np.zeros(3)
     shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths]
-    setups = [setup.label() for setup in contestants(host, exact=exact)]
-    said = (recipe.to_json(), host.fingerprint, shape, engine, setups, weights_identity(source), installed_versions(LIBRARIES))
+    labels = [setup.label() for setup in setups]
+    weights = weights_identity(contest.source)
+    said = (contest.to_json(), host.fingerprint, shape, engine, labels, weights, installed_versions(LIBRARIES))
     key = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
-    return read_settings().cache_dir / "races" / f"{source.model_hash}-{key}.json"
+    return read_settings().cache_dir / "races" / f"{contest.source.model_hash}-{key}.json"

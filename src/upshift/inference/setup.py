@@ -1,4 +1,4 @@
-"""EngineSetup: every choice that changes how texts are encoded here, and nothing else."""
+"""EngineSetup: every choice that changes how a model is run forward here, and nothing else."""
 
 from __future__ import annotations
 
@@ -8,16 +8,17 @@ from pydantic import Field
 
 from upshift.value import Value
 
+Task = Literal["encode", "generate"]
 EngineName = Literal["torch", "onnxruntime", "openvino"]
-Precision = Literal["fp32", "tf32", "bf16", "int8-weights", "int8"]
-QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8")
+Precision = Literal["fp32", "tf32", "bf16", "int8-weights", "int8", "int4-weights", "int4"]
+QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")
 
 
 class EngineSetup(Value):
     engine: EngineName
-    precision: Precision = Field(description="of matrix products; int8-weights: weights alone; int8: calibrated on the texts")
+    precision: Precision = Field(description="of matrix products; ...-weights: weights alone are rounded; else activations, too")
     threads: int = Field(gt=0)
-    token_budget: int = Field(gt=0, description="tokens of a batch, padding included; texts are sorted by length")
+    batch: int = Field(gt=0, description="tokens of a batch of texts, padding included; or sequences that are generated at once")
 
     def label(self) -> str:
-        return f"{self.engine} {self.precision} · batches of {self.token_budget:,} tokens"
+        return f"{self.engine} {self.precision}"

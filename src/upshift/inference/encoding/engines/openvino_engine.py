@@ -9,8 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.batches import Batch
-from upshift.inference.engines.engine import Build, load_forward
+from upshift.inference.encoding.batches import Batch
+from upshift.inference.encoding.engines.engine import Build, load_forward
+from upshift.inference.openvino_files import save
 from upshift.inference.setup import QUANTIZED
 from upshift.settings import without_telemetry
 
@@ -68,19 +69,9 @@ def _make(build: Build, path: Path) -> None:
     if not plain.is_file():
         forward = load_forward(build.source, build.recipe)
         inputs = [(name, [-1, -1]) for name in NAMES]
-        _save(openvino.convert_model(forward, example_input=_tensors(build.examples[0]), input=inputs), plain)
+        save(openvino.convert_model(forward, example_input=_tensors(build.examples[0]), input=inputs), plain)
     if path != plain:
-        _save(_quantize(build, openvino.Core().read_model(plain)), path)
-
-
-def _save(model: Any, path: Path) -> None:
-    import openvino
-
-    path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"writing-{path.name}")
-    openvino.save_model(model, temporary, compress_to_fp16=False)
-    temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
-    temporary.replace(path)
+        save(_quantize(build, openvino.Core().read_model(plain)), path)
 
 
 def _tensors(batch: Batch) -> dict[str, Any]:

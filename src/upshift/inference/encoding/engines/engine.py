@@ -8,8 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from upshift.inference.batches import Batch
-from upshift.inference.recipe import Recipe
+from upshift.inference.encoding.batches import Batch
+from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource
 

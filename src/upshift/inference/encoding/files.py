@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
@@ -13,20 +12,11 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.value import Value
-from upshift.whole_file import write_whole
+from upshift.inference.unfinished import Unfinished, check_output
 
 BLOCK_TEXTS = 16_384
 INPUTS, OUTPUTS = (".txt", ".jsonl"), (".npy", ".parquet")
 PARQUET_ROWS = 65_536  # of a row group
-
-
-class Progress(Value):
-    """Beside an unfinished output: how many rows are in it, and of which input, model and setup."""
-
-    rows: int
-    total: int
-    made_of: str
 
 
 def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
@@ -36,12 +26,7 @@ def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
         raise RequestError(f'--input {texts} must end with {" or ".join(INPUTS)}: a text a line, or JSON lines with a "text"')
     if not texts.stat().st_size:
         raise RequestError(f"--input {texts} is empty; write a text a line")
-    if output.suffix not in OUTPUTS:
-        raise RequestError(f"--output {output} must end with {' or '.join(OUTPUTS)}")
-    if not output.parent.is_dir():
-        raise RequestError(f"--output {output}: the folder {output.parent} does not exist; make it first")
-    if output.exists() and not overwrite:
-        raise RequestError(f"--output {output} exists; give another name, or --overwrite")
+    check_output(output, OUTPUTS, overwrite=overwrite)
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet")
 
@@ -83,43 +68,26 @@ class Rows:
     """Rows of an output, on disk block by block. ``made_of``: says which input and setup they belong to."""
 
     def __init__(self, output: Path, total: int, made_of: str) -> None:
-        self.output, self.total = output, total
-        self.made_of = hashlib.sha256(made_of.encode()).hexdigest()[:16]
-        self.partial = output.with_name(f"{output.name}.partial")
-        self.said = output.with_name(f"{output.name}.progress.json")
-        self._rows: Any = None
-        self.done = self._resume()
-
-    def _resume(self) -> int:
-        if not (self.partial.is_file() and self.said.is_file()):
-            return 0
-        progress = Progress.from_file(self.said)
-        if (progress.made_of, progress.total) != (self.made_of, self.total):
-            raise RequestError(
-                f"{self.partial} is the unfinished output of another input, model or setup; "
-                f"finish that run, or remove it and {self.said.name}"
-            )
-        self._rows = np.lib.format.open_memmap(self.partial, mode="r+")
-        return progress.rows
+        self._file = Unfinished(output, total, made_of)
+        self.done = self._file.done()
+        self._rows: Any = np.lib.format.open_memmap(self._file.partial, mode="r+") if self.done else None
 
     def add(self, rows: np.ndarray) -> None:
         if self._rows is None:
-            self._rows = np.lib.format.open_memmap(self.partial, mode="w+", dtype=np.float32, shape=(self.total, rows.shape[1]))
+            shape = (self._file.total, rows.shape[1])
+            self._rows = np.lib.format.open_memmap(self._file.partial, mode="w+", dtype=np.float32, shape=shape)
         self._rows[self.done : self.done + len(rows)] = rows
         self._rows.flush()
         self.done += len(rows)
-        write_whole(self.said, Progress(rows=self.done, total=self.total, made_of=self.made_of).to_json())
+        self._file.note(self.done)
 
     def finish(self) -> None:
         """Put the whole output in place."""
-        if self.output.suffix == ".parquet":
-            temporary = self.output.with_name(f"{self.output.name}.writing")
-            _write_parquet(self._rows, temporary)
-            temporary.replace(self.output)
-            self.partial.unlink()
-        else:
-            self.partial.replace(self.output)
-        self.said.unlink()
+        whole = self._file.partial
+        if self._file.output.suffix == ".parquet":
+            whole = whole.with_name(f"{self._file.output.name}.writing")
+            _write_parquet(self._rows, whole)
+        self._file.finish(whole)
 
 
 def _write_parquet(rows: np.ndarray, path: Path) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator
 import numpy as np
 import torch
 
-from upshift.inference.batches import Batch
-from upshift.inference.engines.engine import Build, load_forward
+from upshift.inference.encoding.batches import Batch
+from upshift.inference.encoding.engines.engine import Build, load_forward
 
 MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
 

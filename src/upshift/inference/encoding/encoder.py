@@ -9,12 +9,15 @@ import numpy as np
 from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
-from upshift.inference.encode import Encoding
-from upshift.inference.engines.registry import check_engine
-from upshift.inference.race import SAMPLE_TEXTS, Race, Run, race, read_quality
-from upshift.inference.recipe import Recipe, read_recipe
-from upshift.inference.tokens import Tokens
-from upshift.models.source import ModelSource, fetch_weights, find_model
+from upshift.inference.encoding.encoding import Encoding
+from upshift.inference.encoding.recipe import Recipe, read_recipe
+from upshift.inference.encoding.tokens import Tokens
+from upshift.inference.engines import check_engine
+from upshift.inference.race import Contest, Race, Run, race, read_quality
+from upshift.inference.weights import find_weights
+
+SAMPLE_TEXTS = 128  # of a race
+TOKEN_BUDGETS = (1024, 4096)  # of a batch: caches against overheads
 
 
 class Encoder:
@@ -33,8 +36,8 @@ class Encoder:
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
-        self._engine = None if engine is None else check_engine(engine)
-        self.source = _with_weights(model)
+        self._engine = None if engine is None else check_engine("encode", engine)
+        self.source = find_weights(model)
         self.recipe: Recipe = read_recipe(self.source)
         self.host: Host = detect()
         self.tokens = Tokens(self.source, self.recipe)
@@ -55,9 +58,9 @@ class Encoder:
         if self._encoding is None:
             sample = self.tokens.of(spread(texts, SAMPLE_TEXTS))
             pad = self.tokens.pad
-            self.race = race(
-                self.source, self.recipe, self.host, sample, self.quality, pad=pad, engine=self._engine, on_run=self._on_run
-            )
+            asked = self.recipe.to_json()
+            contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=TOKEN_BUDGETS)
+            self.race = race(contest, self.host, sample, self.quality, engine=self._engine, on_run=self._on_run)
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding
 
@@ -66,13 +69,3 @@ def spread(texts: Sequence[str], count: int) -> list[str]:
     """So many of them, evenly from first to last."""
     step = max(len(texts) / count, 1.0)
     return [texts[int(place * step)] for place in range(min(count, len(texts)))]
-
-
-def _with_weights(model: str) -> ModelSource:
-    source = find_model(model)
-    if source.adapter is not None:
-        raise RequestError(f"{model!r} has an adapter; merge it into its model (peft: merge_and_unload), then encode with that")
-    fetch_weights(source)
-    if source.directory is None or not any(source.directory.glob("*.safetensors")):
-        raise RequestError(f"{model!r} has no weights (*.safetensors); give a directory written by save_pretrained")
-    return source

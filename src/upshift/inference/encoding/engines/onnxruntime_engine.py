@@ -7,8 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
-from upshift.inference.batches import Batch
-from upshift.inference.engines.engine import Build, load_forward
+from upshift.inference.encoding.batches import Batch
+from upshift.inference.encoding.engines.engine import Build, load_forward
 
 
 class OnnxRuntimeEngine:

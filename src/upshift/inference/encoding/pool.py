@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from upshift.inference.recipe import Recipe
+from upshift.inference.encoding.recipe import Recipe
 
 Array = np.ndarray
 

@@ -1,0 +1,138 @@
+"""``upshift generate``: texts from prompts, by the fastest engine within the quality that is asked for."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from upshift.cli import show
+from upshift.cli.plan import Json, Model
+from upshift.cli.race import dim, failures, line
+from upshift.errors import RequestError
+
+
+def command(
+    model: Model,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="a prompt a line (.txt), or JSON lines (.jsonl)")] = None,
+    output: Annotated[Path | None, typer.Option("--output", "-o", help="an answer a line, in order: .jsonl")] = None,
+    prompt: Annotated[str | None, typer.Option("--prompt", help="one prompt; its text is written as it comes")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="most tokens of an answer")] = 128,
+    options: Annotated[
+        list[str] | None, typer.Option("--set", help="NAME=VALUE by its transformers name: temperature=0.7, top_p=0.9 ...")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option("--stop", help="end a text behind this; may be given again")] = None,
+    seed: Annotated[int, typer.Option("--seed", min=0, help="of sampling")] = 0,
+    chat: Annotated[bool, typer.Option("--chat", help="prompts are what a user says, by the model's chat template")] = False,
+    quality: Annotated[str, typer.Option(help="exact, or the lowest cosine of logits to transformers in fp32: 0.999")] = "exact",
+    engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
+    overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
+    as_json: Json = False,
+) -> None:
+    """Race the installed engines on some of the prompts, then generate with the winner."""
+    from upshift.inference.generation.files import check_files
+    from upshift.inference.generation.generator import Generator
+
+    if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
+        raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
+    if prompts is not None and output is not None:
+        check_files(prompts, output, overwrite=overwrite)
+    given = {**_options(options or []), "stop_strings": tuple(stop or ()) or None, "seed": seed}
+    with show.step("Reading the model"):
+        say = lambda run: dim(line(run, "tokens/s"), show.err)  # noqa: E731
+        generator = Generator(model, quality=quality, engine=engine, chat=chat, on_run=say)
+    read = generator.options(max_new_tokens=max_new_tokens, **given)
+    if prompt is not None:
+        _stream(generator, prompt, read, as_json=as_json)
+        return
+    assert prompts is not None and output is not None
+    _generate(generator, prompts, output, read, as_json=as_json)
+
+
+def _options(pairs: list[str]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for pair in pairs:
+        name, separator, value = pair.partition("=")
+        if not separator:
+            raise RequestError(f"--set {pair!r} has no value; write NAME=VALUE, such as temperature=0.7")
+        try:
+            found[name] = json.loads(value.lower() if value in ("True", "False") else value)
+        except ValueError:
+            found[name] = value
+    return found
+
+
+def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None:
+    if as_json:
+        (found,) = generator.complete([prompt], options)
+        said = {"prompt": prompt, **_answer(found), "race": generator.race.model_dump(mode="json")}
+        sys.stdout.write(json.dumps(said) + "\n")
+        return
+    start, pieces = time.perf_counter(), 0.0
+    for piece in generator.stream(prompt, **options.model_dump()):
+        pieces = pieces or time.perf_counter()
+        sys.stdout.write(piece)
+        sys.stdout.flush()
+    sys.stdout.write("\n")
+    chosen = generator.race.chosen
+    dim(f"{chosen.label()}; first text after {pieces - start:.1f} s with the race, loading included", show.err)
+
+
+def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
+    from upshift.inference.generation.files import Answers, blocks, read_prompts
+
+    total = sum(1 for _ in read_prompts(prompts))
+    with show.step("Racing the installed engines on some of the prompts"):
+        first = next(blocks(prompts))
+        generator.prepare(generator.read(first, options), options)
+    stat, chosen = prompts.stat(), generator.race.chosen
+    setup = f"{generator.source.model_hash} {chosen.to_json()} {options.to_json()}"
+    made_of = f"{prompts.name} {stat.st_size} {stat.st_mtime_ns} {setup}"
+    answers = Answers(output, total, made_of)
+    before, tokens, start = answers.done, 0, time.perf_counter()
+    with show.bar("Generating") as update:
+        update(before, total)
+        for block in blocks(prompts, skip=before):
+            found = generator.complete(block, options, first=answers.done)
+            tokens += sum(len(one.tokens) for one in found)
+            answers.add([{**_said(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True)])
+            update(answers.done, total)
+    answers.finish()
+    seconds = time.perf_counter() - start
+    if as_json:
+        race = generator.race.model_dump(mode="json")
+        done = {"race": race, "prompts": total, "generated": total - before, "tokens": tokens, "seconds": seconds}
+        sys.stdout.write(json.dumps({**done, "output": str(output)}) + "\n")
+        return
+    show.out.print(_table(generator.race))
+    failures(generator.race, "generate")
+    show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
+    show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
+
+
+def _said(prompt: Any) -> dict[str, Any]:
+    return {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
+
+
+def _answer(found: Any) -> dict[str, Any]:
+    return {"text": found.text, "ending": found.ending, "prompt_tokens": found.prompt_tokens, "tokens": len(found.tokens)}
+
+
+def _table(race: Any) -> Table:
+    """rows: sequences at once; step: one token more of each; GB/s: of weights, in a step; cosine: of the logits of the token that
+    agrees least; diff: of any logit, over the largest."""
+    numbers = ("rows", "tokens/s", "step ms", "GB/s", "cosine", "diff")
+    table = show.new_table("Race, from memory" if race.recalled else "Race", "engine", numbers=numbers)
+    for run in sorted((run for run in race.runs if not run.failure), key=lambda run: -run.per_second):
+        read = run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0
+        table.add_row(
+            run.setup.label(), f"{run.setup.batch}", f"{run.per_second:,.0f}", f"{1e3 * run.step_seconds:.1f}", f"{read:.1f}",
+            f"{run.worst_cosine:.5f}", f"{run.largest_difference:.1e}",
+            style="bold green" if run.setup == race.chosen else None,
+        )  # fmt: skip
+    return table

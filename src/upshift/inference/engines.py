@@ -1,0 +1,87 @@
+"""Which engines there are, what each needs and can do, and the setups that a race is run between."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import import_module
+from importlib.util import find_spec
+from typing import Any, NamedTuple
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.inference.setup import QUANTIZED, EngineName, EngineSetup, Precision, Task
+
+
+class Door(NamedTuple):
+    name: str  # module and class, in the task's folder of engines
+    precisions: tuple[Precision, ...]
+
+
+class Entry(NamedTuple):
+    libraries: tuple[str, ...]
+    extra: str  # of pip install 'upshift[...]'; empty: the core has it
+    doors: Mapping[Task, Door]
+
+
+FOLDERS: dict[Task, str] = {"encode": "encoding.engines", "generate": "generation.engines"}
+ENGINES: dict[EngineName, Entry] = {
+    "torch": Entry(
+        ("torch",), "",
+        {
+            "encode": Door("torch_engine:TorchEngine", ("fp32", "tf32", "bf16")),
+            "generate": Door("torch_decoder:TorchDecoder", ("fp32", "bf16")),
+        },
+    ),
+    "onnxruntime": Entry(
+        ("onnxruntime", "onnx", "onnxscript"), "onnx",
+        {"encode": Door("onnxruntime_engine:OnnxRuntimeEngine", ("fp32", "int8"))},
+    ),
+    "openvino": Entry(
+        ("openvino", "nncf"), "openvino",
+        {
+            "encode": Door("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
+            "generate": Door("openvino_decoder:OpenVinoDecoder", ("fp32", "bf16", *QUANTIZED)),
+        },
+    ),
+}  # fmt: skip
+
+
+def build_engine(task: Task, name: EngineName, build: Any) -> Any:
+    """``build``: what the task's engines are built from."""
+    module, kind = ENGINES[name].doors[task].name.split(":")
+    return getattr(import_module(f"upshift.inference.{FOLDERS[task]}.{module}"), kind)(build)
+
+
+def is_installed(name: EngineName) -> bool:
+    return all(find_spec(library) is not None for library in ENGINES[name].libraries)
+
+
+def missing(task: Task) -> list[str]:
+    """A line for each engine that is not installed: what would install it."""
+    return [
+        f"{name} is not installed and did not race: pip install 'upshift[{entry.extra}]'"
+        for name, entry in ENGINES.items()
+        if task in entry.doors and not is_installed(name)
+    ]
+
+
+def contestants(task: Task, host: Host, *, exact: bool, batch: int) -> list[EngineSetup]:
+    """The reference first. ``exact``: nothing that rounds to fewer bits can win then."""
+    threads = host.cpu.usable_cores if host.cpu is not None else 1
+    found = []
+    for name, entry in ENGINES.items():
+        for precision in entry.doors[task].precisions if task in entry.doors and is_installed(name) else ():
+            rounds = precision in QUANTIZED or precision == "bf16"
+            if (exact and rounds) or (precision == "bf16" and host.supports("bf16") is False):
+                continue
+            found.append(EngineSetup(engine=name, precision=precision, threads=threads, batch=batch))
+    return found
+
+
+def check_engine(task: Task, name: str) -> EngineName:
+    able = [known for known, entry in ENGINES.items() if task in entry.doors]
+    if name not in able:
+        raise RequestError(f"--engine {name!r} cannot {task}; use one of {', '.join(able)}")
+    if not is_installed(name):
+        raise RequestError(f"--engine {name} is not installed: pip install 'upshift[{ENGINES[name].extra}]'")
+    return name

@@ -1,0 +1,42 @@
+"""Continuous batching: prompts are admitted as sequences end, so that the engine's rows stay filled."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from collections.abc import Sequence as List
+
+import numpy as np
+
+from upshift.inference.generation.engines.decoder import Decoder, left_padded
+from upshift.inference.generation.sequence import Sequence
+
+ADMIT_SHARE = 4  # of the rows: admission copies the cache, so a quarter of them is awaited
+
+
+def decode(decoder: Decoder, waiting: List[Sequence], *, rows: int) -> Iterator[tuple[Sequence, int]]:
+    """Each sequence with each of its tokens, as they come; at most ``rows`` sequences at once, longest prompts first, so that
+    those that are admitted together are alike."""
+    queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
+    live: list[Sequence] = []
+    while queue or live:
+        free = rows - len(live)
+        if queue and (not live or free * ADMIT_SHARE >= rows):
+            coming = [queue.popleft() for _ in range(min(free, len(queue)))]
+            logits = decoder.admit(*left_padded([sequence.prompt for sequence in coming]))
+            live += coming
+        else:
+            coming = live
+            logits = decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
+        for sequence, token in zip(coming, _tokens(logits, coming), strict=True):
+            sequence.add(token)
+            yield sequence, token
+        kept = [row for row, sequence in enumerate(live) if sequence.ending is None]
+        if len(kept) < len(live):
+            decoder.keep(kept)
+            live = [live[row] for row in kept]
+
+
+def _tokens(logits: np.ndarray, sequences: List[Sequence]) -> list[int]:
+    likeliest = logits.argmax(1)
+    return [int(likeliest[row]) if sequence.plain else sequence.choose(logits[row]) for row, sequence in enumerate(sequences)]

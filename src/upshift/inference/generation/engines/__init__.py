@@ -1,0 +1,1 @@
+"""One file an engine, behind one protocol."""

@@ -1,0 +1,87 @@
+"""What every engine that generates is to the rest: tokens in, the logits of the next ones out. It keeps keys and values."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import numpy as np
+
+from upshift.inference.setup import EngineSetup
+from upshift.models.source import ModelSource
+
+
+class Decoder(Protocol):
+    """Rows are sequences that are being generated, in the order of their admission."""
+
+    weight_bytes: int  # read for every step
+
+    def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        """ids, mask [N, S], padded on the left: N rows more, behind those that are there -> their logits [N, V] fp32."""
+        ...
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        """tokens [R]: the next of each row -> logits [R, V] fp32."""
+        ...
+
+    def keep(self, rows: list[int]) -> None:
+        """Only these, in this order; none: as new."""
+        ...
+
+
+class DecoderBuild(NamedTuple):
+    """What a decoder is built from. ``folder``: its own, kept between runs."""
+
+    source: ModelSource
+    setup: EngineSetup
+    folder: Path
+
+
+class Padding:
+    """Which places of the cache are padding, of every row: [R, T] of 0 and 1, padded on the left."""
+
+    def __init__(self) -> None:
+        self.mask = np.zeros((0, 0), dtype=np.int64)
+
+    @property
+    def rows(self) -> int:
+        return len(self.mask)
+
+    def admit(self, mask: np.ndarray) -> tuple[int, int, int]:
+        """How many places of the rows that are there fall away, because all are padding; then by how many they, and the new
+        rows, are padded to one length."""
+        dropped = int(self.mask.any(0).argmax()) if self.mask.size else 0
+        before = self.mask[:, dropped:]
+        longest = max(before.shape[1], mask.shape[1])
+        self.mask = np.concatenate([_padded(before, longest), _padded(mask, longest)])
+        return dropped, longest - before.shape[1], longest - mask.shape[1]
+
+    def step(self) -> np.ndarray:
+        """A place more of each row -> its position, [R, 1]."""
+        self.mask = np.concatenate([self.mask, np.ones((self.rows, 1), dtype=np.int64)], axis=1)
+        found: np.ndarray = self.mask.sum(1, keepdims=True) - 1
+        return found
+
+    def keep(self, rows: list[int]) -> None:
+        self.mask = self.mask[rows]
+
+
+def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
+    """Token ids and mask, [N, S] of the longest."""
+    longest = max(len(prompt) for prompt in prompts)
+    ids, mask = np.zeros((len(prompts), longest), dtype=np.int64), np.zeros((len(prompts), longest), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, longest - len(prompt) :] = prompt
+        mask[row, longest - len(prompt) :] = 1
+    return ids, mask
+
+
+def positions(mask: np.ndarray) -> np.ndarray:
+    """Of tokens that are padded on the left, as transformers counts them: [N, S]."""
+    found: np.ndarray = np.maximum(mask.cumsum(1) - 1, 0)
+    return found
+
+
+def _padded(mask: np.ndarray, longest: int) -> np.ndarray:
+    return np.pad(mask, ((0, 0), (longest - mask.shape[1], 0)))

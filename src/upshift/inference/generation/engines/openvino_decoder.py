@@ -1,0 +1,101 @@
+"""OpenVINO on the CPU, which keeps keys and values inside the compiled model."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.setup import Precision
+from upshift.settings import without_telemetry
+
+WHOLE, ROUNDED = "0", "32"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
+
+
+class Kind(NamedTuple):
+    weights: str  # the file's name
+    products: str
+    cache: str  # keys and values
+    groups: str = WHOLE
+
+
+KINDS: dict[Precision, Kind] = {
+    "fp32": Kind("fp32", "f32", "f32"),
+    "bf16": Kind("fp32", "bf16", "bf16"),
+    "int8-weights": Kind("int8", "f32", "f32"),
+    "int8": Kind("int8", "f32", "u8", ROUNDED),
+    "int4-weights": Kind("int4", "f32", "f32"),
+    "int4": Kind("int4", "f32", "u8", ROUNDED),
+}
+
+
+class OpenVinoDecoder:
+    def __init__(self, build: DecoderBuild) -> None:
+        import openvino
+
+        from upshift.inference.generation.engines.openvino_export import make
+
+        kind = KINDS[build.setup.precision]
+        path = build.folder / f"{kind.weights}.xml"
+        if not path.is_file():
+            with without_telemetry():
+                make(build.source, path)
+        settings = {
+            "INFERENCE_PRECISION_HINT": kind.products,
+            "KV_CACHE_PRECISION": kind.cache,
+            "DYNAMIC_QUANTIZATION_GROUP_SIZE": kind.groups,
+            "PERFORMANCE_HINT": "LATENCY",
+            "INFERENCE_NUM_THREADS": str(build.setup.threads),
+        }
+        compiled = openvino.Core().compile_model(path, "CPU", settings)
+        self.weight_bytes = path.with_suffix(".bin").stat().st_size
+        self.names = {name for port in compiled.inputs for name in port.names}
+        self.request, self._newcomers = compiled.create_infer_request(), compiled.create_infer_request()
+        self.padding = Padding()
+        self._order = np.zeros(0, dtype=np.int32)  # rows of the cache that the next step goes on with
+
+    def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        several = self.padding.rows > 0
+        request = self._newcomers if several else self.request
+        request.reset_state()
+        logits = self._run(request, ids, mask, positions(mask), np.arange(len(ids), dtype=np.int32))
+        dropped, before, behind = self.padding.admit(mask)
+        if several:
+            new = {state.name: state.state.data for state in request.query_state()}
+            for state in self.request.query_state():
+                old = state.state.data[self._order][:, :, dropped:]
+                state.state = _tensor(np.concatenate([_padded(old, before), _padded(new[state.name], behind)]))
+            request.reset_state()
+        self._order = np.arange(self.padding.rows, dtype=np.int32)
+        return logits
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        places = self.padding.step()
+        logits = self._run(self.request, tokens[:, None], self.padding.mask, places, self._order)
+        self._order = np.arange(self.padding.rows, dtype=np.int32)
+        return logits
+
+    def keep(self, rows: list[int]) -> None:
+        self.padding.keep(rows)
+        self._order = self._order[rows]
+        if not rows:
+            self.padding = Padding()
+            self.request.reset_state()
+
+    def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, order: np.ndarray) -> np.ndarray:
+        given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "beam_idx": order}
+        request.infer({name: value for name, value in given.items() if name in self.names}, share_inputs=True)
+        found: np.ndarray = request.get_tensor("logits").data[:, -1].copy()
+        return found
+
+
+def _padded(states: np.ndarray, places: int) -> np.ndarray:
+    """[R, heads, T, width], so many places more on the left."""
+    return np.pad(states, ((0, 0), (0, 0), (places, 0), (0, 0))) if places else states
+
+
+def _tensor(values: np.ndarray) -> Any:
+    import openvino
+
+    return openvino.Tensor(np.ascontiguousarray(values))

@@ -1,0 +1,74 @@
+"""transformers and PyTorch, kernel by kernel: the reference of every other engine."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import numpy as np
+import torch
+
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.generation.model import load_causal, plain_cache
+
+MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
+
+
+class TorchDecoder:
+    def __init__(self, build: DecoderBuild) -> None:
+        self.setup = build.setup
+        self.model = load_causal(build.source, torch.bfloat16 if build.setup.precision == "bf16" else torch.float32)
+        self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        self._takes = set(inspect.signature(self.model.forward).parameters)
+        self.padding = Padding()
+        self.cache = plain_cache()
+
+    def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+        cache = plain_cache()
+        logits = self._run(ids, mask, positions(mask), cache)
+        if self.padding.rows:
+            dropped, before, behind = self.padding.admit(mask)
+            for layer, new in zip(self.cache.layers, cache.layers, strict=True):
+                layer.keys = torch.cat([_padded(layer.keys[:, :, dropped:], before), _padded(new.keys, behind)])
+                layer.values = torch.cat([_padded(layer.values[:, :, dropped:], before), _padded(new.values, behind)])
+        else:
+            self.padding.admit(mask)
+            self.cache = cache
+        return logits
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        places = self.padding.step()
+        return self._run(tokens[:, None], self.padding.mask, places, self.cache)
+
+    def keep(self, rows: list[int]) -> None:
+        self.padding.keep(rows)
+        if rows:
+            self.cache.batch_select_indices(torch.tensor(rows))
+        else:
+            self.padding, self.cache = Padding(), plain_cache()
+
+    def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any) -> np.ndarray:
+        given = {
+            "input_ids": torch.from_numpy(ids),
+            "attention_mask": torch.from_numpy(mask),
+            "position_ids": torch.from_numpy(places),
+            "past_key_values": cache,
+            "use_cache": True,
+            "logits_to_keep": 1,
+        }
+        before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+        torch.set_num_threads(self.setup.threads)
+        torch.set_float32_matmul_precision(MATMUL.get(self.setup.precision, "highest"))
+        try:
+            with torch.inference_mode():
+                logits = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits
+        finally:
+            torch.set_float32_matmul_precision(before[0])
+            torch.set_num_threads(before[1])
+        found: np.ndarray = logits[:, -1].float().numpy()
+        return found
+
+
+def _padded(states: torch.Tensor, places: int) -> torch.Tensor:
+    """[R, heads, T, width], so many places more on the left."""
+    return torch.nn.functional.pad(states, (0, 0, places, 0)) if places else states

@@ -1,0 +1,136 @@
+"""``upshift.Generator``: prompts to texts, by the setup that won the race on the user's own prompts."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from collections.abc import Sequence as List
+from typing import Any, NamedTuple
+
+import psutil
+
+from upshift.errors import RequestError
+from upshift.hardware import detect
+from upshift.inference.engines import build_engine, check_engine
+from upshift.inference.generation.decode import decode
+from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
+from upshift.inference.generation.model import cache_bytes, check_causal
+from upshift.inference.generation.options import GenerationOptions, read_options
+from upshift.inference.generation.prompts import Prompt, Prompts
+from upshift.inference.generation.sequence import Ending, Sequence
+from upshift.inference.generation.task import GenerationTask
+from upshift.inference.race import Contest, Race, Run, race, read_quality
+from upshift.inference.tokenizer import positions
+from upshift.inference.weights import engine_folder, find_weights
+
+SAMPLE_PROMPTS = 8  # of a race
+MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
+BROKEN = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
+CACHE_SHARE = 0.25  # of the free memory
+
+
+class Completion(NamedTuple):
+    text: str
+    tokens: list[int]
+    prompt_tokens: int
+    ending: Ending
+
+
+class Generator:
+    """``model``: a Hugging Face directory or hub id of a causal language model, with its tokenizer.
+
+    ``quality``: ``exact`` (fp32; logits within 1e-4 of transformers'), or the lowest cosine of logits to it, such as 0.999.
+    ``engine``: only this one. ``chat``: a text is what a user says, by the model's chat template. Raises RequestError for what
+    is not possible, with what is.
+    """
+
+    def __init__(
+        self,
+        model: str,
+        *,
+        quality: str | float = "exact",
+        engine: str | None = None,
+        chat: bool = False,
+        on_run: Callable[[Run], None] = lambda run: None,
+    ) -> None:
+        self.quality = read_quality(str(quality))
+        self._engine = None if engine is None else check_engine("generate", engine)
+        self.source = find_weights(model)
+        check_causal(self.source)
+        self.prompts = Prompts(self.source, chat=chat)
+        self.host = detect()
+        self.race: Race | None = None
+        self._longest = positions(self.source)
+        self._on_run = on_run
+        self._decoder: Decoder | None = None
+
+    def options(self, **given: Any) -> GenerationOptions:
+        return read_options(self.source, given)
+
+    def generate(self, prompts: List[Prompt], **options: Any) -> list[Completion]:
+        """In the order of the prompts. ``options``: GenerationOptions by their transformers names."""
+        if isinstance(prompts, str):
+            raise RequestError("generate() takes a list of prompts and was given one text; use generate([text]), or stream(text)")
+        return self.complete(prompts, self.options(**options))
+
+    def complete(self, prompts: List[Prompt], options: GenerationOptions, *, first: int = 0) -> list[Completion]:
+        """``first``: the place of the first of them among all, which its seed depends on."""
+        ids = self.read(prompts, options, first=first)
+        found: dict[int, Completion] = {}
+        for sequence, _ in self._tokens(ids, options, first=first):
+            if sequence.ending is not None:
+                text = self.prompts.text(sequence.tokens)
+                found[sequence.place] = Completion(text, sequence.tokens, len(sequence.prompt), sequence.ending)
+        return [found[first + place] for place in range(len(ids))]
+
+    def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
+        """The text of one prompt, piece by piece: a character as soon as all of its bytes are there."""
+        read = self.options(**options)
+        tokens: list[int] = []
+        said, shown = 0, 0  # tokens that are shown; those among them that the next ones are read together with start here
+        for sequence, token in self._tokens(self.read([prompt], read), read):
+            tokens.append(token)
+            before, now = self.prompts.text(tokens[said:shown]), self.prompts.text(tokens[said:])
+            if len(now) > len(before) and (sequence.ending or not now.endswith(BROKEN)):
+                yield now[len(before) :]
+                said, shown = shown, len(tokens)
+
+    def prepare(self, ids: List[list[int]], options: GenerationOptions) -> Race:
+        """Race on some of the prompts, or remember what won before."""
+        if self.race is None:
+            step = max(len(ids) / SAMPLE_PROMPTS, 1.0)
+            sample = [ids[int(place * step)] for place in range(min(SAMPLE_PROMPTS, len(ids)))]
+            task = GenerationTask.of(options).to_json()
+            batches = tuple(sorted({len(sample), self._room(ids, options)}))
+            contest = Contest(task="generate", source=self.source, asked=task, pad=0, batches=batches)
+            self.race = race(contest, self.host, sample, self.quality, engine=self._engine, on_run=self._on_run)
+            folder = engine_folder("generate", self.source, self.race.chosen)
+            build = DecoderBuild(self.source, self.race.chosen, folder)
+            self._decoder = build_engine("generate", self.race.chosen.engine, build)
+        return self.race
+
+    def _room(self, ids: List[list[int]], options: GenerationOptions) -> int:
+        """Sequences whose cache fits beside the model."""
+        free = CACHE_SHARE * psutil.virtual_memory().available
+        one = cache_bytes(self.source) * (max(len(prompt) for prompt in ids) + options.max_new_tokens)
+        return max(min(MANY, len(ids), int(free / one)), 1)
+
+    def read(self, prompts: List[Prompt], options: GenerationOptions, *, first: int = 0) -> list[list[int]]:
+        """Token ids. Raises RequestError for a prompt that is empty, or too long for the model."""
+        ids = self.prompts.of(prompts, first=first)
+        for number, prompt in enumerate(ids, start=first + 1):
+            if self._longest is not None and len(prompt) + options.max_new_tokens > self._longest:
+                raise RequestError(
+                    f"prompt {number} has {len(prompt):,} tokens, with max_new_tokens={options.max_new_tokens:,} more than the "
+                    f"{self._longest:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
+                )
+        return ids
+
+    def _tokens(self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0) -> Iterator[tuple[Sequence, int]]:
+        if not ids:
+            return
+        chosen = self.prepare(ids, options).chosen
+        assert self._decoder is not None
+        tokenizer = self.prompts.tokenizer
+        waiting = [Sequence(place, prompt, options, tokenizer) for place, prompt in enumerate(ids, start=first)]
+        self._decoder.keep([])
+        yield from decode(self._decoder, waiting, rows=min(chosen.batch, self._room(ids, options)))

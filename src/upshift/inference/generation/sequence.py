@@ -1,0 +1,98 @@
+"""A text that is being generated: its tokens so far, how the next one is chosen, and when it ends."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from transformers import LogitsProcessorList
+from transformers.generation import logits_process as process
+
+from upshift.inference.generation.options import GenerationOptions
+
+Ending = Literal["eos", "stop", "length"]
+STOP_TOKENS = 8  # beside those of the longest stop string: tokens are decoded together with some before them
+
+
+class Sequence:
+    """``place``: of the prompt in the order that it came in. ``tokenizer``: to look for stop strings in the text."""
+
+    def __init__(self, place: int, prompt: list[int], options: GenerationOptions, tokenizer: Any) -> None:
+        self.place, self.prompt, self.options = place, prompt, options
+        self.tokens: list[int] = []
+        self.ending: Ending | None = None
+        self._tokenizer = tokenizer
+        self._processors = processors(options, len(prompt))
+        self._generator = _generator(options.seed, place) if options.do_sample else None
+        self._stop_tokens = max((len(stop) for stop in options.stop_strings), default=0) + STOP_TOKENS
+
+    @property
+    def plain(self) -> bool:
+        """Its next token is the likeliest one."""
+        return not self._processors and self._generator is None
+
+    def choose(self, logits: np.ndarray) -> int:
+        """logits [V] fp32 -> the next token."""
+        ids: Any = torch.tensor([self.prompt + self.tokens])
+        scores: torch.Tensor = self._processors(ids, torch.from_numpy(logits[None].copy()))
+        if self._generator is None:
+            return int(scores.argmax())
+        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+
+    def add(self, token: int) -> None:
+        self.tokens.append(token)
+        if token in self.options.eos_token_id:
+            self.ending = "eos"
+        elif self.options.stop_strings and self._stops():
+            self.ending = "stop"
+        elif len(self.tokens) >= self.options.max_new_tokens:
+            self.ending = "length"
+
+    def _stops(self) -> bool:
+        tail = self._tokenizer.decode(self.tokens[-self._stop_tokens :])
+        return any(stop in tail for stop in self.options.stop_strings)
+
+
+def _generator(seed: int, place: int) -> torch.Generator:
+    """Of both: torch itself takes the lower 32 bits alone."""
+    return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, place)).generate_state(1)[0]))
+
+
+def processors(options: GenerationOptions, prompt_length: int) -> LogitsProcessorList:
+    """In transformers' own order (GenerationMixin._get_logits_processor and, for sampling, its warpers)."""
+    found = LogitsProcessorList()
+    if options.repetition_penalty != 1.0:
+        found.append(process.RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    if options.no_repeat_ngram_size:
+        found.append(process.NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
+    if options.bad_words_ids:
+        words, ends = [list(word) for word in options.bad_words_ids], list(options.eos_token_id)
+        found.append(process.NoBadWordsLogitsProcessor(words, ends or None))
+    if options.min_new_tokens and options.eos_token_id:
+        ends = list(options.eos_token_id)
+        found.append(process.MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, ends))
+    if options.suppress_tokens:
+        found.append(process.SuppressTokensLogitsProcessor(list(options.suppress_tokens)))
+    if options.do_sample:
+        found.extend(_warpers(options))
+    return found
+
+
+def _warpers(options: GenerationOptions) -> list[Any]:
+    found: list[Any] = []
+    if options.temperature != 1.0:
+        found.append(process.TemperatureLogitsWarper(options.temperature))
+    if options.top_k:
+        found.append(process.TopKLogitsWarper(options.top_k))
+    if options.top_p < 1.0:
+        found.append(process.TopPLogitsWarper(options.top_p))
+    if options.min_p is not None:
+        found.append(process.MinPLogitsWarper(options.min_p))
+    if options.typical_p < 1.0:
+        found.append(process.TypicalLogitsWarper(options.typical_p))
+    if options.epsilon_cutoff:
+        found.append(process.EpsilonLogitsWarper(options.epsilon_cutoff))
+    if options.eta_cutoff:
+        found.append(process.EtaLogitsWarper(options.eta_cutoff))
+    return found

@@ -1,0 +1,292 @@
+"""Every engine generates what transformers' generate() does, however prompts are batched; sampling, stopping, chats, the race."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import (
+    AutoModelForCausalLM,
+    BloomConfig,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    MambaConfig,
+    OPTConfig,
+    PreTrainedTokenizerFast,
+    T5Config,
+    T5ForConditionalGeneration,
+)
+
+import upshift
+from upshift.errors import RequestError
+from upshift.inference import engines
+from upshift.inference.generation.decode import decode
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.generation.files import Answers, read_prompts
+from upshift.inference.generation.options import GenerationOptions, read_options
+from upshift.inference.generation.prompts import Prompts
+from upshift.inference.generation.sequence import Sequence
+from upshift.inference.setup import QUANTIZED, EngineSetup
+from upshift.inference.weights import engine_folder, find_weights
+
+SMALL = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
+CONFIGS: dict[str, Any] = {
+    "llama": LlamaConfig(**SMALL, intermediate_size=128, num_key_value_heads=2),
+    "gemma2, sliding": Gemma2Config(**SMALL, intermediate_size=128, num_key_value_heads=2, head_dim=16, sliding_window=8),
+    "gpt2": GPT2Config(vocab_size=260, n_embd=64, n_layer=2, n_head=4, n_positions=256),
+    "bloom, alibi": BloomConfig(vocab_size=260, hidden_size=64, n_layer=2, n_head=4),
+    "opt": OPTConfig(**SMALL, ffn_dim=128, word_embed_proj_dim=64),
+}
+TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+TEXTS = ["one", "a longer one, of some words", "x", "the same words " * 4, "two two", "and a last one", "yes"]
+NEW = 14
+
+
+def save(folder: Path, config: Any, **generation: Any) -> str:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    with torch.no_grad():  # logits far enough apart for a greedy choice to be one
+        for weight in model.parameters():
+            weight.mul_(3.0)
+    model.generation_config.eos_token_id = None
+    model.save_pretrained(folder)
+    config.eos_token_id = None
+    vocabulary = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>")
+    fast.chat_template = TEMPLATE
+    fast.save_pretrained(folder)
+    if generation:
+        (folder / "generation_config.json").write_text(json.dumps(generation))
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    return {kind: save(tmp_path_factory.mktemp("models"), config) for kind, config in CONFIGS.items()}
+
+
+def decoder_of(model: str, engine: Any, precision: Any = "fp32") -> Any:
+    source = find_weights(model)
+    setup = EngineSetup(engine=engine, precision=precision, threads=1, batch=4)
+    return engines.build_engine("generate", engine, DecoderBuild(source, setup, engine_folder("generate", source, setup)))
+
+
+def ids_of(texts: list[str], model: str) -> list[list[int]]:
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer.from_pretrained(model)(texts).input_ids
+
+
+def by_transformers(model: str, prompts: list[list[int]], **options: Any) -> list[list[int]]:
+    reference = AutoModelForCausalLM.from_pretrained(model).eval()
+    found = []
+    for prompt in prompts:
+        out = reference.generate(torch.tensor([prompt]), max_new_tokens=NEW, pad_token_id=0, **options)
+        found.append(out[0, len(prompt) :].tolist())
+    return found
+
+
+def run(decoder: Any, prompts: list[list[int]], rows: int, options: GenerationOptions) -> list[list[int]]:
+    decoder.keep([])
+    sequences = [Sequence(place, prompt, options, None) for place, prompt in enumerate(prompts)]
+    for _ in decode(decoder, sequences, rows=rows):
+        pass
+    return [sequence.tokens for sequence in sequences]
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_greedy_text_is_that_of_transformers(made: dict[str, str], kind: str, engine: str) -> None:
+    """Ends differ, so that rows leave and others are admitted beside those that go on."""
+    prompts = ids_of(TEXTS, made[kind])
+    plain = by_transformers(made[kind], prompts)
+    end = max({token for row in plain for token in row}, key=lambda token: sum(token in row[2:-2] for row in plain))
+    expected = by_transformers(made[kind], prompts, eos_token_id=end)
+    assert len({len(row) for row in expected}) > 1
+    decoder = decoder_of(made[kind], engine)
+    for rows in (1, 3, len(TEXTS)):
+        assert run(decoder, prompts, rows, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
+
+
+@pytest.mark.parametrize("precision", QUANTIZED)
+def test_quantized_weights(made: dict[str, str], precision: str) -> None:
+    prompts = ids_of(TEXTS[:1], made["llama"])
+    plain, rounded = decoder_of(made["llama"], "openvino"), decoder_of(made["llama"], "openvino", precision)
+    run(rounded, ids_of(TEXTS, made["llama"]), 3, GenerationOptions(max_new_tokens=NEW))  # rows come and go
+    assert rounded.weight_bytes < 0.6 * plain.weight_bytes
+    rounded.keep([])
+    one, other = (decoder.admit(np.array(prompts), np.ones_like(prompts))[0] for decoder in (plain, rounded))
+    cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
+    assert {"int8": 0.995, "int4": 0.8}[precision.removesuffix("-weights")] < cosine < 0.9999999
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"repetition_penalty": 1.5}, {"no_repeat_ngram_size": 2}, {"bad_words_ids": [[65], [66, 67]]},
+        {"suppress_tokens": [70, 71]},
+        {"do_sample": True, "top_k": 1}, {"do_sample": True, "temperature": 1e-4, "top_p": 0.9},
+    ],
+)  # fmt: skip
+def test_options_are_those_of_transformers(made: dict[str, str], options: dict[str, Any]) -> None:
+    model = made["llama"]
+    prompts = ids_of(TEXTS, model)
+    read = read_options(find_weights(model), {**options, "max_new_tokens": NEW})
+    assert run(decoder_of(model, "torch"), prompts, 3, read) == by_transformers(model, prompts, **options)
+
+
+def test_a_seed_gives_one_text_however_prompts_are_batched(made: dict[str, str]) -> None:
+    decoder, prompts = decoder_of(made["llama"], "torch"), ids_of(TEXTS, made["llama"])
+    options = GenerationOptions(max_new_tokens=NEW, do_sample=True, temperature=2.0, seed=7)
+    alone = run(decoder, prompts, 1, options)
+    assert run(decoder, prompts, 3, options) == alone
+    assert run(decoder, prompts, 3, options.changed(seed=8)) != alone
+
+
+def test_sampling_follows_the_probabilities(made: dict[str, str]) -> None:
+    decoder, prompt = decoder_of(made["llama"], "torch"), ids_of(TEXTS[:1], made["llama"])[0]
+    decoder.keep([])
+    logits = decoder.admit(np.array([prompt]), np.ones((1, len(prompt)), dtype=np.int64))[0]
+    options = GenerationOptions(do_sample=True, top_k=4, temperature=3.0)
+    drawn = [Sequence(place, prompt, options, None).choose(logits) for place in range(2000)]
+    likeliest = np.argsort(-logits)[:4]
+    expected = np.exp(logits[likeliest] / 3.0) / np.exp(logits[likeliest] / 3.0).sum()
+    shares = np.array([drawn.count(token) for token in likeliest]) / len(drawn)
+    assert shares.sum() == 1.0 and np.abs(shares - expected).max() < 0.05
+
+
+def test_generator_races_streams_chats_and_stops(made: dict[str, str]) -> None:
+    generator = upshift.Generator(made["llama"], engine="openvino")
+    found = generator.generate(TEXTS, max_new_tokens=NEW)
+    assert generator.race is not None and not generator.race.recalled
+    assert [run.setup.label() for run in generator.race.runs] == ["torch fp32", "openvino fp32"]
+    assert [one.tokens for one in found] == by_transformers(made["llama"], ids_of(TEXTS, made["llama"]))
+    assert {one.ending for one in found} == {"length"}
+    assert "".join(generator.stream(TEXTS[1], max_new_tokens=NEW)) == found[1].text
+    again = upshift.Generator(made["llama"], engine="openvino", chat=True)
+    chats = again.generate(["hello", [{"role": "user", "content": "hello"}]], max_new_tokens=NEW)
+    assert again.race is not None and chats[0] == chats[1] and chats[0].prompt_tokens == len("<user>hello<assistant>")
+    stop = found[0].text[3:5]
+    (stopped,) = generator.generate(TEXTS[:1], max_new_tokens=NEW, stop_strings=stop)
+    assert stopped.ending == "stop" and stopped.text == found[0].text[: found[0].text.index(stop) + len(stop)]
+
+
+def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:
+    model = made["llama"]
+    generator = upshift.Generator(model, engine="torch")
+    for options, said in (
+        ({"num_beams": 4}, "num_beams.*the keys are"), ({"top_p": 2}, "top_p"), ({"max_new_tokens": 300}, "256 positions"),
+    ):  # fmt: skip
+        with pytest.raises(RequestError, match=said):
+            generator.generate(["a text"], **options)
+    with pytest.raises(RequestError, match="takes a list"):
+        generator.generate("a text")
+    with pytest.raises(RequestError, match="prompt 2 is empty"):
+        generator.generate(["a", ""])
+    with pytest.raises(RequestError, match="onnxruntime.*use one of torch, openvino"):
+        upshift.Generator(model, engine="onnxruntime")
+    T5ForConditionalGeneration(T5Config(vocab_size=260, d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2)).save_pretrained(
+        tmp_path / "t5"
+    )
+    with pytest.raises(RequestError, match="encoder-decoder"):
+        upshift.Generator(str(tmp_path / "t5"))
+    AutoModelForCausalLM.from_config(MambaConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1)).save_pretrained(
+        tmp_path / "mamba"
+    )
+    with pytest.raises(RequestError, match="mamba.*state is not keys and values"):
+        upshift.Generator(str(tmp_path / "mamba"))
+
+
+def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:
+    model = save(tmp_path / "m", CONFIGS["llama"], do_sample=True, temperature=0.6, eos_token_id=[3, 4], transformers_version="5")
+    source = find_weights(model)
+    assert read_options(source, {}).changed(seed=0) == GenerationOptions(do_sample=True, temperature=0.6, eos_token_id=(3, 4))
+    assert read_options(source, {"do_sample": False, "temperature": None}).do_sample is False
+    assert read_options(find_weights(save(tmp_path / "n", CONFIGS["llama"])), {"top_p": 0.5}).do_sample
+
+
+def upshift_generate(*arguments: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "upshift.cli.main", "generate", *arguments], capture_output=True, text=True)
+
+
+def test_command_line(made: dict[str, str], tmp_path: Path) -> None:
+    prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
+    lines = [{"prompt": text} for text in TEXTS] + [{"messages": [{"role": "user", "content": "hello"}]}]
+    prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    options = ["--engine", "torch", "--max-new-tokens", str(NEW)]
+    files = ["--prompts", str(prompts), "--output", str(output)]
+    done = upshift_generate(made["llama"], *files, *options, "--json")
+    assert done.returncode == 0, done.stderr
+    said, answers = json.loads(done.stdout), [json.loads(line) for line in output.read_text().splitlines()]
+    assert said["prompts"] == said["generated"] == len(lines) and said["tokens"] == NEW * len(lines)
+    assert [{name: answer[name] for name in line} for line, answer in zip(lines, answers, strict=True)] == lines
+    expected = by_transformers(made["llama"], ids_of(TEXTS, made["llama"]))
+    texts = Prompts(find_weights(made["llama"]))
+    assert [answer["text"] for answer in answers[:-1]] == [texts.text(tokens) for tokens in expected]
+    streamed = upshift_generate(made["llama"], "--prompt", TEXTS[1], *options)
+    assert streamed.stdout == texts.text(expected[1]) + "\n", streamed.stderr
+    wrong = upshift_generate(made["llama"], *files)
+    assert wrong.returncode == 2 and "exists; give another name, or --overwrite" in wrong.stderr
+
+
+def test_answers_go_on_where_a_run_was_stopped(tmp_path: Path) -> None:
+    output = tmp_path / "answers.jsonl"
+    answers = Answers(output, 3, "this")
+    answers.add([{"text": "one"}])
+    with (tmp_path / "answers.jsonl.partial").open("a") as file:
+        file.write('{"text": "of a block that was not no')
+    with pytest.raises(RequestError, match="another input, model or setup"):
+        Answers(output, 3, "that")
+    again = Answers(output, 3, "this")
+    assert again.done == 1 and not output.exists()
+    again.add([{"text": "two"}, {"text": "three"}])
+    again.finish()
+    assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["one", "two", "three"]
+    assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+@pytest.mark.parametrize(
+    "line", ["[]", "plain", '{"text": "a"}', '{"prompt": 3}', '{"messages": []}', '{"messages": [{"role": "user"}]}']
+)
+def test_lines_that_are_no_prompt(tmp_path: Path, line: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
+    with pytest.raises(RequestError, match="line 2 is no prompt"):
+        list(read_prompts(tmp_path / "p.jsonl"))
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_padding_places_every_token_where_it_would_be_alone(data: st.DataObject) -> None:
+    """Rows come and go at random; each row's kept places are as many as its tokens, and its position is one more a step."""
+    padding, lengths = Padding(), []
+    for _ in range(data.draw(st.integers(1, 12))):
+        what = data.draw(st.sampled_from(["admit", "step", "keep"]))
+        if what == "admit" or not lengths:
+            new = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
+            mask = np.array([[0] * (max(new) - length) + [1] * length for length in new])
+            assert (positions(mask)[:, -1] + 1 == new).all()
+            before = padding.mask.shape[1]
+            dropped, left, right = padding.admit(mask)
+            assert before - dropped + left == mask.shape[1] + right == padding.mask.shape[1] if before else not dropped
+            lengths += new
+        elif what == "step":
+            assert (padding.step()[:, 0] == lengths).all()
+            lengths = [length + 1 for length in lengths]
+        else:
+            kept = sorted(data.draw(st.sets(st.integers(0, len(lengths) - 1), min_size=1)))
+            padding.keep(kept)
+            lengths = [lengths[row] for row in kept]
+        assert padding.rows == len(lengths) and (padding.mask.sum(1) == lengths).all()
+        assert all((np.diff(row) >= 0).all() for row in padding.mask)  # padding on the left, tokens behind
