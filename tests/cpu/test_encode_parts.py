@@ -11,11 +11,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upshift.errors import RequestError
+from upshift.inference import race as race_module
 from upshift.inference.encoding.batches import by_length, padded
 from upshift.inference.encoding.files import Rows, blocks, check_files, count_texts, read_texts, sample_texts
 from upshift.inference.encoding.pool import pool
 from upshift.inference.encoding.recipe import Recipe, read_recipe
-from upshift.inference.race import Run, read_quality
+from upshift.inference.race import Contest, Entrants, Run, read_quality
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -153,3 +154,31 @@ def test_quality() -> None:
     for wrong in ("good", "0", "1.5"):
         with pytest.raises(RequestError, match="use exact, or a cosine"):
             read_quality(wrong)
+
+
+@pytest.mark.parametrize(
+    ("ends", "said"), [("raise ValueError('no  such\\nkernel')", "ValueError: no such kernel"), ("os._exit(7)", "ended with 7")]
+)
+def test_a_setup_that_fails_takes_only_those_behind_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, said: str
+) -> None:
+    """An error is one setup's; the end of the process is that of all that did not run. Libraries that print are not heard."""
+    (tmp_path / "contest_of_a_test.py").write_text(
+        "import os\n"
+        "from upshift.inference.race import Run, answer\n"
+        "def run(entrants, setup):\n"
+        "    print('a library says hello', flush=True)\n"
+        "    if setup.precision == 'tf32':\n"
+        "        " + ends + "\n"
+        "    return Run(setup=setup, per_second=1.0)\n"
+        "answer(run)\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setitem(race_module.WORKERS, "encode", "contest_of_a_test")
+    setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
+    source = ModelSource(reference="m", directory=None, config={"model_type": "bert"})
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,))
+    entrants = Entrants(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
+    first, second, third = race_module.runs_of(entrants, tmp_path)
+    assert first.per_second == 1.0 and said in (second.failure or "")
+    assert (third.per_second == 1.0) is (ends != "os._exit(7)")

@@ -33,7 +33,7 @@ from upshift.inference import engines
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
 from upshift.inference.generation.files import Answers, read_prompts
-from upshift.inference.generation.options import GenerationOptions, read_options
+from upshift.inference.generation.options import GenerationOptions, read_options, unused
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.sequence import Sequence
 from upshift.inference.setup import QUANTIZED, EngineSetup
@@ -213,6 +213,9 @@ def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:
     model = save(tmp_path / "m", CONFIGS["llama"], do_sample=True, temperature=0.6, eos_token_id=[3, 4], transformers_version="5")
     source = find_weights(model)
     assert read_options(source, {}).changed(seed=0) == GenerationOptions(do_sample=True, temperature=0.6, eos_token_id=(3, 4))
+    assert unused(source) == {}
+    (tmp_path / "m" / "generation_config.json").write_text('{"num_beams": 4, "num_return_sequences": 1, "top_k": 5}')
+    assert unused(source) == {"num_beams": 4} and read_options(source, {}).top_k == 5
     assert read_options(source, {"do_sample": False, "temperature": None}).do_sample is False
     assert read_options(find_weights(save(tmp_path / "n", CONFIGS["llama"])), {"top_p": 0.5}).do_sample
 

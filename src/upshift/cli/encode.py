@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, line
+from upshift.cli.race import dim, failures, teller
 
 
 def command(
@@ -31,12 +31,7 @@ def command(
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
-        encoder = Encoder(
-            model,
-            quality=quality,
-            engine=engine,
-            on_run=lambda run: dim(line(run, "texts/s"), show.err),
-        )
+        encoder = Encoder(model, quality=quality, engine=engine, on_run=teller("texts/s"))
         total = count_texts(texts)
         encoder.prepare(sample_texts(texts, total, SAMPLE_TEXTS))
     start = time.perf_counter()
@@ -48,7 +43,8 @@ def command(
         sys.stdout.write(json.dumps(said) + "\n")
         return
     dim(_said(encoder.recipe))
-    show.out.print(race_table(race))
+    if race.runs:
+        show.out.print(race_table(race))
     failures(race, "encode")
     show.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
     rate = f", {done / seconds:,.0f} a second" if done and seconds else ""

@@ -13,8 +13,9 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, line
+from upshift.cli.race import dim, failures, teller
 from upshift.errors import RequestError
+from upshift.planning.planner import find_host
 
 
 def command(
@@ -22,7 +23,9 @@ def command(
     prompts: Annotated[Path | None, typer.Option("--prompts", help="a prompt a line (.txt), or JSON lines (.jsonl)")] = None,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="an answer a line, in order: .jsonl")] = None,
     prompt: Annotated[str | None, typer.Option("--prompt", help="one prompt; its text is written as it comes")] = None,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="most tokens of an answer")] = 128,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help="most tokens of an answer; default: the model's, or 128")
+    ] = None,
     options: Annotated[
         list[str] | None, typer.Option("--set", help="NAME=VALUE by its transformers name: temperature=0.7, top_p=0.9 ...")
     ] = None,
@@ -37,6 +40,7 @@ def command(
     """Race the installed engines on some of the prompts, then generate with the winner."""
     from upshift.inference.generation.files import check_files
     from upshift.inference.generation.generator import Generator
+    from upshift.inference.generation.options import unused
 
     if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
@@ -44,8 +48,9 @@ def command(
         check_files(prompts, output, overwrite=overwrite)
     given = {**_options(options or []), "stop_strings": tuple(stop or ()) or None, "seed": seed}
     with show.step("Reading the model"):
-        say = lambda run: dim(line(run, "tokens/s"), show.err)  # noqa: E731
-        generator = Generator(model, quality=quality, engine=engine, chat=chat, on_run=say)
+        generator = Generator(model, quality=quality, engine=engine, chat=chat, on_run=teller("tokens/s"))
+    for name, value in unused(generator.source).items():
+        dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
     read = generator.options(max_new_tokens=max_new_tokens, **given)
     if prompt is not None:
         _stream(generator, prompt, read, as_json=as_json)
@@ -109,7 +114,9 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
         done = {"race": race, "prompts": total, "generated": total - before, "tokens": tokens, "seconds": seconds}
         sys.stdout.write(json.dumps({**done, "output": str(output)}) + "\n")
         return
-    show.out.print(_table(generator.race))
+    if generator.race.runs:
+        show.out.print(_table(generator.race))
+        _bound(generator.race)
     failures(generator.race, "generate")
     show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
     show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
@@ -121,6 +128,20 @@ def _said(prompt: Any) -> dict[str, Any]:
 
 def _answer(found: Any) -> dict[str, Any]:
     return {"text": found.text, "ending": found.ending, "prompt_tokens": found.prompt_tokens, "tokens": len(found.tokens)}
+
+
+def _bound(race: Any) -> None:
+    """How near the chosen setup's step is to what memory allows: no step is faster than reading its weights once."""
+    (run,) = (run for run in race.runs if run.setup == race.chosen)
+    with show.step("Measuring this machine"):
+        measured = find_host(None).measured
+    rate = None if measured is None else measured.cpu.memory_bytes_per_second
+    if rate and run.step_seconds:
+        least = run.weight_bytes / rate
+        dim(
+            f"Its weights, read once, take {1e3 * least:.1f} ms at the {rate / 1e9:.1f} GB/s that memory gives here: "
+            f"{least / run.step_seconds:.0%} of a step"
+        )
 
 
 def _table(race: Any) -> Table:

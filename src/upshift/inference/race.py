@@ -88,7 +88,7 @@ class Race(Value):
 
     runs: tuple[Run, ...]
     chosen: EngineSetup
-    file: Path  # where it is remembered: another bound chooses among the same runs
+    file: Path | None  # where it is remembered: another bound chooses among the same runs; None: there was one setup alone
     recalled: bool = False
 
 
@@ -117,6 +117,9 @@ def race(
     """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. Remembered by contest, weights,
     hardware, versions and lengths."""
     setups = contestants(contest.task, host, exact=quality == "exact", batch=contest.batches[0])
+    asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
+    if len(asked) == 1:
+        return Race(runs=(), chosen=asked[0].changed(batch=contest.batches[-1]), file=None)
     kept = _kept(contest, host, sample, engine, setups)
     if kept.is_file():
         found = Race.from_file(kept)
@@ -125,17 +128,19 @@ def race(
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
         folder = Path(name)
         (folder / "sample.json").write_text(json.dumps(sample))
-        for asked in _by_engine(setups, engine):
-            entrants = Entrants(contest=contest, setups=asked, sample=folder / "sample.json", reference=folder / "reference.npy")
-            for run in _runs(entrants, folder):
+        for _, group in groupby(asked, key=lambda setup: setup.engine):
+            entrants = Entrants(
+                contest=contest, setups=tuple(group), sample=folder / "sample.json", reference=folder / "reference.npy"
+            )
+            for run in runs_of(entrants, folder):
                 runs.append(run)
                 on_run(run)
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
-    all_runs = tuple(runs)
+    run_all = Race(runs=tuple(runs), chosen=runs[0].setup, file=kept)
     kept.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(kept, Race(runs=all_runs, chosen=runs[0].setup, file=kept).to_json())
-    return Race(runs=all_runs, chosen=_choose(all_runs, quality, engine, kept), file=kept)
+    write_whole(kept, run_all.to_json())
+    return run_all.changed(chosen=_choose(run_all.runs, quality, engine, kept))
 
 
 def _choose(runs: tuple[Run, ...], quality: Quality, engine: EngineName | None, file: Path) -> EngineSetup:
@@ -150,14 +155,7 @@ def _choose(runs: tuple[Run, ...], quality: Quality, engine: EngineName | None, 
     return max(able, key=lambda run: run.per_second or 0.0).setup
 
 
-def _by_engine(setups: list[EngineSetup], engine: EngineName | None) -> Iterator[tuple[EngineSetup, ...]]:
-    """The reference is there always; of the others, those of ``engine``."""
-    asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
-    for _, group in groupby(asked, key=lambda setup: setup.engine):
-        yield tuple(group)
-
-
-def _runs(entrants: Entrants, folder: Path) -> Iterator[Run]:
+def runs_of(entrants: Entrants, folder: Path) -> Iterator[Run]:
     """One of each setup, as they come. What ends the process, or takes too long, is the failure of those that did not run."""
     request, errors = folder / "request.json", folder / "errors.txt"
     request.write_text(entrants.to_json(), encoding="utf-8")
@@ -170,12 +168,19 @@ def _runs(entrants: Entrants, folder: Path) -> Iterator[Run]:
     timer = Timer(limit, process.kill)
     timer.start()
     begun = time.monotonic()
-    for line in process.stdout:
-        if line.startswith(SAID):  # libraries print, too
-            waiting.pop(0)
-            yield Run.from_json(line.removeprefix(SAID), origin="a contestant of the race")
-    timer.cancel()
-    process.wait()
+    try:
+        for line in process.stdout:
+            if line.startswith(SAID):  # libraries print, too
+                waiting.pop(0)
+                yield Run.from_json(line.removeprefix(SAID), origin="a contestant of the race")
+            if not waiting:
+                break  # what a library does at the end of a process is not awaited
+        else:
+            process.wait()
+    finally:  # also when the user interrupts
+        timer.cancel()
+        process.kill()
+        process.wait()
     last = (errors.read_text(errors="replace").strip().splitlines() or [f"its process ended with {process.returncode}"])[-1]
     late = time.monotonic() - begun >= limit
     for setup in waiting:

@@ -12,6 +12,7 @@ from upshift.inference.generation.engines.decoder import Decoder, left_padded
 from upshift.inference.generation.sequence import Sequence
 
 ADMIT_SHARE = 4  # of the rows: admission copies the cache, so a quarter of them is awaited
+ADMIT_TOKENS = 8192  # of prompts, padding included, in one pass: activations take memory, too
 
 
 def decode(decoder: Decoder, waiting: List[Sequence], *, rows: int) -> Iterator[tuple[Sequence, int]]:
@@ -22,7 +23,8 @@ def decode(decoder: Decoder, waiting: List[Sequence], *, rows: int) -> Iterator[
     while queue or live:
         free = rows - len(live)
         if queue and (not live or free * ADMIT_SHARE >= rows):
-            coming = [queue.popleft() for _ in range(min(free, len(queue)))]
+            fitting = max(ADMIT_TOKENS // len(queue[0].prompt), 1)
+            coming = [queue.popleft() for _ in range(min(free, len(queue), fitting))]
             logits = decoder.admit(*left_padded([sequence.prompt for sequence in coming]))
             live += coming
         else:

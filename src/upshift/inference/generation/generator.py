@@ -11,7 +11,7 @@ import psutil
 from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.inference.engines import build_engine, check_engine
-from upshift.inference.generation.decode import decode
+from upshift.inference.generation.decode import ADMIT_TOKENS, decode
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.model import cache_bytes, check_causal
 from upshift.inference.generation.options import GenerationOptions, read_options
@@ -95,10 +95,10 @@ class Generator:
                 said, shown = shown, len(tokens)
 
     def prepare(self, ids: List[list[int]], options: GenerationOptions) -> Race:
-        """Race on some of the prompts, or remember what won before."""
+        """Race on some of the first call's prompts, or remember what won before; later calls use the same."""
         if self.race is None:
-            step = max(len(ids) / SAMPLE_PROMPTS, 1.0)
-            sample = [ids[int(place * step)] for place in range(min(SAMPLE_PROMPTS, len(ids)))]
+            count = max(min(SAMPLE_PROMPTS, len(ids), ADMIT_TOKENS // max(len(prompt) for prompt in ids)), 1)
+            sample = [ids[place * len(ids) // count] for place in range(count)]
             task = GenerationTask.of(options).to_json()
             batches = tuple(sorted({len(sample), self._room(ids, options)}))
             contest = Contest(task="generate", source=self.source, asked=task, pad=0, batches=batches)

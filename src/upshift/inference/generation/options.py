@@ -13,6 +13,11 @@ from upshift.models.source import ModelSource
 from upshift.value import Value, first_problem
 
 CONFIG = "generation_config.json"
+ELSEWHERE = {  # names of transformers' GenerationConfig that do not say how text is chosen
+    "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "transformers_version",
+    "use_cache", "cache_implementation",
+}  # fmt: skip
+NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "renormalize_logits": False, "remove_invalid_values": False}
 
 
 class GenerationOptions(Value):
@@ -54,6 +59,13 @@ def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOpt
     if sampling and not options.do_sample and "do_sample" not in asked:
         return options.changed(do_sample=True)
     return options
+
+
+def unused(source: ModelSource) -> dict[str, Any]:
+    """What generation_config.json asks for and is not done: beams, other processors."""
+    known = {*GenerationOptions.model_fields, *ELSEWHERE}
+    said = {name: value for name, value in _config(source).items() if name not in known and value is not None}
+    return {name: value for name, value in said.items() if name not in NEUTRAL or NEUTRAL[name] != value}
 
 
 def _config(source: ModelSource) -> dict[str, Any]:
