@@ -23,13 +23,14 @@ class Entry(NamedTuple):
     doors: Mapping[Task, Door]
 
 
-FOLDERS: dict[Task, str] = {"encode": "encoding.engines", "generate": "generation.engines"}
+FOLDERS: dict[Task, str] = {"encode": "encoding.engines", "generate": "generation.engines", "seq2seq": "generation.engines"}
 ENGINES: dict[EngineName, Entry] = {
     "torch": Entry(
         ("torch",), "",
         {
             "encode": Door("torch_engine:TorchEngine", ("fp32", "tf32", "bf16")),
             "generate": Door("torch_decoder:TorchDecoder", ("fp32", "bf16")),
+            "seq2seq": Door("torch_seq2seq:TorchSeq2Seq", ("fp32", "bf16")),
         },
     ),
     "onnxruntime": Entry(
@@ -81,7 +82,7 @@ def contestants(task: Task, host: Host, *, exact: bool, batch: int) -> list[Engi
 def check_engine(task: Task, name: str) -> EngineName:
     able = [known for known, entry in ENGINES.items() if task in entry.doors]
     if name not in able:
-        raise RequestError(f"--engine {name!r} cannot {task}; use one of {', '.join(able)}")
+        raise RequestError(f"--engine {name!r} is none for {task}; use one of {', '.join(able)}")
     if not is_installed(name):
         raise RequestError(f"--engine {name} is not installed: pip install 'upshift[{ENGINES[name].extra}]'")
     return name

@@ -33,7 +33,11 @@ from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-WORKERS: dict[Task, str] = {"encode": "upshift.inference.encoding.contest", "generate": "upshift.inference.generation.contest"}
+WORKERS: dict[Task, str] = {
+    "encode": "upshift.inference.encoding.contest",
+    "generate": "upshift.inference.generation.contest",
+    "seq2seq": "upshift.inference.generation.contest",
+}
 LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf")  # that decide what wins
 EXACT_DIFFERENCE = 1e-4
 TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included

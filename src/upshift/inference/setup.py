@@ -8,7 +8,7 @@ from pydantic import Field
 
 from upshift.value import Value
 
-Task = Literal["encode", "generate"]
+Task = Literal["encode", "generate", "seq2seq"]
 EngineName = Literal["torch", "onnxruntime", "openvino"]
 Precision = Literal["fp32", "tf32", "bf16", "int8-weights", "int8", "int4-weights", "int4"]
 QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")

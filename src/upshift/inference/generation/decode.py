@@ -22,7 +22,7 @@ def decode(decoder: Decoder, waiting: List[Sequence], *, rows: int) -> Iterator[
     live: list[Sequence] = []
     while queue or live:
         free = rows - len(live)
-        if queue and (not live or free * ADMIT_SHARE >= rows):
+        if queue and (not live or (decoder.joins and free * ADMIT_SHARE >= rows)):
             fitting = max(ADMIT_TOKENS // len(queue[0].prompt), 1)
             coming = [queue.popleft() for _ in range(min(free, len(queue), fitting))]
             logits = decoder.admit(*left_padded([sequence.prompt for sequence in coming]))

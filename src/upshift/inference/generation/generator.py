@@ -13,7 +13,7 @@ from upshift.hardware import detect
 from upshift.inference.engines import build_engine, check_engine
 from upshift.inference.generation.decode import ADMIT_TOKENS, decode
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
-from upshift.inference.generation.model import cache_bytes, check_causal
+from upshift.inference.generation.model import cache_bytes, generation_task, start_token
 from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
@@ -36,7 +36,8 @@ class Completion(NamedTuple):
 
 
 class Generator:
-    """``model``: a Hugging Face directory or hub id of a causal language model, with its tokenizer.
+    """``model``: a Hugging Face directory or hub id of a causal language model or an encoder-decoder, with its
+    tokenizer.
 
     ``quality``: ``exact`` (fp32; logits within 1e-4 of transformers'), or the lowest cosine of logits to it, such as 0.999.
     ``engine``: only this one. ``chat``: a text is what a user says, by the model's chat template. Raises RequestError for what
@@ -53,9 +54,10 @@ class Generator:
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
-        self._engine = None if engine is None else check_engine("generate", engine)
         self.source = find_weights(model)
-        check_causal(self.source)
+        self._task = generation_task(self.source)
+        self._engine = None if engine is None else check_engine(self._task, engine)
+        self._start = start_token(self.source) if self._task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.host = detect()
         self.race: Race | None = None
@@ -101,11 +103,11 @@ class Generator:
             sample = [ids[place * len(ids) // count] for place in range(count)]
             task = GenerationTask.of(options).to_json()
             batches = tuple(sorted({len(sample), self._room(ids, options)}))
-            contest = Contest(task="generate", source=self.source, asked=task, pad=0, batches=batches)
+            contest = Contest(task=self._task, source=self.source, asked=task, pad=0, batches=batches)
             self.race = race(contest, self.host, sample, self.quality, engine=self._engine, on_run=self._on_run)
-            folder = engine_folder("generate", self.source, self.race.chosen)
+            folder = engine_folder(self._task, self.source, self.race.chosen)
             build = DecoderBuild(self.source, self.race.chosen, folder)
-            self._decoder = build_engine("generate", self.race.chosen.engine, build)
+            self._decoder = build_engine(self._task, self.race.chosen.engine, build)
         return self.race
 
     def _room(self, ids: List[list[int]], options: GenerationOptions) -> int:
@@ -118,9 +120,11 @@ class Generator:
         """Token ids. Raises RequestError for a prompt that is empty, or too long for the model."""
         ids = self.prompts.of(prompts, first=first)
         for number, prompt in enumerate(ids, start=first + 1):
-            if self._longest is not None and len(prompt) + options.max_new_tokens > self._longest:
+            new = options.max_new_tokens
+            needed = len(prompt) + new if self._start is None else max(len(prompt), new + 1)  # an encoder has its own positions
+            if self._longest is not None and needed > self._longest:
                 raise RequestError(
-                    f"prompt {number} has {len(prompt):,} tokens, with max_new_tokens={options.max_new_tokens:,} more than the "
+                    f"prompt {number} has {len(prompt):,} tokens, with max_new_tokens={new:,} more than the "
                     f"{self._longest:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
                 )
         return ids
@@ -131,6 +135,8 @@ class Generator:
         chosen = self.prepare(ids, options).chosen
         assert self._decoder is not None
         tokenizer = self.prompts.tokenizer
-        waiting = [Sequence(place, prompt, options, tokenizer) for place, prompt in enumerate(ids, start=first)]
+        waiting = [
+            Sequence(place, prompt, options, tokenizer, start=self._start) for place, prompt in enumerate(ids, start=first)
+        ]
         self._decoder.keep([])
         yield from decode(self._decoder, waiting, rows=min(chosen.batch, self._room(ids, options)))

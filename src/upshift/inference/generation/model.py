@@ -1,28 +1,32 @@
-"""The causal language model of transformers that all engines start from, and what it must be like."""
+"""The model of transformers that all engines start from, and what it must be like."""
 
 from __future__ import annotations
 
 from typing import Any
 
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
+
 from upshift.errors import RequestError
+from upshift.inference.setup import Task
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
 
 
-def check_causal(source: ModelSource) -> None:
-    """Raises RequestError for a model that keeps something else than keys and values of its own tokens."""
+def generation_task(source: ModelSource) -> Task:
+    """Raises RequestError for a model that generates no text, or keeps something else than keys and values."""
     config: Any = read_config(source)
     text = config.get_text_config(decoder=True)
-    if config.is_encoder_decoder:
+    names = list(source.config.get("architectures") or ())
+    if config.is_encoder_decoder and config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "seq2seq"
+    wrong = [name for name in names if not name.endswith(("ForCausalLM", "LMHeadModel"))]
+    if wrong or config.is_encoder_decoder:
         raise RequestError(
-            f"{source.reference!r} is an encoder-decoder ({config.model_type}), which upshift cannot generate with yet; "
-            f"use transformers' generate()"
+            f"{source.reference!r} is a {(wrong or [config.model_type])[0]}, which generates no text from text; "
+            f"give a causal language model or an encoder-decoder"
         )
-    names = [name for name in source.config.get("architectures") or () if not name.endswith(("ForCausalLM", "LMHeadModel"))]
-    if names:
-        raise RequestError(f"{source.reference!r} is a {names[0]}, which generates no text; give a ...ForCausalLM model")
     other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
     if other or not hasattr(text, "num_attention_heads"):
         kind = other[0] if other else config.model_type
@@ -30,6 +34,20 @@ def check_causal(source: ModelSource) -> None:
             f"{source.reference!r} has layers of {kind}, whose state is not keys and values; upshift cannot generate "
             f"with it yet; use transformers' generate()"
         )
+    return "generate"
+
+
+def start_token(source: ModelSource) -> int:
+    """What the decoder of an encoder-decoder begins with, as transformers finds it."""
+    from transformers import GenerationConfig
+
+    assert source.directory is not None
+    known = source.directory / "generation_config.json"
+    said: Any = GenerationConfig.from_pretrained(source.directory) if known.is_file() else read_config(source)
+    start = next((token for token in (said.decoder_start_token_id, said.bos_token_id) if token is not None), None)
+    if start is None:
+        raise RequestError(f"{source.reference!r} does not say decoder_start_token_id; put it into its generation_config.json")
+    return int(start[0] if isinstance(start, list) else start)
 
 
 def cache_bytes(source: ModelSource) -> int:
@@ -40,11 +58,12 @@ def cache_bytes(source: ModelSource) -> int:
     return 2 * 4 * int(text.num_hidden_layers * heads * width)
 
 
-def load_causal(source: ModelSource, dtype: Any) -> Any:
-    from transformers import AutoModelForCausalLM
+def load_model(source: ModelSource, dtype: Any) -> Any:
+    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     assert source.directory is not None
-    return AutoModelForCausalLM.from_pretrained(source.directory, dtype=dtype).eval()
+    kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
+    return kind.from_pretrained(source.directory, dtype=dtype).eval()
 
 
 def plain_cache(past: tuple[Any, ...] = ()) -> Any:

@@ -37,6 +37,8 @@ class GenerationOptions(Value):
     no_repeat_ngram_size: int = Field(0, ge=0)
     bad_words_ids: tuple[tuple[int, ...], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
+    forced_bos_token_id: int | None = None
+    forced_eos_token_id: int | None = None
     stop_strings: tuple[str, ...] = ()  # the text ends with the one that was met
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
@@ -44,7 +46,7 @@ class GenerationOptions(Value):
 
 def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOptions:
     """Raises RequestError for a name or a value that is not possible, with what is."""
-    said = {"eos_token_id": source.config.get("eos_token_id"), **_config(source)}
+    said = _config(source) or {"eos_token_id": source.config.get("eos_token_id")}  # as transformers does, without that file
     asked = {name: value for name, value in given.items() if value is not None}
     known = {name: value for name, value in said.items() if name in GenerationOptions.model_fields and value is not None}
     merged = {**known, **asked}

@@ -16,14 +16,18 @@ STOP_TOKENS = 8  # beside those of the longest stop string: tokens are decoded t
 
 
 class Sequence:
-    """``place``: of the prompt in the order that it came in. ``tokenizer``: to look for stop strings in the text."""
+    """``place``: of the prompt in the order that it came in. ``tokenizer``: to look for stop strings in the text. ``start``: what
+    a decoder beside an encoder begins with; None: the text goes on from the prompt."""
 
-    def __init__(self, place: int, prompt: list[int], options: GenerationOptions, tokenizer: Any) -> None:
+    def __init__(
+        self, place: int, prompt: list[int], options: GenerationOptions, tokenizer: Any, *, start: int | None = None
+    ) -> None:
         self.place, self.prompt, self.options = place, prompt, options
+        self._before = prompt if start is None else [start]
         self.tokens: list[int] = []
         self.ending: Ending | None = None
         self._tokenizer = tokenizer
-        self._processors = processors(options, len(prompt))
+        self._processors = processors(options, len(self._before))
         self._generator = _generator(options.seed, place) if options.do_sample else None
         self._stop_tokens = max((len(stop) for stop in options.stop_strings), default=0) + STOP_TOKENS
 
@@ -34,7 +38,7 @@ class Sequence:
 
     def choose(self, logits: np.ndarray) -> int:
         """logits [V] fp32 -> the next token."""
-        ids: Any = torch.tensor([self.prompt + self.tokens])
+        ids: Any = torch.tensor([self._before + self.tokens])
         scores: torch.Tensor = self._processors(ids, torch.from_numpy(logits[None].copy()))
         if self._generator is None:
             return int(scores.argmax())
@@ -72,6 +76,10 @@ def processors(options: GenerationOptions, prompt_length: int) -> LogitsProcesso
     if options.min_new_tokens and options.eos_token_id:
         ends = list(options.eos_token_id)
         found.append(process.MinNewTokensLengthLogitsProcessor(prompt_length, options.min_new_tokens, ends))
+    if options.forced_bos_token_id is not None:
+        found.append(process.ForcedBOSTokenLogitsProcessor(options.forced_bos_token_id))
+    if options.forced_eos_token_id is not None:
+        found.append(process.ForcedEOSTokenLogitsProcessor(prompt_length + options.max_new_tokens, options.forced_eos_token_id))
     if options.suppress_tokens:
         found.append(process.SuppressTokensLogitsProcessor(list(options.suppress_tokens)))
     if options.do_sample:

@@ -16,6 +16,7 @@ class Decoder(Protocol):
     """Rows are sequences that are being generated, in the order of their admission."""
 
     weight_bytes: int  # read for every step
+    joins: bool  # rows can be admitted beside others
 
     def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
         """ids, mask [N, S], padded on the left: N rows more, behind those that are there -> their logits [N, V] fp32."""

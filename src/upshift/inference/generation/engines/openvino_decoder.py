@@ -31,6 +31,8 @@ KINDS: dict[Precision, Kind] = {
 
 
 class OpenVinoDecoder:
+    joins = True
+
     def __init__(self, build: DecoderBuild) -> None:
         import openvino
 

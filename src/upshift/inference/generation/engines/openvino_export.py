@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.model import load_causal, plain_cache
+from upshift.inference.generation.model import load_model, plain_cache
 from upshift.inference.openvino_files import save
 from upshift.models.source import ModelSource
 
@@ -51,7 +51,7 @@ class _Traced(NamedTuple):
 def _export(source: ModelSource) -> Any:
     import torch
 
-    model = load_causal(source, torch.float32)
+    model = load_model(source, torch.float32)
     traced = _trace(model)
     _name(traced)
     _reorder(traced)

@@ -9,15 +9,17 @@ import numpy as np
 import torch
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
-from upshift.inference.generation.model import load_causal, plain_cache
+from upshift.inference.generation.model import load_model, plain_cache
 
 MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
 
 
 class TorchDecoder:
+    joins = True
+
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_causal(build.source, torch.bfloat16 if build.setup.precision == "bf16" else torch.float32)
+        self.model = load_model(build.source, torch.bfloat16 if build.setup.precision == "bf16" else torch.float32)
         self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self.padding = Padding()
