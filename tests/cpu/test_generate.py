@@ -31,7 +31,7 @@ from transformers import (
 )
 
 import upshift
-from upshift.errors import RequestError
+from upshift.errors import NothingFits, RequestError
 from upshift.inference import engines
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
@@ -239,6 +239,15 @@ def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:
     )
     with pytest.raises(RequestError, match="mamba.*state is not keys and values"):
         upshift.Generator(str(tmp_path / "mamba"))
+
+
+def test_a_model_that_does_not_fit_is_not_loaded(made: dict[str, str]) -> None:
+    generator = upshift.Generator(made["llama"], engine="torch")
+    cpu = generator.host.cpu
+    assert cpu is not None
+    generator.host = generator.host.changed(cpu=cpu.changed(free_memory_bytes=1000))
+    with pytest.raises(NothingFits, match="begins with transformers in fp32"):
+        generator.generate(["a text"])
 
 
 def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:

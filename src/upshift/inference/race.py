@@ -25,7 +25,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.engines import contestants
 from upshift.inference.setup import EngineName, EngineSetup, Task
-from upshift.inference.weights import weights_identity
+from upshift.inference.weights import check_room, weights_identity
 from upshift.installed import installed_versions
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -123,11 +123,13 @@ def race(
     setups = contestants(contest.task, host, exact=quality == "exact", batch=contest.batches[0])
     asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
     if len(asked) == 1:
+        check_room(contest.source, host)
         return Race(runs=(), chosen=asked[0].changed(batch=contest.batches[-1]), file=None)
     kept = _kept(contest, host, sample, engine, setups)
     if kept.is_file():
         found = Race.from_file(kept)
         return found.changed(chosen=_choose(found.runs, quality, engine, kept), recalled=True)
+    check_room(contest.source, host)
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
         folder = Path(name)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from collections.abc import Sequence as List
 from typing import Any, NamedTuple
-
-import psutil
 
 from upshift.errors import RequestError
 from upshift.hardware import detect
@@ -112,9 +111,10 @@ class Generator:
 
     def _room(self, ids: List[list[int]], options: GenerationOptions) -> int:
         """Sequences whose cache fits beside the model."""
-        free = CACHE_SHARE * psutil.virtual_memory().available
+        cpu = detect().cpu
+        free = CACHE_SHARE * (cpu.free_memory_bytes if cpu is not None and cpu.free_memory_bytes is not None else math.inf)
         one = cache_bytes(self.source) * (max(len(prompt) for prompt in ids) + options.max_new_tokens)
-        return max(min(MANY, len(ids), int(free / one)), 1)
+        return max(min(len(ids), int(min(free / one, MANY))), 1)
 
     def read(self, prompts: List[Prompt], options: GenerationOptions, *, first: int = 0) -> list[list[int]]:
         """Token ids. Raises RequestError for a prompt that is empty, or too long for the model."""
