@@ -59,7 +59,9 @@ def save_model(folder: Path, shape: str, seed: int) -> None:
     letters = {letter: place for place, letter in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
     tokenizer = Tokenizer(models.BPE(letters, []))
     tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", pad_token="<pad>").save_pretrained(folder)
+    # CTranslate2 asks for all of them.
+    names = {"bos_token": "<start>", "eos_token": "<end>", "unk_token": "<unknown>", "pad_token": "<pad>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
 def transformers_generate(request: dict[str, Any]) -> tuple[Callable[[], list[list[int]]], str]:
