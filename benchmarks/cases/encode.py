@@ -29,11 +29,10 @@ from typing import Any
 
 import numpy as np
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, Times, command_line, tell
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
-from upshift.inference.encoding.pool import cosines
-from upshift.record import Numbers, Spread
+from upshift.inference.agreement import cosines
 
 ROOT = Path(__file__).parents[1]
 QUALITIES = ("exact", "0.9999", "0.99")
@@ -143,16 +142,12 @@ def report(case: Case, answers: dict[str, list[dict[str, Any]]], *, num_texts: i
     base = [answer["seconds"] for answer in answers["naive"]]
     ratios, cells = {}, []
     for name, found in answers.items():
-        seconds = [answer["seconds"] for answer in found]
-        ratios[name] = statistics.median(before / now for before, now in zip(base, seconds, strict=True))
-        row = found[-1]
-        case.add(
-            name, plan={"what": row["what"]}, measured=Numbers(step_ms=Spread.of([1000 * s for s in seconds], num_warmup=1)),
-            baseline_name="naive", baseline=Numbers(step_ms=Spread.of([1000 * s for s in base], num_warmup=1)),
-            details={"per_second": num_texts / statistics.median(seconds), "ratio": ratios[name], **row},
-        )  # fmt: skip
-        rate = f"{num_texts / statistics.median(seconds):,.0f}"
-        cells.append([name, row["what"], rate, f"{ratios[name]:.2f}", f"{row['worst_cosine']:.5f}", f"{GOALS.get(name, '')}"])
+        times, row = Times([answer["seconds"] for answer in found], base, "naive"), found[-1]
+        rate = num_texts / statistics.median(times.seconds)
+        ratios[name] = case.add_times(name, times, plan={"what": row["what"]}, details={"per_second": rate, **row})
+        cells.append(
+            [name, row["what"], f"{rate:,.0f}", f"{ratios[name]:.2f}", f"{row['worst_cosine']:.5f}", f"{GOALS.get(name, '')}"]
+        )
     print(format_table(("contender", "what", "texts/s", "times naive", "worst cosine", "goal"), cells))
     return {"case": "encode", "ratios": ratios, "goal_reached": all(ratios[name] >= goal for name, goal in GOALS.items())}
 

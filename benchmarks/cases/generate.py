@@ -25,10 +25,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.case import Case, Times, command_line, tell
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
-from upshift.record import Numbers, Spread
 
 ROOT = Path(__file__).parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
@@ -194,16 +193,11 @@ def report(case: Case, answers: dict[str, list[dict[str, Any]]], *, shape: str, 
     base = [answer["seconds"] for answer in answers["transformers"]]
     ratios, cells = {}, []
     for name, found in answers.items():
-        seconds = [answer["seconds"] for answer in found]
-        ratios[name] = statistics.median(before / now for before, now in zip(base, seconds, strict=True))
-        row = found[-1]
-        case.add(
-            f"{shape}, {prompts} at once, {name}", plan={"what": row["what"]},
-            measured=Numbers(step_ms=Spread.of([1000 * s for s in seconds], num_warmup=1)),
-            baseline_name="transformers", baseline=Numbers(step_ms=Spread.of([1000 * s for s in base], num_warmup=1)),
-            details={"shape": shape, "prompts": prompts, "ratio": ratios[name], **row},
-        )  # fmt: skip
-        rate = f"{row['tokens'] / statistics.median(seconds):,.0f}"
+        times, row = Times([answer["seconds"] for answer in found], base, "transformers"), found[-1]
+        details = {"shape": shape, "prompts": prompts, **row}
+        full_name = f"{shape}, {prompts} at once, {name}"
+        ratios[name] = case.add_times(full_name, times, plan={"what": row["what"]}, details=details)
+        rate = f"{row['tokens'] / statistics.median(times.seconds):,.0f}"
         cells.append([name, row["what"], rate, f"{ratios[name]:.2f}", f"{row['same']:.3f}"])
     print(f"{shape}, {prompts} at once")
     print(format_table(("contender", "what", "tokens/s", "times transformers", "same"), cells))

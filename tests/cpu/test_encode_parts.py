@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from upshift.errors import RequestError
 from upshift.inference import race as race_module
 from upshift.inference.encoding.batches import by_length, padded
-from upshift.inference.encoding.files import Rows, blocks, check_files, count_texts, read_texts, sample_texts
+from upshift.inference.encoding.files import Rows, check_files, read_texts, sample_texts
 from upshift.inference.encoding.pool import pool
 from upshift.inference.encoding.recipe import Recipe, read_recipe
+from upshift.inference.lines import blocks, count_lines
 from upshift.inference.race import Contest, Entrants, Run, read_quality
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource
@@ -112,15 +113,15 @@ def test_rows_of_another_setup_are_not_gone_on_with(tmp_path: Path) -> None:
 def test_texts_of_a_file(tmp_path: Path) -> None:
     lines = tmp_path / "texts.jsonl"
     lines.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(10)))
-    assert count_texts(lines) == 10
-    assert [text for block in blocks(lines, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
+    assert count_lines(lines) == 10
+    assert [text for block in blocks(read_texts(lines), size=2, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
     assert sample_texts(lines, 10, 3) == ["text 0", "text 3", "text 6"]
     plain = tmp_path / "texts.txt"
     plain.write_bytes(b"one\rstill one\r\n\nlast")
-    assert count_texts(plain) == 3 and list(read_texts(plain)) == ["one\rstill one", "", "last"]
+    assert count_lines(plain) == 3 and list(read_texts(plain)) == ["one\rstill one", "", "last"]
     lines.write_text('{"text": "one"}\n{"body": "two"}\n')
     with pytest.raises(RequestError, match="line 2 is no JSON object"):
-        list(blocks(lines))
+        list(read_texts(lines))
 
 
 def test_an_output_that_exists_is_kept(tmp_path: Path) -> None:
@@ -163,7 +164,8 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, said: str
 ) -> None:
     """An error is one setup's; the end of the process is that of all that did not run. Libraries that print are not heard."""
-    (tmp_path / "contest_of_a_test.py").write_text(
+    (tmp_path / "of_a_test").mkdir()
+    (tmp_path / "of_a_test" / "contest.py").write_text(
         "import os\n"
         "from upshift.inference.race import Run, answer\n"
         "def run(entrants, setup):\n"
@@ -174,7 +176,7 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
         "answer(run)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(race_module.WORKERS, "encode", "contest_of_a_test")
+    monkeypatch.setitem(race_module.PACKAGES, "encode", "of_a_test")
     setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
     source = ModelSource(reference="m", directory=None, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,))

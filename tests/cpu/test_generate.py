@@ -159,7 +159,7 @@ def test_quantized_weights(made: dict[str, str], precision: str) -> None:
     run(rounded, ids_of(TEXTS, made["llama"]), 3, GenerationOptions(max_new_tokens=NEW))  # rows come and go
     assert rounded.weight_bytes < 0.6 * plain.weight_bytes
     rounded.keep([])
-    one, other = (decoder.admit(np.array(prompts), np.ones_like(prompts))[0] for decoder in (plain, rounded))
+    one, other = (decoder.admit(prompts)[0] for decoder in (plain, rounded))
     cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
     assert {"int8": 0.995, "int4": 0.8}[precision.removesuffix("-weights")] < cosine < 0.9999999
 
@@ -190,7 +190,7 @@ def test_a_seed_gives_one_text_however_prompts_are_batched(made: dict[str, str])
 def test_sampling_follows_the_probabilities(made: dict[str, str]) -> None:
     decoder, prompt = decoder_of(made["llama"], "torch"), ids_of(TEXTS[:1], made["llama"])[0]
     decoder.keep([])
-    logits = decoder.admit(np.array([prompt]), np.ones((1, len(prompt)), dtype=np.int64))[0]
+    logits = decoder.admit([prompt])[0]
     options = GenerationOptions(do_sample=True, top_k=4, temperature=3.0)
     drawn = [Sequence(place, prompt, options, None).choose(logits) for place in range(2000)]
     likeliest = np.argsort(-logits)[:4]

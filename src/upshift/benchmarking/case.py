@@ -6,12 +6,13 @@ import argparse
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from statistics import median
+from typing import Any, NamedTuple
 
 from upshift.benchmarking.environment import environment
 from upshift.benchmarking.harness import append_rows
 from upshift.hardware.spec import Host
-from upshift.record import Environment, Numbers, Record
+from upshift.record import Environment, Numbers, Record, Spread
 from upshift.units import FLOP_CONVENTION
 
 
@@ -22,6 +23,17 @@ def command_line(description: str, *, results: Path) -> argparse.ArgumentParser:
     parser.add_argument("--results", type=Path, default=results, help="folder of the JSONL rows, which are appended")
     parser.add_argument("--seed", type=int, default=42)
     return parser
+
+
+class Times(NamedTuple):
+    """Seconds of a contender and of its baseline, round by round."""
+
+    seconds: list[float]
+    base: list[float]
+    base_name: str
+
+    def ratio(self) -> float:
+        return median(before / now for before, now in zip(self.base, self.seconds, strict=True))
 
 
 @dataclass
@@ -72,6 +84,15 @@ class Case:
         self.rows.append(row)
         append_rows(self.path, [row])
         return row
+
+    def add_times(self, name: str, times: Times, *, plan: dict[str, Any], details: dict[str, Any]) -> float:
+        """A contender's row beside its baseline's of the same rounds -> the ratio, by its median."""
+        numbers = [Numbers(step_ms=Spread.of([1000 * one for one in of], num_warmup=1)) for of in (times.seconds, times.base)]
+        self.add(
+            name, plan=plan, measured=numbers[0], baseline=numbers[1], baseline_name=times.base_name,
+            details={"ratio": times.ratio(), **details},
+        )  # fmt: skip
+        return times.ratio()
 
 
 def tell(text: str) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, teller
+from upshift.cli.race import dim, failures, table, teller
 
 
 def command(
@@ -27,12 +27,13 @@ def command(
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
-    from upshift.inference.encoding.files import check_files, count_texts, sample_texts
+    from upshift.inference.encoding.files import check_files, sample_texts
+    from upshift.inference.lines import count_lines
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(model, quality=quality, engine=engine, on_run=teller("texts/s"))
-        total = count_texts(texts)
+        total = count_lines(texts)
         encoder.prepare(sample_texts(texts, total, SAMPLE_TEXTS))
     start = time.perf_counter()
     done = _encode(encoder, texts, output, total)
@@ -53,15 +54,15 @@ def command(
 
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Texts that were encoded now: not those that an earlier, interrupted run had done."""
-    from upshift.inference.encoding.files import Rows, blocks
+    from upshift.inference.encoding.files import BLOCK_TEXTS, Rows, read_texts
+    from upshift.inference.lines import blocks
+    from upshift.inference.unfinished import made_of
 
-    stat = texts.stat()
-    made_of = f"{texts.name} {stat.st_size} {stat.st_mtime_ns} {encoder.source.model_hash} {encoder.race.chosen.to_json()}"
-    rows = Rows(output, total, made_of)
+    rows = Rows(output, total, made_of(texts, encoder.source.model_hash, encoder.race.chosen.to_json()))
     before = rows.done
     with show.bar("Encoding") as update:
         update(before, total)
-        for block in blocks(texts, skip=before):
+        for block in blocks(read_texts(texts), size=BLOCK_TEXTS, skip=before):
             rows.add(encoder.encode(block))
             update(rows.done, total)
     rows.finish()
@@ -77,15 +78,11 @@ def _said(recipe: Any) -> str:
 
 
 def race_table(race: Any) -> Table:
-    """Every contestant that ran, the fastest first. cosine: of the text that agrees least; diff:
-    the largest of any number."""
-    numbers = ("batch", "texts/s", "cosine", "diff", "load s")
-    table = show.new_table("Race, from memory" if race.recalled else "Race", "engine", "precision", numbers=numbers)
-    ran = [run for run in race.runs if not run.failure]
-    for run in sorted(ran, key=lambda run: -run.per_second):
-        table.add_row(
-            run.setup.engine, run.setup.precision, f"{run.setup.batch:,}", f"{run.per_second:,.0f}",
-            f"{run.worst_cosine:.5f}", f"{run.largest_difference:.1e}", f"{run.load_seconds:.1f}",
-            style="bold green" if run.setup == race.chosen else None,
-        )  # fmt: skip
-    return table
+    """cosine: of the text that agrees least; diff: the largest of any number."""
+    return table(race, {
+        "batch": lambda run: f"{run.setup.batch:,}",
+        "texts/s": lambda run: f"{run.per_second:,.0f}",
+        "cosine": lambda run: f"{run.worst_cosine:.5f}",
+        "diff": lambda run: f"{run.largest_difference:.1e}",
+        "load s": lambda run: f"{run.load_seconds:.1f}",
+    })  # fmt: skip

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, teller
+from upshift.cli.race import dim, failures, table, teller
 from upshift.errors import RequestError
 from upshift.planning.planner import find_host
 
@@ -79,7 +79,7 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
         sys.stdout.write(json.dumps(said) + "\n")
         return
     start, pieces = time.perf_counter(), 0.0
-    for piece in generator.stream(prompt, **options.model_dump()):
+    for piece in generator.pieces(prompt, options):
         pieces = pieces or time.perf_counter()
         sys.stdout.write(piece)
         sys.stdout.flush()
@@ -89,20 +89,20 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
 
 
 def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
-    from upshift.inference.generation.files import Answers, blocks, read_prompts
+    from upshift.inference.generation.files import BLOCK_PROMPTS, Answers, read_prompts
+    from upshift.inference.lines import blocks
+    from upshift.inference.unfinished import made_of
 
     total = sum(1 for _ in read_prompts(prompts))
     with show.step("Racing the installed engines on some of the prompts"):
-        first = next(blocks(prompts))
+        first = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
         generator.prepare(generator.read(first, options), options)
-    stat, chosen = prompts.stat(), generator.race.chosen
-    setup = f"{generator.source.model_hash} {chosen.to_json()} {options.to_json()}"
-    made_of = f"{prompts.name} {stat.st_size} {stat.st_mtime_ns} {setup}"
-    answers = Answers(output, total, made_of)
+    chosen = generator.race.chosen
+    answers = Answers(output, total, made_of(prompts, generator.source.model_hash, chosen.to_json(), options.to_json()))
     before, tokens, start = answers.done, 0, time.perf_counter()
     with show.bar("Generating") as update:
         update(before, total)
-        for block in blocks(prompts, skip=before):
+        for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
             found = generator.complete(block, options, first=answers.done)
             tokens += sum(len(one.tokens) for one in found)
             answers.add([{**_said(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True)])
@@ -117,7 +117,7 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
     if generator.race.runs:
         show.out.print(_table(generator.race))
         _bound(generator.race)
-    failures(generator.race, "generate")
+    failures(generator.race, generator.task)
     show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
     show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
 
@@ -147,13 +147,11 @@ def _bound(race: Any) -> None:
 def _table(race: Any) -> Table:
     """rows: sequences at once; step: one token more of each; GB/s: of weights, in a step; cosine: of the logits of the token that
     agrees least; diff: of any logit, over the largest."""
-    numbers = ("rows", "tokens/s", "step ms", "GB/s", "cosine", "diff")
-    table = show.new_table("Race, from memory" if race.recalled else "Race", "engine", numbers=numbers)
-    for run in sorted((run for run in race.runs if not run.failure), key=lambda run: -run.per_second):
-        read = run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0
-        table.add_row(
-            run.setup.label(), f"{run.setup.batch}", f"{run.per_second:,.0f}", f"{1e3 * run.step_seconds:.1f}", f"{read:.1f}",
-            f"{run.worst_cosine:.5f}", f"{run.largest_difference:.1e}",
-            style="bold green" if run.setup == race.chosen else None,
-        )  # fmt: skip
-    return table
+    return table(race, {
+        "rows": lambda run: f"{run.setup.batch}",
+        "tokens/s": lambda run: f"{run.per_second:,.0f}",
+        "step ms": lambda run: f"{1e3 * run.step_seconds:.1f}",
+        "GB/s": lambda run: f"{run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0:.1f}",
+        "cosine": lambda run: f"{run.worst_cosine:.5f}",
+        "diff": lambda run: f"{run.largest_difference:.1e}",
+    })  # fmt: skip

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.table import Table
 
 from upshift.cli import show
 
@@ -21,6 +22,15 @@ def dim(text: str, console: Console = show.out) -> None:
 def teller(unit: str) -> Callable[[Any], None]:
     """Says of each contestant, as it ends, how many texts or tokens a second it did."""
     return lambda run: dim(f"{run.setup.label()}: {run.failure or f'{run.per_second:,.0f} {unit}'}", show.err)
+
+
+def table(race: Any, numbers: Mapping[str, Callable[[Any], str]]) -> Table:
+    """``numbers``: a column each. Every contestant that ran, the fastest first."""
+    found = show.new_table("Race, from memory" if race.recalled else "Race", "engine", numbers=tuple(numbers))
+    for run in sorted((run for run in race.runs if not run.failure), key=lambda run: -run.per_second):
+        style = "bold green" if run.setup == race.chosen else None
+        found.add_row(run.setup.label(), *(number(run) for number in numbers.values()), style=style)
+    return found
 
 
 def failures(race: Any, task: Task) -> None:

@@ -23,7 +23,11 @@ class Entry(NamedTuple):
     doors: Mapping[Task, Door]
 
 
-FOLDERS: dict[Task, str] = {"encode": "encoding.engines", "generate": "generation.engines", "seq2seq": "generation.engines"}
+PACKAGES: dict[Task, str] = {
+    "encode": "upshift.inference.encoding",
+    "generate": "upshift.inference.generation",
+    "seq2seq": "upshift.inference.generation",
+}
 ENGINES: dict[EngineName, Entry] = {
     "torch": Entry(
         ("torch",), "",
@@ -50,7 +54,7 @@ ENGINES: dict[EngineName, Entry] = {
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
     """``build``: what the task's engines are built from."""
     module, kind = ENGINES[name].doors[task].name.split(":")
-    return getattr(import_module(f"upshift.inference.{FOLDERS[task]}.{module}"), kind)(build)
+    return getattr(import_module(f"{PACKAGES[task]}.engines.{module}"), kind)(build)
 
 
 def is_installed(name: EngineName) -> bool:

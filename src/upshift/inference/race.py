@@ -23,7 +23,7 @@ import numpy as np
 
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.engines import contestants
+from upshift.inference.engines import PACKAGES, contestants
 from upshift.inference.setup import EngineName, EngineSetup, Task
 from upshift.inference.weights import check_room, weights_identity
 from upshift.installed import installed_versions
@@ -33,11 +33,6 @@ from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-WORKERS: dict[Task, str] = {
-    "encode": "upshift.inference.encoding.contest",
-    "generate": "upshift.inference.generation.contest",
-    "seq2seq": "upshift.inference.generation.contest",
-}
 LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf")  # that decide what wins
 EXACT_DIFFERENCE = 1e-4
 TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
@@ -122,14 +117,13 @@ def race(
     hardware, versions and lengths."""
     setups = contestants(contest.task, host, exact=quality == "exact", batch=contest.batches[0])
     asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
-    if len(asked) == 1:
-        check_room(contest.source, host)
-        return Race(runs=(), chosen=asked[0].changed(batch=contest.batches[-1]), file=None)
-    kept = _kept(contest, host, sample, engine, setups)
+    kept = _kept(contest, host, sample, asked)
     if kept.is_file():
         found = Race.from_file(kept)
         return found.changed(chosen=_choose(found.runs, quality, engine, kept), recalled=True)
     check_room(contest.source, host)
+    if len(asked) == 1:
+        return Race(runs=(), chosen=asked[0].changed(batch=contest.batches[-1]), file=None)
     runs: list[Run] = []
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
         folder = Path(name)
@@ -168,7 +162,7 @@ def runs_of(entrants: Entrants, folder: Path) -> Iterator[Run]:
     waiting = list(entrants.setups)
     limit = TIMEOUT_SECONDS * len(waiting)
     with errors.open("w") as file:
-        command = [sys.executable, "-m", WORKERS[entrants.contest.task], str(request)]
+        command = [sys.executable, "-m", f"{PACKAGES[entrants.contest.task]}.contest", str(request)]
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
     assert process.stdout is not None
     timer = Timer(limit, process.kill)
@@ -206,12 +200,12 @@ def answer(run: Callable[[Entrants, EngineSetup], Run]) -> None:
         gc.collect()  # before the next one is loaded
 
 
-def _kept(contest: Contest, host: Host, sample: list[list[int]], engine: str | None, setups: list[EngineSetup]) -> Path:
+def _kept(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:
     """The lengths by their quantiles to an eighth of a power of two: other texts of such lengths are the same race."""
     lengths = np.quantile([len(row) for row in sample], (0.1, 0.5, 0.9)) if sample else np.zeros(3)
     shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths]
     labels = [setup.label() for setup in setups]
     weights = weights_identity(contest.source)
-    said = (contest.to_json(), host.fingerprint, shape, engine, labels, weights, installed_versions(LIBRARIES))
+    said = (contest.to_json(), host.fingerprint, shape, labels, weights, installed_versions(LIBRARIES))
     key = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
     return read_settings().cache_dir / "races" / f"{contest.source.model_hash}-{key}.json"

@@ -18,6 +18,12 @@ class Progress(Value):
     made_of: str
 
 
+def made_of(given: Path, *by: str) -> str:
+    """Says what an output is made of: the same input, as it is now, by the same model and setup gives the same output."""
+    stat = given.stat()
+    return repr((given.name, stat.st_size, stat.st_mtime_ns, *by))
+
+
 class Unfinished:
     """``made_of``: says which input and setup the output belongs to. ``partial``: where it is written until it is whole."""
 

@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from upshift.inference.padding import padded_rows
+
 
 class Batch(NamedTuple):
     """Padded on the right. ``places``: where its texts stand in the order that they came in."""
@@ -29,10 +31,4 @@ def by_length(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
 
 def padded(tokens: Sequence[Sequence[int]], batches: list[list[int]], *, pad: int) -> Iterator[Batch]:
     for places in batches:
-        longest = max(len(tokens[place]) for place in places)
-        ids = np.full((len(places), max(longest, 1)), pad, dtype=np.int64)
-        mask = np.zeros_like(ids)
-        for row, place in enumerate(places):
-            ids[row, : len(tokens[place])] = tokens[place]
-            mask[row, : len(tokens[place])] = 1
-        yield Batch(ids, mask, places)
+        yield Batch(*padded_rows([tokens[place] for place in places], pad=pad), places)

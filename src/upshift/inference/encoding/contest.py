@@ -7,8 +7,8 @@ import time
 
 import numpy as np
 
+from upshift.inference.agreement import cosines
 from upshift.inference.encoding.encoding import Encoding
-from upshift.inference.encoding.pool import cosines
 from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.race import Entrants, Run, answer
 from upshift.inference.setup import EngineSetup

@@ -14,6 +14,7 @@ from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.engines import check_engine
 from upshift.inference.race import Contest, Race, Run, race, read_quality
+from upshift.inference.sample import spread
 from upshift.inference.weights import find_weights
 
 SAMPLE_TEXTS = 128  # of a race
@@ -63,9 +64,3 @@ class Encoder:
             self.race = race(contest, self.host, sample, self.quality, engine=self._engine, on_run=self._on_run)
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding
-
-
-def spread(texts: Sequence[str], count: int) -> list[str]:
-    """So many of them, evenly from first to last."""
-    step = max(len(texts) / count, 1.0)
-    return [texts[int(place * step)] for place in range(min(count, len(texts)))]

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.inference.lines import read_lines
 from upshift.inference.unfinished import Unfinished, check_output
 
 BLOCK_TEXTS = 16_384
@@ -33,29 +34,17 @@ def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
 
 def read_texts(path: Path) -> Iterator[str]:
     """Raises RequestError with the number of the line that holds no text."""
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:  # the lines that count_texts counts
-        for number, line in enumerate(file, start=1):
-            if path.suffix == ".txt":
-                yield line.rstrip("\r\n")
-                continue
-            try:
-                text = json.loads(line)["text"]
-            except (ValueError, KeyError, TypeError):
-                text = None
-            if not isinstance(text, str):
-                raise RequestError(f'{path} line {number} is no JSON object with a "text"; write {{"text": "..."}} on every line')
-            yield text
+    return read_lines(path, _text)
 
 
-def blocks(path: Path, *, skip: int = 0) -> Iterator[list[str]]:
-    texts = islice(read_texts(path), skip, None)
-    while block := list(islice(texts, BLOCK_TEXTS)):
-        yield block
-
-
-def count_texts(path: Path) -> int:
-    with path.open("rb") as file:
-        return sum(1 for _ in file)
+def _text(line: str, where: str) -> str:
+    try:
+        text = json.loads(line)["text"]
+    except (ValueError, KeyError, TypeError):
+        text = None
+    if not isinstance(text, str):
+        raise RequestError(f'{where} is no JSON object with a "text"; write {{"text": "..."}} on every line')
+    return text
 
 
 def sample_texts(path: Path, total: int, count: int) -> list[str]:

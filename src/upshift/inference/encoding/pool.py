@@ -23,10 +23,3 @@ def pool(states: Array, mask: Array, recipe: Recipe) -> Array:
     if recipe.normalize:
         found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
     return found.astype(np.float32, copy=False)
-
-
-def cosines(one: Array, other: Array) -> Array:
-    """Of each row of one with the same row of the other, [N]."""
-    norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
-    found: Array = (one * other).sum(1) / np.maximum(norms, 1e-12)
-    return found

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from upshift.inference.encoding.pool import cosines
+from upshift.inference.agreement import cosines
 from upshift.inference.engines import build_engine
-from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild, left_padded
+from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Entrants, Run, answer
 from upshift.inference.setup import EngineSetup
@@ -72,7 +72,7 @@ def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | Non
     """tokens [count, N]: what is generated; None: the likeliest."""
     decoder.keep([])
     start = time.perf_counter()
-    logits = [decoder.admit(*left_padded(prompts))]
+    logits = [decoder.admit(prompts)]
     ends = [time.perf_counter()]
     for place in range(count - 1):
         logits.append(decoder.step(logits[-1].argmax(1) if tokens is None else tokens[place]))

@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
-from collections.abc import Sequence as List
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import Decoder, left_padded
+from upshift.inference.generation.engines.decoder import Decoder
 from upshift.inference.generation.sequence import Sequence
 
 ADMIT_SHARE = 4  # of the rows: admission copies the cache, so a quarter of them is awaited
 ADMIT_TOKENS = 8192  # of prompts, padding included, in one pass: activations take memory, too
 
 
-def decode(decoder: Decoder, waiting: List[Sequence], *, rows: int) -> Iterator[tuple[Sequence, int]]:
+def decode(decoder: Decoder, waiting: list[Sequence], *, rows: int) -> Iterator[tuple[Sequence, int]]:
     """Each sequence with each of its tokens, as they come; at most ``rows`` sequences at once, longest prompts first, so that
     those that are admitted together are alike."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
@@ -25,7 +24,7 @@ def decode(decoder: Decoder, waiting: List[Sequence], *, rows: int) -> Iterator[
         if queue and (not live or (decoder.joins and free * ADMIT_SHARE >= rows)):
             fitting = max(ADMIT_TOKENS // len(queue[0].prompt), 1)
             coming = [queue.popleft() for _ in range(min(free, len(queue), fitting))]
-            logits = decoder.admit(*left_padded([sequence.prompt for sequence in coming]))
+            logits = decoder.admit([sequence.prompt for sequence in coming])
             live += coming
         else:
             coming = live
@@ -39,6 +38,6 @@ def decode(decoder: Decoder, waiting: List[Sequence], *, rows: int) -> Iterator[
             live = [live[row] for row in kept]
 
 
-def _tokens(logits: np.ndarray, sequences: List[Sequence]) -> list[int]:
+def _tokens(logits: np.ndarray, sequences: list[Sequence]) -> list[int]:
     likeliest = logits.argmax(1)
     return [int(likeliest[row]) if sequence.plain else sequence.choose(logits[row]) for row, sequence in enumerate(sequences)]

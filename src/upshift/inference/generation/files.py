@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
 from upshift.inference.generation.prompts import Prompt
+from upshift.inference.lines import read_lines
 from upshift.inference.unfinished import Unfinished, check_output
 
 BLOCK_PROMPTS = 512
@@ -26,15 +26,7 @@ def check_files(prompts: Path, output: Path, *, overwrite: bool) -> None:
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
     """Raises RequestError with the number of the line that is no prompt."""
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:
-        for number, line in enumerate(file, start=1):
-            yield line.rstrip("\r\n") if path.suffix == ".txt" else _prompt(line, f"{path} line {number}")
-
-
-def blocks(path: Path, *, skip: int = 0) -> Iterator[list[Prompt]]:
-    prompts = islice(read_prompts(path), skip, None)
-    while block := list(islice(prompts, BLOCK_PROMPTS)):
-        yield block
+    return read_lines(path, _prompt)
 
 
 class Answers:

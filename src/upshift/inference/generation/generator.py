@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from collections.abc import Sequence as List
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
@@ -18,6 +17,7 @@ from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Contest, Race, Run, race, read_quality
+from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import engine_folder, find_weights
 
@@ -54,9 +54,9 @@ class Generator:
     ) -> None:
         self.quality = read_quality(str(quality))
         self.source = find_weights(model)
-        self._task = generation_task(self.source)
-        self._engine = None if engine is None else check_engine(self._task, engine)
-        self._start = start_token(self.source) if self._task == "seq2seq" else None
+        self.task = generation_task(self.source)
+        self._engine = None if engine is None else check_engine(self.task, engine)
+        self._start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.host = detect()
         self.race: Race | None = None
@@ -67,13 +67,13 @@ class Generator:
     def options(self, **given: Any) -> GenerationOptions:
         return read_options(self.source, given)
 
-    def generate(self, prompts: List[Prompt], **options: Any) -> list[Completion]:
+    def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
         """In the order of the prompts. ``options``: GenerationOptions by their transformers names."""
         if isinstance(prompts, str):
             raise RequestError("generate() takes a list of prompts and was given one text; use generate([text]), or stream(text)")
         return self.complete(prompts, self.options(**options))
 
-    def complete(self, prompts: List[Prompt], options: GenerationOptions, *, first: int = 0) -> list[Completion]:
+    def complete(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[Completion]:
         """``first``: the place of the first of them among all, which its seed depends on."""
         ids = self.read(prompts, options, first=first)
         found: dict[int, Completion] = {}
@@ -84,39 +84,41 @@ class Generator:
         return [found[first + place] for place in range(len(ids))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """The text of one prompt, piece by piece: a character as soon as all of its bytes are there."""
-        read = self.options(**options)
+        """The text of one prompt, piece by piece."""
+        return self.pieces(prompt, self.options(**options))
+
+    def pieces(self, prompt: Prompt, options: GenerationOptions) -> Iterator[str]:
+        """A character as soon as all of its bytes are there."""
         tokens: list[int] = []
         said, shown = 0, 0  # tokens that are shown; those among them that the next ones are read together with start here
-        for sequence, token in self._tokens(self.read([prompt], read), read):
+        for sequence, token in self._tokens(self.read([prompt], options), options):
             tokens.append(token)
             before, now = self.prompts.text(tokens[said:shown]), self.prompts.text(tokens[said:])
             if len(now) > len(before) and (sequence.ending or not now.endswith(BROKEN)):
                 yield now[len(before) :]
                 said, shown = shown, len(tokens)
 
-    def prepare(self, ids: List[list[int]], options: GenerationOptions) -> Race:
+    def prepare(self, ids: list[list[int]], options: GenerationOptions) -> Race:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same."""
         if self.race is None:
-            count = max(min(SAMPLE_PROMPTS, len(ids), ADMIT_TOKENS // max(len(prompt) for prompt in ids)), 1)
-            sample = [ids[place * len(ids) // count] for place in range(count)]
+            sample = spread(ids, max(min(SAMPLE_PROMPTS, ADMIT_TOKENS // max(len(prompt) for prompt in ids)), 1))
             task = GenerationTask.of(options).to_json()
             batches = tuple(sorted({len(sample), self._room(ids, options)}))
-            contest = Contest(task=self._task, source=self.source, asked=task, pad=0, batches=batches)
+            contest = Contest(task=self.task, source=self.source, asked=task, pad=0, batches=batches)
             self.race = race(contest, self.host, sample, self.quality, engine=self._engine, on_run=self._on_run)
-            folder = engine_folder(self._task, self.source, self.race.chosen)
+            folder = engine_folder(self.task, self.source, self.race.chosen)
             build = DecoderBuild(self.source, self.race.chosen, folder)
-            self._decoder = build_engine(self._task, self.race.chosen.engine, build)
+            self._decoder = build_engine(self.task, self.race.chosen.engine, build)
         return self.race
 
-    def _room(self, ids: List[list[int]], options: GenerationOptions) -> int:
+    def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
         """Sequences whose cache fits beside the model."""
         cpu = detect().cpu
         free = CACHE_SHARE * (cpu.free_memory_bytes if cpu is not None and cpu.free_memory_bytes is not None else math.inf)
         one = cache_bytes(self.source) * (max(len(prompt) for prompt in ids) + options.max_new_tokens)
         return max(min(len(ids), int(min(free / one, MANY))), 1)
 
-    def read(self, prompts: List[Prompt], options: GenerationOptions, *, first: int = 0) -> list[list[int]]:
+    def read(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[list[int]]:
         """Token ids. Raises RequestError for a prompt that is empty, or too long for the model."""
         ids = self.prompts.of(prompts, first=first)
         for number, prompt in enumerate(ids, start=first + 1):

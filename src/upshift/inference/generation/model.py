@@ -7,7 +7,7 @@ from typing import Any
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from upshift.errors import RequestError
-from upshift.inference.setup import Task
+from upshift.inference.setup import Precision, Task
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
@@ -58,12 +58,17 @@ def cache_bytes(source: ModelSource) -> int:
     return 2 * 4 * int(text.num_hidden_layers * heads * width)
 
 
-def load_model(source: ModelSource, dtype: Any) -> Any:
+def load_model(source: ModelSource, precision: Precision) -> Any:
+    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     assert source.directory is not None
     kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
-    return kind.from_pretrained(source.directory, dtype=dtype).eval()
+    return kind.from_pretrained(source.directory, dtype=torch.bfloat16 if precision == "bf16" else torch.float32).eval()
+
+
+def weight_bytes(model: Any) -> int:
+    return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def plain_cache(past: tuple[Any, ...] = ()) -> Any:

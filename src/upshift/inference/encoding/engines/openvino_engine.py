@@ -4,16 +4,15 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
-from pathlib import Path
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, load_forward
-from upshift.inference.openvino_files import save
+from upshift.inference.openvino_model import int8_weights, make
 from upshift.inference.setup import QUANTIZED
-from upshift.settings import without_telemetry
 
 HINTS = {"fp32": "f32", "bf16": "bf16", "int8-weights": "f32", "int8": "f32"}
 NAMES = ("ids", "mask")
@@ -25,9 +24,7 @@ class OpenVinoEngine:
 
         core = openvino.Core()
         path = build.folder / f"{build.setup.precision if build.setup.precision in QUANTIZED else 'fp32'}.xml"
-        if not path.is_file():
-            with without_telemetry():
-                _make(build, path)
+        make(path, partial(_export, build), partial(_rounded, build))
         model = core.read_model(path)
         settings = {
             "INFERENCE_PRECISION_HINT": HINTS[build.setup.precision],
@@ -61,30 +58,20 @@ def _result(request: Any) -> np.ndarray:
     return found
 
 
-def _make(build: Build, path: Path) -> None:
-    """Quantized ones are made of the fp32 one, which needs no torch. Put in place whole."""
+def _export(build: Build) -> Any:
     import openvino
-
-    plain = path.with_name("fp32.xml")
-    if not plain.is_file():
-        forward = load_forward(build.source, build.recipe)
-        inputs = [(name, [-1, -1]) for name in NAMES]
-        save(openvino.convert_model(forward, example_input=_tensors(build.examples[0]), input=inputs), plain)
-    if path != plain:
-        save(_quantize(build, openvino.Core().read_model(plain)), path)
-
-
-def _tensors(batch: Batch) -> dict[str, Any]:
     import torch
 
-    return {"ids": torch.from_numpy(batch.ids), "mask": torch.from_numpy(batch.mask)}
+    example = {"ids": torch.from_numpy(build.examples[0].ids), "mask": torch.from_numpy(build.examples[0].mask)}
+    forward = load_forward(build.source, build.recipe)
+    return openvino.convert_model(forward, example_input=example, input=[(name, [-1, -1]) for name in NAMES])
 
 
-def _quantize(build: Build, model: Any) -> Any:
+def _rounded(build: Build, model: Any) -> Any:
     import nncf
 
     if build.setup.precision == "int8-weights":
-        return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
+        return int8_weights(model)
     data = nncf.Dataset(build.examples, lambda batch: {"ids": batch.ids, "mask": batch.mask})
     return nncf.quantize(
         model, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(build.examples), preset=nncf.QuantizationPreset.MIXED

@@ -11,6 +11,8 @@ import numpy as np
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource
 
+NO_ROWS = np.zeros((0, 0), dtype=np.int64)
+
 
 class Decoder(Protocol):
     """Rows are sequences that are being generated, in the order of their admission."""
@@ -18,8 +20,8 @@ class Decoder(Protocol):
     weight_bytes: int  # read for every step
     joins: bool  # rows can be admitted beside others
 
-    def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
-        """ids, mask [N, S], padded on the left: N rows more, behind those that are there -> their logits [N, V] fp32."""
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        """Token ids of N rows more, behind those that are there -> their logits [N, V] fp32."""
         ...
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
@@ -43,7 +45,7 @@ class Padding:
     """Which places of the cache are padding, of every row: [R, T] of 0 and 1, padded on the left."""
 
     def __init__(self) -> None:
-        self.mask = np.zeros((0, 0), dtype=np.int64)
+        self.mask = NO_ROWS
 
     @property
     def rows(self) -> int:
@@ -65,17 +67,7 @@ class Padding:
         return found
 
     def keep(self, rows: list[int]) -> None:
-        self.mask = self.mask[rows]
-
-
-def left_padded(prompts: Sequence[Sequence[int]]) -> tuple[np.ndarray, np.ndarray]:
-    """Token ids and mask, [N, S] of the longest."""
-    longest = max(len(prompt) for prompt in prompts)
-    ids, mask = np.zeros((len(prompts), longest), dtype=np.int64), np.zeros((len(prompts), longest), dtype=np.int64)
-    for row, prompt in enumerate(prompts):
-        ids[row, longest - len(prompt) :] = prompt
-        mask[row, longest - len(prompt) :] = 1
-    return ids, mask
+        self.mask = self.mask[rows] if rows else NO_ROWS
 
 
 def positions(mask: np.ndarray) -> np.ndarray:

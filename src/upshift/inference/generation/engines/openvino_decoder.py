@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.openvino_model import int8_weights, make
+from upshift.inference.padding import padded_rows
 from upshift.inference.setup import Precision
-from upshift.settings import without_telemetry
 
 WHOLE, ROUNDED = "0", "32"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
 
@@ -36,13 +39,11 @@ class OpenVinoDecoder:
     def __init__(self, build: DecoderBuild) -> None:
         import openvino
 
-        from upshift.inference.generation.engines.openvino_export import make
+        from upshift.inference.generation.engines.openvino_export import export, int4_weights
 
         kind = KINDS[build.setup.precision]
         path = build.folder / f"{kind.weights}.xml"
-        if not path.is_file():
-            with without_telemetry():
-                make(build.source, path)
+        make(path, partial(export, build.source), int8_weights if kind.weights == "int8" else int4_weights)
         settings = {
             "INFERENCE_PRECISION_HINT": kind.products,
             "KV_CACHE_PRECISION": kind.cache,
@@ -57,7 +58,8 @@ class OpenVinoDecoder:
         self.padding = Padding()
         self._order = np.zeros(0, dtype=np.int32)  # rows of the cache that the next step goes on with
 
-    def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        ids, mask = padded_rows(prompts, left=True)
         several = self.padding.rows > 0
         request = self._newcomers if several else self.request
         request.reset_state()
@@ -82,7 +84,6 @@ class OpenVinoDecoder:
         self.padding.keep(rows)
         self._order = self._order[rows]
         if not rows:
-            self.padding = Padding()
             self.request.reset_state()
 
     def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, order: np.ndarray) -> np.ndarray:

@@ -8,34 +8,19 @@ that these rows go on with. Output: logits [R, 1, V] of the last token. The form
 from __future__ import annotations
 
 import inspect
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from upshift.inference.generation.model import load_model, plain_cache
-from upshift.inference.openvino_files import save
 from upshift.models.source import ModelSource
 
 GROUP_SIZE = 128  # weights that share a scale, of int4
 
 
-def make(source: ModelSource, path: Path) -> None:
-    """fp32.xml, int8.xml or int4.xml. Rounded ones are made of the fp32 one, which needs no torch. Put in place whole."""
-    import openvino
-
-    plain = path.with_name("fp32.xml")
-    if not plain.is_file():
-        save(_export(source), plain)
-    if path != plain:
-        save(_compressed(openvino.Core().read_model(plain), path.stem), path)
-
-
-def _compressed(model: Any, weights: str) -> Any:
+def int4_weights(model: Any) -> Any:
     import nncf
 
-    if weights == "int8":
-        return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
     fallback = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
     return nncf.compress_weights(
         model, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=GROUP_SIZE, ratio=1.0, advanced_parameters=fallback
@@ -48,11 +33,8 @@ class _Traced(NamedTuple):
     past: list[tuple[str, list[int]]]  # names of keys and values that come in, and [heads, width]
 
 
-def _export(source: ModelSource) -> Any:
-    import torch
-
-    model = load_model(source, torch.float32)
-    traced = _trace(model)
+def export(source: ModelSource) -> Any:
+    traced = _trace(load_model(source, "fp32"))
     _name(traced)
     _reorder(traced)
     from openvino._offline_transformations import apply_make_stateful_transformation

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import inspect
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
-from upshift.inference.generation.model import load_model, plain_cache
-
-MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
+from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
+from upshift.inference.padding import padded_rows
+from upshift.inference.torch_computing import computing
 
 
 class TorchDecoder:
@@ -19,13 +20,14 @@ class TorchDecoder:
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_model(build.source, torch.bfloat16 if build.setup.precision == "bf16" else torch.float32)
-        self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        self.model = load_model(build.source, build.setup.precision)
+        self.weight_bytes = weight_bytes(self.model)
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self.padding = Padding()
         self.cache = plain_cache()
 
-    def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        ids, mask = padded_rows(prompts, left=True)
         cache = plain_cache()
         logits = self._run(ids, mask, positions(mask), cache)
         if self.padding.rows:
@@ -47,7 +49,7 @@ class TorchDecoder:
         if rows:
             self.cache.batch_select_indices(torch.tensor(rows))
         else:
-            self.padding, self.cache = Padding(), plain_cache()
+            self.cache = plain_cache()
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any) -> np.ndarray:
         given = {
@@ -58,15 +60,8 @@ class TorchDecoder:
             "use_cache": True,
             "logits_to_keep": 1,
         }
-        before = torch.get_float32_matmul_precision(), torch.get_num_threads()
-        torch.set_num_threads(self.setup.threads)
-        torch.set_float32_matmul_precision(MATMUL.get(self.setup.precision, "highest"))
-        try:
-            with torch.inference_mode():
-                logits = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits
-        finally:
-            torch.set_float32_matmul_precision(before[0])
-            torch.set_num_threads(before[1])
+        with computing(self.setup):
+            logits = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits
         found: np.ndarray = logits[:, -1].float().numpy()
         return found
 

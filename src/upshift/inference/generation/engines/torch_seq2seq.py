@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from upshift.inference.generation.engines.decoder import DecoderBuild
-from upshift.inference.generation.model import load_model, start_token
+from upshift.inference.generation.model import load_model, start_token, weight_bytes
+from upshift.inference.padding import padded_rows
+from upshift.inference.torch_computing import computing
 
 
 class TorchSeq2Seq:
@@ -17,33 +20,27 @@ class TorchSeq2Seq:
     joins = False
 
     def __init__(self, build: DecoderBuild) -> None:
-        self.threads = build.setup.threads
-        self.model = load_model(build.source, torch.bfloat16 if build.setup.precision == "bf16" else torch.float32)
-        self.weight_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
+        self.setup = build.setup
+        self.model = load_model(build.source, build.setup.precision)
+        self.weight_bytes = weight_bytes(self.model)
         self._start = start_token(build.source)
         self.keep([])
 
-    def admit(self, ids: np.ndarray, mask: np.ndarray) -> np.ndarray:
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Encoders, too, may count positions from the first token: padding goes to the right."""
-        order = np.argsort(-mask, axis=1, kind="stable")
-        ids, mask = np.take_along_axis(ids, order, 1), np.take_along_axis(mask, order, 1)
+        ids, mask = padded_rows(prompts)
         self._mask = torch.from_numpy(mask)
-        with torch.inference_mode():
+        with computing(self.setup):
             found = self.model.get_encoder()(input_ids=torch.from_numpy(ids), attention_mask=self._mask)
         self._encoded = found.last_hidden_state
         return self.step(np.full(len(ids), self._start))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        before = torch.get_num_threads()
-        torch.set_num_threads(self.threads)
-        try:
-            with torch.inference_mode():
-                logits = self.model(
-                    encoder_outputs=(self._encoded,), attention_mask=self._mask, past_key_values=self._cache, use_cache=True,
-                    decoder_input_ids=torch.from_numpy(tokens)[:, None],
-                ).logits  # fmt: skip
-        finally:
-            torch.set_num_threads(before)
+        with computing(self.setup):
+            logits = self.model(
+                encoder_outputs=(self._encoded,), attention_mask=self._mask, past_key_values=self._cache, use_cache=True,
+                decoder_input_ids=torch.from_numpy(tokens)[:, None],
+            ).logits  # fmt: skip
         found: np.ndarray = logits[:, -1].float().numpy()
         return found
 

@@ -1,0 +1,28 @@
+"""Lines of a file that may be larger than memory, block by block, so that a run can go on where it stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def read_lines(path: Path, read: Callable[[str, str], T]) -> Iterator[T | str]:
+    """A .txt's lines as they are; of another file, what ``read`` makes of a line and of the words that say where it stands."""
+    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:  # the lines that count_lines counts
+        for number, line in enumerate(file, start=1):
+            yield line.rstrip("\r\n") if path.suffix == ".txt" else read(line, f"{path} line {number}")
+
+
+def count_lines(path: Path) -> int:
+    with path.open("rb") as file:
+        return sum(1 for _ in file)
+
+
+def blocks(items: Iterator[T], *, size: int, skip: int = 0) -> Iterator[list[T]]:
+    rest = islice(items, skip, None)
+    while block := list(islice(rest, size)):
+        yield block

@@ -1,0 +1,38 @@
+"""A model as OpenVINO's pair of files, made once of transformers' weights."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from upshift.settings import without_telemetry
+
+
+def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any]) -> None:
+    """``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of it without torch."""
+    import openvino
+
+    plain = path.with_name("fp32.xml")
+    with without_telemetry():
+        if not plain.is_file():
+            _save(export(), plain)
+        if not path.is_file():
+            _save(rounded(openvino.Core().read_model(plain)), path)
+
+
+def int8_weights(model: Any) -> Any:
+    import nncf
+
+    return nncf.compress_weights(model, mode=nncf.CompressWeightsMode.INT8_SYM)
+
+
+def _save(model: Any, path: Path) -> None:
+    """Put in place whole: ``path`` is the .xml, and is there only when its .bin is."""
+    import openvino
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    temporary = path.with_name(f"writing-{path.name}")
+    openvino.save_model(model, temporary, compress_to_fp16=False)
+    temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
+    temporary.replace(path)

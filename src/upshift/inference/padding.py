@@ -1,0 +1,19 @@
+"""Rows of token ids of unequal lengths as one array."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+
+def padded_rows(rows: Sequence[Sequence[int]], *, pad: int = 0, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
+    """Ids and mask of 0 and 1, int64 [N, S] of the longest row (of one place where all are empty), padded on one side."""
+    longest = max(1, *(len(row) for row in rows))
+    ids = np.full((len(rows), longest), pad, dtype=np.int64)
+    mask = np.zeros_like(ids)
+    for number, row in enumerate(rows):
+        places = slice(longest - len(row), longest) if left else slice(len(row))
+        ids[number, places] = row
+        mask[number, places] = 1
+    return ids, mask

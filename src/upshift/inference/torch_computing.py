@@ -1,0 +1,26 @@
+"""How torch computes while a setup runs forward."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from upshift.inference.setup import EngineSetup
+
+MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
+
+
+@contextmanager
+def computing(setup: EngineSetup) -> Iterator[None]:
+    """Without gradients, by the setup's threads and kind of fp32 products; afterwards as it was."""
+    before = torch.get_float32_matmul_precision(), torch.get_num_threads()
+    torch.set_num_threads(setup.threads)
+    torch.set_float32_matmul_precision(MATMUL.get(setup.precision, "highest"))
+    try:
+        with torch.inference_mode():
+            yield
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.set_num_threads(before[1])
