@@ -63,6 +63,11 @@ def save_model(folder: Path, shape: str, seed: int) -> None:
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names).save_pretrained(folder)
 
 
+def made_prompts(count: int, length: int) -> list[str]:
+    text = "".join(chr(97 + (7 * place * place + place // 5) % 23) for place in range(length + count))
+    return [text[place : place + length] for place in range(count)]
+
+
 def transformers_generate(request: dict[str, Any]) -> tuple[Callable[[], list[list[int]]], str]:
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -169,12 +174,11 @@ def contenders() -> list[str]:
 
 
 def run(case: Case, shape: str, *, prompts: int, length: int, rounds: int) -> dict[str, Any]:
-    text = "".join(chr(97 + (7 * place * place + place // 5) % 23) for place in range(length + prompts))
     with tempfile.TemporaryDirectory(prefix="upshift-generate-") as name:
         folder = Path(name)
         save_model(folder / "model", shape, seed=0)
         asked = {"model": str(folder / "model"), "folder": name, "tokens": length}
-        asked["prompts"] = [text[place : place + length] for place in range(prompts)]
+        asked["prompts"] = made_prompts(prompts, length)
 
         def fresh(one: str) -> dict[str, Any]:
             path = folder / "request.json"

@@ -32,7 +32,10 @@ from transformers import (
 
 import upshift
 from upshift.errors import NothingFits, RequestError
+from upshift.hardware import detect
+from upshift.hardware.spec import Measured, Rates
 from upshift.inference import engines
+from upshift.inference.forecast import forecast_encoding, forecast_generation
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
 from upshift.inference.generation.files import Answers, read_prompts
@@ -299,6 +302,31 @@ def test_answers_go_on_where_a_run_was_stopped(tmp_path: Path) -> None:
     again.finish()
     assert [json.loads(line)["text"] for line in output.read_text().splitlines()] == ["one", "two", "three"]
     assert [path.name for path in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+def test_a_forecast_is_the_roofline_of_its_setup(made: dict[str, str], tmp_path: Path) -> None:
+    """Where memory is slow, seconds a token are bytes of the weights over its rate; where it is fast, FLOPs over theirs."""
+    source = find_weights(made["llama"])
+    measured = Measured(
+        torch_version="2", transformers_version=None, num_threads=1, cpu=Rates(fp32=1e15, memory_bytes_per_second=1e6),
+        dispatch_seconds=0.0, first_touch_seconds_per_byte=None, base_resident_bytes=None, compiler=None, probe_seconds=0.0,
+    )  # fmt: skip
+    host = detect().cpu_alone().changed(measured=measured)
+    setup = EngineSetup(engine="openvino", precision="fp32", threads=1, batch=1)
+    count = sum(weight.numel() for weight in AutoModelForCausalLM.from_pretrained(made["llama"]).parameters())
+    embedded = 260 * 64  # looked up, not read; the head is read
+    says = forecast_generation(source, host, [1], 2)
+    assert says(setup) == pytest.approx(1e6 / 4 / (count - embedded), rel=0.15)
+    quarter, four = says(setup.changed(precision="int8-weights")), says(setup.changed(batch=4))
+    assert quarter is not None and four is not None
+    assert 1.5 < quarter / (says(setup) or 0.0) < 4.0 and four / (says(setup) or 0.0) == pytest.approx(4.0, rel=0.2)
+    slow = measured.changed(cpu=Rates(fp32=1e9, memory_bytes_per_second=1e15))
+    computed = forecast_generation(source, host.changed(measured=slow), [8], 1)(setup)
+    assert computed == pytest.approx(1e9 / (2 * 8 * (count - 2 * embedded) + 2 * embedded), rel=0.15)
+    texts = forecast_encoding(source, host.changed(measured=slow), [8, 8])(setup.changed(batch=16))
+    assert texts == pytest.approx(1e9 / (2 * 8 * (count - 2 * embedded)), rel=0.15)
+    seq2seq = find_weights(save(tmp_path, SEQ2SEQ["t5, relative positions"], AutoModelForSeq2SeqLM))
+    assert forecast_generation(seq2seq, host, [10], 2)(setup) is None
 
 
 @pytest.mark.parametrize(

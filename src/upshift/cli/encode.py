@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, table, teller
+from upshift.cli.race import dim, failures, forecast, table, teller
 
 
 def command(
@@ -82,6 +82,7 @@ def race_table(race: Any) -> Table:
     return table(race, {
         "batch": lambda run: f"{run.setup.batch:,}",
         "texts/s": lambda run: f"{run.per_second:,.0f}",
+        "forecast": forecast,
         "cosine": lambda run: f"{run.worst_cosine:.5f}",
         "diff": lambda run: f"{run.largest_difference:.1e}",
         "load s": lambda run: f"{run.load_seconds:.1f}",

@@ -13,9 +13,8 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, table, teller
+from upshift.cli.race import dim, failures, forecast, table, teller
 from upshift.errors import RequestError
-from upshift.planning.planner import find_host
 
 
 def command(
@@ -116,7 +115,7 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
         return
     if generator.race.runs:
         show.out.print(_table(generator.race))
-        _bound(generator.race)
+        _bound(generator)
     failures(generator.race, generator.task)
     show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
     show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
@@ -130,11 +129,13 @@ def _answer(found: Any) -> dict[str, Any]:
     return {"text": found.text, "ending": found.ending, "prompt_tokens": found.prompt_tokens, "tokens": len(found.tokens)}
 
 
-def _bound(race: Any) -> None:
+def _bound(generator: Any) -> None:
     """How near the chosen setup's step is to what memory allows: no step is faster than reading its weights once."""
-    (run,) = (run for run in race.runs if run.setup == race.chosen)
+    (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)
+    from upshift.hardware.probe import measure
+
     with show.step("Measuring this machine"):
-        measured = find_host(None).measured
+        measured = measure(generator.host).measured
     rate = None if measured is None else measured.cpu.memory_bytes_per_second
     if rate and run.step_seconds:
         least = run.weight_bytes / rate
@@ -150,6 +151,7 @@ def _table(race: Any) -> Table:
     return table(race, {
         "rows": lambda run: f"{run.setup.batch}",
         "tokens/s": lambda run: f"{run.per_second:,.0f}",
+        "forecast": forecast,
         "step ms": lambda run: f"{1e3 * run.step_seconds:.1f}",
         "GB/s": lambda run: f"{run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0:.1f}",
         "cosine": lambda run: f"{run.worst_cosine:.5f}",

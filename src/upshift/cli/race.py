@@ -33,6 +33,11 @@ def table(race: Any, numbers: Mapping[str, Callable[[Any], str]]) -> Table:
     return found
 
 
+def forecast(run: Any) -> str:
+    """A column: what the planner's formulas said."""
+    return "" if run.forecast_per_second is None else f"{run.forecast_per_second:,.0f}"
+
+
 def failures(race: Any, task: Task) -> None:
     """What did not run, what is not installed, and where the race is remembered."""
     from upshift.inference.engines import missing

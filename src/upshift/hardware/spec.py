@@ -192,6 +192,12 @@ class Host(Value):
             return self
         return self.changed(num_nodes=1, gpus_per_node=min(self.gpus_per_node, 1), intra_node=None, inter_node=None)
 
+    def cpu_alone(self) -> Host:
+        """One such machine without its GPUs, for what computes on the CPU."""
+        return self.changed(
+            num_nodes=1, gpus_per_node=0, gpu=None, mixed_gpus=(), intra_node=None, inter_node=None, host_to_device=None
+        )
+
     def supports(self, precision: Precision) -> bool | None:
         """Whether every device that would compute has matrix instructions for this precision; None if unknown."""
         parts: list[Gpu | Cpu | None] = [*self.mixed_gpus] or [self.gpu or self.cpu]

@@ -24,6 +24,7 @@ import numpy as np
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.engines import PACKAGES, contestants
+from upshift.inference.forecast import Forecast
 from upshift.inference.setup import EngineName, EngineSetup, Task
 from upshift.inference.weights import check_room, weights_identity
 from upshift.installed import installed_versions
@@ -68,6 +69,7 @@ class Run(Value):
     load_seconds: float | None = None
     seconds: Spread | None = None  # of the whole sample
     per_second: float | None = None  # texts, or generated tokens
+    forecast_per_second: float | None = None  # by the planner's formulas, before it ran
     step_seconds: float | None = None  # of generation: one token more of each sequence
     weight_bytes: int | None = None  # of generation: read in every step
     largest_difference: float | None = None
@@ -111,6 +113,7 @@ def race(
     quality: Quality,
     *,
     engine: EngineName | None = None,
+    forecast: Callable[[], Forecast],
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
     """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. Remembered by contest, weights,
@@ -124,7 +127,7 @@ def race(
     check_room(contest.source, host)
     if len(asked) == 1:
         return Race(runs=(), chosen=asked[0].changed(batch=contest.batches[-1]), file=None)
-    runs: list[Run] = []
+    runs, says = list[Run](), forecast()
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
         folder = Path(name)
         (folder / "sample.json").write_text(json.dumps(sample))
@@ -133,8 +136,8 @@ def race(
                 contest=contest, setups=tuple(group), sample=folder / "sample.json", reference=folder / "reference.npy"
             )
             for run in runs_of(entrants, folder):
-                runs.append(run)
-                on_run(run)
+                runs.append(run if run.failure else run.changed(forecast_per_second=says(run.setup)))
+                on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
     run_all = Race(runs=tuple(runs), chosen=runs[0].setup, file=kept)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.engines import check_engine
+from upshift.inference.forecast import forecast_encoding
 from upshift.inference.race import Contest, Race, Run, race, read_quality
 from upshift.inference.sample import spread
 from upshift.inference.weights import find_weights
@@ -40,7 +42,7 @@ class Encoder:
         self._engine = None if engine is None else check_engine("encode", engine)
         self.source = find_weights(model)
         self.recipe: Recipe = read_recipe(self.source)
-        self.host: Host = detect()
+        self.host: Host = detect().cpu_alone()
         self.tokens = Tokens(self.source, self.recipe)
         self._on_run = on_run
         self._encoding: Encoding | None = None
@@ -61,6 +63,9 @@ class Encoder:
             pad = self.tokens.pad
             asked = self.recipe.to_json()
             contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=TOKEN_BUDGETS)
-            self.race = race(contest, self.host, sample, self.quality, engine=self._engine, on_run=self._on_run)
+            forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
+            self.race = race(
+                contest, self.host, sample, self.quality, engine=self._engine, forecast=forecast, on_run=self._on_run
+            )
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.inference.engines import build_engine, check_engine
+from upshift.inference.forecast import forecast_generation
 from upshift.inference.generation.decode import ADMIT_TOKENS, decode
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.model import cache_bytes, generation_task, start_token
@@ -58,7 +60,7 @@ class Generator:
         self._engine = None if engine is None else check_engine(self.task, engine)
         self._start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
-        self.host = detect()
+        self.host = detect().cpu_alone()
         self.race: Race | None = None
         self._longest = positions(self.source)
         self._on_run = on_run
@@ -105,7 +107,11 @@ class Generator:
             task = GenerationTask.of(options).to_json()
             batches = tuple(sorted({len(sample), self._room(ids, options)}))
             contest = Contest(task=self.task, source=self.source, asked=task, pad=0, batches=batches)
-            self.race = race(contest, self.host, sample, self.quality, engine=self._engine, on_run=self._on_run)
+            lengths, new_tokens = [len(prompt) for prompt in sample], GenerationTask.of(options).new_tokens
+            forecast = partial(forecast_generation, self.source, self.host, lengths, new_tokens)
+            self.race = race(
+                contest, self.host, sample, self.quality, engine=self._engine, forecast=forecast, on_run=self._on_run
+            )
             folder = engine_folder(self.task, self.source, self.race.chosen)
             build = DecoderBuild(self.source, self.race.chosen, folder)
             self._decoder = build_engine(self.task, self.race.chosen.engine, build)

@@ -17,7 +17,7 @@ ELSEWHERE = {  # names of transformers' GenerationConfig that do not say how tex
     "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "transformers_version",
     "use_cache", "cache_implementation",
 }  # fmt: skip
-NEUTRAL = {"num_beams": 1, "num_return_sequences": 1, "renormalize_logits": False, "remove_invalid_values": False}
+ONE = ("num_beams", "num_return_sequences")  # that ask for nothing where they are 1
 
 
 class GenerationOptions(Value):
@@ -66,8 +66,8 @@ def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOpt
 def unused(source: ModelSource) -> dict[str, Any]:
     """What generation_config.json asks for and is not done: beams, other processors."""
     known = {*GenerationOptions.model_fields, *ELSEWHERE}
-    said = {name: value for name, value in _config(source).items() if name not in known and value is not None}
-    return {name: value for name, value in said.items() if name not in NEUTRAL or NEUTRAL[name] != value}
+    said = {name: value for name, value in _config(source).items() if name not in known and value not in (None, False)}
+    return {name: value for name, value in said.items() if name not in ONE or value != 1}
 
 
 def _config(source: ModelSource) -> dict[str, Any]:

@@ -71,7 +71,9 @@ def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision
 
 
 def _half(host: Host) -> MatrixPrecision:
-    return "bf16" if host.supports("bf16") is not False else "fp16"
+    if host.supports("bf16") is not False:
+        return "bf16"
+    return "fp32" if host.device == "cpu" else "fp16"
 
 
 def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision, execution: Execution) -> DeviceRates | None:

@@ -1,0 +1,83 @@
+"""What the planner's formulas say of a setup before it is measured: a roofline of the model's products on this CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.inference.encoding.batches import by_length
+from upshift.inference.setup import EngineSetup, Precision
+from upshift.models.source import ModelSource
+from upshift.models.store import profile_model
+from upshift.planning.inference.engine import Engine, build_engine
+from upshift.planning.inference.formats import CachePrecision, WeightPrecision
+from upshift.planning.inference.plan import ReplicaShape
+from upshift.planning.inference.planner import PROFILE_LENGTH
+from upshift.planning.inference.workload import InferenceWorkload
+
+Forecast = Callable[[EngineSetup], float | None]  # texts, or generated tokens, a second; None: no formula for it
+STORED: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
+    "fp32": ("fp32", "fp32"),
+    "tf32": ("fp32", "fp32"),
+    "bf16": ("bf16", "bf16"),
+    "int8-weights": ("int8", "fp32"),
+    "int8": ("int8", "int8"),
+    "int4-weights": ("int4", "fp32"),
+    "int4": ("int4", "int8"),
+}
+
+
+def forecast_encoding(source: ModelSource, host: Host, lengths: Sequence[int]) -> Forecast:
+    """``lengths``: tokens of each text."""
+    workload = InferenceWorkload(task="encode", prompt_length=_mean(lengths))
+
+    def found(setup: EngineSetup) -> float | None:
+        engine = engine_of(setup)
+        batches = [len(places) * lengths[places[0]] for places in by_length(lengths, setup.batch)]
+        steps = [engine.step(float(tokens), 0.0, logits=0.0) for tokens in batches] if engine else []
+        seconds = sum(step.total for step in steps if step is not None)
+        return len(lengths) / seconds if seconds else None
+
+    engine_of = _engines(source, host, workload)
+    return found
+
+
+def forecast_generation(source: ModelSource, host: Host, lengths: Sequence[int], new_tokens: int) -> Forecast:
+    """``lengths``: tokens of each prompt."""
+    workload = InferenceWorkload(task="generate", prompt_length=_mean(lengths), output_length=new_tokens)
+
+    def found(setup: EngineSetup) -> float | None:
+        engine, rows = engine_of(setup), float(setup.batch)
+        first = engine.step(rows * workload.prompt_length, 0.0, logits=rows) if engine else None
+        step = engine.step(0.0, rows) if engine else None
+        if first is None or step is None:
+            return None
+        return rows * new_tokens / (first.total + step.total * workload.decode_steps)
+
+    engine_of = _engines(source, host, workload)
+    return found
+
+
+def _mean(lengths: Sequence[int]) -> int:
+    return max(round(sum(lengths) / max(len(lengths), 1)), 1)
+
+
+def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Callable[[EngineSetup], Engine | None]:
+    """``host``: measured now where it was not. Nothing is forecast of a model that cannot be traced."""
+    from upshift.hardware.probe import measure
+
+    measured = host if host.measured is not None else measure(host)
+    try:
+        profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=())
+    except RequestError:
+        return lambda setup: None
+    if profile.objective == "seq2seq-lm":  # two stacks: not planned yet
+        return lambda setup: None
+
+    def found(setup: EngineSetup) -> Engine | None:
+        weights, cache = STORED[setup.precision]
+        execution = "eager" if setup.engine == "torch" else "graphs"
+        return build_engine(measured, profile, workload, ReplicaShape(weights, cache, 1, 1, execution))
+
+    return found
