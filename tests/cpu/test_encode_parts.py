@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -184,3 +186,25 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     first, second, third = race_module.runs_of(entrants, tmp_path)
     assert first.per_second == 1.0 and said in (second.failure or "")
     assert (third.per_second == 1.0) is (ends != "os._exit(7)")
+
+
+SIGNALLED = """
+import os, signal
+import openvino
+from upshift.inference.openvino_core import core, signal_stack_kept
+core()
+with signal_stack_kept():
+    one, other = openvino.Core(), openvino.Core()
+    one.get_property("CPU", "FULL_DEVICE_NAME"), other.get_property("CPU", "FULL_DEVICE_NAME")
+    del one
+    del other
+signal.signal(signal.SIGINT, lambda *_: print("handled", flush=True))
+os.kill(os.getpid(), signal.SIGINT)
+"""
+
+
+def test_signals_are_handled_after_cores_of_openvino_went() -> None:
+    """Without ``signal_stack_kept`` it ends with SIGSEGV (OpenVINO 2026.4)."""
+    pytest.importorskip("openvino", reason="openvino is not installed")
+    done = subprocess.run([sys.executable, "-c", SIGNALLED], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, "handled\n"), done.stderr

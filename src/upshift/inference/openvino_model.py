@@ -6,19 +6,19 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from upshift.inference.openvino_core import core, signal_stack_kept
 from upshift.settings import without_telemetry
 
 
 def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any]) -> None:
     """``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of it without torch."""
-    import openvino
-
+    core()  # before those of nncf
     plain = path.with_name("fp32.xml")
-    with without_telemetry():
+    with without_telemetry(), signal_stack_kept():
         if not plain.is_file():
             _save(export(), plain)
         if not path.is_file():
-            _save(rounded(openvino.Core().read_model(plain)), path)
+            _save(rounded(core().read_model(plain)), path)
 
 
 def int8_weights(model: Any) -> Any:

@@ -11,6 +11,7 @@ import numpy as np
 
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, load_forward
+from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import int8_weights, make
 from upshift.inference.setup import QUANTIZED
 
@@ -20,18 +21,15 @@ NAMES = ("ids", "mask")
 
 class OpenVinoEngine:
     def __init__(self, build: Build) -> None:
-        import openvino
-
-        core = openvino.Core()
         path = build.folder / f"{build.setup.precision if build.setup.precision in QUANTIZED else 'fp32'}.xml"
         make(path, partial(_export, build), partial(_rounded, build))
-        model = core.read_model(path)
+        model = core().read_model(path)
         settings = {
             "INFERENCE_PRECISION_HINT": HINTS[build.setup.precision],
             "PERFORMANCE_HINT": "THROUGHPUT",
             "INFERENCE_NUM_THREADS": str(build.setup.threads),
         }
-        compiled = core.compile_model(model, "CPU", settings)
+        compiled = core().compile_model(model, "CPU", settings)
         number = compiled.get_property("OPTIMAL_NUMBER_OF_INFER_REQUESTS")
         self.requests = [compiled.create_infer_request() for _ in range(number)]
 

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import int8_weights, make
 from upshift.inference.padding import padded_rows
 from upshift.inference.setup import Precision
@@ -37,8 +38,6 @@ class OpenVinoDecoder:
     joins = True
 
     def __init__(self, build: DecoderBuild) -> None:
-        import openvino
-
         from upshift.inference.generation.engines.openvino_export import export, int4_weights
 
         kind = KINDS[build.setup.precision]
@@ -51,7 +50,7 @@ class OpenVinoDecoder:
             "PERFORMANCE_HINT": "LATENCY",
             "INFERENCE_NUM_THREADS": str(build.setup.threads),
         }
-        compiled = openvino.Core().compile_model(path, "CPU", settings)
+        compiled = core().compile_model(path, "CPU", settings)
         self.weight_bytes = path.with_suffix(".bin").stat().st_size
         self.names = {name for port in compiled.inputs for name in port.names}
         self.request, self._newcomers = compiled.create_infer_request(), compiled.create_infer_request()

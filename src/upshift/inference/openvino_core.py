@@ -1,0 +1,44 @@
+"""OpenVINO's core, one for the process, so that Ctrl-C stays a signal.
+
+The CPU plugin of every core puts a stack for signal handlers in place of the one before, and puts that back when it goes
+(OpenVINO 2026.4, on Linux). Of two that do not go last in, first out, the one that is put back was unmapped before: the next
+signal then ends the process with SIGSEGV. NNCF makes such cores.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import Any
+
+
+@cache
+def core() -> Any:
+    import openvino
+
+    found = openvino.Core()
+    found.get_property("CPU", "FULL_DEVICE_NAME")  # loads the plugin, before that of any other core
+    return found
+
+
+@contextmanager
+def signal_stack_kept() -> Iterator[None]:
+    """Afterwards signal handlers run on the stack that they ran on before, whichever cores came and went."""
+    if sys.platform != "linux":
+        yield
+        return
+    libc, before = ctypes.CDLL(None, use_errno=True), _Stack()
+    libc.sigaltstack(None, ctypes.byref(before))
+    try:
+        yield
+    finally:
+        libc.sigaltstack(ctypes.byref(before), None)
+
+
+class _Stack(ctypes.Structure):
+    """stack_t of signal.h, as Linux has it."""
+
+    _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))
