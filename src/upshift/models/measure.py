@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -90,13 +90,15 @@ class Tracer:
         ranks: int = 1,
         sizes: Counted | OfPrimes | None = None,
     ) -> Measurement:
-        """Forward and backward twice: gradients are born, then accumulated."""
+        """Forward and backward twice: gradients are born, then accumulated. ``chunked``: of gaps alone, as the loss is in one;
+        of each stack only the first layer runs."""
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
         model = self.model(dtype, ranks)
         set_attention(base_of(model), variant.attention)
         recompute_layers(model, None if recompute else 0, recompute or "full")
         head = chunked_head(base_of(model), chunk_tokens=LOSS_CHUNK_TOKENS) if chunked else nullcontext()
-        with fake_masks(masked=variant.masked), self.fake, head, LiveTracker(sizes) as tracker:
+        layers = first_layers(model, self.stacks) if chunked else nullcontext()
+        with fake_masks(masked=variant.masked), self.fake, head, layers, LiveTracker(sizes) as tracker:
             tracker.adopt((list(model.parameters()), list(model.buffers())))
             inputs = sample_inputs(base_of(model), self.objective, batch=batch, sequence=sequence, masked=variant.masked)
             with segment_borders(model, self.stacks, tracker) as borders:
@@ -244,6 +246,16 @@ class SegmentBorders:
 
         self._handles.append(layer.register_forward_pre_hook(enter, with_kwargs=True))
         self._handles.append(layer.register_forward_hook(leave, with_kwargs=True))
+
+
+@contextmanager
+def first_layers(model: nn.Module, stacks: list[LayerStack]) -> Iterator[None]:
+    """Of each stack, the first layer alone."""
+    with ExitStack() as shortened:
+        for stack in stacks:
+            layers: Any = model.get_submodule(stack.path)
+            shortened.enter_context(mock.patch.object(layers, "_modules", dict(list(layers._modules.items())[:1])))
+        yield
 
 
 @contextmanager

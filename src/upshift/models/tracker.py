@@ -17,6 +17,7 @@ from upshift.models.quantized import multiply
 from upshift.models.sizes import Counted, OfPrimes
 
 ATEN = torch.ops.aten
+DEVICE_OF = torch.ops.prim.device.default
 
 ENGINE_HOLDERS = 4  # of a gradient that only the engine holds, seen from inside a dispatch mode
 
@@ -177,7 +178,14 @@ class LiveTracker(TorchDispatchMode):
         if self._releasing and owner is not None:
             owner.released = owner.released + size
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled under it; else PyTorch wraps the next method in a guard that costs as much as an operator."""
+        return False
+
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if function is DEVICE_OF:  # two of three calls: a fake tensor is asked where it is
+            return args[0].fake_device
         kwargs = kwargs or {}
         inside = INSIDE.get(function._schema.name)
         if inside is multiply:
