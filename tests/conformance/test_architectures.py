@@ -17,7 +17,7 @@ from upshift.models.source import ModelSource, find_model
 from upshift.models.store import SegmentStore, Variant
 from upshift.models.trace import trace_model
 
-LENGTH, STATE_SPACE_LENGTH = 48, 16  # state-space models are traced token by token
+LENGTH, STATE_SPACE_LENGTH = 48, 8  # state-space models are traced token by token
 SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 3, "vocab_size": 96}
 DECODER = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2}
 EXPERTS = DECODER | {"num_experts_per_tok": 2}

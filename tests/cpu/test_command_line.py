@@ -16,6 +16,7 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.cli.main import main
+from upshift.settings import read_settings
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 TEXT = "def add(first, second):\n    return first + second\n\n\nfor number in range(10):\n    print(add(number, 1))\n"
@@ -135,6 +136,8 @@ def test_trials_prove_the_plan(upshift, model, data, tmp_path):
 
 def test_a_run_teaches_the_next_plan(upshift, model, data, tmp_path, monkeypatch):
     """Measured for the plan that ran, transferred for others here, and nothing for a host that is described."""
+    known = read_settings().cache_dir  # of other tests: what was traced, and what the machine is
+    shutil.copytree(known, tmp_path / "cache", ignore=lambda folder, names: ["calibration.jsonl", "records.jsonl"])
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     chosen = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "num_processes=1")
     answer = upshift(

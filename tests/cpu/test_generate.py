@@ -41,6 +41,7 @@ from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, 
 from upshift.inference.generation.files import Answers, read_prompts
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
 from upshift.inference.generation.prompts import Prompts
+from upshift.inference.generation.quantize import quantize
 from upshift.inference.generation.sequence import Sequence
 from upshift.inference.setup import QUANTIZED, EngineSetup
 from upshift.inference.weights import engine_folder, find_weights
@@ -362,3 +363,50 @@ def test_padding_places_every_token_where_it_would_be_alone(data: st.DataObject)
             lengths = [lengths[row] for row in kept]
         assert padding.rows == len(lengths) and (padding.mask.sum(1) == lengths).all()
         assert all((np.diff(row) >= 0).all() for row in padding.mask)  # padding on the left, tokens behind
+
+
+WORDS = [f"text {number} of words, and then {number * number} more" for number in range(24)]
+
+
+@pytest.mark.parametrize(
+    ("engine", "bits", "share"), [("openvino", 8, 0.5), ("openvino", 4, 0.4), ("torch", 8, 0.6), ("torch", 4, 0.5)]
+)
+def test_quantized_directories_generate(made: dict[str, str], tmp_path: Path, engine: Any, bits: Any, share: float) -> None:
+    """The report says what a user sees: sizes of files, and texts that stay near; what it names loads the directory."""
+    output = tmp_path / "small"
+    found = quantize(find_weights(made["llama"]), WORDS, output, bits=bits, engine=engine)
+    assert (found.calibrated_on > 0) is ((engine, bits) == ("openvino", 4))
+    assert found.bytes_after == sum(path.stat().st_size for path in output.iterdir() if path.suffix in (".safetensors", ".bin"))
+    assert found.bytes_after < share * found.bytes_before
+    assert found.before.worst_cosine == pytest.approx(1.0, abs=1e-6) and found.before.same_tokens == 1.0
+    assert found.after.worst_cosine is not None and 0.5 < found.after.worst_cosine <= found.after.median_cosine  # type: ignore[operator]
+    assert (found.after.median_cosine or 0.0) > (0.999 if bits == 8 else 0.9)
+    assert json.loads((output / "upshift_quality.json").read_text())["after"]["setup"]["precision"] == "stored"
+    generator = upshift.Generator(str(output), quality="0.999")
+    (answer,) = generator.generate([WORDS[0]], max_new_tokens=NEW)
+    assert generator.race is not None and generator.race.chosen.label() == f"{engine} stored" and not generator.race.runs
+    if engine == "torch":
+        assert [answer.tokens] == by_transformers(str(output), ids_of(WORDS[:1], made["llama"]))
+    with pytest.raises(RequestError, match=f"stored for {engine}"):
+        upshift.Generator(str(output), engine="torch" if engine == "openvino" else "openvino")
+    with pytest.raises(RequestError, match="quantized already"):
+        upshift.Encoder(str(output))
+
+
+def test_quantize_on_the_command_line(made: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(WORDS) + "\n")
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "file").write_text("kept")
+    command = [sys.executable, "-m", "upshift.cli.main", "quantize", made["llama"], "--texts", str(tmp_path / "texts.txt")]
+    done = subprocess.run(
+        [*command, "--bits", "8", "--engine", "torch", "-o", str(tmp_path / "new")], capture_output=True, text=True
+    )
+    assert done.returncode == 0 and "8 bits, torch" in done.stdout and "loads with transformers" in " ".join(done.stdout.split())
+    for options, said in (
+        (["--bits", "3", "-o", str(tmp_path / "x")], "use 8 or 4"),
+        (["--bits", "8", "-o", str(tmp_path / "mine"), "--overwrite"], "exists"),
+        (["--bits", "8", "--engine", "onnxruntime", "-o", str(tmp_path / "x")], "use torch or openvino"),
+    ):
+        wrong = subprocess.run([*command, *options], capture_output=True, text=True)
+        assert wrong.returncode == 2 and said in wrong.stderr and "Traceback" not in wrong.stderr
+    assert (tmp_path / "mine" / "file").read_text() == "kept"

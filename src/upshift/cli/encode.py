@@ -27,14 +27,14 @@ def command(
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
-    from upshift.inference.encoding.files import check_files, sample_texts
-    from upshift.inference.lines import count_lines
+    from upshift.inference.encoding.files import check_files, read_texts
+    from upshift.inference.lines import count_lines, sample
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(model, quality=quality, engine=engine, on_run=teller("texts/s"))
         total = count_lines(texts)
-        encoder.prepare(sample_texts(texts, total, SAMPLE_TEXTS))
+        encoder.prepare(sample(read_texts(texts), total, SAMPLE_TEXTS))
     start = time.perf_counter()
     done = _encode(encoder, texts, output, total)
     seconds = time.perf_counter() - start

@@ -7,7 +7,7 @@ import sys
 import click
 import typer
 
-from upshift.cli import demo, encode, generate, inspect, plan, train
+from upshift.cli import demo, encode, generate, inspect, plan, quantize, train
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
@@ -22,6 +22,7 @@ app.command("plan")(plan.command)
 app.command("train")(train.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
+app.command("quantize")(quantize.command)
 app.command("inspect")(inspect.command)
 app.command("demo")(demo.command)
 

@@ -70,9 +70,12 @@ def missing(task: Task) -> list[str]:
     ]
 
 
-def contestants(task: Task, host: Host, *, exact: bool, batch: int) -> list[EngineSetup]:
-    """The reference first. ``exact``: nothing that rounds to fewer bits can win then."""
+def contestants(task: Task, host: Host, *, exact: bool, batch: int, stored: EngineName | None = None) -> list[EngineSetup]:
+    """The reference first. ``exact``: nothing that rounds to fewer bits can win then. ``stored``: weights are quantized already,
+    and this engine alone loads them."""
     threads = host.cpu.usable_cores if host.cpu is not None else 1
+    if stored is not None:
+        return [EngineSetup(engine=stored, precision="stored", threads=threads, batch=batch)]
     found = []
     for name, entry in ENGINES.items():
         for precision in entry.doors[task].precisions if task in entry.doors and is_installed(name) else ():

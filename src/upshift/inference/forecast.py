@@ -76,6 +76,8 @@ def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Ca
         return lambda setup: None
 
     def found(setup: EngineSetup) -> Engine | None:
+        if setup.precision not in STORED:  # quantized by others: in a form that is not known
+            return None
         weights, cache = STORED[setup.precision]
         execution = "eager" if setup.engine == "torch" else "graphs"
         return build_engine(measured, profile, workload, ReplicaShape(weights, cache, 1, 1, execution))

@@ -26,7 +26,7 @@ from upshift.hardware.spec import Host
 from upshift.inference.engines import PACKAGES, contestants
 from upshift.inference.forecast import Forecast
 from upshift.inference.setup import EngineName, EngineSetup, Task
-from upshift.inference.weights import check_room, weights_identity
+from upshift.inference.weights import check_room, stored_for, weights_identity
 from upshift.installed import installed_versions
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -72,8 +72,10 @@ class Run(Value):
     forecast_per_second: float | None = None  # by the planner's formulas, before it ran
     step_seconds: float | None = None  # of generation: one token more of each sequence
     weight_bytes: int | None = None  # of generation: read in every step
+    same_tokens: float | None = None  # of generation: share of the likeliest tokens that are the reference's
     largest_difference: float | None = None
     worst_cosine: float | None = None
+    median_cosine: float | None = None
 
     def agreement(self) -> str:
         return f"differs by {self.largest_difference:.1e}, cosine {self.worst_cosine:.5f}"
@@ -118,7 +120,8 @@ def race(
 ) -> Race:
     """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. Remembered by contest, weights,
     hardware, versions and lengths."""
-    setups = contestants(contest.task, host, exact=quality == "exact", batch=contest.batches[0])
+    stored = stored_for(contest.source)
+    setups = contestants(contest.task, host, exact=quality == "exact", batch=contest.batches[0], stored=stored)
     asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
     kept = _kept(contest, host, sample, asked)
     if kept.is_file():

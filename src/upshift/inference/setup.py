@@ -10,13 +10,15 @@ from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
 EngineName = Literal["torch", "onnxruntime", "openvino"]
-Precision = Literal["fp32", "tf32", "bf16", "int8-weights", "int8", "int4-weights", "int4"]
+Precision = Literal["fp32", "tf32", "bf16", "int8-weights", "int8", "int4-weights", "int4", "stored"]
 QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")
 
 
 class EngineSetup(Value):
     engine: EngineName
-    precision: Precision = Field(description="of matrix products; ...-weights: weights alone are rounded; else activations, too")
+    precision: Precision = Field(
+        description="of matrix products; ...-weights: weights alone are rounded, else activations, too; stored: as the files are"
+    )
     threads: int = Field(gt=0)
     batch: int = Field(gt=0, description="tokens of a batch of texts, padding included; or sequences that are generated at once")
 

@@ -8,32 +8,61 @@ from pathlib import Path
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.setup import EngineSetup, Task
+from upshift.inference.setup import EngineName, EngineSetup, Task
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
 from upshift.units import format_bytes
 
+OPENVINO_FILE = "openvino_model.xml"  # as its own tools name it
 FP32_ROOM = 1.5  # over the weights: exporting a Llama of 134 M parameters for OpenVINO held 1.26 of them beside the libraries
 
 
 def find_weights(model: str) -> ModelSource:
-    """Raises RequestError for a model without weights, or with an adapter."""
+    """Raises RequestError for a model without weights, or with an adapter. The weights may be quantized."""
     source = find_model(model)
     if source.adapter is not None:
         raise RequestError(f"{model!r} has an adapter; merge it into its model (peft: merge_and_unload), then give that")
     fetch_weights(source)
-    if source.directory is None or not any(source.directory.glob("*.safetensors")):
+    if not weight_files(source):
         raise RequestError(f"{model!r} has no weights (*.safetensors); give a directory written by save_pretrained")
     return source
+
+
+def find_plain_weights(model: str) -> ModelSource:
+    """Raises RequestError where they are quantized, too."""
+    source = find_weights(model)
+    if stored_for(source) is not None:
+        raise RequestError(f"the weights of {model!r} are quantized already; give the model that it was made from")
+    return source
+
+
+def stored_for(source: ModelSource) -> EngineName | None:
+    """The one engine that loads weights which are quantized already; None: they are not, and each engine makes its own."""
+    if source.config.get("quantization_config"):
+        return "torch"
+    return None if weight_files(source)[0].suffix == ".safetensors" else "openvino"
+
+
+def weight_files(source: ModelSource) -> list[Path]:
+    """Those of transformers, else that of OpenVINO."""
+    if source.directory is None:
+        return []
+    exported = (source.directory / OPENVINO_FILE).with_suffix(".bin")
+    return sorted(source.directory.glob("*.safetensors")) or [path for path in (exported,) if path.is_file()]
+
+
+def weights_size(source: ModelSource) -> int:
+    """Bytes on disk."""
+    return sum(path.stat().st_size for path in weight_files(source))
 
 
 def check_room(source: ModelSource, host: Host) -> None:
     """Raises NothingFits where the model in fp32, which every race begins with, does not fit into free memory."""
     free = None if host.cpu is None else host.cpu.free_memory_bytes
-    needed = FP32_ROOM * 4 * _parameters(source)
+    needed = FP32_ROOM * (4 * _parameters(source) if stored_for(source) is None else weights_size(source))
     if free is not None and needed > free:
         raise NothingFits(
-            f"a race on {source.reference!r} takes {format_bytes(needed)}, as it begins with transformers in fp32, and "
+            f"running {source.reference!r} takes {format_bytes(needed)}, as a race begins with transformers in fp32, and "
             f"{format_bytes(free)} of memory is free; free some, or look what fits where: upshift plan MODEL --generate"
         )
 
@@ -42,9 +71,8 @@ def _parameters(source: ModelSource) -> int:
     """From the headers of its files alone."""
     from safetensors import safe_open
 
-    assert source.directory is not None
     found = 0
-    for path in source.directory.glob("*.safetensors"):
+    for path in weight_files(source):
         with safe_open(path, framework="numpy") as file:
             found += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
     return found
@@ -52,9 +80,7 @@ def _parameters(source: ModelSource) -> int:
 
 def weights_identity(source: ModelSource) -> str:
     """Of files as they are now: names, sizes and times of change."""
-    assert source.directory is not None
-    files = sorted(source.directory.glob("*.safetensors"))
-    said = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    said = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(source)]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
 

@@ -53,10 +53,12 @@ def trace_model(
     kept: SegmentStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
-    """Measure every variant and fit. Raises RequestError naming the module that cannot be traced."""
+    """Measure every variant and fit. Raises RequestError for more tokens than positions, and naming what cannot be traced."""
     if variants and "quantization_config" in source.config:
         check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
     tracer = Tracer(source)
+    if variants:
+        _check_length(sequence_length, max_positions(tracer.base))
     points = trace_points(sequence_length)
     try:
         reason = _chunking(tracer)
@@ -91,6 +93,13 @@ def trace_model(
         forward_flops=flops[0],
         backward_flops=flops[1],
     )
+
+
+def _check_length(sequence_length: int, limit: int | None) -> None:
+    """Before the minute that tracing takes."""
+    if limit is not None and sequence_length > limit:
+        too_long = f"--sequence-length {sequence_length} is longer than the model's {limit} positions"
+        raise RequestError(f"{too_long}; use at most {limit}")
 
 
 def _run(

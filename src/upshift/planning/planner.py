@@ -200,11 +200,6 @@ def _search(
         variants=variants_for(host, workload, fixed, selective=selective),
         progress=progress,
     )
-    if profile.max_positions is not None and workload.sequence_length > profile.max_positions:
-        raise RequestError(
-            f"--sequence-length {workload.sequence_length} is longer than the model's {profile.max_positions} positions; "
-            f"use at most {profile.max_positions}"
-        )
     return profile, search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
 
 

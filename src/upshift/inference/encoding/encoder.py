@@ -17,7 +17,7 @@ from upshift.inference.engines import check_engine
 from upshift.inference.forecast import forecast_encoding
 from upshift.inference.race import Contest, Race, Run, race, read_quality
 from upshift.inference.sample import spread
-from upshift.inference.weights import find_weights
+from upshift.inference.weights import find_plain_weights
 
 SAMPLE_TEXTS = 128  # of a race
 TOKEN_BUDGETS = (1024, 4096)  # of a batch: caches against overheads
@@ -40,7 +40,7 @@ class Encoder:
     ) -> None:
         self.quality = read_quality(str(quality))
         self._engine = None if engine is None else check_engine("encode", engine)
-        self.source = find_weights(model)
+        self.source = find_plain_weights(model)
         self.recipe: Recipe = read_recipe(self.source)
         self.host: Host = detect().cpu_alone()
         self.tokens = Tokens(self.source, self.recipe)

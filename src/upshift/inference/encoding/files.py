@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from importlib.util import find_spec
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -45,12 +44,6 @@ def _text(line: str, where: str) -> str:
     if not isinstance(text, str):
         raise RequestError(f'{where} is no JSON object with a "text"; write {{"text": "..."}} on every line')
     return text
-
-
-def sample_texts(path: Path, total: int, count: int) -> list[str]:
-    """So many, evenly from the whole file."""
-    step = max(total // count, 1)
-    return list(islice(read_texts(path), 0, step * count, step))
 
 
 class Rows:

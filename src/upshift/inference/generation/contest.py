@@ -61,10 +61,12 @@ def run(entrants: Entrants, setup: EngineSetup) -> Run:
     assert best is not None
     difference = float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1.0))
     width = expected.shape[-1]
+    agree = cosines(found.reshape(-1, width), expected.reshape(-1, width))
     return Run(
         setup=setup.changed(batch=best[1]), load_seconds=load, seconds=best[2], per_second=best[0],
         step_seconds=best[3], weight_bytes=decoder.weight_bytes, largest_difference=difference,
-        worst_cosine=float(cosines(found.reshape(-1, width), expected.reshape(-1, width)).min()),
+        worst_cosine=float(agree.min()), median_cosine=float(np.median(agree)),
+        same_tokens=float((found.argmax(2) == tokens).mean()),
     )  # fmt: skip
 
 

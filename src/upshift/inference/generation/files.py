@@ -16,11 +16,15 @@ BLOCK_PROMPTS = 512
 FORM = '{"prompt": "..."} or {"messages": [{"role": "user", "content": "..."}]}'
 
 
-def check_files(prompts: Path, output: Path, *, overwrite: bool) -> None:
+def check_prompts(prompts: Path, option: str) -> None:
     if not prompts.is_file() or prompts.suffix not in (".txt", ".jsonl"):
-        raise RequestError(f"--prompts {prompts} must be a file: .txt with a prompt a line, or .jsonl with {FORM} on every line")
+        raise RequestError(f"{option} {prompts} must be a file: .txt with a prompt a line, or .jsonl with {FORM} on every line")
     if not prompts.stat().st_size:
-        raise RequestError(f"--prompts {prompts} is empty; write a prompt a line")
+        raise RequestError(f"{option} {prompts} is empty; write a prompt a line")
+
+
+def check_files(prompts: Path, output: Path, *, overwrite: bool) -> None:
+    check_prompts(prompts, "--prompts")
     check_output(output, (".jsonl",), overwrite=overwrite)
 
 

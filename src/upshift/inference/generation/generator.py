@@ -21,7 +21,7 @@ from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Contest, Race, Run, race, read_quality
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
-from upshift.inference.weights import engine_folder, find_weights
+from upshift.inference.weights import engine_folder, find_weights, stored_for
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -58,6 +58,11 @@ class Generator:
         self.source = find_weights(model)
         self.task = generation_task(self.source)
         self._engine = None if engine is None else check_engine(self.task, engine)
+        stored = stored_for(self.source)
+        if stored is not None:
+            check_engine(self.task, stored)
+            if engine not in (None, stored):
+                raise RequestError(f"the weights of {model!r} are stored for {stored}; --engine {engine} cannot load them")
         self._start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.host = detect().cpu_alone()

@@ -8,6 +8,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 
 from upshift.errors import RequestError
 from upshift.inference.setup import Precision, Task
+from upshift.inference.weights import stored_for, weights_size
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
@@ -64,10 +65,17 @@ def load_model(source: ModelSource, precision: Precision) -> Any:
 
     assert source.directory is not None
     kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
-    return kind.from_pretrained(source.directory, dtype=torch.bfloat16 if precision == "bf16" else torch.float32).eval()
+    dtype = "auto" if precision == "stored" else torch.bfloat16 if precision == "bf16" else torch.float32
+    try:
+        return kind.from_pretrained(source.directory, dtype=dtype).eval()
+    except ImportError as error:  # of what quantized weights need
+        raise RequestError(f"{source.reference!r} does not load: {error}") from None
 
 
-def weight_bytes(model: Any) -> int:
+def weight_bytes(source: ModelSource, model: Any) -> int:
+    """That a step reads."""
+    if stored_for(source) is not None:  # tensors of quantized weights do not say their size
+        return weights_size(source)
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 

@@ -13,6 +13,7 @@ from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import int8_weights, make
 from upshift.inference.padding import padded_rows
 from upshift.inference.setup import Precision
+from upshift.inference.weights import OPENVINO_FILE
 
 WHOLE, ROUNDED = "0", "32"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
 
@@ -31,6 +32,7 @@ KINDS: dict[Precision, Kind] = {
     "int8": Kind("int8", "f32", "u8", ROUNDED),
     "int4-weights": Kind("int4", "f32", "f32"),
     "int4": Kind("int4", "f32", "u8", ROUNDED),
+    "stored": Kind("", "f32", "f32"),
 }
 
 
@@ -41,8 +43,12 @@ class OpenVinoDecoder:
         from upshift.inference.generation.engines.openvino_export import export, int4_weights
 
         kind = KINDS[build.setup.precision]
-        path = build.folder / f"{kind.weights}.xml"
-        make(path, partial(export, build.source), int8_weights if kind.weights == "int8" else int4_weights)
+        if build.setup.precision == "stored":
+            assert build.source.directory is not None
+            path = build.source.directory / OPENVINO_FILE
+        else:
+            path = build.folder / f"{kind.weights}.xml"
+            make(path, partial(export, build.source), int8_weights if kind.weights == "int8" else int4_weights)
         settings = {
             "INFERENCE_PRECISION_HINT": kind.products,
             "KV_CACHE_PRECISION": kind.cache,

@@ -8,6 +8,7 @@ that these rows go on with. Output: logits [R, 1, V] of the last token. The form
 from __future__ import annotations
 
 import inspect
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -18,13 +19,24 @@ from upshift.models.source import ModelSource
 GROUP_SIZE = 128  # weights that share a scale, of int4
 
 
-def int4_weights(model: Any) -> Any:
+def int4_weights(model: Any, texts: Sequence[Sequence[int]] = ()) -> Any:
+    """``texts``: token ids that the rounding is fitted to."""
     import nncf
 
     fallback = nncf.AdvancedCompressionParameters(group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST)
+    names = {name for port in model.inputs for name in port.names}
+    fitted = {"dataset": nncf.Dataset([_inputs(ids, names) for ids in texts]), "awq": True, "scale_estimation": True}
     return nncf.compress_weights(
-        model, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=GROUP_SIZE, ratio=1.0, advanced_parameters=fallback
-    )
+        model, mode=nncf.CompressWeightsMode.INT4_SYM, group_size=GROUP_SIZE, ratio=1.0, advanced_parameters=fallback,
+        **(fitted if texts else {}),
+    )  # fmt: skip
+
+
+def _inputs(ids: Sequence[int], names: Collection[str]) -> dict[str, np.ndarray]:
+    """Of one text from its first token on."""
+    row = np.array([ids], dtype=np.int64)
+    given = {"input_ids": row, "attention_mask": np.ones_like(row), "position_ids": np.arange(row.size)[None]}
+    return {name: value for name, value in {**given, "beam_idx": np.zeros(1, dtype=np.int32)}.items() if name in names}
 
 
 class _Traced(NamedTuple):
