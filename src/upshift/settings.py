@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -33,6 +34,8 @@ def quiet_libraries() -> None:
     """Libraries that print from C++ read these when they are loaded; called once, by a program's entry point."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
         os.environ.setdefault(name, value)
+    for name in ("torchao", "torch.utils._pytree"):  # of kernels for GPUs that are not here; of torchao's use of torch
+        logging.getLogger(name).setLevel(logging.ERROR)
 
 
 @contextmanager
