@@ -306,6 +306,15 @@ def test_a_latency_limit_costs_throughput() -> None:
     assert bound.tokens_per_second < free.tokens_per_second
 
 
+def test_a_cpu_without_bf16_reads_rounded_weights_and_computes_in_fp32() -> None:
+    host = describe("epyc-7763-256gb")
+    assert host.supports("bf16") is False
+    best = plan_profile(LLAMA_8B, host, ASK.changed(concurrency=1)).best
+    rounded = plan_profile(LLAMA_8B, host, ASK.changed(concurrency=1, allow=("int8-weights",))).best
+    assert (best.plan.weights, rounded.plan.weights, rounded.plan.kv_cache) == ("fp32", "int8", "fp32")
+    assert 2.0 < rounded.tokens_per_second / best.tokens_per_second < 4.0  # of four times fewer bytes, read less evenly
+
+
 def test_nothing_fits_names_the_nearest_plan() -> None:
     with pytest.raises(NothingFits, match="not one sequence fits beside the weights.*--allow"):
         plan_profile(LLAMA_8B, describe("t4"), ASK)

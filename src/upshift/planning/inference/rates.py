@@ -6,6 +6,7 @@ from __future__ import annotations
 from bisect import bisect
 from dataclasses import dataclass
 from math import log
+from typing import Literal
 
 from upshift.hardware import memory_efficiency
 from upshift.hardware.efficiency import GEMM_CLASSES, GEMM_EFFICIENCY
@@ -64,13 +65,14 @@ class DeviceRates:
 
 def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision, execution: Execution) -> DeviceRates | None:
     """None where the rate in this precision is unknown: such a plan cannot be ranked."""
-    beside: MatrixPrecision = "fp32" if weights == "fp32" else "fp16" if weights == "fp16" else _half(host)
+    beside: MatrixPrecision = weights if weights in ("fp32", "fp16") else beside_rounded(host)
     if computes == "bf16":
         computes = beside
     return _cpu(host, computes, beside, execution) if host.device == "cpu" else _accelerator(host, computes, beside, execution)
 
 
-def _half(host: Host) -> MatrixPrecision:
+def beside_rounded(host: Host) -> Literal["bf16", "fp16", "fp32"]:
+    """What is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
     if host.supports("bf16") is not False:
         return "bf16"
     return "fp32" if host.device == "cpu" else "fp16"

@@ -12,6 +12,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.inference.formats import CACHE_ALLOW, CHANGES_MATHEMATICS, WEIGHTS, CachePrecision, WeightPrecision
 from upshift.planning.inference.plan import Execution, InferencePlan
+from upshift.planning.inference.rates import beside_rounded
 from upshift.planning.inference.workload import InferenceWorkload
 from upshift.planning.layout import divisors
 from upshift.value import first_problem
@@ -45,7 +46,7 @@ def plain_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
     """What keys and values are computed in beside these weights."""
     if weights in ("fp32", "bf16", "fp16"):
         return weights
-    return "bf16" if host.supports("bf16") is not False else "fp16"
+    return beside_rounded(host)
 
 
 def chunks(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
@@ -151,7 +152,7 @@ def _weights(host: Host, workload: InferenceWorkload) -> list[WeightPrecision]:
     found: list[WeightPrecision] = ["fp32", *half]
     if "fp8-weights" in allowed and half and host.device != "cpu" and host.supports("fp8"):
         found.append("fp8")
-    if half:
+    if half or host.device == "cpu":
         found += [name for name in ("int8", "int4") if WEIGHTS[name].allow in allowed]
     return found
 
