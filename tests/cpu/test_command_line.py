@@ -61,6 +61,8 @@ def data(tmp_path_factory) -> Path:
 
 
 PLAN = ("--sequence-length", 32, "--global-batch", 4)
+CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32")  # little is traced
+PATIENCE_SECONDS = 600.0  # with a process: a busy machine takes minutes to import, measure and trace
 
 
 def one_line(answer: Answer, *words: str) -> None:
@@ -173,19 +175,19 @@ def in_process_of_its_own(tmp_path):
 
 def test_ctrl_c_and_resume_give_the_undisturbed_curve(in_process_of_its_own, model, data, tmp_path):
     base = ("train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 60, "--trial-seconds", 0,
-            "--set", "torch_compile=off", "--save-steps", 5, "--json")  # fmt: skip
+            *CHEAP, "--save-steps", 5, "--json")  # fmt: skip
     child = in_process_of_its_own(*base, "-o", tmp_path / "two")
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + PATIENCE_SECONDS
     while not list((tmp_path / "two").glob("checkpoint-*")) and child.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     child.send_signal(signal.SIGINT)
-    _, said = child.communicate(timeout=60)
+    _, said = child.communicate(timeout=PATIENCE_SECONDS)
     if child.returncode == 0:
         pytest.skip("60 steps ended before the signal came")
     assert child.returncode == 130 and "--resume" in said and "Traceback" not in said, said
     curves = []
     for arguments in (("-o", tmp_path / "two", "--resume"), ("-o", tmp_path / "one")):
-        out, said = in_process_of_its_own(*base, *arguments).communicate(timeout=120)
+        out, said = in_process_of_its_own(*base, *arguments).communicate(timeout=PATIENCE_SECONDS)
         curves.append(json.loads(out)["details"]["loss_curve"])
     assert len(curves[1]) == 60 and curves[0] == curves[1]
 
@@ -199,10 +201,10 @@ def test_a_hub_model_trains_from_its_own_weights(in_process_of_its_own, model, d
     (tmp_path / "hub" / "models--org--tiny" / "refs").mkdir()
     (tmp_path / "hub" / "models--org--tiny" / "refs" / "main").write_text("abc")
     child = in_process_of_its_own(
-        "train", "org/tiny", "--data", data, *PLAN, "--max-steps", 2, "--trial-seconds", 0, "--set", "torch_compile=off",
+        "train", "org/tiny", "--data", data, *PLAN, *CHEAP, "--max-steps", 2, "--trial-seconds", 0,
         "-o", tmp_path / "out", "--json", HF_HUB_CACHE=str(tmp_path / "hub"), HF_HUB_OFFLINE="1",
     )  # fmt: skip
-    out, said = child.communicate(timeout=120)
+    out, said = child.communicate(timeout=PATIENCE_SECONDS)
     assert child.returncode == 0, said
     trained, started = (LlamaForCausalLM.from_pretrained(folder).lm_head.weight for folder in (tmp_path / "out", snapshot))
     assert 0 < (trained - started).abs().max() < 0.01
