@@ -91,7 +91,7 @@ class Tracer:
         sizes: Counted | OfPrimes | None = None,
     ) -> Measurement:
         """Forward and backward twice: gradients are born, then accumulated. ``chunked``: of gaps alone, as the loss is in one;
-        of each stack only the first layer runs."""
+        of each stack only the first layer runs, where it can."""
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
         model = self.model(dtype, ranks)
         set_attention(base_of(model), variant.attention)
@@ -250,11 +250,12 @@ class SegmentBorders:
 
 @contextmanager
 def first_layers(model: nn.Module, stacks: list[LayerStack]) -> Iterator[None]:
-    """Of each stack, the first layer alone."""
+    """Of each stack the first layer alone, if it is trained: what comes behind keeps no less for its gradients then."""
+    first = {stack.path: next(iter(model.get_submodule(stack.path).named_children())) for stack in stacks}
     with ExitStack() as shortened:
-        for stack in stacks:
-            layers: Any = model.get_submodule(stack.path)
-            shortened.enter_context(mock.patch.object(layers, "_modules", dict(list(layers._modules.items())[:1])))
+        if all(any(parameter.requires_grad for parameter in layer.parameters()) for _, layer in first.values()):
+            for path, (name, layer) in first.items():
+                shortened.enter_context(mock.patch.object(model.get_submodule(path), "_modules", {name: layer}))
         yield
 
 
