@@ -71,9 +71,19 @@ def texts_of(workload: Encoded | Generated, seed: int) -> list[str]:
     return [" ".join(words[start : start + workload.words]) for start in starts]
 
 
+def model_of(workload: Encoded | Generated, folder: Path) -> Path:
+    if isinstance(workload, Encoded):
+        return minilm()
+    path = folder / workload.shape
+    if not path.is_dir():
+        save_model(path, workload.shape, seed=0)
+    return path
+
+
 def raced(request: dict[str, Any]) -> dict[str, Any]:
     """The race -> its setups within the bound, each at its best batch, and the chosen one."""
     import upshift
+    from upshift.inference.race import read_quality
 
     if request["kind"] == "encode":
         encoder = upshift.Encoder(request["model"], quality=request["quality"])
@@ -83,7 +93,7 @@ def raced(request: dict[str, Any]) -> dict[str, Any]:
         generator = upshift.Generator(request["model"], quality=request["quality"])
         options = generator.options(max_new_tokens=request["new_tokens"])
         race = generator.prepare(generator.read(request["texts"], options), options)
-    quality = "exact" if request["quality"] == "exact" else float(request["quality"])
+    quality = read_quality(request["quality"])
     return {
         "chosen": race.chosen.to_json(), "runs": [run.setup.to_json() for run in race.runs if run.within(quality)],
         "forecasts": {run.setup.label(): [run.forecast_per_second, run.per_second] for run in race.runs if not run.failure},
@@ -126,7 +136,7 @@ def _generate(request: dict[str, Any], setup: Any) -> Any:
     generator = Generator(request["model"])
     options = generator.options(max_new_tokens=request["new_tokens"])
     ids = generator.read(request["texts"], options)
-    folder = engine_folder("generate", generator.source, setup)
+    folder = engine_folder("generate", generator.source, setup.engine)
     decoder = build_engine("generate", setup.engine, DecoderBuild(generator.source, setup, folder))
 
     def run() -> None:
@@ -181,15 +191,11 @@ def main(arguments: list[str] | None = None) -> int:
     if options.quick:
         workloads = {"encode 16 of 6 words": Encoded(16, 6), "generate 2, 8 in, 8 out": Generated("quick", 2, 8, 8)}
     case = Case("choice", options.results, detect(), options.quick, {"rounds": options.rounds, "seed": options.seed})
-    cells, models = [], dict[str, Path]()
     with tempfile.TemporaryDirectory(prefix="upshift-choice-") as folder:
-        for name, workload in workloads.items():
-            shape = workload.shape if isinstance(workload, Generated) else "minilm"
-            if shape not in models:
-                models[shape] = minilm() if shape == "minilm" else Path(folder) / shape
-                if shape != "minilm":
-                    save_model(models[shape], shape, seed=0)
-            cells.append(run(case, name, workload, models[shape], options.seed, rounds=options.rounds))
+        cells = [
+            run(case, name, workload, model_of(workload, Path(folder)), options.seed, rounds=options.rounds)
+            for name, workload in workloads.items()
+        ]
     print(format_table(("workload", "contestants", "chosen", "fastest", "share", "race s"), cells))
     print(json.dumps({"case": "choice", "goal_reached": all(float(row[4]) >= GOAL for row in cells)}))
     return 0

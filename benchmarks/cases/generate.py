@@ -101,11 +101,9 @@ def genai_generate(request: dict[str, Any], weights: str) -> tuple[Callable[[], 
     import openvino_tokenizers
     from transformers import AutoTokenizer
 
-    from upshift.inference.setup import EngineSetup
     from upshift.inference.weights import engine_folder, find_weights
 
-    setup = EngineSetup(engine="openvino", precision="fp32", threads=1, batch=1)
-    made = engine_folder("generate", find_weights(request["model"]), setup) / f"{weights}.xml"
+    made = engine_folder("generate", find_weights(request["model"]), "openvino") / f"{weights}.xml"
     folder = Path(request["folder"]) / f"genai-{weights}"
     folder.mkdir(exist_ok=True)
     for suffix in (".xml", ".bin"):

@@ -18,8 +18,9 @@ from upshift.inference.encoding.batches import by_length, padded
 from upshift.inference.encoding.files import Rows, check_files, read_texts
 from upshift.inference.encoding.pool import pool
 from upshift.inference.encoding.recipe import Recipe, read_recipe
-from upshift.inference.lines import blocks, count_lines, sample
+from upshift.inference.lines import blocks, count_lines
 from upshift.inference.race import Contest, Entrants, Run, read_quality
+from upshift.inference.sample import spread_over
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource
 from upshift.record import Spread
@@ -117,7 +118,8 @@ def test_texts_of_a_file(tmp_path: Path) -> None:
     lines.write_text("".join(json.dumps({"text": f"text {number}"}) + "\n" for number in range(10)))
     assert count_lines(lines) == 10
     assert [text for block in blocks(read_texts(lines), size=2, skip=7) for text in block] == ["text 7", "text 8", "text 9"]
-    assert sample(read_texts(lines), 10, 3) == ["text 0", "text 3", "text 6"]
+    assert spread_over(read_texts(lines), 10, 3) == ["text 0", "text 3", "text 6"]
+    assert spread_over(read_texts(lines), 10, 6)[-1] == "text 8"  # from first to last, not the first six
     plain = tmp_path / "texts.txt"
     plain.write_bytes(b"one\rstill one\r\n\nlast")
     assert count_lines(plain) == 3 and list(read_texts(plain)) == ["one\rstill one", "", "last"]

@@ -87,7 +87,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 def decoder_of(model: str, engine: Any, precision: Any = "fp32") -> Any:
     source = find_weights(model)
     setup = EngineSetup(engine=engine, precision=precision, threads=1, batch=4)
-    return engines.build_engine("generate", engine, DecoderBuild(source, setup, engine_folder("generate", source, setup)))
+    return engines.build_engine("generate", engine, DecoderBuild(source, setup, engine_folder("generate", source, engine)))
 
 
 def ids_of(texts: list[str], model: str) -> list[list[int]]:
@@ -405,7 +405,7 @@ def test_quantize_on_the_command_line(made: dict[str, str], tmp_path: Path) -> N
     for options, said in (
         (["--bits", "3", "-o", str(tmp_path / "x")], "use 8 or 4"),
         (["--bits", "8", "-o", str(tmp_path / "mine"), "--overwrite"], "exists"),
-        (["--bits", "8", "--engine", "onnxruntime", "-o", str(tmp_path / "x")], "use torch or openvino"),
+        (["--bits", "8", "--engine", "onnxruntime", "-o", str(tmp_path / "x")], "use one of torch, openvino"),
     ):
         wrong = subprocess.run([*command, *options], capture_output=True, text=True)
         assert wrong.returncode == 2 and said in wrong.stderr and "Traceback" not in wrong.stderr

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, forecast, table, teller
+from upshift.cli.race import dim, failures, table, teller
 
 
 def command(
@@ -28,13 +28,14 @@ def command(
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
     from upshift.inference.encoding.files import check_files, read_texts
-    from upshift.inference.lines import count_lines, sample
+    from upshift.inference.lines import count_lines
+    from upshift.inference.sample import spread_over
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(model, quality=quality, engine=engine, on_run=teller("texts/s"))
         total = count_lines(texts)
-        encoder.prepare(sample(read_texts(texts), total, SAMPLE_TEXTS))
+        encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS))
     start = time.perf_counter()
     done = _encode(encoder, texts, output, total)
     seconds = time.perf_counter() - start
@@ -79,11 +80,4 @@ def _said(recipe: Any) -> str:
 
 def race_table(race: Any) -> Table:
     """cosine: of the text that agrees least; diff: the largest of any number."""
-    return table(race, {
-        "batch": lambda run: f"{run.setup.batch:,}",
-        "texts/s": lambda run: f"{run.per_second:,.0f}",
-        "forecast": forecast,
-        "cosine": lambda run: f"{run.worst_cosine:.5f}",
-        "diff": lambda run: f"{run.largest_difference:.1e}",
-        "load s": lambda run: f"{run.load_seconds:.1f}",
-    })  # fmt: skip
+    return table(race, "batch", "texts/s", {"load s": lambda run: f"{run.load_seconds:.1f}"})

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, forecast, table, teller
+from upshift.cli.race import dim, failures, table, teller
 from upshift.errors import RequestError
 
 
@@ -131,9 +131,9 @@ def _answer(found: Any) -> dict[str, Any]:
 
 def _bound(generator: Any) -> None:
     """How near the chosen setup's step is to what memory allows: no step is faster than reading its weights once."""
-    (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)
     from upshift.hardware.probe import measure
 
+    (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)
     with show.step("Measuring this machine"):
         measured = measure(generator.host).measured
     rate = None if measured is None else measured.cpu.memory_bytes_per_second
@@ -148,12 +148,7 @@ def _bound(generator: Any) -> None:
 def _table(race: Any) -> Table:
     """rows: sequences at once; step: one token more of each; GB/s: of weights, in a step; cosine: of the logits of the token that
     agrees least; diff: of any logit, over the largest."""
-    return table(race, {
-        "rows": lambda run: f"{run.setup.batch}",
-        "tokens/s": lambda run: f"{run.per_second:,.0f}",
-        "forecast": forecast,
+    return table(race, "rows", "tokens/s", {
         "step ms": lambda run: f"{1e3 * run.step_seconds:.1f}",
         "GB/s": lambda run: f"{run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0:.1f}",
-        "cosine": lambda run: f"{run.worst_cosine:.5f}",
-        "diff": lambda run: f"{run.largest_difference:.1e}",
     })  # fmt: skip

@@ -14,6 +14,11 @@ from upshift.cli.race import dim
 from upshift.errors import RequestError
 from upshift.units import format_bytes
 
+LOADS = {
+    "torch": "transformers' from_pretrained",
+    "openvino": "optimum-intel's OVModelForCausalLM and, beside a tokenizer by openvino_tokenizers, OpenVINO GenAI",
+}
+
 
 def command(
     model: Model,
@@ -30,7 +35,8 @@ def command(
     from upshift.inference.generation.files import check_prompts, read_prompts
     from upshift.inference.generation.model import generation_task
     from upshift.inference.generation.quantize import SAMPLE_TEXTS, check_output, choose_engine, quantize
-    from upshift.inference.lines import count_lines, sample
+    from upshift.inference.lines import count_lines
+    from upshift.inference.sample import spread_over
     from upshift.inference.weights import find_plain_weights
 
     if bits not in (4, 8):
@@ -41,7 +47,7 @@ def command(
     source = find_plain_weights(model)
     if generation_task(source) != "generate":
         raise RequestError(f"{source.reference!r} is an encoder-decoder; upshift quantize takes causal language models")
-    taken = sample(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
+    taken = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
     said = [text for text in taken if isinstance(text, str)]
     with show.step(f"Rounding weights to {bits} bits, and comparing logits"):
         found = quantize(source, said, output, bits=bits, engine=loads)
@@ -55,20 +61,13 @@ def _tell(found: Any, output: Path) -> None:
     before, after = found.before, found.after
     numbers = ("weights", "tokens/s", "same token", "cosine", "worst")
     table = show.new_table("Quality, on texts it was not fitted to", "", numbers=numbers)
-    for name, run, size in (("fp32, transformers", before, found.bytes_before), (_name(found), after, found.bytes_after)):
+    for name, run, size in (
+        ("fp32, transformers", before, found.bytes_before),
+        (f"{found.bits} bits, {found.engine}", after, found.bytes_after),
+    ):
         quality = (f"{run.same_tokens:.1%}", f"{run.median_cosine:.5f}", f"{run.worst_cosine:.5f}")
         table.add_row(name, format_bytes(size), f"{run.per_second:,.0f}", *quality)
     show.out.print(table)
     fitted = f"fitted to {found.calibrated_on} texts" if found.calibrated_on else "rounded without texts"
     dim(f"{fitted}; same token: the likeliest is that of before; cosine: of a token's logits, the median")
     show.out.print(f"{output} loads with {LOADS[found.engine]}, and with: upshift generate {output}")
-
-
-LOADS = {
-    "torch": "transformers' from_pretrained",
-    "openvino": "optimum-intel's OVModelForCausalLM and, beside a tokenizer by openvino_tokenizers, OpenVINO GenAI",
-}
-
-
-def _name(found: Any) -> str:
-    return f"{found.bits} bits, {found.engine}"

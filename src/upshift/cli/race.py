@@ -24,18 +24,22 @@ def teller(unit: str) -> Callable[[Any], None]:
     return lambda run: dim(f"{run.setup.label()}: {run.failure or f'{run.per_second:,.0f} {unit}'}", show.err)
 
 
-def table(race: Any, numbers: Mapping[str, Callable[[Any], str]]) -> Table:
-    """``numbers``: a column each. Every contestant that ran, the fastest first."""
+def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], str]]) -> Table:
+    """Every contestant that ran, the fastest first. forecast: what the planner's formulas said; cosine: of what agrees least;
+    diff: the largest. ``batch``, ``unit``: what its setup's batch and its rate are called; ``more``: columns of one task."""
+    numbers: dict[str, Callable[[Any], str]] = {
+        batch: lambda run: f"{run.setup.batch:,}",
+        unit: lambda run: f"{run.per_second:,.0f}",
+        "forecast": lambda run: "" if run.forecast_per_second is None else f"{run.forecast_per_second:,.0f}",
+        **more,
+        "cosine": lambda run: f"{run.worst_cosine:.5f}",
+        "diff": lambda run: f"{run.largest_difference:.1e}",
+    }
     found = show.new_table("Race, from memory" if race.recalled else "Race", "engine", numbers=tuple(numbers))
     for run in sorted((run for run in race.runs if not run.failure), key=lambda run: -run.per_second):
         style = "bold green" if run.setup == race.chosen else None
         found.add_row(run.setup.label(), *(number(run) for number in numbers.values()), style=style)
     return found
-
-
-def forecast(run: Any) -> str:
-    """A column: what the planner's formulas said."""
-    return "" if run.forecast_per_second is None else f"{run.forecast_per_second:,.0f}"
 
 
 def failures(race: Any, task: Task) -> None:

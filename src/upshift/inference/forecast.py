@@ -17,7 +17,7 @@ from upshift.planning.inference.planner import PROFILE_LENGTH
 from upshift.planning.inference.workload import InferenceWorkload
 
 Forecast = Callable[[EngineSetup], float | None]  # texts, or generated tokens, a second; None: no formula for it
-STORED: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
+FORMATS: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
     "fp32": ("fp32", "fp32"),
     "tf32": ("fp32", "fp32"),
     "bf16": ("bf16", "bf16"),
@@ -31,6 +31,7 @@ STORED: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
 def forecast_encoding(source: ModelSource, host: Host, lengths: Sequence[int]) -> Forecast:
     """``lengths``: tokens of each text."""
     workload = InferenceWorkload(task="encode", prompt_length=_mean(lengths))
+    engine_of = _engines(source, host, workload)
 
     def found(setup: EngineSetup) -> float | None:
         engine = engine_of(setup)
@@ -39,13 +40,13 @@ def forecast_encoding(source: ModelSource, host: Host, lengths: Sequence[int]) -
         seconds = sum(step.total for step in steps if step is not None)
         return len(lengths) / seconds if seconds else None
 
-    engine_of = _engines(source, host, workload)
     return found
 
 
 def forecast_generation(source: ModelSource, host: Host, lengths: Sequence[int], new_tokens: int) -> Forecast:
     """``lengths``: tokens of each prompt."""
     workload = InferenceWorkload(task="generate", prompt_length=_mean(lengths), output_length=new_tokens)
+    engine_of = _engines(source, host, workload)
 
     def found(setup: EngineSetup) -> float | None:
         engine, rows = engine_of(setup), float(setup.batch)
@@ -55,7 +56,6 @@ def forecast_generation(source: ModelSource, host: Host, lengths: Sequence[int],
             return None
         return rows * new_tokens / (first.total + step.total * workload.decode_steps)
 
-    engine_of = _engines(source, host, workload)
     return found
 
 
@@ -76,9 +76,9 @@ def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Ca
         return lambda setup: None
 
     def found(setup: EngineSetup) -> Engine | None:
-        if setup.precision not in STORED:  # quantized by others: in a form that is not known
+        if setup.precision not in FORMATS:  # quantized by others: in a form that is not known
             return None
-        weights, cache = STORED[setup.precision]
+        weights, cache = FORMATS[setup.precision]
         execution = "eager" if setup.engine == "torch" else "graphs"
         return build_engine(measured, profile, workload, ReplicaShape(weights, cache, 1, 1, execution))
 

@@ -22,12 +22,6 @@ def count_lines(path: Path) -> int:
         return sum(1 for _ in file)
 
 
-def sample(items: Iterator[T], total: int, count: int) -> list[T]:
-    """So many of them, evenly from first to last."""
-    step = max(total // count, 1)
-    return list(islice(items, 0, step * count, step))
-
-
 def blocks(items: Iterator[T], *, size: int, skip: int = 0) -> Iterator[list[T]]:
     rest = islice(items, skip, None)
     while block := list(islice(rest, size)):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -10,5 +10,10 @@ T = TypeVar("T")
 
 def spread(items: Sequence[T], count: int) -> list[T]:
     """So many of them, evenly from first to last."""
-    count = min(count, len(items))
-    return [items[place * len(items) // count] for place in range(count)]
+    return spread_over(items, len(items), count)
+
+
+def spread_over(items: Iterable[T], total: int, count: int) -> list[T]:
+    """The same of items that are read once, one after the other, as those of a file are."""
+    places = {place * total // count for place in range(count)} if count < total else range(total)
+    return [item for place, item in enumerate(items) if place in places]

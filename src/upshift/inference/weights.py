@@ -8,7 +8,7 @@ from pathlib import Path
 
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.setup import EngineName, EngineSetup, Task
+from upshift.inference.setup import EngineName, Task
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
 from upshift.units import format_bytes
@@ -84,6 +84,6 @@ def weights_identity(source: ModelSource) -> str:
     return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
 
-def engine_folder(task: Task, source: ModelSource, setup: EngineSetup) -> Path:
+def engine_folder(task: Task, source: ModelSource, engine: EngineName) -> Path:
     name = f"{source.model_hash}-{weights_identity(source)}"
-    return read_settings().cache_dir / "engines" / name / f"{task}-{setup.engine}"
+    return read_settings().cache_dir / "engines" / name / f"{task}-{engine}"

@@ -21,7 +21,7 @@ class Encoding:
 
     def __init__(self, source: ModelSource, recipe: Recipe, setup: EngineSetup, sample: list[list[int]], *, pad: int) -> None:
         self.recipe, self.setup, self.pad = recipe, setup, pad
-        build = Build(source, recipe, setup, engine_folder("encode", source, setup), _examples(sample, pad))
+        build = Build(source, recipe, setup, engine_folder("encode", source, setup.engine), _examples(sample, pad))
         self.engine: Engine = build_engine("encode", setup.engine, build)
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:

@@ -39,7 +39,7 @@ def run(entrants: Entrants, setup: EngineSetup) -> Run:
     task = GenerationTask.from_json(contest.asked, origin="the race")
     followed = min(task.new_tokens, FOLLOWED)
     start = time.perf_counter()
-    folder = engine_folder(contest.task, contest.source, setup)
+    folder = engine_folder(contest.task, contest.source, setup.engine)
     decoder: Decoder = build_engine(contest.task, setup.engine, DecoderBuild(contest.source, setup, folder))
     load = time.perf_counter() - start
     if entrants.reference.is_file():

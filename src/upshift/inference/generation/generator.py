@@ -109,15 +109,15 @@ class Generator:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same."""
         if self.race is None:
             sample = spread(ids, max(min(SAMPLE_PROMPTS, ADMIT_TOKENS // max(len(prompt) for prompt in ids)), 1))
-            task = GenerationTask.of(options).to_json()
+            task = GenerationTask.of(options)
             batches = tuple(sorted({len(sample), self._room(ids, options)}))
-            contest = Contest(task=self.task, source=self.source, asked=task, pad=0, batches=batches)
-            lengths, new_tokens = [len(prompt) for prompt in sample], GenerationTask.of(options).new_tokens
-            forecast = partial(forecast_generation, self.source, self.host, lengths, new_tokens)
+            contest = Contest(task=self.task, source=self.source, asked=task.to_json(), pad=0, batches=batches)
+            lengths = [len(prompt) for prompt in sample]
+            forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
             self.race = race(
                 contest, self.host, sample, self.quality, engine=self._engine, forecast=forecast, on_run=self._on_run
             )
-            folder = engine_folder(self.task, self.source, self.race.chosen)
+            folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
             self._decoder = build_engine(self.task, self.race.chosen.engine, build)
         return self.race

@@ -18,7 +18,7 @@ from typing import Any, Literal
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import detect
-from upshift.inference.engines import is_installed
+from upshift.inference.engines import check_engine, is_installed
 from upshift.inference.generation.contest import run
 from upshift.inference.generation.engines.openvino_export import export, int4_weights
 from upshift.inference.generation.prompts import Prompts
@@ -80,17 +80,11 @@ def quantize(source: ModelSource, texts: list[str], output: Path, *, bits: Bits,
 
 def choose_engine(bits: Bits, asked: str | None) -> EngineName:
     """OpenVINO where it is installed, as it is what is fast on a CPU. Raises RequestError for what is not possible."""
-    name = asked or ("openvino" if is_installed("openvino") else "torch")
-    if name == "openvino":
-        if not is_installed("openvino"):
-            raise MissingExtra(library="openvino and nncf", extra="openvino", purpose="--engine openvino")
-        return "openvino"
-    if name != "torch":
-        raise RequestError(f"--engine {name!r} loads no directory of quantized weights; use torch or openvino")
+    name = check_engine("generate", asked or ("openvino" if is_installed("openvino") else "torch"))
     library, extra = ("torchao", "quant") if bits == 8 else ("bitsandbytes", "bitsandbytes")
-    if find_spec(library) is None:
+    if name == "torch" and find_spec(library) is None:
         raise MissingExtra(library=library, extra=extra, purpose=f"--engine torch --bits {bits}")
-    return "torch"
+    return name
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
@@ -122,9 +116,7 @@ def _torch_config(bits: Bits) -> Any:
 
 def _write_openvino(source: ModelSource, fitted: list[list[int]], bits: Bits, folder: Path) -> int:
     """Made beside the fp32 export, which races keep."""
-    setup = EngineSetup(engine="openvino", precision="int8-weights", threads=1, batch=1)
-    kept = engine_folder("generate", source, setup)
-    made = kept / (f"int{bits}.xml" if bits == 8 else "int4-calibrated.xml")
+    made = engine_folder("generate", source, "openvino") / ("int8.xml" if bits == 8 else "int4-calibrated.xml")
     if bits == 4:
         made.unlink(missing_ok=True)  # of other texts
     make(made, partial(export, source), int8_weights if bits == 8 else partial(int4_weights, texts=fitted))
