@@ -95,8 +95,8 @@ def raced(request: dict[str, Any]) -> dict[str, Any]:
         race = generator.prepare(generator.read(request["texts"], options), options)
     quality = read_quality(request["quality"])
     return {
-        "chosen": race.chosen.to_json(), "runs": [run.setup.to_json() for run in race.runs if run.within(quality)],
-        "forecasts": {run.setup.label(): [run.forecast_per_second, run.per_second] for run in race.runs if not run.failure},
+        "chosen": race.chosen.to_json(), "runs": [run.setup.to_json() for run in race.best() if run.within(quality)],
+        "forecasts": {run.setup.label(): [run.forecast_per_second, run.per_second] for run in race.best()},
     }  # fmt: skip
 
 

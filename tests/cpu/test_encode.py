@@ -15,7 +15,7 @@ import transformers
 from transformers import AutoModel, AutoTokenizer
 
 import upshift
-from upshift.errors import RequestError
+from upshift.errors import NothingFits, RequestError
 from upshift.inference import engines
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.encoding import Encoding
@@ -115,6 +115,19 @@ def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
     assert np.array_equal(again.encode(list(reversed(TEXTS)))[::-1].shape, found.shape)
     assert again.race is not None and again.race.recalled and again.race.chosen == encoder.race.chosen
     assert again.encode([]).shape == (0, 0)
+
+
+def test_a_limit_of_time_chooses_a_smaller_batch(expected: np.ndarray) -> None:
+    encoder = Encoder(str(MINILM), engine="torch", max_latency_ms=1e6)
+    assert np.abs(encoder.encode(TEXTS[:3]) - expected[:3]).max() < 2e-4
+    race = encoder.race
+    assert race is not None and all(run.first_seconds and run.setup.hint == "latency" for run in race.runs)
+    alone = min(race.runs, key=lambda run: run.first_seconds or 0.0)
+    again = Encoder(str(MINILM), engine="torch", max_latency_ms=1e3 * (alone.first_seconds or 0.0))
+    again.encode(TEXTS[:3])
+    assert again.race is not None and again.race.recalled and again.race.chosen == alone.setup
+    with pytest.raises(NothingFits, match="as quick as asked; the nearest is torch fp32 with a batch of"):
+        Encoder(str(MINILM), engine="torch", max_latency_ms=1e-6).encode(TEXTS[:3])
 
 
 def test_wrong_requests() -> None:

@@ -176,14 +176,14 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
         "    print('a library says hello', flush=True)\n"
         "    if setup.precision == 'tf32':\n"
         "        " + ends + "\n"
-        "    return Run(setup=setup, per_second=1.0)\n"
+        "    return [Run(setup=setup, per_second=1.0)]\n"
         "answer(run)\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setitem(race_module.PACKAGES, "encode", "of_a_test")
     setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
     source = ModelSource(reference="m", directory=None, config={"model_type": "bert"})
-    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,))
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
     entrants = Entrants(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
     first, second, third = race_module.runs_of(entrants, tmp_path)
     assert first.per_second == 1.0 and said in (second.failure or "")

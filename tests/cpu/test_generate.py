@@ -156,8 +156,8 @@ def test_encoder_decoders_give_the_text_of_transformers(tmp_path: Path, kind: st
     assert [one.tokens for one in generator.generate(TEXTS[:3], **options)] == expected[:3]
 
 
-@pytest.mark.parametrize("precision", QUANTIZED)
-def test_quantized_weights(made: dict[str, str], precision: str) -> None:
+@pytest.mark.parametrize("precision", ["fp16-weights", *QUANTIZED])
+def test_rounded_weights(made: dict[str, str], precision: str) -> None:
     prompts = ids_of(TEXTS[:1], made["llama"])
     plain, rounded = decoder_of(made["llama"], "openvino"), decoder_of(made["llama"], "openvino", precision)
     run(rounded, ids_of(TEXTS, made["llama"]), 3, GenerationOptions(max_new_tokens=NEW))  # rows come and go
@@ -165,7 +165,7 @@ def test_quantized_weights(made: dict[str, str], precision: str) -> None:
     rounded.keep([])
     one, other = (decoder.admit(prompts)[0] for decoder in (plain, rounded))
     cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
-    assert {"int8": 0.995, "int4": 0.8}[precision.removesuffix("-weights")] < cosine < 0.9999999
+    assert {"fp16": 0.9999, "int8": 0.995, "int4": 0.8}[precision.removesuffix("-weights")] < cosine < 0.9999999
 
 
 @pytest.mark.parametrize(
@@ -217,6 +217,18 @@ def test_generator_races_streams_chats_and_stops(made: dict[str, str]) -> None:
     stop = found[0].text[3:5]
     (stopped,) = generator.generate(TEXTS[:1], max_new_tokens=NEW, stop_strings=stop)
     assert stopped.ending == "stop" and stopped.text == found[0].text[: found[0].text.index(stop) + len(stop)]
+
+
+def test_a_limit_of_time_is_held_by_fewer_rows(made: dict[str, str]) -> None:
+    free = upshift.Generator(made["llama"], engine="torch", max_tpot_ms=1e6)
+    assert len(free.generate(TEXTS, max_new_tokens=NEW)) == len(TEXTS)
+    race = free.race
+    assert race is not None and {run.setup.batch for run in race.runs} == {1, 2, 4, len(TEXTS)}  # the reference races alone
+    assert all(run.first_seconds and run.step_seconds for run in race.runs)
+    with pytest.raises(NothingFits, match=r"nearest is torch fp32 with a batch of \d: .* ms a token; allow more time"):
+        upshift.Generator(made["llama"], engine="torch", max_tpot_ms=1e-6).generate(TEXTS, max_new_tokens=NEW)
+    with pytest.raises(RequestError, match="--max-ttft-ms 0 is not possible; give milliseconds above 0"):
+        upshift.Generator(made["llama"], max_ttft_ms=0)
 
 
 def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:

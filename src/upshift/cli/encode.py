@@ -22,6 +22,7 @@ def command(
     output: Annotated[Path, typer.Option("--output", "-o", help="one row a text, in order: .npy or .parquet")],
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32, such as 0.99")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
+    max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="longest that a batch may take, alone")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
@@ -33,7 +34,7 @@ def command(
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
-        encoder = Encoder(model, quality=quality, engine=engine, on_run=teller("texts/s"))
+        encoder = Encoder(model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, on_run=teller("texts/s"))
         total = count_lines(texts)
         encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS))
     start = time.perf_counter()
@@ -79,5 +80,6 @@ def _said(recipe: Any) -> str:
 
 
 def race_table(race: Any) -> Table:
-    """cosine: of the text that agrees least; diff: the largest of any number."""
-    return table(race, "batch", "texts/s", {"load s": lambda run: f"{run.load_seconds:.1f}"})
+    """slowest: batch, alone; cosine: of the text that agrees least; diff: the largest of any number."""
+    waited = {"slowest ms": lambda run: f"{1e3 * run.first_seconds:.1f}"} if race.chosen.hint == "latency" else {}
+    return table(race, "batch", "texts/s", {**waited, "load s": lambda run: f"{run.load_seconds:.1f}"})

@@ -33,6 +33,12 @@ def command(
     chat: Annotated[bool, typer.Option("--chat", help="prompts are what a user says, by the model's chat template")] = False,
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine of logits to transformers in fp32: 0.999")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
+    max_ttft_ms: Annotated[
+        float | None, typer.Option("--max-ttft-ms", help="longest until the first tokens of prompts that are admitted together")
+    ] = None,
+    max_tpot_ms: Annotated[
+        float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
@@ -47,7 +53,10 @@ def command(
         check_files(prompts, output, overwrite=overwrite)
     given = {**_options(options or []), "stop_strings": tuple(stop or ()) or None, "seed": seed}
     with show.step("Reading the model"):
-        generator = Generator(model, quality=quality, engine=engine, chat=chat, on_run=teller("tokens/s"))
+        generator = Generator(
+            model, quality=quality, engine=engine, max_ttft_ms=max_ttft_ms, max_tpot_ms=max_tpot_ms, chat=chat,
+            on_run=teller("tokens/s"),
+        )  # fmt: skip
     for name, value in unused(generator.source).items():
         dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
     read = generator.options(max_new_tokens=max_new_tokens, **given)
@@ -146,9 +155,10 @@ def _bound(generator: Any) -> None:
 
 
 def _table(race: Any) -> Table:
-    """rows: sequences at once; step: one token more of each; GB/s: of weights, in a step; cosine: of the logits of the token that
-    agrees least; diff: of any logit, over the largest."""
+    """rows: sequences at once; first: until the first tokens of so many prompts; step: one token more of each; GB/s: of weights,
+    in a step; cosine: of the logits of the token that agrees least; diff: of any logit, over the largest."""
     return table(race, "rows", "tokens/s", {
+        "first ms": lambda run: f"{1e3 * run.first_seconds:.0f}",
         "step ms": lambda run: f"{1e3 * run.step_seconds:.1f}",
         "GB/s": lambda run: f"{run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0:.1f}",
     })  # fmt: skip

@@ -25,8 +25,9 @@ def teller(unit: str) -> Callable[[Any], None]:
 
 
 def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], str]]) -> Table:
-    """Every contestant that ran, the fastest first. forecast: what the planner's formulas said; cosine: of what agrees least;
-    diff: the largest. ``batch``, ``unit``: what its setup's batch and its rate are called; ``more``: columns of one task."""
+    """Every contestant that ran, the fastest first, with the batch that was best. forecast: what the planner's formulas said;
+    cosine: of what agrees least; diff: the largest. ``batch``, ``unit``: what its setup's batch and its rate are called;
+    ``more``: columns of one task."""
     numbers: dict[str, Callable[[Any], str]] = {
         batch: lambda run: f"{run.setup.batch:,}",
         unit: lambda run: f"{run.per_second:,.0f}",
@@ -36,7 +37,7 @@ def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], s
         "diff": lambda run: f"{run.largest_difference:.1e}",
     }
     found = show.new_table("Race, from memory" if race.recalled else "Race", "engine", numbers=tuple(numbers))
-    for run in sorted((run for run in race.runs if not run.failure), key=lambda run: -run.per_second):
+    for run in race.best():
         style = "bold green" if run.setup == race.chosen else None
         found.add_row(run.setup.label(), *(number(run) for number in numbers.values()), style=style)
     return found

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.setup import QUANTIZED, EngineName, EngineSetup, Precision, Task
+from upshift.inference.setup import QUANTIZED, ROUNDED, EngineName, EngineSetup, Hint, Precision, Task
 
 
 class Door(NamedTuple):
@@ -45,7 +45,7 @@ ENGINES: dict[EngineName, Entry] = {
         ("openvino", "nncf"), "openvino",
         {
             "encode": Door("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
-            "generate": Door("openvino_decoder:OpenVinoDecoder", ("fp32", "bf16", *QUANTIZED)),
+            "generate": Door("openvino_decoder:OpenVinoDecoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
     ),
 }  # fmt: skip
@@ -70,19 +70,21 @@ def missing(task: Task) -> list[str]:
     ]
 
 
-def contestants(task: Task, host: Host, *, exact: bool, batch: int, stored: EngineName | None = None) -> list[EngineSetup]:
+def contestants(
+    task: Task, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None
+) -> list[EngineSetup]:
     """The reference first. ``exact``: nothing that rounds to fewer bits can win then. ``stored``: weights are quantized already,
     and this engine alone loads them."""
     threads = host.cpu.usable_cores if host.cpu is not None else 1
     if stored is not None:
-        return [EngineSetup(engine=stored, precision="stored", threads=threads, batch=batch)]
+        return [EngineSetup(engine=stored, precision="stored", threads=threads, batch=batch, hint=hint)]
+    unfit = "bf16" if host.supports("bf16") is False else "fp16-weights"  # as few bytes; of the two, what the CPU computes in
     found = []
     for name, entry in ENGINES.items():
         for precision in entry.doors[task].precisions if task in entry.doors and is_installed(name) else ():
-            rounds = precision in QUANTIZED or precision == "bf16"
-            if (exact and rounds) or (precision == "bf16" and host.supports("bf16") is False):
+            if (exact and precision in ROUNDED) or precision == unfit:
                 continue
-            found.append(EngineSetup(engine=name, precision=precision, threads=threads, batch=batch))
+            found.append(EngineSetup(engine=name, precision=precision, threads=threads, batch=batch, hint=hint))
     return found
 
 

@@ -10,15 +10,22 @@ from upshift.inference.openvino_core import core, signal_stack_kept
 from upshift.settings import without_telemetry
 
 
-def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any]) -> None:
+def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any] | None) -> None:
     """``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of it without torch."""
     core()  # before those of nncf
     plain = path.with_name("fp32.xml")
     with without_telemetry(), signal_stack_kept():
         if not plain.is_file():
             _save(export(), plain)
-        if not path.is_file():
+        if rounded is not None and not path.is_file():
             _save(rounded(core().read_model(plain)), path)
+
+
+def fp16_weights(model: Any) -> Any:
+    from openvino._offline_transformations import compress_model_transformation
+
+    compress_model_transformation(model)
+    return model
 
 
 def int8_weights(model: Any) -> Any:

@@ -10,8 +10,10 @@ from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
 EngineName = Literal["torch", "onnxruntime", "openvino"]
-Precision = Literal["fp32", "tf32", "bf16", "int8-weights", "int8", "int4-weights", "int4", "stored"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"]
+Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")
+ROUNDED: tuple[Precision, ...] = ("bf16", "fp16-weights", *QUANTIZED)
 
 
 class EngineSetup(Value):
@@ -21,6 +23,7 @@ class EngineSetup(Value):
     )
     threads: int = Field(gt=0)
     batch: int = Field(gt=0, description="tokens of a batch of texts, padding included; or sequences that are generated at once")
+    hint: Hint = Field("throughput", description="several batches share the cores, or one has them all")
 
     def label(self) -> str:
         return f"{self.engine} {self.precision}"

@@ -15,19 +15,24 @@ from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.engines import check_engine
 from upshift.inference.forecast import forecast_encoding
-from upshift.inference.race import Contest, Race, Run, race, read_quality
+from upshift.inference.race import Contest, Limits, Race, Run, race, read_limit, read_quality
 from upshift.inference.sample import spread
+from upshift.inference.setup import Hint
 from upshift.inference.weights import find_plain_weights
 
 SAMPLE_TEXTS = 128  # of a race
-TOKEN_BUDGETS = (1024, 4096)  # of a batch: caches against overheads
+TOKEN_BUDGETS: dict[Hint, tuple[int, ...]] = {  # of a batch: caches against overheads, and how long it takes
+    "throughput": (1024, 4096),
+    "latency": (1, 64, 256, 1024, 4096),  # 1: a text alone
+}
 
 
 class Encoder:
     """``model``: a Hugging Face or sentence-transformers directory, or a hub id.
 
     ``quality``: ``exact`` (fp32, within 1e-4 of transformers), or the lowest cosine to it that a text may have, such as 0.99.
-    ``engine``: only this one. Raises RequestError for what is not possible, with what is.
+    ``engine``: only this one. ``max_latency_ms``: longest that a batch may take, alone. Raises RequestError for what is not
+    possible, with what is, and NothingFits where no setup is as quick.
     """
 
     def __init__(
@@ -36,9 +41,11 @@ class Encoder:
         *,
         quality: str | float = "exact",
         engine: str | None = None,
+        max_latency_ms: float | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
+        self.limits = Limits(ttft_ms=read_limit("max-latency-ms", max_latency_ms))
         self._engine = None if engine is None else check_engine("encode", engine)
         self.source = find_plain_weights(model)
         self.recipe: Recipe = read_recipe(self.source)
@@ -62,10 +69,13 @@ class Encoder:
             sample = self.tokens.of(spread(texts, SAMPLE_TEXTS))
             pad = self.tokens.pad
             asked = self.recipe.to_json()
-            contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=TOKEN_BUDGETS)
+            hint: Hint = "latency" if self.limits else "throughput"
+            budgets = TOKEN_BUDGETS[hint]
+            contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=budgets, hint=hint)
             forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
             self.race = race(
-                contest, self.host, sample, self.quality, engine=self._engine, forecast=forecast, on_run=self._on_run
-            )
+                contest, self.host, sample, self.quality,
+                engine=self._engine, forecast=forecast, limits=self.limits, on_run=self._on_run,
+            )  # fmt: skip
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding

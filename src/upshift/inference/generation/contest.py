@@ -34,7 +34,7 @@ class Pass(NamedTuple):
         return self.first_seconds + sum(self.step_seconds)
 
 
-def run(entrants: Entrants, setup: EngineSetup) -> Run:
+def run(entrants: Entrants, setup: EngineSetup) -> list[Run]:
     contest, sample = entrants.contest, json.loads(entrants.sample.read_text())
     task = GenerationTask.from_json(contest.asked, origin="the race")
     followed = min(task.new_tokens, FOLLOWED)
@@ -49,25 +49,21 @@ def run(entrants: Entrants, setup: EngineSetup) -> Run:
         first = _follow(decoder, sample, None, followed)
         expected = first.logits
         np.save(entrants.reference, expected)
-    tokens, found = expected.argmax(2), first.logits
-    best: tuple[float, int, Spread, float] | None = None
-    for rows in contest.batches:
-        places = list(islice(cycle(range(len(sample))), rows))
-        known = first if rows == len(sample) and first.seconds > ENOUGH_SECONDS else None
-        seconds, step = _timed(decoder, [sample[place] for place in places], tokens[:, places], task.new_tokens, known)
-        per_second = rows * task.new_tokens / seconds.p50
-        if best is None or per_second > best[0]:
-            best = (per_second, rows, seconds, step)
-    assert best is not None
-    difference = float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1.0))
-    width = expected.shape[-1]
+    tokens, found, width = expected.argmax(2), first.logits, expected.shape[-1]
     agree = cosines(found.reshape(-1, width), expected.reshape(-1, width))
-    return Run(
-        setup=setup.changed(batch=best[1]), load_seconds=load, seconds=best[2], per_second=best[0],
-        step_seconds=best[3], weight_bytes=decoder.weight_bytes, largest_difference=difference,
+    one = Run(
+        setup=setup, load_seconds=load, weight_bytes=decoder.weight_bytes,
+        largest_difference=float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1.0)),
         worst_cosine=float(agree.min()), median_cosine=float(np.median(agree)),
         same_tokens=float((found.argmax(2) == tokens).mean()),
     )  # fmt: skip
+    runs = []
+    for rows in contest.batches:
+        places = list(islice(cycle(range(len(sample))), rows))
+        known = first if rows == len(sample) and first.seconds > ENOUGH_SECONDS else None
+        passes = _passes(decoder, [sample[place] for place in places], tokens[:, places], known)
+        runs.append(_timed(one.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
+    return runs
 
 
 def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | None, count: int) -> Pass:
@@ -82,17 +78,23 @@ def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | Non
     return Pass(np.stack(logits), ends[0] - start, list(np.diff(ends)))
 
 
-def _timed(
-    decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, new_tokens: int, known: Pass | None
-) -> tuple[Spread, float]:
-    """Seconds of all tokens that are asked, a step taken for as long as the median of those that ran, and that of a step.
-    ``known``: a pass that took so long that no other is worth its time."""
+def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, known: Pass | None) -> list[Pass]:
+    """``known``: a pass that took so long that no other is worth its time."""
     passes = [] if known is None else [known]
     while known is None and len(passes) < TIMED and sum(one.seconds for one in passes) < ENOUGH_SECONDS:
         passes.append(_follow(decoder, prompts, tokens, len(tokens)))
+    return passes
+
+
+def _timed(run: Run, passes: list[Pass], new_tokens: int) -> Run:
+    """With the seconds of all tokens that are asked: a step is taken for as long as the median of those that ran."""
     steps = [median(one.step_seconds or [0.0]) for one in passes]
     seconds = [one.first_seconds + step * (new_tokens - 1) for one, step in zip(passes, steps, strict=True)]
-    return Spread.of(seconds, num_warmup=0 if known else 1), median(steps)
+    spread = Spread.of(seconds, num_warmup=1)
+    return run.changed(
+        seconds=spread, per_second=run.setup.batch * new_tokens / spread.p50,
+        first_seconds=median(one.first_seconds for one in passes), step_seconds=median(steps),
+    )  # fmt: skip
 
 
 if __name__ == "__main__":

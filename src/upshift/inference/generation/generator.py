@@ -18,7 +18,7 @@ from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
-from upshift.inference.race import Contest, Race, Run, race, read_quality
+from upshift.inference.race import Contest, Limits, Race, Run, race, read_limit, read_quality
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import engine_folder, find_weights, stored_for
@@ -41,8 +41,9 @@ class Generator:
     tokenizer.
 
     ``quality``: ``exact`` (fp32; logits within 1e-4 of transformers'), or the lowest cosine of logits to it, such as 0.999.
-    ``engine``: only this one. ``chat``: a text is what a user says, by the model's chat template. Raises RequestError for what
-    is not possible, with what is.
+    ``engine``: only this one. ``max_ttft_ms``: longest until the first tokens of prompts that are admitted together;
+    ``max_tpot_ms``: longest for a token more of each sequence, in the mean. ``chat``: a text is what a user says, by the model's
+    chat template. Raises RequestError for what is not possible, with what is, and NothingFits where no setup is as quick.
     """
 
     def __init__(
@@ -51,10 +52,15 @@ class Generator:
         *,
         quality: str | float = "exact",
         engine: str | None = None,
+        max_ttft_ms: float | None = None,
+        max_tpot_ms: float | None = None,
         chat: bool = False,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
+        self.limits = Limits(
+            ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms)
+        )
         self.source = find_weights(model)
         self.task = generation_task(self.source)
         self._engine = None if engine is None else check_engine(self.task, engine)
@@ -110,17 +116,25 @@ class Generator:
         if self.race is None:
             sample = spread(ids, max(min(SAMPLE_PROMPTS, ADMIT_TOKENS // max(len(prompt) for prompt in ids)), 1))
             task = GenerationTask.of(options)
-            batches = tuple(sorted({len(sample), self._room(ids, options)}))
-            contest = Contest(task=self.task, source=self.source, asked=task.to_json(), pad=0, batches=batches)
+            contest = Contest(
+                task=self.task, source=self.source, asked=task.to_json(), pad=0,
+                batches=self._batches(len(sample), self._room(ids, options)), hint="latency",
+            )  # fmt: skip
             lengths = [len(prompt) for prompt in sample]
             forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
             self.race = race(
-                contest, self.host, sample, self.quality, engine=self._engine, forecast=forecast, on_run=self._on_run
-            )
+                contest, self.host, sample, self.quality,
+                engine=self._engine, forecast=forecast, limits=self.limits, on_run=self._on_run,
+            )  # fmt: skip
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
             self._decoder = build_engine(self.task, self.race.chosen.engine, build)
         return self.race
+
+    def _batches(self, sampled: int, room: int) -> tuple[int, ...]:
+        """Under a limit every power of two below what memory holds: more rows make each wait longer."""
+        doubled = {2**power for power in range(room.bit_length())} if self.limits else set[int]()
+        return tuple(sorted({sampled, room} | doubled))
 
     def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
         """Sequences whose cache fits beside the model."""

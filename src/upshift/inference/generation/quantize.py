@@ -144,13 +144,14 @@ def _compare(
     source: ModelSource, made: ModelSource, engine: EngineName, prompts: list[list[int]], folder: Path
 ) -> tuple[Run, Run]:
     """Both follow the tokens that the first chooses."""
-    cpu = detect().cpu
-    setup = EngineSetup(engine="torch", precision="fp32", threads=cpu.usable_cores if cpu else 1, batch=len(prompts))
+    cpu, rows = detect().cpu, len(prompts)
+    threads = cpu.usable_cores if cpu else 1
+    setup = EngineSetup(engine="torch", precision="fp32", threads=threads, batch=rows, hint="latency")
     asked = GenerationTask(new_tokens=FOLLOWED).to_json()
     sample, reference = folder / "sample.json", folder / "reference.npy"
     sample.write_text(json.dumps(prompts))
     found = []
     for one, contestant in ((source, setup), (made, setup.changed(engine=engine, precision="stored"))):
-        contest = Contest(task="generate", source=one, asked=asked, pad=0, batches=(len(prompts),))
-        found.append(run(Entrants(contest=contest, setups=(contestant,), sample=sample, reference=reference), contestant))
+        contest = Contest(task="generate", source=one, asked=asked, pad=0, batches=(rows,), hint="latency")
+        found += run(Entrants(contest=contest, setups=(contestant,), sample=sample, reference=reference), contestant)
     return found[0], found[1]

@@ -26,7 +26,7 @@ class OpenVinoEngine:
         model = core().read_model(path)
         settings = {
             "INFERENCE_PRECISION_HINT": HINTS[build.setup.precision],
-            "PERFORMANCE_HINT": "THROUGHPUT",
+            "PERFORMANCE_HINT": build.setup.hint.upper(),
             "INFERENCE_NUM_THREADS": str(build.setup.threads),
         }
         compiled = core().compile_model(model, "CPU", settings)

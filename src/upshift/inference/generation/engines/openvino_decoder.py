@@ -10,7 +10,7 @@ import numpy as np
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
 from upshift.inference.openvino_core import core
-from upshift.inference.openvino_model import int8_weights, make
+from upshift.inference.openvino_model import fp16_weights, int8_weights, make
 from upshift.inference.padding import padded_rows
 from upshift.inference.setup import Precision
 from upshift.inference.weights import OPENVINO_FILE
@@ -28,6 +28,7 @@ class Kind(NamedTuple):
 KINDS: dict[Precision, Kind] = {
     "fp32": Kind("fp32", "f32", "f32"),
     "bf16": Kind("fp32", "bf16", "bf16"),
+    "fp16-weights": Kind("fp16", "f32", "f32"),
     "int8-weights": Kind("int8", "f32", "f32"),
     "int8": Kind("int8", "f32", "u8", ROUNDED),
     "int4-weights": Kind("int4", "f32", "f32"),
@@ -48,12 +49,13 @@ class OpenVinoDecoder:
             path = build.source.directory / OPENVINO_FILE
         else:
             path = build.folder / f"{kind.weights}.xml"
-            make(path, partial(export, build.source), int8_weights if kind.weights == "int8" else int4_weights)
+            rounded = {"fp16": fp16_weights, "int8": int8_weights, "int4": int4_weights}
+            make(path, partial(export, build.source), rounded.get(kind.weights))
         settings = {
             "INFERENCE_PRECISION_HINT": kind.products,
             "KV_CACHE_PRECISION": kind.cache,
             "DYNAMIC_QUANTIZATION_GROUP_SIZE": kind.groups,
-            "PERFORMANCE_HINT": "LATENCY",
+            "PERFORMANCE_HINT": build.setup.hint.upper(),
             "INFERENCE_NUM_THREADS": str(build.setup.threads),
         }
         compiled = core().compile_model(path, "CPU", settings)
