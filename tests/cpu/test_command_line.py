@@ -13,30 +13,13 @@ from pathlib import Path
 
 import pytest
 import torch
+from command import Answer
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from upshift.cli.main import main
 from upshift.settings import read_settings
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 TEXT = "def add(first, second):\n    return first + second\n\n\nfor number in range(10):\n    print(add(number, 1))\n"
-
-
-class Answer:
-    def __init__(self, code: int, out: str, err: str) -> None:
-        self.code, self.out, self.err = code, out, err
-
-
-@pytest.fixture
-def upshift(monkeypatch, capfd):
-    def run(*arguments: object) -> Answer:
-        monkeypatch.setattr(sys, "argv", ["upshift", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capfd.readouterr()
-        return Answer(int(ended.value.code or 0), captured.out, captured.err)
-
-    return run
 
 
 @pytest.fixture(scope="session")

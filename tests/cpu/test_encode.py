@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -12,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from command import Command
 from transformers import AutoModel, AutoTokenizer
 
 import upshift
@@ -137,17 +136,17 @@ def test_wrong_requests() -> None:
         Encoder(str(MINILM), engine="tensorflow")
 
 
-def test_command_line(tmp_path: Path, expected: np.ndarray) -> None:
+def test_command_line(tmp_path: Path, expected: np.ndarray, upshift: Command) -> None:
     texts, output = tmp_path / "texts.jsonl", tmp_path / "rows.parquet"
     texts.write_text("".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
-    command = [sys.executable, "-m", "upshift.cli.main", "encode", str(MINILM), "-i", str(texts), "-o", str(output), "--json"]
-    done = subprocess.run([*command, "--engine", "torch"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    said = json.loads(done.stdout)
+    command = ["encode", MINILM, "-i", texts, "-o", output, "--json"]
+    done = upshift(*command, "--engine", "torch")
+    assert done.code == 0, done.err
+    said = json.loads(done.out)
     assert said["texts"] == said["encoded"] == len(TEXTS) and said["race"]["chosen"]["engine"] == "torch"
     from pyarrow import parquet
 
     rows = np.array(parquet.read_table(output)["vector"].to_pylist())
     assert np.abs(rows - expected).max() < 2e-4
-    wrong = subprocess.run([*command, "--overwrite", "--quality", "best"], capture_output=True, text=True)
-    assert wrong.returncode == 2 and "use exact, or a cosine" in wrong.stderr and "Traceback" not in wrong.stderr
+    wrong = upshift(*command, "--overwrite", "--quality", "best")
+    assert wrong.code == 2 and "use exact, or a cosine" in wrong.err and "Traceback" not in wrong.err

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from command import Command
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -277,28 +276,24 @@ def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:
     assert read_options(find_weights(save(tmp_path / "n", CONFIGS["llama"])), {"top_p": 0.5}).do_sample
 
 
-def upshift_generate(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-m", "upshift.cli.main", "generate", *arguments], capture_output=True, text=True)
-
-
-def test_command_line(made: dict[str, str], tmp_path: Path) -> None:
+def test_command_line(made: dict[str, str], tmp_path: Path, upshift: Command) -> None:
     prompts, output = tmp_path / "prompts.jsonl", tmp_path / "answers.jsonl"
     lines = [{"prompt": text} for text in TEXTS] + [{"messages": [{"role": "user", "content": "hello"}]}]
     prompts.write_text("".join(json.dumps(line) + "\n" for line in lines))
     options = ["--engine", "torch", "--max-new-tokens", str(NEW)]
     files = ["--prompts", str(prompts), "--output", str(output)]
-    done = upshift_generate(made["llama"], *files, *options, "--json")
-    assert done.returncode == 0, done.stderr
-    said, answers = json.loads(done.stdout), [json.loads(line) for line in output.read_text().splitlines()]
+    done = upshift("generate", made["llama"], *files, *options, "--json")
+    assert done.code == 0, done.err
+    said, answers = json.loads(done.out), [json.loads(line) for line in output.read_text().splitlines()]
     assert said["prompts"] == said["generated"] == len(lines) and said["tokens"] == NEW * len(lines)
     assert [{name: answer[name] for name in line} for line, answer in zip(lines, answers, strict=True)] == lines
     expected = by_transformers(made["llama"], ids_of(TEXTS, made["llama"]))
     texts = Prompts(find_weights(made["llama"]))
     assert [answer["text"] for answer in answers[:-1]] == [texts.text(tokens) for tokens in expected]
-    streamed = upshift_generate(made["llama"], "--prompt", TEXTS[1], *options)
-    assert streamed.stdout == texts.text(expected[1]) + "\n", streamed.stderr
-    wrong = upshift_generate(made["llama"], *files)
-    assert wrong.returncode == 2 and "exists; give another name, or --overwrite" in wrong.stderr
+    streamed = upshift("generate", made["llama"], "--prompt", TEXTS[1], *options)
+    assert streamed.out == texts.text(expected[1]) + "\n", streamed.err
+    wrong = upshift("generate", made["llama"], *files)
+    assert wrong.code == 2 and "exists; give another name, or --overwrite" in wrong.err
 
 
 def test_answers_go_on_where_a_run_was_stopped(tmp_path: Path) -> None:
@@ -405,20 +400,18 @@ def test_quantized_directories_generate(made: dict[str, str], tmp_path: Path, en
         upshift.Encoder(str(output))
 
 
-def test_quantize_on_the_command_line(made: dict[str, str], tmp_path: Path) -> None:
+def test_quantize_on_the_command_line(made: dict[str, str], tmp_path: Path, upshift: Command) -> None:
     (tmp_path / "texts.txt").write_text("\n".join(WORDS) + "\n")
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "file").write_text("kept")
-    command = [sys.executable, "-m", "upshift.cli.main", "quantize", made["llama"], "--texts", str(tmp_path / "texts.txt")]
-    done = subprocess.run(
-        [*command, "--bits", "8", "--engine", "torch", "-o", str(tmp_path / "new")], capture_output=True, text=True
-    )
-    assert done.returncode == 0 and "8 bits, torch" in done.stdout and "loads with transformers" in " ".join(done.stdout.split())
+    command = ["quantize", made["llama"], "--texts", tmp_path / "texts.txt"]
+    done = upshift(*command, "--bits", "8", "--engine", "torch", "-o", tmp_path / "new")
+    assert done.code == 0 and "8 bits, torch" in done.out and "loads with transformers" in " ".join(done.out.split())
     for options, said in (
         (["--bits", "3", "-o", str(tmp_path / "x")], "use 8 or 4"),
         (["--bits", "8", "-o", str(tmp_path / "mine"), "--overwrite"], "exists"),
         (["--bits", "8", "--engine", "onnxruntime", "-o", str(tmp_path / "x")], "use one of torch, openvino"),
     ):
-        wrong = subprocess.run([*command, *options], capture_output=True, text=True)
-        assert wrong.returncode == 2 and said in wrong.stderr and "Traceback" not in wrong.stderr
+        wrong = upshift(*command, *options)
+        assert wrong.code == 2 and said in wrong.err and "Traceback" not in wrong.err
     assert (tmp_path / "mine" / "file").read_text() == "kept"

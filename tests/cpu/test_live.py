@@ -235,7 +235,7 @@ def test_a_trial_runs_a_written_source(tmp_path):
     path = tmp_path / "model.source.json"
     source.write(path)
     request = TrialRequest(
-        model_reference=str(path), from_config=True, plan=plan_of(model=source.model_hash), global_batch=2, seconds=0.1,
+        model_reference=str(path), from_config=True, plan=plan_of(model=source.model_hash), global_batch=2, seconds=1.0,
         limit_seconds=300,
     )  # fmt: skip
     with trial_server() as server:

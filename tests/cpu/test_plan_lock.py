@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig
 
-from upshift.cli.main import main
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import ModelProfile
@@ -41,20 +39,6 @@ def folder_of(config: LlamaConfig, folder: Path) -> Path:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory) -> Path:
     return folder_of(config_of(3), tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def upshift(monkeypatch, capfd):
-    """(exit code, standard output, standard error) of one command."""
-
-    def run(*arguments: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["upshift", *map(str, arguments)])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        captured = capfd.readouterr()
-        return int(ended.value.code or 0), captured.out, captured.err
-
-    return run
 
 
 @pytest.fixture
