@@ -39,6 +39,7 @@ from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
 from upshift.inference.generation.files import Answers, read_prompts
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
+from upshift.inference.generation.prefix import SHORTEST, common_prefix, remainder
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.quantize import quantize
 from upshift.inference.generation.sequence import Sequence
@@ -124,6 +125,25 @@ def test_greedy_text_is_that_of_transformers(made: dict[str, str], kind: str, en
     decoder = decoder_of(made[kind], engine)
     for rows in (1, 3, len(TEXTS)):
         assert run(decoder, prompts, rows, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
+
+
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_what_prompts_begin_with_is_computed_once(
+    made: dict[str, str], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prompts = ids_of(["What a system says to all, once: " + text for text in TEXTS], made[kind])
+    decoder, computed = decoder_of(made[kind], engine), list[int]()
+    forward = decoder._run
+
+    def watched(*given: Any) -> np.ndarray:
+        computed.append(next(one.size for one in given if isinstance(one, np.ndarray)))
+        return forward(*given)
+
+    monkeypatch.setattr(decoder, "_run", watched)
+    assert run(decoder, prompts, 3, GenerationOptions(max_new_tokens=NEW)) == by_transformers(made[kind], prompts)
+    steps = NEW * len(prompts)
+    assert sum(computed) - steps < 0.7 * sum(map(len, prompts))
 
 
 SEQ2SEQ: dict[str, Any] = {
@@ -344,6 +364,20 @@ def test_lines_that_are_no_prompt(tmp_path: Path, line: str) -> None:
     (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + line + "\n")
     with pytest.raises(RequestError, match="line 2 is no prompt"):
         list(read_prompts(tmp_path / "p.jsonl"))
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(0, 1), min_size=SHORTEST), st.lists(st.lists(st.integers(0, 1), min_size=1), min_size=2, max_size=4))
+def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: list[list[int]]) -> None:
+    prompts = [shared + tail for tail in tails]
+    prefix = common_prefix(prompts)
+    assert len(prefix) >= len(shared) and all(prompt[: len(prefix)] == prefix and prompt != prefix for prompt in prompts)
+    left = remainder(prompts, len(prefix))
+    states = left.place(np.array(prefix, dtype=np.int64)[None, None, :, None])[:, 0, :, 0]
+    rows = np.concatenate([states, left.ids], axis=1)
+    assert rows.shape == left.mask.shape and (np.diff(left.mask, axis=1) >= 0).all()
+    assert [row[mask == 1].tolist() for row, mask in zip(rows, left.mask, strict=True)] == prompts
+    assert common_prefix([[1] * (SHORTEST - 1) + tail for tail in ([0], [1, 1])]) == []
 
 
 @settings(max_examples=60)

@@ -18,7 +18,11 @@ class Decoder(Protocol):
     """Rows are sequences that are being generated, in the order of their admission."""
 
     weight_bytes: int  # read for every step
-    joins: bool  # rows can be admitted beside others
+    joins: bool  # rows can be admitted beside others, and go on from a prefix
+
+    def remember(self, prefix: Sequence[int]) -> None:
+        """Of an engine that joins: what every prompt to come begins with. Empty: they have nothing in common."""
+        ...
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Token ids of N rows more, behind those that are there -> their logits [N, V] fp32."""

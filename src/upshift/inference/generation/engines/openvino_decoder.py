@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.generation.prefix import remainder
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import fp16_weights, int8_weights, make
 from upshift.inference.padding import padded_rows
@@ -64,13 +65,27 @@ class OpenVinoDecoder:
         self.request, self._newcomers = compiled.create_infer_request(), compiled.create_infer_request()
         self.padding = Padding()
         self._order = np.zeros(0, dtype=np.int32)  # rows of the cache that the next step goes on with
+        self._prefix: dict[str, np.ndarray] = {}  # keys and values by their states' names
+        self._prefix_length = 0
+
+    def remember(self, prefix: Sequence[int]) -> None:
+        self._prefix, self._prefix_length = {}, len(prefix)
+        if prefix:
+            ids, mask = padded_rows([prefix])
+            self._newcomers.reset_state()
+            self._run(self._newcomers, ids, mask, positions(mask), np.zeros(1, dtype=np.int32))
+            self._prefix = {state.name: state.state.data.copy() for state in self._newcomers.query_state()}
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        ids, mask = padded_rows(prompts, left=True)
         several = self.padding.rows > 0
         request = self._newcomers if several else self.request
+        left = remainder(prompts, self._prefix_length)
+        ids, mask = left.ids, left.mask
         request.reset_state()
-        logits = self._run(request, ids, mask, positions(mask), np.arange(len(ids), dtype=np.int32))
+        for state in request.query_state() if self._prefix else ():
+            state.state = _tensor(left.place(self._prefix[state.name]))
+        places = positions(mask)[:, -ids.shape[1] :]
+        logits = self._run(request, ids, mask, places, np.arange(len(ids), dtype=np.int32))
         dropped, before, behind = self.padding.admit(mask)
         if several:
             new = {state.name: state.state.data for state in request.query_state()}

@@ -11,6 +11,7 @@ import torch
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
+from upshift.inference.generation.prefix import remainder
 from upshift.inference.padding import padded_rows
 from upshift.inference.torch_computing import computing
 
@@ -25,11 +26,21 @@ class TorchDecoder:
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self.padding = Padding()
         self.cache = plain_cache()
+        self._prefix: list[np.ndarray] = []  # keys and values of the first layer, then of the next
+
+    def remember(self, prefix: Sequence[int]) -> None:
+        self._prefix = []
+        if prefix:
+            cache = plain_cache()
+            ids, mask = padded_rows([prefix])
+            self._run(ids, mask, positions(mask), cache)
+            self._prefix = [states.float().numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        ids, mask = padded_rows(prompts, left=True)
-        cache = plain_cache()
-        logits = self._run(ids, mask, positions(mask), cache)
+        left = remainder(prompts, self._prefix[0].shape[2] if self._prefix else 0)
+        mask = left.mask
+        cache = plain_cache(tuple(torch.from_numpy(left.place(states)).to(self.model.dtype) for states in self._prefix))
+        logits = self._run(left.ids, mask, positions(mask)[:, -left.ids.shape[1] :], cache)
         if self.padding.rows:
             dropped, before, behind = self.padding.admit(mask)
             for layer, new in zip(self.cache.layers, cache.layers, strict=True):

@@ -1,0 +1,48 @@
+"""What all prompts begin with, such as a system prompt: its keys and values are computed once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from upshift.inference.padding import padded_rows
+
+SHORTEST = 32  # tokens: less is computed as fast as its keys and values are copied
+
+
+def common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
+    """Without the last token of any prompt, which its first logits come from; empty where nothing is worth keeping."""
+    if len(prompts) < 2:
+        return []
+    first, last = min(prompts), max(prompts)  # in the order of words: what these two share, all do
+    most = min(map(len, prompts)) - 1
+    shared = next((place for place in range(most) if first[place] != last[place]), most)
+    return list(first[:shared]) if shared >= SHORTEST else []
+
+
+class Remainder(NamedTuple):
+    """What is left to compute. All rows end in as many new tokens, shorter ones with some of the prefix among them, so that
+    padding stays on the left of what is kept, as masks of sliding windows and ALiBi expect."""
+
+    ids: np.ndarray  # [N, S]
+    mask: np.ndarray  # [N, C + S] of 0 and 1, padded on the left
+    kept: list[int]  # tokens of the prefix that each row takes as they are; the most of any are C
+
+    def place(self, states: np.ndarray) -> np.ndarray:
+        """Keys or values of the prefix, [1, heads, P, width] -> those of all rows, [N, heads, C, width], padded on the left."""
+        _, heads, _, width = states.shape
+        found = np.zeros((len(self.kept), heads, max(self.kept), width), dtype=states.dtype)
+        for row, count in enumerate(self.kept):
+            found[row, :, found.shape[2] - count :] = states[0, :, :count]
+        return found
+
+
+def remainder(prompts: Sequence[Sequence[int]], prefix_length: int) -> Remainder:
+    """``prefix_length``: of what every prompt begins with, shorter than any of them; 0: all is computed."""
+    new = max(map(len, prompts)) - prefix_length
+    kept = [max(len(prompt) - new, 0) for prompt in prompts]
+    ids, _ = padded_rows([prompt[count:] for prompt, count in zip(prompts, kept, strict=True)], left=True)
+    _, mask = padded_rows(prompts, left=True)
+    return Remainder(ids, mask, kept)
