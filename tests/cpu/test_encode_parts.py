@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -12,14 +13,15 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upshift.errors import RequestError
+from upshift.errors import NothingFits, RequestError
+from upshift.hardware import detect
 from upshift.inference import race as race_module
 from upshift.inference.encoding.batches import by_length, padded
 from upshift.inference.encoding.files import Rows, check_files, read_texts
 from upshift.inference.encoding.pool import pool
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.lines import blocks, count_lines
-from upshift.inference.race import Contest, Entrants, Run, read_quality
+from upshift.inference.race import Contest, Entrants, Limits, Quality, Run, read_quality
 from upshift.inference.sample import spread_over
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource
@@ -188,6 +190,37 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     first, second, third = race_module.runs_of(entrants, tmp_path)
     assert first.per_second == 1.0 and said in (second.failure or "")
     assert (third.per_second == 1.0) is (ends != "os._exit(7)")
+
+
+def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Contestants that are made up: each batch twice as fast, and twice as slow for who waits, as the one before."""
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(race_module, "is_installed", lambda name: name != "onnxruntime")
+    monkeypatch.setattr(race_module, "check_room", lambda source, host: None)
+
+    def ran(entrants: Entrants, folder: Path) -> Iterator[Run]:
+        for setup in entrants.setups:
+            exact = setup.precision == "fp32"
+            for power, batch in enumerate(entrants.contest.batches):
+                speed, wait = (2.0**power * (1.0 if exact else 1.5), 0.01 * 2**power)
+                one = Run(setup=setup.changed(batch=batch), seconds=Spread.of([1.0]), per_second=speed, first_seconds=wait)
+                yield one.changed(largest_difference=0.0 if exact else 0.1, worst_cosine=1.0 if exact else 0.97)
+
+    monkeypatch.setattr(race_module, "runs_of", ran)
+    source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1, 2, 4), hint="latency")
+
+    def chosen(quality: Quality, **limits: float) -> tuple[bool, str, int]:
+        forecast = lambda: lambda setup: {"fp32": 7.0}.get(setup.precision, 5.0)  # noqa: E731
+        race = race_module.race(contest, detect(), [[1, 2]], quality, forecast=forecast, limits=Limits(**limits))
+        assert race.expected == {"onnxruntime": 7.0}
+        assert [run.setup.batch for run in race.best() if run.setup != race.chosen] == [4] * (len(race.best()) - 1)
+        return race.recalled, race.chosen.precision, race.chosen.batch
+
+    assert chosen(0.9) == (False, "tf32", 4) and chosen(0.9, ttft_ms=25.0) == (True, "tf32", 2)
+    assert chosen("exact", ttft_ms=10.0) == (False, "fp32", 1)
+    with pytest.raises(NothingFits, match="the nearest is .* with a batch of 1: 10.0 ms"):
+        chosen(0.9, ttft_ms=9.0)
 
 
 SIGNALLED = """

@@ -48,7 +48,7 @@ def command(
     dim(_said(encoder.recipe))
     if race.runs:
         show.out.print(race_table(race))
-    failures(race, "encode")
+    failures(race, "encode", "texts/s")
     show.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
     rate = f", {done / seconds:,.0f} a second" if done and seconds else ""
     show.out.print(f"{total:,} texts in {output} ({done:,} encoded now{rate})")

@@ -21,7 +21,9 @@ def dim(text: str, console: Console = show.out) -> None:
 
 def teller(unit: str) -> Callable[[Any], None]:
     """Says of each contestant, as it ends, how many texts or tokens a second it did."""
-    return lambda run: dim(f"{run.setup.label()}: {run.failure or f'{run.per_second:,.0f} {unit}'}", show.err)
+    return lambda run: dim(
+        f"{run.setup.label()}: {run.failure or f'{run.per_second:,.0f} {unit}, batch {run.setup.batch:,}'}", show.err
+    )
 
 
 def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], str]]) -> Table:
@@ -43,7 +45,7 @@ def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], s
     return found
 
 
-def failures(race: Any, task: Task) -> None:
+def failures(race: Any, task: Task, unit: str) -> None:
     """What did not run, what is not installed, and where the race is remembered."""
     from upshift.inference.engines import missing
 
@@ -52,5 +54,6 @@ def failures(race: Any, task: Task) -> None:
             dim(f"{run.setup.label()} did not run: {run.failure}")
     if race.recalled:
         dim(f"remembered; delete {race.file} to race again")
-    for said in missing(task):
-        dim(said)
+    for name, install in missing(task).items():
+        brings = f"; the planner expects {race.expected[name]:,.0f} {unit} of it" if race.expected.get(name) else ""
+        dim(f"{name} is not installed and did not race: {install}{brings}")

@@ -61,27 +61,27 @@ def is_installed(name: EngineName) -> bool:
     return all(find_spec(library) is not None for library in ENGINES[name].libraries)
 
 
-def missing(task: Task) -> list[str]:
-    """A line for each engine that is not installed: what would install it."""
-    return [
-        f"{name} is not installed and did not race: pip install 'upshift[{entry.extra}]'"
+def missing(task: Task) -> dict[EngineName, str]:
+    """The engines that are not installed, with what would install them."""
+    return {
+        name: f"pip install 'upshift[{entry.extra}]'"
         for name, entry in ENGINES.items()
         if task in entry.doors and not is_installed(name)
-    ]
+    }
 
 
 def contestants(
     task: Task, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None
 ) -> list[EngineSetup]:
-    """The reference first. ``exact``: nothing that rounds to fewer bits can win then. ``stored``: weights are quantized already,
-    and this engine alone loads them."""
+    """Of all engines, installed or not; the reference first. ``exact``: nothing that rounds to fewer bits can win then.
+    ``stored``: weights are quantized already, and this engine alone loads them."""
     threads = host.cpu.usable_cores if host.cpu is not None else 1
     if stored is not None:
         return [EngineSetup(engine=stored, precision="stored", threads=threads, batch=batch, hint=hint)]
     unfit = "bf16" if host.supports("bf16") is False else "fp16-weights"  # as few bytes; of the two, what the CPU computes in
     found = []
     for name, entry in ENGINES.items():
-        for precision in entry.doors[task].precisions if task in entry.doors and is_installed(name) else ():
+        for precision in entry.doors[task].precisions if task in entry.doors else ():
             if (exact and precision in ROUNDED) or precision == unfit:
                 continue
             found.append(EngineSetup(engine=name, precision=precision, threads=threads, batch=batch, hint=hint))

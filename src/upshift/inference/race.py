@@ -25,7 +25,7 @@ from pydantic import Field
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.engines import PACKAGES, contestants
+from upshift.inference.engines import PACKAGES, contestants, is_installed
 from upshift.inference.forecast import Forecast
 from upshift.inference.setup import EngineName, EngineSetup, Hint, Task
 from upshift.inference.weights import check_room, stored_for, weights_identity
@@ -123,6 +123,7 @@ class Race(Value):
     chosen: EngineSetup
     file: Path | None  # where it is remembered: other bounds choose among the same runs; None: there was one setup alone
     recalled: bool = False
+    expected: dict[EngineName, float] = Field({}, description="of what is not installed: the forecast of its fastest setup")
 
     def best(self) -> list[Run]:
         """Of each contestant that ran, its fastest batch, or the one that was chosen; the fastest contestant first."""
@@ -166,7 +167,8 @@ def race(
     """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. Remembered by contest, weights,
     hardware, versions and lengths."""
     stored, batch = stored_for(contest.source), contest.batches[0]
-    setups = contestants(contest.task, host, exact=quality == "exact", batch=batch, hint=contest.hint, stored=stored)
+    able = contestants(contest.task, host, exact=quality == "exact", batch=batch, hint=contest.hint, stored=stored)
+    setups = [setup for setup in able if is_installed(setup.engine)]
     asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
     kept = _kept(contest, host, sample, asked)
     if kept.is_file():
@@ -188,7 +190,11 @@ def race(
                 on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
-    run_all = Race(runs=tuple(runs), chosen=runs[0].setup, file=kept)
+    expected = dict[EngineName, float]()
+    for setup in able:
+        if setup not in setups:
+            expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine, 0.0))
+    run_all = Race(runs=tuple(runs), chosen=runs[0].setup, file=kept, expected=expected)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(kept, run_all.to_json())
     return run_all.changed(chosen=_choose(run_all, quality, limits, engine))
