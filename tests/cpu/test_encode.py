@@ -14,6 +14,7 @@ from command import Command
 from transformers import AutoModel, AutoTokenizer
 
 import upshift
+from upshift.cli.encode import command
 from upshift.errors import NothingFits, RequestError
 from upshift.inference import engines
 from upshift.inference.encoding.encoder import Encoder
@@ -77,6 +78,9 @@ def made(folder: Path, kind: str) -> ModelSource:
     torch.manual_seed(0)
     if kind == "classifier":
         model = transformers.BertForSequenceClassification(transformers.BertConfig(**small, num_labels=3))
+    elif kind == "token classifier":
+        names = dict(enumerate(("O", "B-PER", "I-PER")))
+        model = transformers.BertForTokenClassification(transformers.BertConfig(**small, id2label=names, initializer_range=0.2))
     else:
         model = transformers.RobertaModel(transformers.RobertaConfig(**small, max_position_embeddings=66, pad_token_id=1))
     model.save_pretrained(folder)
@@ -85,9 +89,9 @@ def made(folder: Path, kind: str) -> ModelSource:
 
 
 @pytest.mark.parametrize("engine", engines.ENGINES)
-@pytest.mark.parametrize("kind", ["classifier", "roberta"])
+@pytest.mark.parametrize("kind", ["classifier", "token classifier", "roberta"])
 def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
-    """Scores of a classifier; positions that end two short of the table."""
+    """Scores of classifiers, of texts and of all tokens that the tokenizer gives; positions that end two short of the table."""
     if not engines.is_installed(engine):  # type: ignore[arg-type]
         pytest.skip(f"{engine} is not installed")
     source = made(tmp_path, kind)
@@ -97,9 +101,39 @@ def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     ids = tokens.of(TEXTS)
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
     one = Encoding(source, recipe, SETUPS["torch fp32"].changed(batch=1), [], pad=tokens.pad).rows(ids)
-    assert found.shape == (len(TEXTS), 3 if kind == "classifier" else 32)
-    assert tokens.longest == (512 if kind == "classifier" else 64)
+    rows = sum(map(len, ids)) if kind == "token classifier" else len(TEXTS)
+    assert found.shape == (rows, 32 if kind == "roberta" else 3)
+    assert tokens.longest == (64 if kind == "roberta" else 512)
     assert np.abs(found - one).max() < 1e-4
+
+
+def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without special tokens, but with those that a text names itself; as arrays, and as a file of them."""
+    made(tmp_path, "token classifier")
+    alone = engines.ENGINES["torch"]._replace(doors={"encode": engines.Door("torch_engine:TorchEngine", ("fp32",))})
+    monkeypatch.setattr(engines, "ENGINES", {"torch": alone})  # one setup alone: no race
+    texts = ["", "Ada L\u00f6ve met [SEP] Grace in Z\u00fcrich.", "a " * 600, "Antidisestablishmentarianism?"]
+    encoder = Encoder(str(tmp_path))
+    pipeline = transformers.pipeline("token-classification", model=str(tmp_path), ignore_labels=[])
+    found = encoder.token_scores(texts)
+    expected = [pipeline(text) if text else [] for text in texts]  # it takes no empty text
+    for one, tokens in zip(found, expected, strict=True):
+        assert one.tokens == [token["word"] for token in tokens]
+        assert one.offsets.tolist() == [[token["start"], token["end"]] for token in tokens]
+        assert [encoder.labels[place] for place in one.scores.argmax(1)] == [token["entity"] for token in tokens]
+        assert one.scores.max(1) == pytest.approx([token["score"] for token in tokens], abs=1e-5)
+    assert [one.shape for one in encoder.encode(texts)] == [(len(tokens), 3) for tokens in expected]
+    assert encoder.encode([]) == [] and len(found[2].tokens) == 510
+
+    lines, output = tmp_path / "texts.jsonl", tmp_path / "rows.jsonl"
+    lines.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    command(str(tmp_path), lines, output)
+    for line, tokens in zip(output.read_text().splitlines(), expected, strict=True):
+        row = json.loads(line)
+        assert (row["token"], row["label"]) == ([token["word"] for token in tokens], [token["entity"] for token in tokens])
+        assert row["score"] == pytest.approx([token["score"] for token in tokens], abs=1e-5)
+    with pytest.raises(RequestError, match="rows.npy is no file for token scores.* ends with .parquet or .jsonl"):
+        command(str(tmp_path), lines, tmp_path / "rows.npy")
 
 
 def test_encoder_races_once_and_keeps_the_order(expected: np.ndarray) -> None:
@@ -134,6 +168,8 @@ def test_wrong_requests() -> None:
         Encoder(str(MINILM), engine="torch").encode("one text")
     with pytest.raises(RequestError, match="use one of torch"):
         Encoder(str(MINILM), engine="tensorflow")
+    with pytest.raises(RequestError, match="gives embeddings; token scores are a token classifier's"):
+        Encoder(str(MINILM)).token_scores(["a text"])
 
 
 def test_command_line(tmp_path: Path, expected: np.ndarray, upshift: Command) -> None:

@@ -17,9 +17,11 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.inference import race as race_module
 from upshift.inference.encoding.batches import by_length, padded
-from upshift.inference.encoding.files import Rows, check_files, read_texts
+from upshift.inference.encoding.files import Rows, check_files, check_form, read_texts
 from upshift.inference.encoding.pool import pool
 from upshift.inference.encoding.recipe import Recipe, read_recipe
+from upshift.inference.encoding.token_rows import TokenRows
+from upshift.inference.encoding.token_scores import TokenScores, score_tokens, token_counts
 from upshift.inference.lines import blocks, count_lines
 from upshift.inference.race import Contest, Entrants, Limits, Quality, Run, read_quality
 from upshift.inference.sample import spread_over
@@ -92,9 +94,55 @@ def test_what_is_not_supported_is_named(tmp_path: Path, pooling: dict[str, objec
         read_recipe(sentence_transformers_directory(tmp_path, pooling, *more))
 
 
-def test_a_classifier_gives_class_scores(tmp_path: Path) -> None:
-    config = {"model_type": "bert", "architectures": ["BertForSequenceClassification"]}
-    assert read_recipe(ModelSource(reference="m", directory=tmp_path, config=config)).output == "class scores"
+@pytest.mark.parametrize(("ending", "output"), [("Sequence", "class scores"), ("Token", "token scores")])
+def test_a_classifier_gives_scores(tmp_path: Path, ending: str, output: str) -> None:
+    config = {"model_type": "bert", "architectures": [f"BertFor{ending}Classification"]}
+    assert read_recipe(ModelSource(reference="m", directory=tmp_path, config=config)).output == output
+
+
+def test_scores_are_of_a_texts_own_tokens() -> None:
+    """Not of two special ones before and one behind, nor of padding; texts that have no other tokens give none."""
+    logits = np.log(np.arange(1.0, 21.0, dtype=np.float32)).reshape(2, 5, 2)
+    recipe = Recipe(output="token scores", special=(2, 1), said_by="a test")
+    found = score_tokens(logits, np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 0]]), recipe)
+    assert found == pytest.approx(np.array([[5 / 11, 6 / 11], [7 / 15, 8 / 15], [15 / 31, 16 / 31]]), abs=1e-6)
+    assert token_counts([5, 4, 3, 2], recipe).tolist() == [2, 1, 0, 0]
+    assert score_tokens(logits, np.array([[1, 1, 1, 0, 0], [1, 1, 0, 0, 0]]), recipe).shape == (0, 2)
+
+
+TOKENS = [
+    TokenScores(["a", "##b"], np.array([[0, 1], [1, 2]]), np.array([[0.25, 0.75], [0.9, 0.1]], dtype=np.float32)),
+    TokenScores([], np.empty((0, 2), dtype=np.int64), np.empty((0, 2), dtype=np.float32)),
+    TokenScores(["\u00fc\n"], np.array([[3, 5]]), np.array([[0.0, 1.0]], dtype=np.float32)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.parquet"])
+def test_token_rows_go_on_where_they_stopped(tmp_path: Path, name: str) -> None:
+    first = TokenRows(tmp_path / name, 3, "a setup", ("O", "X"))
+    first.add(TOKENS[:1])
+    with (tmp_path / f"{name}.partial").open("a") as file:
+        file.write('{"token": ["of a block that was not')
+    again = TokenRows(tmp_path / name, 3, "a setup", ("O", "X"))
+    assert again.done == 1 and not (tmp_path / name).exists()
+    again.add(TOKENS[1:])
+    again.finish()
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    if name.endswith("parquet"):
+        rows = pytest.importorskip("pyarrow.parquet", reason="pyarrow is not installed").read_table(tmp_path / name).to_pylist()
+    else:
+        rows = [json.loads(line) for line in (tmp_path / name).read_text(encoding="utf-8").splitlines()]
+    assert [row["token"] for row in rows] == [["a", "##b"], [], ["\u00fc\n"]]
+    assert [row["label"] for row in rows] == [["X", "O"], [], ["X"]]
+    assert [row["start"] for row in rows] == [[0, 1], [], [3]] and [row["end"] for row in rows] == [[1, 2], [], [5]]
+    assert [row["score"] for row in rows] == [pytest.approx([0.75, 0.9]), [], [1.0]]
+
+
+def test_each_output_has_its_files() -> None:
+    check_form(Path("rows.parquet"), "embeddings"), check_form(Path("rows.parquet"), "token scores")
+    for name, of, able in (("r.jsonl", "class scores", ".npy or .parquet"), ("r.npy", "token scores", ".parquet or .jsonl")):
+        with pytest.raises(RequestError, match=f"no file for {of}.*ends with {able}"):
+            check_form(Path(name), of)
 
 
 def test_rows_go_on_where_they_stopped(tmp_path: Path) -> None:

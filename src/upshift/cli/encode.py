@@ -1,4 +1,4 @@
-"""``upshift encode``: texts of a file to vectors or class scores, by the fastest engine within the quality that is asked for."""
+"""``upshift encode``: texts of a file to vectors, or scores of texts or tokens, by the fastest engine within the quality."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from upshift.cli.race import dim, failures, table, teller
 def command(
     model: Model,
     texts: Annotated[Path, typer.Option("--input", "-i", help='a text a line (.txt), or JSON lines with a "text" (.jsonl)')],
-    output: Annotated[Path, typer.Option("--output", "-o", help="one row a text, in order: .npy or .parquet")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="a row a text: .npy or .parquet; of tokens .parquet or .jsonl")],
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32, such as 0.99")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
     max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="longest that a batch may take, alone")] = None,
@@ -28,13 +28,14 @@ def command(
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
-    from upshift.inference.encoding.files import check_files, read_texts
+    from upshift.inference.encoding.files import check_files, check_form, read_texts
     from upshift.inference.lines import count_lines
     from upshift.inference.sample import spread_over
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
         encoder = Encoder(model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, on_run=teller("texts/s"))
+        check_form(output, encoder.recipe.output)
         total = count_lines(texts)
         encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS))
     start = time.perf_counter()
@@ -57,15 +58,22 @@ def command(
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Texts that were encoded now: not those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import BLOCK_TEXTS, Rows, read_texts
+    from upshift.inference.encoding.token_rows import BLOCK_TEXTS as TOKEN_BLOCK_TEXTS
+    from upshift.inference.encoding.token_rows import TokenRows
     from upshift.inference.lines import blocks
     from upshift.inference.unfinished import made_of
 
-    rows = Rows(output, total, made_of(texts, encoder.source.model_hash, encoder.race.chosen.to_json()))
+    made = made_of(texts, encoder.source.model_hash, encoder.race.chosen.to_json())
+    rows: Any
+    if encoder.recipe.output == "token scores":
+        rows, encode, size = TokenRows(output, total, made, encoder.labels), encoder.token_scores, TOKEN_BLOCK_TEXTS
+    else:
+        rows, encode, size = Rows(output, total, made), encoder.encode, BLOCK_TEXTS
     before = rows.done
     with show.bar("Encoding") as update:
         update(before, total)
-        for block in blocks(read_texts(texts), size=BLOCK_TEXTS, skip=before):
-            rows.add(encoder.encode(block))
+        for block in blocks(read_texts(texts), size=size, skip=before):
+            rows.add(encode(block))
             update(rows.done, total)
     rows.finish()
     return rows.done - before
@@ -75,11 +83,13 @@ def _said(recipe: Any) -> str:
     """What a row of the output is, and which file says so."""
     if recipe.output == "class scores":
         return f"A row: class scores (by {recipe.said_by})"
+    if recipe.output == "token scores":
+        return f"A row: tokens of a text, where each starts and ends, its likeliest label and that score (by {recipe.said_by})"
     normal = ", normalized" if recipe.normalize else ""
     return f"A row: {recipe.pooling} pooling{normal} (by {recipe.said_by})"
 
 
 def race_table(race: Any) -> Table:
-    """slowest: batch, alone; cosine: of the text that agrees least; diff: the largest of any number."""
+    """slowest: batch, alone; cosine: of the text, or the token, that agrees least; diff: the largest of any number."""
     waited = {"slowest ms": lambda run: f"{1e3 * run.first_seconds:.1f}"} if race.chosen.hint == "latency" else {}
     return table(race, "batch", "texts/s", {**waited, "load s": lambda run: f"{run.load_seconds:.1f}"})

@@ -32,8 +32,8 @@ def run(entrants: Entrants, setup: EngineSetup) -> list[Run]:
     expected = np.load(entrants.reference)
     agree = cosines(found, expected)
     one = Run(
-        setup=setup, load_seconds=load, largest_difference=float(np.abs(found - expected).max()),
-        worst_cosine=float(agree.min()), median_cosine=float(np.median(agree)),
+        setup=setup, load_seconds=load, largest_difference=float(np.abs(found - expected).max(initial=0.0)),
+        worst_cosine=float(agree.min(initial=1.0)), median_cosine=float(np.median(agree)) if len(agree) else 1.0,
     )  # fmt: skip
     runs = []
     for budget in contest.batches:

@@ -1,4 +1,4 @@
-"""``upshift.Encoder``: texts to vectors or class scores, by the setup that won the race on the user's own texts."""
+"""``upshift.Encoder``: texts to vectors, class scores or token scores, by the setup that won the race on the user's own texts."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe, read_recipe
+from upshift.inference.encoding.token_scores import TokenScores, token_counts
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.engines import check_engine
 from upshift.inference.forecast import forecast_encoding
@@ -19,6 +20,7 @@ from upshift.inference.race import Contest, Limits, Race, Run, race, read_limit,
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
 from upshift.inference.weights import find_plain_weights
+from upshift.models.build import read_config
 
 SAMPLE_TEXTS = 128  # of a race
 TOKEN_BUDGETS: dict[Hint, tuple[int, ...]] = {  # of a batch: caches against overheads, and how long it takes
@@ -48,20 +50,46 @@ class Encoder:
         self.limits = Limits(ttft_ms=read_limit("max-latency-ms", max_latency_ms))
         self._engine = None if engine is None else check_engine("encode", engine)
         self.source = find_plain_weights(model)
-        self.recipe: Recipe = read_recipe(self.source)
+        recipe = read_recipe(self.source)
         self.host: Host = detect().cpu_alone()
-        self.tokens = Tokens(self.source, self.recipe)
+        self.tokens = Tokens(self.source, recipe)
+        self.recipe: Recipe = recipe.changed(special=self.tokens.special()) if recipe.output == "token scores" else recipe
         self._on_run = on_run
         self._encoding: Encoding | None = None
         self.race: Race | None = None
 
-    def encode(self, texts: Sequence[str]) -> np.ndarray:
-        """[N, H] fp32 embeddings in the order of the texts, or [N, C] scores of a classifier. The first call runs the race."""
-        if isinstance(texts, str):
-            raise RequestError("encode() takes a list of texts and was given one text; use encode([text])")
+    @property
+    def labels(self) -> tuple[str, ...]:
+        """What a classifier's columns of scores are called; of another model nothing."""
+        named = {} if self.recipe.output == "embeddings" else read_config(self.source).id2label
+        return tuple(named[place] for place in sorted(named))
+
+    def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray]:
+        """In the order of the texts, fp32: [N, H] embeddings; [N, C] scores of a classifier; of a token classifier an array
+        [T, L] for each text, what ``token_scores`` gives without its places. The first call runs the race."""
+        if self.recipe.output == "token scores":
+            return [found.scores for found in self.token_scores(texts)]
+        _check_list(texts)
+        return self.prepare(texts).rows(self.tokens.of(texts)) if len(texts) else np.empty((0, 0), dtype=np.float32)
+
+    def token_scores(self, texts: Sequence[str]) -> list[TokenScores]:
+        """Of a token classifier: for each text its tokens, where they stand in it, and the scores of their labels, those of
+        transformers' pipeline with aggregation_strategy="none"."""
+        if self.recipe.output != "token scores":
+            raise RequestError(f"{self.source.reference!r} gives {self.recipe.output}; token scores are a token classifier's")
+        _check_list(texts)
         if not len(texts):
-            return np.empty((0, 0), dtype=np.float32)
-        return self.prepare(texts).rows(self.tokens.of(texts))
+            return []
+        read = self.tokens.located(texts)
+        ids = [text.ids for text in read]
+        counts = token_counts([len(row) for row in ids], self.recipe)
+        rows = np.split(self.prepare(texts).rows(ids), np.cumsum(counts)[:-1])
+        before = self.recipe.special[0]
+        own = [slice(before, before + count) for count in counts]
+        return [
+            TokenScores(text.tokens[part], np.asarray(text.offsets[part], dtype=np.int64).reshape(-1, 2), scores)
+            for text, part, scores in zip(read, own, rows, strict=True)
+        ]
 
     def prepare(self, texts: Sequence[str]) -> Encoding:
         """The engine that won on ``texts``, or that won before."""
@@ -79,3 +107,8 @@ class Encoder:
             )  # fmt: skip
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding
+
+
+def _check_list(texts: Sequence[str]) -> None:
+    if isinstance(texts, str):
+        raise RequestError("encode() takes a list of texts and was given one text; use encode([text])")

@@ -8,6 +8,7 @@ from upshift.inference.encoding.batches import Batch, by_length, padded
 from upshift.inference.encoding.engines.engine import Build, Engine
 from upshift.inference.encoding.pool import pool
 from upshift.inference.encoding.recipe import Recipe
+from upshift.inference.encoding.token_scores import score_tokens, token_counts
 from upshift.inference.engines import build_engine
 from upshift.inference.setup import EngineSetup
 from upshift.inference.weights import engine_folder
@@ -25,18 +26,22 @@ class Encoding:
         self.engine: Engine = build_engine("encode", setup.engine, build)
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:
-        """[N, H] fp32 embeddings, or [N, C] class scores."""
+        """[N, H] fp32 embeddings, [N, C] class scores, or [T, L] scores of the tokens of all texts, text by text."""
         found: np.ndarray | None = None
-        places = by_length([len(row) for row in ids], self.setup.batch)
-        for batch, output in self.engine.outputs(padded(ids, places, pad=self.pad)):
-            rows = self._pooled(batch, output)
+        lengths = [len(row) for row in ids]
+        counts = token_counts(lengths, self.recipe) if self.recipe.output == "token scores" else np.ones(len(ids), dtype=int)
+        ends = np.cumsum(counts)
+        for batch, output in self.engine.outputs(padded(ids, by_length(lengths, self.setup.batch), pad=self.pad)):
+            rows = self._answer(batch, output)
             if found is None:
-                found = np.empty((len(ids), rows.shape[1]), dtype=np.float32)
-            found[batch.places] = rows
+                found = np.empty((ends[-1], rows.shape[1]), dtype=np.float32)
+            found[np.concatenate([np.arange(ends[place] - counts[place], ends[place]) for place in batch.places])] = rows
         return np.empty((0, 0), dtype=np.float32) if found is None else found
 
-    def _pooled(self, batch: Batch, output: np.ndarray) -> np.ndarray:
-        return output if self.recipe.output == "class scores" else pool(output, batch.mask, self.recipe)
+    def _answer(self, batch: Batch, output: np.ndarray) -> np.ndarray:
+        if self.recipe.output == "embeddings":
+            return pool(output, batch.mask, self.recipe)
+        return output if self.recipe.output == "class scores" else score_tokens(output, batch.mask, self.recipe)
 
 
 def _examples(sample: list[list[int]], pad: int) -> list[Batch]:

@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.inference.encoding.recipe import Output
 from upshift.inference.lines import read_lines
 from upshift.inference.unfinished import Unfinished, check_output
 
 BLOCK_TEXTS = 16_384
-INPUTS, OUTPUTS = (".txt", ".jsonl"), (".npy", ".parquet")
+INPUTS = (".txt", ".jsonl")
+VECTORS, LISTS = (".npy", ".parquet"), (".parquet", ".jsonl")  # what rows of one length are written as, and rows of several
 PARQUET_ROWS = 65_536  # of a row group
 
 
@@ -26,9 +28,15 @@ def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
         raise RequestError(f'--input {texts} must end with {" or ".join(INPUTS)}: a text a line, or JSON lines with a "text"')
     if not texts.stat().st_size:
         raise RequestError(f"--input {texts} is empty; write a text a line")
-    check_output(output, OUTPUTS, overwrite=overwrite)
+    check_output(output, tuple(dict.fromkeys(VECTORS + LISTS)), overwrite=overwrite)
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet")
+
+
+def check_form(output: Path, of: Output) -> None:
+    able, why = (LISTS, "rows that differ in length") if of == "token scores" else (VECTORS, "rows of one length")
+    if output.suffix not in able:
+        raise RequestError(f"--output {output} is no file for {of}, which are {why}; give one that ends with {' or '.join(able)}")
 
 
 def read_texts(path: Path) -> Iterator[str]:

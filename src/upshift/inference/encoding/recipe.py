@@ -1,7 +1,7 @@
 """How a model's directory says that its outputs become the answer: which outputs, pooling, normalization, longest text.
 
-sentence-transformers directories say it in modules.json and the folders it names; a classifier by its architecture. A plain
-encoder says nothing: then the mean over its tokens is taken, unless the user asks otherwise.
+sentence-transformers directories say it in modules.json and the folders it names; classifiers of texts and of tokens by their
+architecture. A plain encoder says nothing: then the mean over its tokens is taken, unless the user asks otherwise.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from upshift.errors import RequestError
 from upshift.models.source import ModelSource
 from upshift.value import Value
 
-Output = Literal["embeddings", "class scores"]
+Output = Literal["embeddings", "class scores", "token scores"]
 Pooling = Literal["mean", "cls", "last", "max"]
+CLASSIFIERS: dict[str, Output] = {"ForSequenceClassification": "class scores", "ForTokenClassification": "token scores"}
 POOLING_FLAGS: dict[str, Pooling] = {
     "pooling_mode_mean_tokens": "mean",
     "pooling_mode_cls_token": "cls",
@@ -28,14 +29,17 @@ class Recipe(Value):
     output: Output
     pooling: Pooling = "mean"
     normalize: bool = False
+    special: tuple[int, int] = (0, 0)  # tokens that the tokenizer puts before and behind a text: they are given no scores
     max_length: int | None = None  # tokens of a text; None: as the tokenizer and the model's positions say
     said_by: str  # where it was read
 
 
 def read_recipe(source: ModelSource) -> Recipe:
     """Raises RequestError for a pooling or a module that is not known, naming it."""
-    if any(name.endswith("ForSequenceClassification") for name in source.config.get("architectures") or ()):
-        return Recipe(output="class scores", said_by="the model's architecture")
+    for name in source.config.get("architectures") or ():
+        for ending, output in CLASSIFIERS.items():
+            if name.endswith(ending):
+                return Recipe(output=output, said_by="the model's architecture")
     if source.directory is None or not (source.directory / "modules.json").is_file():
         return Recipe(output="embeddings", said_by="default: the model's files say nothing")
     pooling: Pooling = "mean"

@@ -27,6 +27,17 @@ class Tokens:
     def of(self, texts: Sequence[str]) -> list[list[int]]:
         return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
 
+    def located(self, texts: Sequence[str]) -> list[Any]:
+        """The same with ``tokens`` and ``offsets``, the characters of the text that each token is made of."""
+        found: list[Any] = self._backend.encode_batch(list(texts))
+        return found
+
+    def special(self) -> tuple[int, int]:
+        """How many tokens that are of no text stand before those of a text and behind them."""
+        mask = self._backend.encode("a").special_tokens_mask
+        own = [place for place, is_special in enumerate(mask) if not is_special] or [len(mask)]
+        return own[0], max(len(mask) - 1 - own[-1], 0)
+
 
 def _longest(tokenizer: Any, source: ModelSource, recipe: Recipe) -> int | None:
     limits = (recipe.max_length, tokenizer.model_max_length, positions(source))

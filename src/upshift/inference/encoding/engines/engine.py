@@ -16,7 +16,7 @@ from upshift.models.source import ModelSource
 
 class Engine(Protocol):
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Each batch with token states [B, S, H], or class scores [B, C], in fp32; in any order."""
+        """Each batch with token states [B, S, H], class scores [B, C], or logits of tokens [B, S, L], in fp32; in any order."""
         ...
 
 
@@ -31,11 +31,12 @@ class Build(NamedTuple):
 
 
 def load_forward(source: ModelSource, recipe: Recipe) -> Any:
-    """The model in fp32 as a module from (ids, mask) to token states or class scores."""
+    """The model in fp32 as a module from (ids, mask) to token states, class scores or logits of tokens."""
     import torch
-    from transformers import AutoModel, AutoModelForSequenceClassification
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-    kind: Any = AutoModelForSequenceClassification if recipe.output == "class scores" else AutoModel
+    kinds = {"class scores": AutoModelForSequenceClassification, "token scores": AutoModelForTokenClassification}
+    kind: Any = kinds.get(recipe.output, AutoModel)
     model = kind.from_pretrained(source.directory, dtype=torch.float32).eval()
 
     class Forward(torch.nn.Module):

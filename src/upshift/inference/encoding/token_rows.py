@@ -1,0 +1,73 @@
+"""Scores of tokens to a file, a row a text: block by block, so that a run can go on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from io import BytesIO
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upshift.inference.encoding.token_scores import TokenScores
+from upshift.inference.lines import blocks
+from upshift.inference.unfinished import Unfinished
+
+BLOCK_TEXTS = 4096  # at once in memory, with the scores of all labels
+DIGITS = 7  # behind the point: what fp32 tells apart near 1
+
+
+class TokenRows:
+    """Lists of one length in each row: of each token itself, where it starts and ends in the text, its likeliest label and
+    that label's score. JSON lines until the output is whole. ``made_of``: says which input and setup they belong to."""
+
+    def __init__(self, output: Path, total: int, made_of: str, labels: tuple[str, ...]) -> None:
+        self._file = Unfinished(output, total, made_of)
+        self._labels = labels
+        self.done = self._file.done()
+        with self._file.partial.open("rb+" if self.done else "wb+") as file:
+            for _ in range(self.done):
+                file.readline()
+            file.truncate()  # lines of a block that was not noted
+
+    def add(self, found: list[TokenScores]) -> None:
+        with self._file.partial.open("a", encoding="utf-8", newline="\n") as file:
+            file.writelines(json.dumps(self._row(one), ensure_ascii=False) + "\n" for one in found)
+        self.done += len(found)
+        self._file.note(self.done)
+
+    def finish(self) -> None:
+        """Put the whole output in place."""
+        whole = self._file.partial
+        if self._file.output.suffix == ".parquet":
+            whole = whole.with_name(f"{self._file.output.name}.writing")
+            with self._file.partial.open("rb") as lines:
+                _write_parquet(blocks(lines, size=BLOCK_TEXTS), whole)
+        self._file.finish(whole)
+
+    def _row(self, one: TokenScores) -> dict[str, list[Any]]:
+        likeliest = one.scores.argmax(axis=1)
+        return {
+            "token": one.tokens,
+            "start": one.offsets[:, 0].tolist(),
+            "end": one.offsets[:, 1].tolist(),
+            "label": [self._labels[place] for place in likeliest],
+            "score": np.round(one.scores.max(axis=1).astype(np.float64), DIGITS).tolist(),
+        }
+
+
+def _write_parquet(rows: Iterator[list[bytes]], path: Path) -> None:
+    """``rows``: blocks of JSON lines."""
+    import pyarrow
+    from pyarrow import json as arrow_json
+    from pyarrow import parquet
+
+    text, place, score = pyarrow.list_(pyarrow.string()), pyarrow.list_(pyarrow.int32()), pyarrow.list_(pyarrow.float32())
+    schema = pyarrow.schema([("token", text), ("start", place), ("end", place), ("label", text), ("score", score)])
+    parse = arrow_json.ParseOptions(explicit_schema=schema)
+    with parquet.ParquetWriter(path, schema) as writer:
+        for block in rows:
+            data = b"".join(block)
+            whole = arrow_json.ReadOptions(block_size=len(data) + 1)  # a row that crosses two blocks is an error
+            writer.write_table(arrow_json.read_json(BytesIO(data), read_options=whole, parse_options=parse))
