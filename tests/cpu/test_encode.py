@@ -107,6 +107,32 @@ def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     assert np.abs(found - one).max() < 1e-4
 
 
+@pytest.mark.parametrize("family", ["DistilBert", "XLMRoberta"])
+@pytest.mark.parametrize("ending", ["Model", "ForSequenceClassification", "ForTokenClassification"])
+def test_ctranslate2_has_every_head_of_what_it_converts(family: str, ending: str, tmp_path: Path) -> None:
+    """Those of BERT and RoBERTa are above. Their own heads, with weights large enough to tell."""
+    pytest.importorskip("ctranslate2", reason="ctranslate2 is not installed")
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+    if family == "DistilBert":
+        sizes = {"dim": 32, "n_layers": 2, "n_heads": 2, "hidden_dim": 48}
+    config = getattr(transformers, f"{family}Config")(**sizes, vocab_size=30522, initializer_range=0.2)
+    torch.manual_seed(0)
+    getattr(transformers, f"{family}{ending}")(config).save_pretrained(tmp_path)
+    AutoTokenizer.from_pretrained(MINILM).save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    recipe, ids = read_recipe(source), [[7, 8, 9], [5] * 60, [11], [12, 13]]
+    setups = [EngineSetup(engine=engine, precision="fp32", threads=1, batch=128) for engine in ("torch", "ctranslate2")]
+    expected, found = (Encoding(source, recipe, setup, [], pad=1).rows(ids) for setup in setups)
+    assert found.std() > 0.1 and np.abs(found - expected).max() < 1e-4
+
+
+def test_ctranslate2_names_what_it_converts() -> None:
+    source = ModelSource(reference="m", directory=MINILM, config={"model_type": "electra"})
+    setup = EngineSetup(engine="ctranslate2", precision="fp32", threads=1, batch=128)
+    with pytest.raises(RequestError, match="no conversion of the encoder 'electra'; it has bert, camembert, distilbert"):
+        Encoding(source, read_recipe(source), setup, [], pad=0)
+
+
 def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without special tokens, but with those that a text names itself; as arrays, and as a file of them."""
     made(tmp_path, "token classifier")

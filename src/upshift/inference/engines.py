@@ -48,6 +48,10 @@ ENGINES: dict[EngineName, Entry] = {
             "generate": Door("openvino_decoder:OpenVinoDecoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
     ),
+    "ctranslate2": Entry(
+        ("ctranslate2",), "ctranslate2",
+        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"))},
+    ),
 }  # fmt: skip
 
 

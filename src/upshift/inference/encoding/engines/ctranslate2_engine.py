@@ -1,0 +1,66 @@
+"""CTranslate2 on the CPU: encoders in the form of BERT, of which it computes no padding, in fp32 or with int8 products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upshift.errors import RequestError
+from upshift.inference.encoding.batches import Batch
+from upshift.inference.encoding.engines.engine import Build
+
+CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows, by their configs
+TYPES = {"fp32": "float32", "int8": "int8_float32"}  # of products, in its words: what is not a product stays in fp32
+
+
+class CTranslate2Engine:
+    def __init__(self, build: Build) -> None:
+        kind = build.source.config["model_type"]
+        if kind not in CONVERTED:  # said before anything heavy is imported or loaded
+            raise RequestError(f"CTranslate2 has no conversion of the encoder {kind!r}; it has {', '.join(CONVERTED)}")
+        import ctranslate2
+
+        self.library: Any = ctranslate2
+        path = build.folder / build.setup.precision
+        if not path.is_dir():
+            _convert(build, path)
+        self.encoder = ctranslate2.Encoder(
+            str(path), device="cpu", compute_type=TYPES[build.setup.precision], intra_threads=build.setup.threads
+        )
+        self.head = None
+        if build.recipe.output != "embeddings":
+            from upshift.inference.encoding.engines.head import Head
+
+            self.head = Head(build)
+
+    def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
+        for batch in batches:
+            states = self._states(batch)
+            yield batch, states if self.head is None else self.head(batch, states)
+
+    def _states(self, batch: Batch) -> np.ndarray:
+        """Of a text without any token it gets one of padding: it fails on a batch of nothing."""
+        ids, lengths = batch.ids.astype(np.int32), np.maximum(batch.mask.sum(1), 1).astype(np.int32)
+        view = self.library.StorageView.from_array  # of arrays that it reads where they are
+        return np.array(self.encoder.forward_batch(view(ids), view(lengths)).last_hidden_state)
+
+
+def _convert(build: Build, path: Path) -> None:
+    """Put in place whole."""
+    import torch
+    from ctranslate2.converters import TransformersConverter
+
+    class Converter(TransformersConverter):
+        def load_model(self, model_class: Any, model_name_or_path: str, **options: Any) -> Any:
+            model = super().load_model(model_class, model_name_or_path, **{**options, "dtype": torch.float32})
+            if not hasattr(model.config, "position_embedding_type"):  # transformers 5 has this kind alone and no longer says so
+                model.config.position_embedding_type = "absolute"
+            return model
+
+    temporary = path.with_name(f"writing-{path.name}")
+    temporary.parent.mkdir(parents=True, exist_ok=True)
+    Converter(str(build.source.directory)).convert(str(temporary), quantization=TYPES[build.setup.precision], force=True)
+    temporary.replace(path)
