@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +15,7 @@ from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows, by their configs
+MOST_STREAMS = 4  # batches at once: products of one are too small for many cores
 TYPES = {"fp32": "float32", "int8": "int8_float32"}  # of products, in its words: what is not a product stays in fp32
 
 
@@ -27,9 +30,12 @@ class CTranslate2Engine:
         path = build.folder / build.setup.precision
         if not path.is_dir():
             _convert(build, path)
+        threads, most = build.setup.threads, 1 if build.setup.hint == "latency" else MOST_STREAMS
+        self.streams = max(count for count in range(1, most + 1) if threads % count == 0)
         self.encoder = ctranslate2.Encoder(
-            str(path), device="cpu", compute_type=TYPES[build.setup.precision], intra_threads=build.setup.threads
-        )
+            str(path), device="cpu", compute_type=TYPES[build.setup.precision],
+            inter_threads=self.streams, intra_threads=threads // self.streams,
+        )  # fmt: skip
         self.head = None
         if build.recipe.output != "embeddings":
             from upshift.inference.encoding.engines.head import Head
@@ -37,9 +43,18 @@ class CTranslate2Engine:
             self.head = Head(build)
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        for batch in batches:
-            states = self._states(batch)
-            yield batch, states if self.head is None else self.head(batch, states)
+        """Several batches at once, each on a part of the cores, waited for in order. The library lets other threads run."""
+        running: deque[tuple[Batch, Future[np.ndarray]]] = deque()
+        with ThreadPoolExecutor(self.streams) as threads:
+            for batch in batches:
+                if len(running) > self.streams:  # one waits for the first stream that is free
+                    yield self._finished(*running.popleft())
+                running.append((batch, threads.submit(self._states, batch)))
+            for one in running:
+                yield self._finished(*one)
+
+    def _finished(self, batch: Batch, states: Future[np.ndarray]) -> tuple[Batch, np.ndarray]:
+        return batch, states.result() if self.head is None else self.head(batch, states.result())
 
     def _states(self, batch: Batch) -> np.ndarray:
         """Of a text without any token it gets one of padding: it fails on a batch of nothing."""
