@@ -37,13 +37,14 @@ from upshift.inference import engines
 from upshift.inference.forecast import forecast_encoding, forecast_generation
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
-from upshift.inference.generation.files import Answers, read_prompts
+from upshift.inference.generation.files import read_prompts
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
 from upshift.inference.generation.prefix import SHORTEST, common_prefix, remainder
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.quantize import quantize
 from upshift.inference.generation.sequence import Sequence
 from upshift.inference.setup import QUANTIZED, EngineSetup
+from upshift.inference.unfinished_lines import UnfinishedLines
 from upshift.inference.weights import engine_folder, find_weights
 
 SMALL = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
@@ -318,13 +319,13 @@ def test_command_line(made: dict[str, str], tmp_path: Path, upshift: Command) ->
 
 def test_answers_go_on_where_a_run_was_stopped(tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
-    answers = Answers(output, 3, "this")
+    answers = UnfinishedLines(output, 3, "this")
     answers.add([{"text": "one"}])
     with (tmp_path / "answers.jsonl.partial").open("a") as file:
         file.write('{"text": "of a block that was not no')
     with pytest.raises(RequestError, match="another input, model or setup"):
-        Answers(output, 3, "that")
-    again = Answers(output, 3, "this")
+        UnfinishedLines(output, 3, "that")
+    again = UnfinishedLines(output, 3, "this")
     assert again.done == 1 and not output.exists()
     again.add([{"text": "two"}, {"text": "three"}])
     again.finish()

@@ -97,23 +97,25 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
 
 
 def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
-    from upshift.inference.generation.files import BLOCK_PROMPTS, Answers, read_prompts
+    from upshift.inference.generation.files import BLOCK_PROMPTS, read_prompts
     from upshift.inference.lines import blocks
     from upshift.inference.unfinished import made_of
+    from upshift.inference.unfinished_lines import UnfinishedLines
 
     total = sum(1 for _ in read_prompts(prompts))
     with show.step("Racing the installed engines on some of the prompts"):
         first = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
         generator.prepare(generator.read(first, options), options)
     chosen = generator.race.chosen
-    answers = Answers(output, total, made_of(prompts, generator.source.model_hash, chosen.to_json(), options.to_json()))
+    made = made_of(prompts, generator.source.model_hash, chosen.to_json(), options.to_json())
+    answers = UnfinishedLines(output, total, made)
     before, tokens, start = answers.done, 0, time.perf_counter()
     with show.bar("Generating") as update:
         update(before, total)
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
             found = generator.complete(block, options, first=answers.done)
             tokens += sum(len(one.tokens) for one in found)
-            answers.add([{**_said(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True)])
+            answers.add({**_said(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True))
             update(answers.done, total)
     answers.finish()
     seconds = time.perf_counter() - start

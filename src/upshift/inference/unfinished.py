@@ -33,7 +33,7 @@ class Unfinished:
         self._made_of = hashlib.sha256(made_of.encode()).hexdigest()[:16]
         self._said = output.with_name(f"{output.name}.progress.json")
 
-    def done(self) -> int:
+    def noted(self) -> int:
         """Rows of an earlier run. Raises RequestError where they are of something else."""
         if not (self.partial.is_file() and self._said.is_file()):
             return 0
@@ -48,9 +48,9 @@ class Unfinished:
     def note(self, rows: int) -> None:
         write_whole(self._said, Progress(rows=rows, total=self.total, made_of=self._made_of).to_json())
 
-    def finish(self, whole: Path) -> None:
-        """Put the whole output in place, and remove what stood beside it."""
-        whole.replace(self.output)
+    def finish(self, whole: Path | None = None) -> None:
+        """Put the whole output in place, and remove what stood beside it. ``whole``: where it is, if not in ``partial``."""
+        (whole or self.partial).replace(self.output)
         self.partial.unlink(missing_ok=True)
         self._said.unlink(missing_ok=True)
 

@@ -59,7 +59,7 @@ class Rows:
 
     def __init__(self, output: Path, total: int, made_of: str) -> None:
         self._file = Unfinished(output, total, made_of)
-        self.done = self._file.done()
+        self.done = self._file.noted()
         self._rows: Any = np.lib.format.open_memmap(self._file.partial, mode="r+") if self.done else None
 
     def add(self, rows: np.ndarray) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from io import BytesIO
 from pathlib import Path
@@ -12,7 +11,7 @@ import numpy as np
 
 from upshift.inference.encoding.token_scores import TokenScores
 from upshift.inference.lines import blocks
-from upshift.inference.unfinished import Unfinished
+from upshift.inference.unfinished_lines import UnfinishedLines
 
 BLOCK_TEXTS = 4096  # at once in memory, with the scores of all labels
 DIGITS = 7  # behind the point: what fp32 tells apart near 1
@@ -23,28 +22,26 @@ class TokenRows:
     that label's score. JSON lines until the output is whole. ``made_of``: says which input and setup they belong to."""
 
     def __init__(self, output: Path, total: int, made_of: str, labels: tuple[str, ...]) -> None:
-        self._file = Unfinished(output, total, made_of)
+        self._lines = UnfinishedLines(output, total, made_of)
         self._labels = labels
-        self.done = self._file.done()
-        with self._file.partial.open("rb+" if self.done else "wb+") as file:
-            for _ in range(self.done):
-                file.readline()
-            file.truncate()  # lines of a block that was not noted
+
+    @property
+    def done(self) -> int:
+        return self._lines.done
 
     def add(self, found: list[TokenScores]) -> None:
-        with self._file.partial.open("a", encoding="utf-8", newline="\n") as file:
-            file.writelines(json.dumps(self._row(one), ensure_ascii=False) + "\n" for one in found)
-        self.done += len(found)
-        self._file.note(self.done)
+        self._lines.add(map(self._row, found))
 
     def finish(self) -> None:
         """Put the whole output in place."""
-        whole = self._file.partial
-        if self._file.output.suffix == ".parquet":
-            whole = whole.with_name(f"{self._file.output.name}.writing")
-            with self._file.partial.open("rb") as lines:
-                _write_parquet(blocks(lines, size=BLOCK_TEXTS), whole)
-        self._file.finish(whole)
+        output, partial = self._lines.output, self._lines.partial
+        if output.suffix != ".parquet":
+            self._lines.finish()
+            return
+        whole = partial.with_name(f"{output.name}.writing")
+        with partial.open("rb") as lines:
+            _write_parquet(blocks(lines, size=BLOCK_TEXTS), whole)
+        self._lines.finish(whole)
 
     def _row(self, one: TokenScores) -> dict[str, list[Any]]:
         likeliest = one.scores.argmax(axis=1)

@@ -1,0 +1,29 @@
+"""JSON lines of an output, on disk block by block, so that a run can go on where it stopped."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from upshift.inference.unfinished import Unfinished
+
+
+class UnfinishedLines(Unfinished):
+    """``done``: how many are there, those of an earlier run included."""
+
+    def __init__(self, output: Path, total: int, made_of: str) -> None:
+        super().__init__(output, total, made_of)
+        self.done = self.noted()
+        with self.partial.open("rb+" if self.done else "wb+") as file:
+            for _ in range(self.done):
+                file.readline()
+            file.truncate()  # lines of a block that was not noted
+
+    def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
+        found = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
+        with self.partial.open("a", encoding="utf-8", newline="\n") as file:
+            file.writelines(found)
+        self.done += len(found)
+        self.note(self.done)
