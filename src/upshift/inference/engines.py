@@ -46,6 +46,7 @@ ENGINES: dict[EngineName, Entry] = {
         {
             "encode": Door("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
             "generate": Door("openvino_decoder:OpenVinoDecoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
+            "seq2seq": Door("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
     ),
     "ctranslate2": Entry(

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -13,7 +14,7 @@ from upshift.inference.generation.prefix import remainder
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import fp16_weights, int8_weights, make
 from upshift.inference.padding import padded_rows
-from upshift.inference.setup import Precision
+from upshift.inference.setup import EngineSetup, Precision
 from upshift.inference.weights import OPENVINO_FILE
 
 WHOLE, ROUNDED = "0", "32"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
@@ -38,31 +39,42 @@ KINDS: dict[Precision, Kind] = {
 }
 
 
+def load(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> tuple[Any, int]:
+    """The compiled model, made where ``folder`` has none of this precision, and the bytes of its weights."""
+    from upshift.inference.generation.engines.openvino_export import int4_weights
+
+    kind = KINDS[setup.precision]
+    path = folder / f"{kind.weights}.xml"
+    rounded = {"fp16": fp16_weights, "int8": int8_weights, "int4": int4_weights}
+    make(path, export, rounded.get(kind.weights))
+    return _compile(path, setup)
+
+
+def _compile(path: Path, setup: EngineSetup) -> tuple[Any, int]:
+    kind = KINDS[setup.precision]
+    settings = {
+        "INFERENCE_PRECISION_HINT": kind.products,
+        "KV_CACHE_PRECISION": kind.cache,
+        "DYNAMIC_QUANTIZATION_GROUP_SIZE": kind.groups,
+        "PERFORMANCE_HINT": setup.hint.upper(),
+        "INFERENCE_NUM_THREADS": str(setup.threads),
+    }
+    return core().compile_model(path, "CPU", settings), path.with_suffix(".bin").stat().st_size
+
+
 class OpenVinoDecoder:
     joins = True
 
     def __init__(self, build: DecoderBuild) -> None:
-        from upshift.inference.generation.engines.openvino_export import export, int4_weights
+        from upshift.inference.generation.engines.openvino_export import export
 
-        kind = KINDS[build.setup.precision]
         if build.setup.precision == "stored":
             assert build.source.directory is not None
-            path = build.source.directory / OPENVINO_FILE
+            compiled, self.weight_bytes = _compile(build.source.directory / OPENVINO_FILE, build.setup)
         else:
-            path = build.folder / f"{kind.weights}.xml"
-            rounded = {"fp16": fp16_weights, "int8": int8_weights, "int4": int4_weights}
-            make(path, partial(export, build.source), rounded.get(kind.weights))
-        settings = {
-            "INFERENCE_PRECISION_HINT": kind.products,
-            "KV_CACHE_PRECISION": kind.cache,
-            "DYNAMIC_QUANTIZATION_GROUP_SIZE": kind.groups,
-            "PERFORMANCE_HINT": build.setup.hint.upper(),
-            "INFERENCE_NUM_THREADS": str(build.setup.threads),
-        }
-        compiled = core().compile_model(path, "CPU", settings)
-        self.weight_bytes = path.with_suffix(".bin").stat().st_size
+            compiled, self.weight_bytes = load(build.folder, partial(export, build.source), build.setup)
         self.names = {name for port in compiled.inputs for name in port.names}
-        self.request, self._newcomers = compiled.create_infer_request(), compiled.create_infer_request()
+        self._compiled, self._request = compiled, compiled.create_infer_request()
         self.padding = Padding()
         self._order = np.zeros(0, dtype=np.int32)  # rows of the cache that the next step goes on with
         self._prefix: dict[str, np.ndarray] = {}  # keys and values by their states' names
@@ -72,16 +84,15 @@ class OpenVinoDecoder:
         self._prefix, self._prefix_length = {}, len(prefix)
         if prefix:
             ids, mask = padded_rows([prefix])
-            self._newcomers.reset_state()
-            self._run(self._newcomers, ids, mask, positions(mask), np.zeros(1, dtype=np.int32))
-            self._prefix = {state.name: state.state.data.copy() for state in self._newcomers.query_state()}
+            request = self._compiled.create_infer_request()
+            self._run(request, ids, mask, positions(mask), np.zeros(1, dtype=np.int32))
+            self._prefix = {state.name: state.state.data.copy() for state in request.query_state()}
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         several = self.padding.rows > 0
-        request = self._newcomers if several else self.request
+        request = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
         left = remainder(prompts, self._prefix_length)
         ids, mask = left.ids, left.mask
-        request.reset_state()
         for state in request.query_state() if self._prefix else ():
             state.state = _tensor(left.place(self._prefix[state.name]))
         places = positions(mask)[:, -ids.shape[1] :]
@@ -89,24 +100,23 @@ class OpenVinoDecoder:
         dropped, before, behind = self.padding.admit(mask)
         if several:
             new = {state.name: state.state.data for state in request.query_state()}
-            for state in self.request.query_state():
+            for state in self._request.query_state():
                 old = state.state.data[self._order][:, :, dropped:]
                 state.state = _tensor(np.concatenate([_padded(old, before), _padded(new[state.name], behind)]))
-            request.reset_state()
+        else:
+            self._request = request
         self._order = np.arange(self.padding.rows, dtype=np.int32)
         return logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         places = self.padding.step()
-        logits = self._run(self.request, tokens[:, None], self.padding.mask, places, self._order)
+        logits = self._run(self._request, tokens[:, None], self.padding.mask, places, self._order)
         self._order = np.arange(self.padding.rows, dtype=np.int32)
         return logits
 
     def keep(self, rows: list[int]) -> None:
         self.padding.keep(rows)
         self._order = self._order[rows]
-        if not rows:
-            self.request.reset_state()
 
     def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, order: np.ndarray) -> np.ndarray:
         given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "beam_idx": order}

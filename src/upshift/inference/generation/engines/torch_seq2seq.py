@@ -32,14 +32,14 @@ class TorchSeq2Seq:
         self._mask = torch.from_numpy(mask)
         with computing(self.setup):
             found = self.model.get_encoder()(input_ids=torch.from_numpy(ids), attention_mask=self._mask)
-        self._encoded = found.last_hidden_state
+        self._output, self._encoded = type(found), found.last_hidden_state
         return self.step(np.full(len(ids), self._start))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         with computing(self.setup):
             logits = self.model(
-                encoder_outputs=(self._encoded,), attention_mask=self._mask, past_key_values=self._cache, use_cache=True,
-                decoder_input_ids=torch.from_numpy(tokens)[:, None],
+                encoder_outputs=self._output(last_hidden_state=self._encoded), attention_mask=self._mask,
+                decoder_input_ids=torch.from_numpy(tokens)[:, None], past_key_values=self._cache, use_cache=True,
             ).logits  # fmt: skip
         found: np.ndarray = logits[:, -1].float().numpy()
         return found

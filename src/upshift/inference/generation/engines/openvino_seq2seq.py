@@ -1,0 +1,59 @@
+"""An encoder-decoder in OpenVINO on the CPU: the encoder, and a decoder that keeps its own keys and values inside."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+import numpy as np
+
+from upshift.inference.generation.engines.decoder import DecoderBuild
+from upshift.inference.generation.engines.openvino_decoder import load
+from upshift.inference.generation.model import load_model, start_token
+from upshift.inference.padding import padded_rows
+
+MASK = "encoder_attention_mask"
+
+
+class OpenVinoSeq2Seq:
+    """Rows are not admitted beside others, as in torch_seq2seq."""
+
+    joins = False
+
+    def __init__(self, build: DecoderBuild) -> None:
+        from upshift.inference.generation.engines.openvino_seq2seq_export import export_decoder, export_encoder
+
+        model = cache(lambda: load_model(build.source, "fp32"))  # once for both, and not where both are made already
+        encoder, _ = load(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
+        decoder, self.weight_bytes = load(build.folder / "decoder", lambda: export_decoder(model()), build.setup)
+        self._encoder, self._decoder = encoder.create_infer_request(), decoder.create_infer_request()
+        self._encoded = [port.any_name for port in encoder.outputs]
+        self._start = start_token(build.source)
+        self._order = np.zeros(0, dtype=np.int32)  # rows of the decoder's states that the next step goes on with
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        ids, mask = padded_rows(prompts)
+        self._encoder.infer({"input_ids": ids, "attention_mask": mask}, share_inputs=True)
+        self._decoder.reset_state()
+        self._order = np.arange(len(ids), dtype=np.int32)
+        self._attend({MASK: mask, **{name: self._encoder.get_tensor(name).data for name in self._encoded}})
+        return self.step(np.full(len(ids), self._start))
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        self._decoder.infer({"decoder_input_ids": tokens[:, None], "beam_idx": self._order}, share_inputs=True)
+        self._order = np.arange(len(tokens), dtype=np.int32)
+        found: np.ndarray = self._decoder.get_tensor("logits").data[:, -1].copy()
+        return found
+
+    def keep(self, rows: list[int]) -> None:
+        if rows:
+            self._order = self._order[rows]
+            self._attend({name: values[rows] for name, values in self._attended.items()})
+
+    def _attend(self, attended: dict[str, np.ndarray]) -> None:
+        """Set once, as they are the same in every step."""
+        import openvino
+
+        self._attended = attended
+        for name, values in attended.items():
+            self._decoder.set_tensor(name, openvino.Tensor(values, shared_memory=True))

@@ -1,0 +1,112 @@
+"""An encoder-decoder of transformers as two OpenVINO models.
+
+The encoder, of input_ids and attention_mask [R, S], gives the keys and values that each layer of the decoder attends to beside
+its own: none of them is computed again in a step. The decoder takes them with encoder_attention_mask [R, S],
+decoder_input_ids [R, 1] and beam_idx [R], gives logits [R, 1, V], and keeps its own keys and values inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
+
+from upshift.inference.generation.engines.openvino_stateful import (
+    ANY,
+    convert,
+    keep_inside,
+    keys_and_values,
+    name_ports,
+    shapes_of,
+)
+from upshift.inference.generation.model import plain_cache
+
+ENCODED = "encoder_key_values"  # what the names of the encoder's keys and values begin with
+
+
+def export_encoder(model: Any) -> Any:
+    encoder, example = _Encoder(model), _example(model, rows=2, length=5, cached=3)
+    converted = convert(encoder, example.prompt, _example(model, rows=3, length=11, cached=4).prompt)
+    name_ports(converted, dict.fromkeys(("input_ids", "attention_mask"), [ANY, ANY]), list(shapes_of(example.encoded, ENCODED)))
+    return converted
+
+
+def export_decoder(model: Any) -> Any:
+    example = _example(model, rows=2, length=5, cached=3)  # no number that is taken for a constant is another's
+    past, encoded = example.past, example.encoded
+    other = _example(model, rows=3, length=11, cached=4)
+    converted = convert(_Decoder(model, example.output, len(past)), example.step, other.step)
+    shapes = shapes_of(past, "past_key_values")
+    plain = dict.fromkeys(("decoder_input_ids", "encoder_attention_mask"), [ANY, ANY])
+    kept = {name: name.replace("past_key_values", "present") for name in shapes}
+    name_ports(converted, plain | shapes | shapes_of(encoded, ENCODED), ["logits", *kept.values()])
+    keep_inside(converted, kept, rows="decoder_input_ids")
+    return converted
+
+
+class _FirstStates(DynamicLayer):
+    """Those of one call are all that there are: joined to none before, which would be of another rank in the trace."""
+
+    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values, self.is_initialized = keys, values, True
+        return keys, values
+
+
+class _Example(NamedTuple):
+    prompt: tuple[torch.Tensor, ...]  # token ids, and their mask
+    token: torch.Tensor  # the decoder's next ones
+    past: tuple[torch.Tensor, ...]
+    encoded: tuple[torch.Tensor, ...]
+    output: type  # of the encoder
+
+    @property
+    def step(self) -> tuple[torch.Tensor, ...]:
+        return self.token, self.prompt[1], *self.past, *self.encoded
+
+
+def _example(model: Any, *, rows: int, length: int, cached: int) -> _Example:
+    """Of tokens that differ; the last one of the first prompt is padding."""
+    words = model.config.get_text_config(decoder=True).vocab_size
+    prompt = torch.arange(rows * length).reshape(rows, -1) % words
+    mask = torch.ones_like(prompt)
+    mask[0, -1] = 0
+    tokens = torch.arange(rows * (cached + 1)).reshape(rows, -1) % words
+    with torch.no_grad():
+        output, cache = _first_step(model, prompt, mask, tokens[:, :cached])
+    past, encoded = keys_and_values(cache.self_attention_cache), keys_and_values(cache.cross_attention_cache)
+    return _Example((prompt, mask), tokens[:, cached:], past, encoded, type(output))
+
+
+def _first_step(model: Any, ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> tuple[Any, Any]:
+    """What the encoder gives, and the keys and values of the decoder's ``tokens`` and of the encoder's ``ids``."""
+    cache = EncoderDecoderCache(*(Cache(layer_class_to_replicate=_FirstStates) for _ in range(2)))
+    encoded = model.get_encoder()(input_ids=ids, attention_mask=mask)
+    model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=tokens, past_key_values=cache, use_cache=True)
+    return encoded, cache
+
+
+class _Encoder(torch.nn.Module):
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
+        """Which token the decoder is given does not matter: what it attends to beside its own depends on none."""
+        _, cache = _first_step(self.model, ids, mask, ids[:, :1])
+        return keys_and_values(cache.cross_attention_cache)
+
+
+class _Decoder(torch.nn.Module):
+    """``output``: what holds the encoder's. ``count``: of its own keys and values; those of the encoder come behind them."""
+
+    def __init__(self, model: Any, output: type, count: int) -> None:
+        super().__init__()
+        self.model, self.output, self.count = model, output, count
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, *states: torch.Tensor) -> Any:
+        past, encoded = plain_cache(states[: self.count]), plain_cache(states[self.count :])
+        sized = states[self.count][:, 0, :, :1]  # [R, S, 1] in place of the encoder's output, of which nothing else is read
+        cache = EncoderDecoderCache(past, encoded)
+        given = {"encoder_outputs": self.output(last_hidden_state=sized), "attention_mask": mask, "decoder_input_ids": ids}
+        return self.model(**given, past_key_values=cache, use_cache=True).logits, *keys_and_values(past)
