@@ -25,8 +25,8 @@ class OpenVinoSeq2Seq:
 
         model = cache(lambda: load_model(build.source, "fp32"))  # once for both, and not where both are made already
         encoder, _ = load(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
-        decoder, self.weight_bytes = load(build.folder / "decoder", lambda: export_decoder(model()), build.setup)
-        self._encoder, self._decoder = encoder.create_infer_request(), decoder.create_infer_request()
+        self._compiled, self.weight_bytes = load(build.folder / "decoder", lambda: export_decoder(model()), build.setup)
+        self._encoder, self._decoder = encoder.create_infer_request(), self._compiled.create_infer_request()
         self._encoded = [port.any_name for port in encoder.outputs]
         self._start = start_token(build.source)
         self._order = np.zeros(0, dtype=np.int32)  # rows of the decoder's states that the next step goes on with
@@ -34,7 +34,7 @@ class OpenVinoSeq2Seq:
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         ids, mask = padded_rows(prompts)
         self._encoder.infer({"input_ids": ids, "attention_mask": mask}, share_inputs=True)
-        self._decoder.reset_state()
+        self._decoder = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
         self._order = np.arange(len(ids), dtype=np.int32)
         self._attend({MASK: mask, **{name: self._encoder.get_tensor(name).data for name in self._encoded}})
         return self.step(np.full(len(ids), self._start))
