@@ -7,6 +7,7 @@ from functools import cache
 
 import numpy as np
 
+from upshift.errors import RequestError
 from upshift.inference.generation.engines.decoder import DecoderBuild
 from upshift.inference.generation.engines.openvino_decoder import load
 from upshift.inference.generation.model import load_model, start_token
@@ -23,6 +24,8 @@ class OpenVinoSeq2Seq:
     def __init__(self, build: DecoderBuild) -> None:
         from upshift.inference.generation.engines.openvino_seq2seq_export import export_decoder, export_encoder
 
+        if build.setup.precision == "stored":
+            raise RequestError(f"{build.source.reference!r} is an encoder-decoder without *.safetensors; give one that has them")
         model = cache(lambda: load_model(build.source, "fp32"))  # once for both, and not where both are made already
         encoder, _ = load(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
         self._compiled, self.weight_bytes = load(build.folder / "decoder", lambda: export_decoder(model()), build.setup)
