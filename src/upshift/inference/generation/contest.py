@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from upshift.errors import JobFailed
 from upshift.inference.agreement import cosines
 from upshift.inference.engines import build_engine
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
@@ -75,7 +76,10 @@ def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | Non
     for place in range(count - 1):
         logits.append(decoder.step(logits[-1].argmax(1) if tokens is None else tokens[place]))
         ends.append(time.perf_counter())
-    return Pass(np.stack(logits), ends[0] - start, list(np.diff(ends)))
+    found = np.stack(logits)
+    if np.isnan(found).any():
+        raise JobFailed("its logits are not numbers")
+    return Pass(found, ends[0] - start, list(np.diff(ends)))
 
 
 def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, known: Pass | None) -> list[Pass]:
