@@ -48,9 +48,11 @@ def export_decoder(model: Any) -> Any:
 class _FirstStates(DynamicLayer):
     """Those of one call are all that there are: joined to none before, which would be of another rank in the trace."""
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        self.keys, self.values, self.is_initialized = keys, values, True
-        return keys, values
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
 
 
 class _Example(NamedTuple):
