@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from published_programs import program_of, with_program
+
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.harness import format_table
 from upshift.errors import RequestError
@@ -26,6 +28,7 @@ from upshift.hardware import describe, detect
 from upshift.models.profile import ModelProfile
 from upshift.models.source import find_model
 from upshift.models.store import Variant, profile_model
+from upshift.planning.cost.resident import predict_reserved
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.rank import Candidate, Coster
@@ -73,23 +76,27 @@ def layout_of(row: dict[str, Any]) -> Layout:
     in_node = int(row["host"].split("x")[-2]) if row["host"].count("x") and row["host"].split("x")[-2].isdigit() else 1
     stage = STAGES[row["fully_shard"]] if sharing > 1 else "no"
     size = in_node if row["fully_shard"] == "hybrid" else sharing
-    return Layout(
+    layout = Layout(
         fully_shard=stage, shard_size=size if stage != "no" else 1,  # type: ignore[arg-type]
         tensor_parallel=row["tensor_parallel"], sequence_parallel=bool(row["sequence_parallel"]),
         context_parallel=row["context_parallel"] or 1, pipeline_parallel=row["pipeline_parallel"],
         pipeline_schedule=SCHEDULES.get((row["schedule"] or "1f1b").lower(), "1f1b"),  # type: ignore[arg-type]
         virtual_stages=row["virtual_stages"] or 1, expert_parallel=row["expert_parallel"] or 1,
     )  # fmt: skip
+    return with_program(layout, program_of(row))
 
 
 def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfile | str]) -> ModelProfile | str:
-    """Traced once for a config; its reason where it cannot be."""
+    """Traced once for a config and way of recomputing; its reason where it cannot be."""
     positions = dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS)
-    key = json.dumps({**NO_DROPOUT, **row["config"], **positions}, sort_keys=True)
+    config = json.dumps({**NO_DROPOUT, **row["config"], **positions}, sort_keys=True)
+    way = program_of(row).selective if row["recompute"] == "selective" else "full"
+    key = f"{config} {way}"
     if key not in profiles:
         path = folder / f"{len(profiles)}.json"
-        path.write_text(key)
-        variants = tuple(Variant(p, "sdpa", False, divided=True, selective=True, compiled=True) for p in ("bf16", "bf16-pure"))  # type: ignore[arg-type]
+        path.write_text(config)
+        named = Variant("bf16", "sdpa", False, True, selective=way == "selective", alternate=way == "alternate", compiled=True)
+        variants = (named, named._replace(precision="bf16-pure"))
         tell(f"tracing {row['model']}")
         try:
             profiles[key] = profile_model(find_model(str(path)), sequence_length=TRACED_LENGTH, variants=variants)
@@ -109,12 +116,15 @@ def predict(row: dict[str, Any], profile: ModelProfile) -> Candidate | str:
     divided = profile.tensor_parallel
     if layout.tensor_parallel > 1 and (divided is None or divided.divisor % layout.tensor_parallel):
         return profile.tensor_parallel_reason
+    program = program_of(row)
+    way = program.selective if row["recompute"] == "selective" else "full"
     plan = Plan(
         device="cuda", host=host.fingerprint, model=profile.model_hash, sequence_length=row["sequence_length"],
         precision=row["precision"], per_device_train_batch_size=row["micro_batch"], gradient_accumulation_steps=accumulation,
-        activation_checkpointing=recomputed, recompute_granularity="selective" if row["recompute"] == "selective" else "full",
-        torch_compile="layer" if row["compile"] else "off", num_processes=host.num_devices, layout=layout,
+        activation_checkpointing=recomputed, recompute_granularity=way, torch_compile="layer" if row["compile"] else "off",
+        num_processes=host.num_devices, layout=layout,
     )  # fmt: skip
+    plan = plan.model_copy(update={**program.plan, **(program.when_compiled if row["compile"] else {})})
     workload = Workload(sequence_length=row["sequence_length"], global_batch=plan.global_batch, total_steps=10**9)
     if host.device != "cuda":
         return f"plans are for CPUs and CUDA devices, not {host.device}"
@@ -132,7 +142,8 @@ def measured_speed(row: dict[str, Any]) -> float | None:
 
 
 def predicted_gib(candidate: Candidate, kind: str | None) -> float:
-    return gib(candidate.memory.peak if kind == "allocated" else candidate.resident)
+    memory = candidate.memory
+    return gib({"allocated": memory.peak, "reserved": predict_reserved(memory)}.get(kind or "device", candidate.resident))
 
 
 def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[str, int]]:

@@ -12,9 +12,12 @@ GATHERED_INPUTS = 2  # of attention and of the feed-forward part: sequence paral
 HALF_BYTES = 2
 
 
-def divide(whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: bool, hidden_size: int) -> StepTrace:
+def divide(
+    whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: bool, hidden_size: int, keeps_inputs: bool = True
+) -> StepTrace:
     """The trace of one of ``ranks`` ranks. With sequence parallelism what each had is divided too, but for the inputs of the
-    layers' first matrices, which are gathered: a plain layer keeps them, a recomputed one gathers them again."""
+    layers' first matrices, which are gathered: a plain layer keeps them, a recomputed one, and any where not ``keeps_inputs``,
+    gathers them again (Korthikanti et al. 2022, section 4.2.2)."""
     kept = _gathered(ranks, hidden_size) if sequence_parallel else None
     ways = whole.gaps_recomputed
     return whole.model_copy(
@@ -25,14 +28,16 @@ def divide(whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: 
                 way: tuple(_segment(one, two, ranks) for one, two in zip(gaps, half.gaps_recomputed[way], strict=True))
                 for way, gaps in ways.items()
             },
-            "stacks": tuple(_stack(one, two, ranks, kept) for one, two in zip(whole.stacks, half.stacks, strict=True)),
+            "stacks": tuple(
+                _stack(one, two, ranks, kept, keeps=keeps_inputs) for one, two in zip(whole.stacks, half.stacks, strict=True)
+            ),
         }
     )
 
 
-def _stack(one: StackTrace, two: StackTrace, ranks: int, kept: Polynomial | None) -> StackTrace:
+def _stack(one: StackTrace, two: StackTrace, ranks: int, kept: Polynomial | None, *, keeps: bool) -> StackTrace:
     return StackTrace(
-        plain=tuple(_layer(a, b, ranks, kept, keeps=True) for a, b in zip(one.plain, two.plain, strict=True)),
+        plain=tuple(_layer(a, b, ranks, kept, keeps=keeps) for a, b in zip(one.plain, two.plain, strict=True)),
         recomputed={
             way: tuple(_layer(a, b, ranks, kept, keeps=False) for a, b in zip(layers, two.recomputed[way], strict=True))
             for way, layers in one.recomputed.items()
@@ -58,7 +63,7 @@ def _layer(one: Segment, two: Segment, ranks: int, kept: Polynomial | None, *, k
             one.backward_accumulating, two.backward_accumulating, ranks,
             left=scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept,
         ),
-        compiled=None if one.compiled is None else total(scaled(one.compiled, 1.0 / ranks), kept),
+        compiled=None if one.compiled is None else total(scaled(one.compiled, 1.0 / ranks), kept if keeps else nothing),
     )  # fmt: skip
 
 

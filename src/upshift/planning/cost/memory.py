@@ -96,7 +96,10 @@ def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage
     hidden /= plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
     # Each stage makes what the first gap does but for the embedding: its input comes from another rank.
     beside = 0.0 if stage.has_embedding else max(trace.gaps[0].forward.left.at(batch, sequence) - hidden, 0.0)
-    logits = 0.0 if plan.loss_chunk_tokens else float(batch * sequence * (profile.vocab_size or 0) * compute_bytes(plan))
+    # Other kernels than the model's own compute the loss from the stage's output, which they keep.
+    apart = not plan.loss_chunk_tokens and plan.loss_kernel == "eager"
+    logits = float(batch * sequence * (profile.vocab_size or 0) * compute_bytes(plan)) * apart
+    logits /= plan.layout.tensor_parallel if plan.layout.vocabulary_parallel else 1
     kept = logits if piped and stage.has_head else 0.0  # the stage's output
     received = hidden if piped and not stage.has_head else 0.0  # the gradient of its output
     gradients = share_of(profile, plan, stage).gradients
