@@ -242,13 +242,16 @@ PAGE = """# Accuracy against published measurements
 
 Made by `python benchmarks/cases/published.py --write docs/accuracy_published.md`. Each row of
 [benchmarks/published](../benchmarks/published/README.md) that says its layout was predicted from its config, its hardware's
-table row and its settings alone; errors are predicted / measured - 1. {count} rows; left out: {skipped}.
+table row, its settings and what its source's program is documented to do
+([published_programs.py](../benchmarks/cases/published_programs.py)); errors are predicted / measured - 1. {count} rows; left
+out: {skipped}.
 
-Memory is that of Hugging Face modules with their own loss. The published frameworks hold less: Megatron and Transformer Engine
-fuse kernels, torchtitan shares or compiles its loss, where a Hugging Face head keeps all logits on every rank (14 bytes a
-word and token). So these errors compare two programs, not only a prediction with a measurement; against the same program on
-gloo ranks they are 0 to 3 % (tests/cpu/test_layouts.py). Of A100 and H100 the rows of LLM Foundry's MPT 125M,
-760M, 3B, 13B and 70B were used to fit three factors each (src/upshift/planning/cost/rates.py); all other rows were in no fit.
+Memory is that of a plan with the same choices: SimuMax ran Megatron-LM (bf16 weights, the rest by its distributed optimizer,
+words divided, fused kernels and loss), torchtitan keeps every second product of a recomputed layer and divides words. A source
+that says nothing is predicted as Hugging Face modules with their own loss. Reserved memory is the allocator's, without context
+and NCCL. Against the same program on gloo ranks errors are 0 to 3 % (tests/cpu/test_layouts.py). Rates of the A100 and H100
+were fitted, three factors each, on LLM Foundry's MPT 125M, 760M, 3B, 13B and 70B, those of the B200 on SimuMax's Llama 3 70B
+(src/upshift/planning/cost/rates.py); all other rows were in no fit, and nothing about memory was fitted.
 
 {tables}
 
