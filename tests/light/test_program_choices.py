@@ -68,6 +68,28 @@ def test_experts_that_ranks_share_are_divided_among_fewer() -> None:
     assert held[1] == pytest.approx(held[2]) == pytest.approx(held[8])  # an eighth of the whole, however it is shared
 
 
+def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
+    """The first half of the layers has no experts; the other half has all of them, a quarter on each of four ranks."""
+    total, dense = PROFILE.parameters.layers, PROFILE.parameters.layers // 8
+    small, large = dense // (LAYERS // 2), (total - dense) // (LAYERS // 2)
+    experts = total - 2 * dense
+    mixture = PROFILE.model_copy(
+        update={
+            "experts": Experts(count=8, parameters=experts, per_token=2),
+            "stacks": (
+                PROFILE.stacks[0].model_copy(
+                    update={"assignment": (0,) * (LAYERS // 2) + (1,) * (LAYERS // 2), "layer_trainable": (small, large)}
+                ),
+            ),
+        }
+    )
+    plan = plan_of(Layout(pipeline_parallel=2, expert_parallel=4))
+    first, last = (share_of(mixture, plan, stage).weights / 4 for stage in stages(mixture, plan))
+    outside = PROFILE.parameters.embedding  # and as many in the head
+    assert first == pytest.approx(dense + outside, rel=1e-6)
+    assert last == pytest.approx(total - dense - experts + experts / 4 + outside, rel=1e-6)
+
+
 @pytest.mark.parametrize(("vocabulary", "hidden"), [(128256, 4096), (128256, 8192), (128256, 16384), (32000, 2048)])
 @pytest.mark.parametrize("word", [-4, 0, 2, 4, 8, 10])
 @pytest.mark.parametrize("state", [-6, 0, 2, 10])
