@@ -197,6 +197,7 @@ class Coster:
         layout = plan.layout
         key = (
             plan.traced_precision, plan.attention, plan.packing, layout.tensor_parallel, layout.sequence_parallel,
+            layout.expert_parallel,
             plan.torch_compile != "off", plan.fused_kernels, plan.loss_kernel, layout.gather_again, layout.vocabulary_parallel,
         )  # fmt: skip
         if key not in self._traces:

@@ -6,14 +6,15 @@ norm: no fp32 copies, no rotated and unrotated queries, no activation beside the
 
 - a matrix's side that is not the hidden size is kept, as the product's result or as another one's input; of a square matrix one;
 - sides of the hidden size are norms' outputs (kept once, whatever number of matrices reads them) or go into the residual sum;
-- a token sent to several experts is kept by each, with its own copy of the norm's output.
+- a token sent to several experts is kept by each, with its own copy of the norm's output;
+- attention is one kernel too, whatever the traced one was: nothing that grows with the square of the length is ever in memory.
 
 Ignored: what a kernel copies to have it contiguous, and keys of latent attention that are joined from two parts.
 """
 
 from __future__ import annotations
 
-from upshift.models.profile import ModelProfile, Polynomial, StackTrace, StepTrace
+from upshift.models.profile import ModelProfile, PassCost, Polynomial, Segment, StackTrace, StepTrace
 from upshift.planning.cost.compiled import compiled_trace
 from upshift.planning.cost.divide import GATHERED_INPUTS
 from upshift.planning.cost.optimizer import trained_shapes
@@ -27,10 +28,31 @@ def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrac
     """The same step with every layer's kernels fused."""
     kept = Polynomial(bs=kept_bytes(profile, plan))
     stacks = tuple(
-        StackTrace(plain=tuple(layer.model_copy(update={"compiled": kept}) for layer in stack.plain), recomputed=stack.recomputed)
+        StackTrace(
+            plain=tuple(_without_scores(layer).model_copy(update={"compiled": kept}) for layer in stack.plain),
+            recomputed={way: tuple(map(_without_scores, layers)) for way, layers in stack.recomputed.items()},
+        )
         for stack in trace.stacks
     )
     return compiled_trace(trace.model_copy(update={"stacks": stacks}))
+
+
+def _without_scores(layer: Segment) -> Segment:
+    """Where attention was traced as products around a softmax, as of heads whose keys are wider than their values."""
+
+    def linear(size: Polynomial) -> Polynomial:
+        return size._replace(ss=0.0, bss=0.0)
+
+    def of_pass(cost: PassCost) -> PassCost:
+        return cost.model_copy(
+            update={
+                "left": linear(cost.left), "released": linear(cost.released), "rise": tuple(map(linear, cost.rise)),
+                "moved_bytes": linear(cost.moved_bytes), "matmul_bytes": linear(cost.matmul_bytes),
+            }
+        )  # fmt: skip
+
+    passes = {name: of_pass(getattr(layer, name)) for name in ("forward", "backward", "backward_accumulating")}
+    return layer.model_copy(update=passes)
 
 
 def kept_bytes(profile: ModelProfile, plan: Plan) -> float:

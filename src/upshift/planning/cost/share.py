@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from upshift.models.profile import ModelProfile
+from upshift.planning.cost.divide import experts_of, layer_sizes
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.optimizer import state_bytes
 from upshift.planning.plan import ALONE, Plan
@@ -182,27 +183,13 @@ def elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
 def _beyond_the_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """What the stage's own layers have more than as many of the mean: layers with experts are larger than those without."""
-    sizes, parameters = _layer_sizes(profile), profile.parameters
+    sizes, parameters = layer_sizes(profile), profile.parameters
     if len({*sizes}) == 1 or parameters.trainable_layers != parameters.layers:
         return 0.0
     count = stage.last - stage.first
     more = sum(sizes[stage.first : stage.last]) - count * sum(sizes) / len(sizes)
-    whole = Stage(0, profile.num_layers, profile.num_layers)
-    experts = _experts_of(profile, stage) - count / len(sizes) * _experts_of(profile, whole)
+    experts = experts_of(profile, stage.first, stage.last) - count / len(sizes) * experts_of(profile, 0, len(sizes))
     return (more - experts + experts / plan.layout.expert_parallel) / plan.layout.tensor_parallel
-
-
-def _layer_sizes(profile: ModelProfile) -> list[int]:
-    return [stack.layer_trainable[index] for stack in profile.stacks for index in stack.assignment]
-
-
-def _experts_of(profile: ModelProfile, stage: Stage) -> float:
-    """Parameters of all experts of the stage's layers. A layer smaller than the mean layer's experts has none."""
-    if profile.experts is None:
-        return 0.0
-    mean = profile.experts.parameters / max(profile.num_layers, 1)
-    has_them = [size >= mean for size in _layer_sizes(profile)]
-    return profile.experts.parameters * sum(has_them[stage.first : stage.last]) / max(sum(has_them), 1)
 
 
 def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
@@ -235,7 +222,7 @@ def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     ranks, experts = layout.shard_size, layout.expert_parallel
     if experts == 1 or profile.experts is None:
         return 1.0 / ranks
-    shared = _experts_of(profile, stage) / layout.tensor_parallel / experts / elements(profile, plan, stage)
+    shared = experts_of(profile, stage.first, stage.last) / layout.tensor_parallel / experts / elements(profile, plan, stage)
     return shared / max(ranks / experts, 1.0) + (1.0 - shared) / ranks
 
 
