@@ -11,6 +11,7 @@ from made_profile import FEED_FORWARD, HIDDEN, LAYERS, VOCABULARY, cost, make_pr
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.models.profile import Experts, Polynomial, Segment
+from upshift.planning.cost.divide import divide_experts
 from upshift.planning.cost.fused import fused_trace, kept_bytes
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.share import share_of, stages
@@ -68,6 +69,20 @@ def test_experts_that_ranks_share_are_divided_among_fewer() -> None:
     assert held[1] == pytest.approx(held[2]) == pytest.approx(held[8])  # an eighth of the whole, however it is shared
 
 
+def test_experts_of_other_ranks_have_no_gradients_and_kernels_here() -> None:
+    """Three quarters of each layer are experts; a fourth of those, and the rest, stay: 7 sixteenths."""
+    experts = 3 * LAYERS * PROFILE.stacks[0].layer_trainable[0] // 4
+    mixture = PROFILE.model_copy(update={"experts": Experts(count=8, parameters=experts, per_token=2)})
+    trace = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
+    assert trace is not None
+    layer = trace.stacks[0].plain[0]
+    backward = layer.backward.model_copy(update={"rise": (Polynomial(one=1600.0, bs=3.0),), "num_kernels": 32})
+    stack = trace.stacks[0].model_copy(update={"plain": (layer.model_copy(update={"backward": backward}),)})
+    found = divide_experts(mixture, trace.model_copy(update={"stacks": (stack,)}), 4).stacks[0].plain[0]
+    assert found.backward.rise == (Polynomial(one=700.0, bs=3.0),) and found.backward.num_kernels == 14
+    assert found.forward.left == layer.forward.left  # all of it grows with tokens
+
+
 def test_a_stage_has_the_parameters_of_its_own_layers() -> None:
     """The first half of the layers has no experts; the other half has all of them, a quarter on each of four ranks."""
     total, dense = PROFILE.parameters.layers, PROFILE.parameters.layers // 8
@@ -110,7 +125,7 @@ def head() -> Segment:
         ("eager", 1, 10, 4, 12),
         ("compiled", 1, 2, 2, 4),
         ("fused", 1, 2, 2, 2),
-        ("eager", 4, 2.5, 1, 3),
+        ("eager", 4, 3.5, 1, 4),
         ("fused", 4, 0.5, 0.5, 0.5),
     ],
 )
@@ -177,6 +192,18 @@ def test_what_is_not_hidden_takes_longer() -> None:
     )
     assert isinstance(hidden, Candidate) and isinstance(waited, Candidate)
     assert waited.time.total > hidden.time.total and waited.memory == hidden.memory
+
+
+def test_attention_in_one_kernel_keeps_no_scores() -> None:
+    trace = PROFILE.step(precision="bf16", attention="sdpa", masked=False)
+    assert trace is not None
+    layer = trace.stacks[0].plain[0]
+    scores = Polynomial(bss=512.0)
+    forward = layer.forward.model_copy(update={"left": scores, "rise": (scores,), "moved_bytes": scores})
+    stack = trace.stacks[0].model_copy(update={"plain": (layer.model_copy(update={"forward": forward}),)})
+    found = fused_trace(PROFILE, trace.model_copy(update={"stacks": (stack,)}), plan_of(Layout(), fused_kernels=True))
+    fused = found.stacks[0].plain[0].forward
+    assert not any(term.bss for term in (fused.left, fused.moved_bytes, *fused.rise))
 
 
 def test_none_of_them_is_chosen_unasked() -> None:

@@ -6,6 +6,7 @@ Of every word and token, bytes that are live in the traced segment: bf16 logits,
 - loss_kernel=fused: the gradient takes the place of the logits (Transformer Engine's and Liger Kernel's cross entropy).
 - vocabulary_parallel: a rank has the logits of its own words alone (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et al.
   2019, section 3; torch.distributed.tensor.parallel.loss_parallel), and with sequence parallelism the head's input is gathered.
+  torch's loss_parallel computes the loss and its gradient operator by operator: at their height, with one fp32 value more.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from upshift.planning.plan import Plan
 
 MOST_BYTES = 32  # of a word of a token, or of an element of its hidden state
 LABEL_BYTES = 64  # beside them, of a token
+FULL_BYTES = 4  # of an fp32 value
 
 
 def with_own_loss(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
@@ -81,6 +83,8 @@ class _Head:
         def now(size: Polynomial) -> Polynomial:
             word = bytes_a_word(size.bs, self.vocabulary, self.hidden)
             live = min(max(entered[0] + word, 0.0), most)
+            if self.plan.loss_kernel == "eager" and live > 2 * FULL_BYTES:
+                live += FULL_BYTES
             rest = (size.bs - word * self.vocabulary) / (self._ranks if self.plan.layout.sequence_parallel else 1)
             words = (live - entered[1]) * self.vocabulary / self._ranks
             return size._replace(one=size.one / self._ranks, bs=rest + words)
