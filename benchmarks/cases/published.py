@@ -251,8 +251,8 @@ words divided, fused kernels and loss), torchtitan keeps every second product of
 that says nothing is predicted as Hugging Face modules with their own loss. Reserved memory is the allocator's, without context
 and NCCL. Against the same program on gloo ranks errors are 0 to 3 % (tests/cpu/test_layouts.py). Rates of the A100 and H100
 were fitted, three factors each, on LLM Foundry's MPT 125M, 760M, 3B, 13B and 70B, those of the B200 on SimuMax's Llama 3 70B
-(src/upshift/planning/cost/rates.py); all other rows were in no fit, and nothing about memory was fitted. Of SimuMax's rows that differ in the
-number of micro-batches alone, memory was measured once: 19 measurements of allocated memory.
+(src/upshift/planning/cost/rates.py); all other rows were in no fit, and nothing about memory was fitted. Of SimuMax's
+rows that differ in the number of micro-batches alone, memory was measured once: 19 measurements of allocated memory.
 
 {tables}
 
@@ -277,9 +277,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(tables(scored, markdown=False), worst_rows(scored, markdown=False, count=25), sep="\n\n")
     if options.write:
         left = "; ".join(f"{count} ({reason})" for reason, count in skipped.items()) or "none"
+        asked = f" --sources {options.sources}" if sources else ""
         options.write.write_text(
             PAGE.format(
-                asked=f" --sources {options.sources}" if sources else "", count=len(scored), skipped=left, tables=tables(scored, markdown=True),
+                asked=asked, count=len(scored), skipped=left, tables=tables(scored, markdown=True),
                 worst=worst_rows(scored, markdown=True, count=len(scored)),
             )
         )  # fmt: skip
