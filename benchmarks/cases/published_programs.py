@@ -38,7 +38,8 @@ MEGATRON_WITH_TRANSFORMER_ENGINE = Program(
 )
 # torchtitan recomputes by operator unless told otherwise: all but every second mm (selective_ac_option = "op" in its
 # train_configs); loss parallel wherever there is tensor parallelism (disable_loss_parallel is off). Until early 2025 its loss was
-# not compiled ("compiling loss function causes CUDA errors, turning off for now", train.py), then wherever the model is.
+# not compiled ("compiling loss function causes CUDA errors, turning off for now", train.py of that time, not read at the very
+# commit), then wherever the model is (build_cross_entropy_loss of components/loss.py).
 TORCHTITAN_2024 = Program(layout={"vocabulary_parallel": True}, selective="alternate")
 TORCHTITAN_2025 = Program(layout={"vocabulary_parallel": True}, selective="alternate", when_compiled={"loss_kernel": "compiled"})
 
