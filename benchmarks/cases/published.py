@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from published_programs import program_of, with_program
+
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.harness import format_table
 from upshift.errors import RequestError
@@ -26,6 +28,7 @@ from upshift.hardware import describe, detect
 from upshift.models.profile import ModelProfile
 from upshift.models.source import find_model
 from upshift.models.store import Variant, profile_model
+from upshift.planning.cost.resident import predict_reserved
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.rank import Candidate, Coster
@@ -73,23 +76,27 @@ def layout_of(row: dict[str, Any]) -> Layout:
     in_node = int(row["host"].split("x")[-2]) if row["host"].count("x") and row["host"].split("x")[-2].isdigit() else 1
     stage = STAGES[row["fully_shard"]] if sharing > 1 else "no"
     size = in_node if row["fully_shard"] == "hybrid" else sharing
-    return Layout(
+    layout = Layout(
         fully_shard=stage, shard_size=size if stage != "no" else 1,  # type: ignore[arg-type]
         tensor_parallel=row["tensor_parallel"], sequence_parallel=bool(row["sequence_parallel"]),
         context_parallel=row["context_parallel"] or 1, pipeline_parallel=row["pipeline_parallel"],
         pipeline_schedule=SCHEDULES.get((row["schedule"] or "1f1b").lower(), "1f1b"),  # type: ignore[arg-type]
         virtual_stages=row["virtual_stages"] or 1, expert_parallel=row["expert_parallel"] or 1,
     )  # fmt: skip
+    return with_program(layout, program_of(row))
 
 
 def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfile | str]) -> ModelProfile | str:
-    """Traced once for a config; its reason where it cannot be."""
+    """Traced once for a config and way of recomputing; its reason where it cannot be."""
     positions = dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS)
-    key = json.dumps({**NO_DROPOUT, **row["config"], **positions}, sort_keys=True)
+    config = json.dumps({**NO_DROPOUT, **row["config"], **positions}, sort_keys=True)
+    way = program_of(row).selective if row["recompute"] == "selective" else "full"
+    key = f"{config} {way}"
     if key not in profiles:
         path = folder / f"{len(profiles)}.json"
-        path.write_text(key)
-        variants = tuple(Variant(p, "sdpa", False, divided=True, selective=True, compiled=True) for p in ("bf16", "bf16-pure"))  # type: ignore[arg-type]
+        path.write_text(config)
+        named = Variant("bf16", "sdpa", False, True, selective=way == "selective", alternate=way == "alternate", compiled=True)
+        variants = (named, named._replace(precision="bf16-pure"))
         tell(f"tracing {row['model']}")
         try:
             profiles[key] = profile_model(find_model(str(path)), sequence_length=TRACED_LENGTH, variants=variants)
@@ -109,12 +116,15 @@ def predict(row: dict[str, Any], profile: ModelProfile) -> Candidate | str:
     divided = profile.tensor_parallel
     if layout.tensor_parallel > 1 and (divided is None or divided.divisor % layout.tensor_parallel):
         return profile.tensor_parallel_reason
+    program = program_of(row)
+    way = program.selective if row["recompute"] == "selective" else "full"
     plan = Plan(
         device="cuda", host=host.fingerprint, model=profile.model_hash, sequence_length=row["sequence_length"],
         precision=row["precision"], per_device_train_batch_size=row["micro_batch"], gradient_accumulation_steps=accumulation,
-        activation_checkpointing=recomputed, recompute_granularity="selective" if row["recompute"] == "selective" else "full",
-        torch_compile="layer" if row["compile"] else "off", num_processes=host.num_devices, layout=layout,
+        activation_checkpointing=recomputed, recompute_granularity=way, torch_compile="layer" if row["compile"] else "off",
+        num_processes=host.num_devices, layout=layout,
     )  # fmt: skip
+    plan = plan.model_copy(update={**program.plan, **(program.when_compiled if row["compile"] else {})})
     workload = Workload(sequence_length=row["sequence_length"], global_batch=plan.global_batch, total_steps=10**9)
     if host.device != "cuda":
         return f"plans are for CPUs and CUDA devices, not {host.device}"
@@ -132,7 +142,8 @@ def measured_speed(row: dict[str, Any]) -> float | None:
 
 
 def predicted_gib(candidate: Candidate, kind: str | None) -> float:
-    return gib(candidate.memory.peak if kind == "allocated" else candidate.resident)
+    memory = candidate.memory
+    return gib({"allocated": memory.peak, "reserved": predict_reserved(memory)}.get(kind or "device", candidate.resident))
 
 
 def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[str, int]]:
@@ -229,15 +240,19 @@ def worst_rows(scored: list[Scored], *, markdown: bool, count: int) -> str:
 
 PAGE = """# Accuracy against published measurements
 
-Made by `python benchmarks/cases/published.py --write docs/accuracy_published.md`. Each row of
+Made by `python benchmarks/cases/published.py{asked} --write docs/accuracy_published.md`. Each row of
 [benchmarks/published](../benchmarks/published/README.md) that says its layout was predicted from its config, its hardware's
-table row and its settings alone; errors are predicted / measured - 1. {count} rows; left out: {skipped}.
+table row, its settings and what its source's program is documented to do
+([published_programs.py](../benchmarks/cases/published_programs.py)); errors are predicted / measured - 1. {count} rows; left
+out: {skipped}.
 
-Memory is that of Hugging Face modules with their own loss. The published frameworks hold less: Megatron and Transformer Engine
-fuse kernels, torchtitan shares or compiles its loss, where a Hugging Face head keeps all logits on every rank (14 bytes a
-word and token). So these errors compare two programs, not only a prediction with a measurement; against the same program on
-gloo ranks they are 0 to 3 % (tests/cpu/test_layouts.py). Of A100 and H100 the rows of LLM Foundry's MPT 125M,
-760M, 3B, 13B and 70B were used to fit three factors each (src/upshift/planning/cost/rates.py); all other rows were in no fit.
+Memory is that of a plan with the same choices: SimuMax ran Megatron-LM (bf16 weights, the rest by its distributed optimizer,
+words divided, fused kernels and loss), torchtitan keeps every second product of a recomputed layer and divides words. A source
+that says nothing is predicted as Hugging Face modules with their own loss. Reserved memory is the allocator's, without context
+and NCCL. Against the same program on gloo ranks errors are 0 to 3 % (tests/cpu/test_layouts.py). Rates of the A100 and H100
+were fitted, three factors each, on LLM Foundry's MPT 125M, 760M, 3B, 13B and 70B, those of the B200 on SimuMax's Llama 3 70B
+(src/upshift/planning/cost/rates.py); all other rows were in no fit, and nothing about memory was fitted. Of SimuMax's
+rows that differ in the number of micro-batches alone, memory was measured once: 19 measurements of allocated memory.
 
 {tables}
 
@@ -262,9 +277,10 @@ def main(arguments: list[str] | None = None) -> int:
     print(tables(scored, markdown=False), worst_rows(scored, markdown=False, count=25), sep="\n\n")
     if options.write:
         left = "; ".join(f"{count} ({reason})" for reason, count in skipped.items()) or "none"
+        asked = f" --sources {options.sources}" if sources else ""
         options.write.write_text(
             PAGE.format(
-                count=len(scored), skipped=left, tables=tables(scored, markdown=True),
+                asked=asked, count=len(scored), skipped=left, tables=tables(scored, markdown=True),
                 worst=worst_rows(scored, markdown=True, count=len(scored)),
             )
         )  # fmt: skip

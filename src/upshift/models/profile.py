@@ -25,7 +25,8 @@ Objective = Literal[
     "image-classification",
 ]
 TracedPrecision = Literal["fp32", "bf16", "bf16-pure"]
-Granularity = Literal["full", "selective"]  # of recomputation; Megatron-LM's words (Korthikanti et al. 2022, section 5)
+# Of recomputation; the first two in Megatron-LM's words (Korthikanti et al. 2022, section 5).
+Granularity = Literal["full", "selective", "alternate"]
 
 
 # What the chunked loss was traced with, and what plans use; a larger size moves the peak by chunk x vocabulary only.

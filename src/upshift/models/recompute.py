@@ -1,8 +1,9 @@
-"""Activation checkpointing of transformers models, switched per layer: a layer whole, or all of it but its products."""
+"""Activation checkpointing of transformers models, switched per layer: a layer whole, or all of it but (some of) its products."""
 
 from __future__ import annotations
 
 import warnings
+from collections import Counter
 from functools import partial
 from typing import Any
 
@@ -20,6 +21,7 @@ from upshift.models.tracker import argument_of
 
 # They have no formula in torch's registry of FLOPs, and are attention all the same.
 ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.upshift.block_attention)
+PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
 def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Granularity = "full") -> None:
@@ -27,6 +29,7 @@ def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Gran
 
     The first ones, because theirs is the last backward, when most memory has been freed. ``selective``: results of matrix
     products and of attention are kept, what is cheap is made again (Korthikanti et al. 2022, section 5, for any operator).
+    ``alternate``: of products the first, third and so on of a layer, as torchtitan's selective_ac_option = "op" does.
     Kept ones are found again by their number and must not be written over: a layer that does so, or whose weights serve
     several layers (cast once in autocast's forward pass, and for each layer when it is made again), raises RuntimeError in
     its backward pass.
@@ -36,6 +39,8 @@ def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Gran
     options: dict[str, Any] = {"use_reentrant": False}
     if granularity == "selective":
         options["context_fn"] = partial(create_selective_checkpoint_contexts, _keep_products)
+    elif granularity == "alternate":
+        options["context_fn"] = _keep_every_second
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)  # renamed in transformers 5.23; 5.17 knows the old name only
         if num_layers != 0:
@@ -58,6 +63,20 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
     if product and not argument_of(operator, "dropout_p", args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _keep_every_second() -> Any:
+    """For one pass through one layer: what it computes first and again is counted apart."""
+    seen: Counter[bool] = Counter()
+
+    def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if operator._overloadpacket in PRODUCTS:
+            seen[context.is_recompute] += 1
+            if seen[context.is_recompute] % 2 == 0:
+                return CheckpointPolicy.PREFER_RECOMPUTE
+        return _keep_products(context, operator, *args, **kwargs)
+
+    return create_selective_checkpoint_contexts(policy)
 
 
 def _leave_inputs(base: PreTrainedModel) -> None:

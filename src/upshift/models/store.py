@@ -27,6 +27,7 @@ class Variant(NamedTuple):
     masked: bool
     divided: bool = False  # also as one of two ranks of tensor parallelism
     selective: bool = False  # recomputed selectively too
+    alternate: bool = False  # and alternately
     compiled: bool = False  # also what layers keep when they are compiled
 
 

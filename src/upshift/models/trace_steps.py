@@ -62,7 +62,7 @@ def steps_of(tracer: Tracer, variants: tuple[Variant, ...], found: dict[str, Fit
 
 
 def _name(variant: Variant, way: Granularity | None) -> str:
-    return f"{variant._replace(selective=False)} {way}"
+    return f"{variant._replace(selective=False, alternate=False)} {way}"
 
 
 def _chunked_name(variant: Variant) -> str:
@@ -72,7 +72,8 @@ def _chunked_name(variant: Variant) -> str:
 def _ways(tracer: Tracer, variant: Variant) -> list[Granularity | None]:
     if not tracer.base.supports_gradient_checkpointing:
         return [None]
-    return [None, "full", "selective"] if variant.selective else [None, "full"]
+    ways: list[Granularity | None] = [None, "full"]
+    return [*ways, *(["selective"] * variant.selective), *(["alternate"] * variant.alternate)]
 
 
 def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int) -> Fitted | None:
@@ -83,7 +84,7 @@ def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequen
     try:
         found = _from_primes(tracer, variant, way, sequence_length, degrees) or _fitted(tracer, variant, way, points, degrees)
     except RuntimeError:
-        if way != "selective":
+        if way not in ("selective", "alternate"):
             raise
         return None
     if way is None and variant.compiled and variant.attention != NAME:

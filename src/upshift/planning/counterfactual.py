@@ -16,6 +16,7 @@ from upshift.models.profile import ModelProfile
 from upshift.models.store import Variant
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.layout import Layout
+from upshift.planning.layouts import ASKED_LAYOUTS
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import CHANGES_MATHEMATICS, Plan, Precision
 from upshift.planning.planner import Planning, as_here, variants_for
@@ -160,7 +161,7 @@ def _compared(
     if moved:
         words.append(f"with {', '.join(moved[:MAX_WORDS])}")
     if outcome == "faster" and not allow:
-        unasked = name in ONLY_WHEN_ASKED
+        unasked = name in (*ONLY_WHEN_ASKED, *ASKED_LAYOUTS)
         words.append("no run has confirmed it: only taken when asked for" if unasked else f"the search missed it: --set {asked}")
     return Counterfactual(
         asked=asked, outcome=outcome, allow=allow, plan=other.plan, predicted=planning.numbers(other), gain=gain,

@@ -19,8 +19,14 @@ class Layout(Value):
 
     fully_shard: FullyShard = Field("no", description="what the data-parallel ranks divide among them (ZeRO 0, 1, 2, 3)")
     shard_size: int = Field(1, gt=0, description="ranks that divide it; fewer than all data-parallel ones: hybrid")
+    master_weights: bool = Field(
+        False, description="weights in bf16, gradients summed in fp32; the fp32 weights are divided with the optimizer's state"
+    )
+    overlap: bool = Field(True, description="gradients and weights are exchanged while others are computed")
     tensor_parallel: int = Field(1, gt=0, description="ranks that share every layer's matrices")
     sequence_parallel: bool = Field(False, description="these ranks also share the tokens between the matrices")
+    gather_again: bool = Field(False, description="they keep their own tokens of a matrix's input, gathered again backward")
+    vocabulary_parallel: bool = Field(False, description="each of them has the logits, loss and embedding of its own words alone")
     context_parallel: int = Field(1, gt=0, description="ranks that share every sequence")
     context_kind: ContextKind = Field("ring", description="keys go round, or heads are exchanged (ulysses)")
     pipeline_parallel: int = Field(1, gt=0, description="ranks that share the layers by depth")
@@ -41,9 +47,12 @@ class Layout(Value):
     def label(self) -> str:
         """``zero3 8 · tp 4 sp · pp 2 1f1b``; empty on one rank."""
         stages = {"no": "", "optimizer": "zero1", "gradients": "zero2", "weights": "zero3"}
-        parts = [f"{stages[self.fully_shard]} {self.shard_size}"] if self.fully_shard != "no" else []
+        master = " master weights" * self.master_weights
+        parts = [f"{stages[self.fully_shard]} {self.shard_size}{master}"] if self.fully_shard != "no" else []
         if self.tensor_parallel > 1:
-            parts.append(f"tp {self.tensor_parallel}" + (" sp" if self.sequence_parallel else ""))
+            gathered = " gathered again" * self.gather_again
+            words = " vocabulary" * self.vocabulary_parallel
+            parts.append(f"tp {self.tensor_parallel}" + (" sp" if self.sequence_parallel else "") + gathered + words)
         if self.context_parallel > 1:
             parts.append(f"cp {self.context_parallel} {self.context_kind}")
         if self.pipeline_parallel > 1:
@@ -51,6 +60,8 @@ class Layout(Value):
             parts.append(f"pp {self.pipeline_parallel}{stages_each} {self.pipeline_schedule}")
         if self.expert_parallel > 1:
             parts.append(f"ep {self.expert_parallel}")
+        if not self.overlap:
+            parts.append("no overlap")
         return " · ".join(parts)
 
 

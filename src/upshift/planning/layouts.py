@@ -14,6 +14,7 @@ from upshift.planning.workload import Workload
 
 LONG_ENOUGH = 4096  # tokens a rank: below it there is nothing to gain from sharing a sequence
 VIRTUAL_STAGES = (2, 4)
+ASKED_LAYOUTS = ("master_weights", "gather_again", "vocabulary_parallel", "overlap")  # never chosen unasked
 DEEPEST_PIPELINE = 64
 
 
@@ -34,8 +35,20 @@ def layouts(
                         context_parallel=context, context_kind=kind, pipeline_parallel=pipeline, pipeline_schedule=schedule,
                         virtual_stages=stages, expert_parallel=experts,
                     )  # fmt: skip
+                    layout = layout.model_copy(update=_asked(layout, profile, fixed))
                     if all(getattr(layout, name) == value for name, value in fixed.items()):
                         yield data, layout
+
+
+def _asked(layout: Layout, profile: ModelProfile, fixed: dict[str, Any]) -> dict[str, Any]:
+    """What is taken only when asked for, where this layout can have it."""
+    vocabulary = layout.tensor_parallel > 1 and profile.tensor_parallel is not None and profile.tensor_parallel.outside > 0
+    possible = {
+        "master_weights": layout.fully_shard == "optimizer", "gather_again": layout.sequence_parallel,
+        "vocabulary_parallel": vocabulary and profile.objective == "causal-lm",
+    }  # fmt: skip
+    taken = {name: True for name, can in possible.items() if can and fixed.get(name)}
+    return taken | {name: fixed[name] for name in ("overlap",) if name in fixed}
 
 
 def _degrees(
@@ -111,7 +124,7 @@ def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workl
 
 
 def _why(name: str, profile: ModelProfile) -> str:
-    if name in ("tensor_parallel", "sequence_parallel"):
+    if name in ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel"):
         degrees = f"; degrees divide {profile.tensor_parallel.divisor}" if profile.tensor_parallel else ""
         return f" ({profile.tensor_parallel_reason}{degrees})"
     if name in ("pipeline_parallel", "pipeline_schedule", "virtual_stages"):

@@ -28,11 +28,14 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
             f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
         )
-    if plan.recompute_granularity == "selective" and plan.activation_checkpointing and plan.torch_compile != "off":
+    if _chooses_operators(plan) and plan.torch_compile != "off":
         return (
-            "recompute_granularity=selective chooses among a layer's operators, which are one when it is compiled; "
-            "use torch_compile=off, or recompute_granularity=full"
+            f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
+            "compiled; use torch_compile=off, or recompute_granularity=full"
         )
+    fused = _with_fused_kernels(plan)
+    if fused is not None:
+        return fused
     if plan.optimizer_in_backward:
         return _in_backward(plan, clips_gradients)
     if plan.optim_offload:
@@ -51,11 +54,28 @@ def divides_evenly(layout: Layout, micro_batches: int) -> bool:
 def _with_packed_kernel(plan: Plan) -> str | None:
     if PACKED_KERNELS[plan.attention].halves_only and plan.precision in ("fp32", "tf32"):
         return f"attention={plan.attention} computes in 16 bits only; use precision=bf16 or fp16"
-    if plan.recompute_granularity == "selective" and plan.activation_checkpointing:
+    if _chooses_operators(plan):
         return (
-            f"recompute_granularity=selective does not know the operators of attention={plan.attention} and would run them "
-            "again; use recompute_granularity=full, or attention=sdpa"
+            f"recompute_granularity={plan.recompute_granularity} does not know the operators of attention={plan.attention} "
+            "and would run them again; use recompute_granularity=full, or attention=sdpa"
         )
+    return None
+
+
+def _chooses_operators(plan: Plan) -> bool:
+    return plan.recompute_granularity != "full" and plan.activation_checkpointing > 0
+
+
+def _with_fused_kernels(plan: Plan) -> str | None:
+    if plan.layout.master_weights and plan.precision != "bf16":
+        return f"master_weights keeps bf16 copies of fp32 weights, which precision={plan.precision} has no use for; use bf16"
+    if plan.fused_kernels and (plan.torch_compile != "off" or _chooses_operators(plan)):
+        return (
+            "fused_kernels leaves torch.compile nothing to fuse and selective recomputation no operators to choose; "
+            "use torch_compile=off and recompute_granularity=full"
+        )
+    if plan.loss_kernel != "eager" and plan.loss_chunk_tokens:
+        return f"loss_kernel={plan.loss_kernel} takes all logits at once; use loss_chunk_tokens=0"
     return None
 
 
@@ -81,7 +101,7 @@ def repeats(plan: Plan) -> bool:
     """Whether the plan does what another one of the space does: it is left out unless asked for."""
     if plan.attention in PACKED_KERNELS and not plan.packing:  # without a mask sdpa runs a flash kernel itself
         return True
-    if plan.recompute_granularity == "selective" and not plan.activation_checkpointing:
+    if plan.recompute_granularity != "full" and not plan.activation_checkpointing:
         return True
     stochastic = plan.precision == "bf16-weights" and plan.optim == "adamw_torch"  # then one implementation has both names
     return stochastic or plan.optim in ALIASES

@@ -15,6 +15,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp8"]
 Attention = Literal["sdpa", "block", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 Compile = Literal["off", "layer", "model"]
 HostMemory = Literal["system", "keep"]
+LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
 PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
@@ -51,7 +52,9 @@ class Plan(Value):
     packing: bool = Field(False, description="several sequences in one row, each attending to itself only")
     activation_checkpointing: int = Field(0, ge=0, description="recompute this many of the layers")
     recompute_granularity: Granularity = Field(
-        "full", description="of these layers; selective: keep the results of matrix products and attention"
+        "full",
+        description="of these layers; selective: keep the results of matrix products and attention; alternate: of every "
+        "second product",
     )
     attention: Attention = Field(
         "sdpa",
@@ -64,6 +67,12 @@ class Plan(Value):
     optimizer_in_backward: bool = Field(False, description="each parameter is updated, its gradient freed, as it is born")
     optim_offload: bool = Field(False, description="the optimizer's state and its update are on the host (CUDA)")
     activation_offload: bool = Field(False, description="activations wait for the backward pass in host memory (CUDA)")
+    fused_kernels: bool = Field(
+        False, description="one kernel each for norms, rotary embedding and gated activation, which keeps its input alone"
+    )
+    loss_kernel: LossKernel = Field(
+        "eager", description="compiled: fp32 logits are never in memory; fused: nor are gradients beside the logits"
+    )
     loss_chunk_tokens: int = Field(0, ge=0, description="0: the model's own loss over all logits at once")
     num_processes: int = Field(1, gt=0, description="ranks: one for each GPU, or each share of a CPU's cores")
     layout: Layout = Field(Layout(), description="how they share the job; unset: each has its own part of the batch")
@@ -102,7 +111,8 @@ class Plan(Value):
         if self.precision in ("fp32", "tf32"):
             return "fp32"
         # What is gathered is in bf16 already: nothing is cast in the layers.
-        return "bf16-pure" if self.precision == "bf16-weights" or self.layout.gathers else "bf16"
+        halves = self.precision == "bf16-weights" or self.layout.gathers or self.layout.master_weights
+        return "bf16-pure" if halves else "bf16"
 
     @property
     def parameter_bytes(self) -> int:
@@ -117,12 +127,16 @@ class Plan(Value):
         if self.layout != ALONE:
             parts.append(self.layout.label())
         if self.activation_checkpointing:
-            selective = " selectively" if self.recompute_granularity == "selective" else ""
-            parts.append(f"recompute {self.activation_checkpointing}{selective}")
+            how = {"full": "", "selective": " selectively", "alternate": " alternately"}[self.recompute_granularity]
+            parts.append(f"recompute {self.activation_checkpointing}{how}")
         if self.attention != "sdpa":
             parts.append(f"{self.attention} attention")
         if self.torch_compile != "off":
             parts.append(f"compile {self.torch_compile}")
+        if self.fused_kernels:
+            parts.append("fused kernels")
+        if self.loss_kernel != "eager":
+            parts.append(f"{self.loss_kernel} loss")
         if self.loss_chunk_tokens:
             parts.append("chunked loss")
         if self.packing:

@@ -112,7 +112,13 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
 def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
     """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask; but
     for what is ``fixed`` otherwise. The plain default's is always among them. ``selective``: recomputed so as well, which takes
-    half as long again and matters where memory is short."""
+    half as long again and matters where memory is short; alternately where that is asked for."""
+    found = _variants_for(host, workload, fixed, selective=selective)
+    asked = "recompute_granularity=alternate" in fixed
+    return tuple(variant._replace(alternate=True) for variant in found) if asked else found
+
+
+def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, selective: bool) -> tuple[Variant, ...]:
     selective = selective or "recompute_granularity=selective" in fixed
     precisions: list[TracedPrecision] = ["fp32"]
     if not {"precision=fp32", "precision=tf32"} & {*fixed} and (host.supports("bf16") or host.supports("fp16")):

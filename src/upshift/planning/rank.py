@@ -27,6 +27,7 @@ COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     "recompute_granularity", "attention", "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes",
     "layout", "host_memory", "threads_per_process", "optim_args", "optimizer_in_backward", "optim_offload", "activation_offload",
+    "fused_kernels", "loss_kernel",
 )  # fmt: skip
 
 
@@ -196,7 +197,8 @@ class Coster:
         layout = plan.layout
         key = (
             plan.traced_precision, plan.attention, plan.packing, layout.tensor_parallel, layout.sequence_parallel,
-            plan.torch_compile != "off",
+            layout.expert_parallel,
+            plan.torch_compile != "off", plan.fused_kernels, plan.loss_kernel, layout.gather_again, layout.vocabulary_parallel,
         )  # fmt: skip
         if key not in self._traces:
             self._traces[key] = trace_for(self.profile, plan, self.workload)

@@ -105,5 +105,5 @@ def _add_leanest_first(start: Plan, chains: list[list[dict[str, Any]]], coster: 
 
 def _kind(plan: Plan) -> tuple[str, str, int, bool]:
     """Plans of one kind, layout and micro-batch differ in memory by how many layers are recomputed."""
-    selective = plan.activation_checkpointing > 0 and plan.recompute_granularity == "selective"
-    return plan.attention, "selective" if selective else "full", plan.loss_chunk_tokens, plan.packing
+    way = plan.recompute_granularity if plan.activation_checkpointing > 0 else "full"
+    return plan.attention, way, plan.loss_chunk_tokens, plan.packing

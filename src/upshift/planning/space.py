@@ -17,7 +17,7 @@ from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import check_layout
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
-from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Plan, Precision
+from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, LossKernel, Plan, Precision
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
@@ -26,7 +26,9 @@ WORTH_PACKING = 0.97  # mean length over sequence length; above it there is noth
 BATCH_FACTORS = ("per_device_train_batch_size", "gradient_accumulation_steps", "num_processes")
 FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 # Never chosen unasked: no run on a GPU has confirmed what they are predicted to cost.
-ONLY_WHEN_ASKED = ("optim_offload", "activation_offload")
+OFFLOADS = ("optim_offload", "activation_offload")
+PLANNED_ONLY = ("fused_kernels", "loss_kernel")  # no engine here runs them
+ONLY_WHEN_ASKED = (*OFFLOADS, *PLANNED_ONLY)
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
 WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which is not for those that are stored in 4 bits
 
@@ -97,7 +99,12 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
     aliases = [name for name in ALIASES if ALIASES[name] in _optimizers(host, workload)]
     values = choices(host, profile, workload)
     precisions = _precisions(host, workload, quantized=profile.parameters.quantized > 0, asked=True)
-    return {**values, "optim": [*values["optim"], *aliases], "precision": precisions, **dict.fromkeys(ONLY_WHEN_ASKED, moved)}
+    shared = host.device == "cuda" and host.num_devices > 1
+    return {
+        **values, "optim": [*values["optim"], *aliases], "precision": precisions, **dict.fromkeys(OFFLOADS, moved),
+        "fused_kernels": [False, True] if shared else [False],
+        "loss_kernel": list(get_args(LossKernel)) if shared and profile.objective == "causal-lm" else ["eager"],
+    }  # fmt: skip
 
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
@@ -136,7 +143,9 @@ def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Wor
         return " (the model's weights are stored in 4 bits)"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
-    if name in ONLY_WHEN_ASKED:
+    if name in PLANNED_ONLY:
+        return " (it is planned for several CUDA devices alone: no engine here runs it)"
+    if name in OFFLOADS:
         return " (it needs a CUDA device whose connection to the host is known)"
     if name == "optimizer_in_backward":
         return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"

@@ -15,6 +15,7 @@ from upshift.units import format_seconds, gib
 SMALL_SHARE = 0.005  # of a step's time: not worth a word
 SMALL_GIB = 0.0005
 STAGES = {"optimizer": "ZeRO 1", "gradients": "ZeRO 2", "weights": "ZeRO 3"}
+HOW_RECOMPUTED = {"full": "", "selective": " selectively", "alternate": " alternately"}
 TIERS = {
     "formula": "from formulas and the host's rates; nothing was run",
     "traced": "from a trace of the real step; nothing was run",
@@ -35,9 +36,11 @@ def sentence(plan: Plan, num_layers: int) -> str:
         f"{plan.precision} on {ranks}{shared}",
         f"micro-batches of {sequences}, {plan.gradient_accumulation_steps:,} to a step",
         f"{plan.activation_checkpointing} of {num_layers} layers recomputed"
-        + (" selectively" if plan.activation_checkpointing and plan.recompute_granularity == "selective" else ""),
+        + (HOW_RECOMPUTED[plan.recompute_granularity] if plan.activation_checkpointing else ""),
         f"{plan.attention} attention",
         {"off": "not compiled", "layer": "compiled by layer", "model": "compiled whole"}[plan.torch_compile],
+        "fused kernels" * plan.fused_kernels,
+        f"{plan.loss_kernel} loss" if plan.loss_kernel != "eager" else "",
         "the loss in chunks" if plan.loss_chunk_tokens else "",
         "activations on the host" if plan.activation_offload else "",
         plan.optim + (" in the backward pass" if plan.optimizer_in_backward else "") + (" on the host" * plan.optim_offload),
@@ -47,8 +50,10 @@ def sentence(plan: Plan, num_layers: int) -> str:
 
 def layout_words(layout: Layout) -> str:
     words = [f"{STAGES[layout.fully_shard]} over {layout.shard_size:,}"] if layout.fully_shard != "no" else []
+    words += ["fp32 master weights"] * layout.master_weights
     if layout.tensor_parallel > 1:
         words.append(f"tensor parallel {layout.tensor_parallel}{' with sequence parallel' * layout.sequence_parallel}")
+        words += ["inputs gathered again"] * layout.gather_again + ["vocabulary parallel"] * layout.vocabulary_parallel
     if layout.context_parallel > 1:
         words.append(f"context parallel {layout.context_parallel} ({layout.context_kind})")
     if layout.pipeline_parallel > 1:
@@ -56,6 +61,7 @@ def layout_words(layout: Layout) -> str:
         words.append(f"pipeline parallel {layout.pipeline_parallel} ({layout.pipeline_schedule}{each})")
     if layout.expert_parallel > 1:
         words.append(f"expert parallel {layout.expert_parallel}")
+    words += ["no exchange while computing"] * (not layout.overlap)
     return ", ".join(words)
 
 

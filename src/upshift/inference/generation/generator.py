@@ -58,9 +58,7 @@ class Generator:
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
-        self.limits = Limits(
-            ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms)
-        )
+        self.limits = Limits(ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms))
         self.source = find_weights(model)
         self.task = generation_task(self.source)
         self._engine = None if engine is None else check_engine(self.task, engine)

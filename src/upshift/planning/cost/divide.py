@@ -6,15 +6,18 @@ and one of two (ModelProfile.step, tensor_parallel=2) say both. Terms of ``rise`
 
 from __future__ import annotations
 
-from upshift.models.profile import PassCost, Polynomial, Segment, StackTrace, StepTrace
+from upshift.models.profile import ModelProfile, PassCost, Polynomial, Segment, StackTrace, StepTrace
 
 GATHERED_INPUTS = 2  # of attention and of the feed-forward part: sequence parallelism gathers them, autograd keeps them
 HALF_BYTES = 2
 
 
-def divide(whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: bool, hidden_size: int) -> StepTrace:
+def divide(
+    whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: bool, hidden_size: int, keeps_inputs: bool = True
+) -> StepTrace:
     """The trace of one of ``ranks`` ranks. With sequence parallelism what each had is divided too, but for the inputs of the
-    layers' first matrices, which are gathered: a plain layer keeps them, a recomputed one gathers them again."""
+    layers' first matrices, which are gathered: a plain layer keeps them, a recomputed one, and any where not ``keeps_inputs``,
+    gathers them again (Korthikanti et al. 2022, section 4.2.2)."""
     kept = _gathered(ranks, hidden_size) if sequence_parallel else None
     ways = whole.gaps_recomputed
     return whole.model_copy(
@@ -25,14 +28,16 @@ def divide(whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: 
                 way: tuple(_segment(one, two, ranks) for one, two in zip(gaps, half.gaps_recomputed[way], strict=True))
                 for way, gaps in ways.items()
             },
-            "stacks": tuple(_stack(one, two, ranks, kept) for one, two in zip(whole.stacks, half.stacks, strict=True)),
+            "stacks": tuple(
+                _stack(one, two, ranks, kept, keeps=keeps_inputs) for one, two in zip(whole.stacks, half.stacks, strict=True)
+            ),
         }
     )
 
 
-def _stack(one: StackTrace, two: StackTrace, ranks: int, kept: Polynomial | None) -> StackTrace:
+def _stack(one: StackTrace, two: StackTrace, ranks: int, kept: Polynomial | None, *, keeps: bool) -> StackTrace:
     return StackTrace(
-        plain=tuple(_layer(a, b, ranks, kept, keeps=True) for a, b in zip(one.plain, two.plain, strict=True)),
+        plain=tuple(_layer(a, b, ranks, kept, keeps=keeps) for a, b in zip(one.plain, two.plain, strict=True)),
         recomputed={
             way: tuple(_layer(a, b, ranks, kept, keeps=False) for a, b in zip(layers, two.recomputed[way], strict=True))
             for way, layers in one.recomputed.items()
@@ -58,8 +63,62 @@ def _layer(one: Segment, two: Segment, ranks: int, kept: Polynomial | None, *, k
             one.backward_accumulating, two.backward_accumulating, ranks,
             left=scaled(kept, -1.0) if keeps else nothing, rise=nothing if keeps else kept,
         ),
-        compiled=None if one.compiled is None else total(scaled(one.compiled, 1.0 / ranks), kept),
+        compiled=None if one.compiled is None else total(scaled(one.compiled, 1.0 / ranks), kept if keeps else nothing),
     )  # fmt: skip
+
+
+def divide_experts(profile: ModelProfile, trace: StepTrace, ranks: int) -> StepTrace:
+    """The trace of one of ``ranks`` ranks that share experts: of what does not grow with tokens (weights, their gradients and
+    kernels), a layer's own part of the experts. Each rank still has as many tokens for them."""
+    stacks, number = [], 0
+    for stack, traced in zip(profile.stacks, trace.stacks, strict=True):
+        parts = [1.0] * len(traced.plain)
+        for index in stack.assignment:
+            experts = experts_of(profile, number, number + 1) / max(stack.layer_trainable[index], 1)
+            parts[index] = 1.0 - min(experts, 1.0) * (1.0 - 1.0 / ranks)
+            number += 1
+        recomputed = {
+            way: tuple(_constants(layer, part) for layer, part in zip(layers, parts, strict=True))
+            for way, layers in traced.recomputed.items()
+        }
+        plain = tuple(_constants(layer, part) for layer, part in zip(traced.plain, parts, strict=True))
+        stacks.append(StackTrace(plain=plain, recomputed=recomputed))
+    return trace.model_copy(update={"stacks": tuple(stacks)})
+
+
+def _constants(layer: Segment, part: float) -> Segment:
+    def less(polynomial: Polynomial) -> Polynomial:
+        return polynomial._replace(one=polynomial.one * part)
+
+    def of_pass(cost: PassCost) -> PassCost:
+        return cost.model_copy(
+            update={
+                "left": less(cost.left), "released": less(cost.released), "rise": tuple(map(less, cost.rise)),
+                "moved_bytes": less(cost.moved_bytes), "matmul_bytes": less(cost.matmul_bytes),
+                "num_kernels": round(cost.num_kernels * part),
+            }
+        )  # fmt: skip
+
+    return layer.model_copy(
+        update={
+            "forward": of_pass(layer.forward), "backward": of_pass(layer.backward),
+            "backward_accumulating": of_pass(layer.backward_accumulating),
+        }
+    )  # fmt: skip
+
+
+def experts_of(profile: ModelProfile, first: int, last: int) -> float:
+    """Parameters of all experts of these layers. A layer smaller than the mean layer's experts has none."""
+    if profile.experts is None:
+        return 0.0
+    mean = profile.experts.parameters / max(profile.num_layers, 1)
+    has_them = [size >= mean for size in layer_sizes(profile)]
+    return profile.experts.parameters * sum(has_them[first:last]) / max(sum(has_them), 1)
+
+
+def layer_sizes(profile: ModelProfile) -> list[int]:
+    """Trained parameters of every layer."""
+    return [stack.layer_trainable[index] for stack in profile.stacks for index in stack.assignment]
 
 
 def keep_more(layer: Segment, extra: Polynomial, *, keeps: bool) -> Segment:

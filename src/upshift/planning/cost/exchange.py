@@ -16,7 +16,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
-from upshift.planning.cost.share import REDUCED_BYTES, Stage, compute_bytes, elements, layer_elements
+from upshift.planning.cost.share import MASTERED_BYTES, REDUCED_BYTES, Stage, compute_bytes, elements, layer_elements
 from upshift.planning.plan import Plan
 
 PAIRS_A_LAYER = 2  # attention and the feed-forward part each gather (or sum) once forward, and once backward
@@ -115,6 +115,11 @@ class Exchange:
         return recomputed if self.plan.recompute_granularity == "full" else 0.0
 
     @property
+    def _hides(self) -> float:
+        """The share of the computation that exchanges may run beside."""
+        return 1.0 if self.plan.layout.overlap else 0.0
+
+    @property
     def _hidden_bytes(self) -> float:
         """Of one micro-batch's hidden states on a rank."""
         plan = self.plan
@@ -130,7 +135,7 @@ class Exchange:
 
     def _tensor(self, group: Group) -> float:
         """Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers
-        repeat those of the forward pass."""
+        repeat those of the forward pass; an input that is not kept whole is gathered again."""
         one: float
         if self.plan.layout.sequence_parallel:
             one = self._collective("all_gather", self._hidden_bytes, group)
@@ -138,7 +143,8 @@ class Exchange:
         else:
             one = self._collective("all_reduce", self._hidden_bytes, group)
         passes = 2.0 + self._repeated
-        return one * PAIRS_A_LAYER * passes * self._layers
+        again = self._collective("all_gather", self._hidden_bytes, group) if self.plan.layout.gather_again else 0.0
+        return (one * passes + again) * PAIRS_A_LAYER * self._layers
 
     def _context(self, group: Group) -> float:
         plan, degree = self.plan, group.size
@@ -150,7 +156,7 @@ class Exchange:
             return passes * self._layers * self._collective("all_to_all", 2.0 * own + keys_and_values, group)
         leaves = group.num_nodes > 1  # then the slowest of the ring's links is between nodes
         around = (degree - 1) * self._to_next(keys_and_values, max(self.host.gpus_per_node, 1) if leaves else group.stride)
-        hidden = self.computed.attention / max(self._layers, 1)
+        hidden = self._hides * self.computed.attention / max(self._layers, 1)
         # Backward: keys and values, and their gradients.
         return self._layers * max((3.0 + self._repeated) * around - hidden, 0.0)
 
@@ -168,7 +174,8 @@ class Exchange:
         outside = self._elements - inner * self._layers
         gather_outside = self._collective("all_gather", outside * size, group)
         reduce_outside = self._collective("reduce_scatter", outside * REDUCED_BYTES, group)
-        forward, backward = self.computed.total * (1.0 - BACKWARD_SHARE), self.computed.total * BACKWARD_SHARE
+        total = self._hides * self.computed.total
+        forward, backward = total * (1.0 - BACKWARD_SHARE), total * BACKWARD_SHARE
         first = gather / max(self._layers, 1)  # nothing computes yet
         count = plan.gradient_accumulation_steps
         again = gather if plan.layout.fully_shard == "weights" else 0.0
@@ -180,18 +187,19 @@ class Exchange:
     def _gradients(self, groups: Groups) -> float:
         """Once a step; hidden by the last backward pass, but for what fully_shard leaves to sum over replicas and the weights
         that ZeRO 1 sends back."""
-        plan = self.plan
+        plan, hidden = self.plan, self._hides * self.computed.total * BACKWARD_SHARE
         size = self._elements * self.profile.parameters.trainable / self.profile.parameters.total
         if plan.layout.fully_shard == "no":
             seconds = self._collective("all_reduce", size * plan.parameter_bytes, groups.replicas)
-            return max(seconds - self.computed.total * BACKWARD_SHARE, 0.0)
+            return max(seconds - hidden, 0.0)
         sharded = size / groups.shard.size * REDUCED_BYTES
         between = self._collective("all_reduce", sharded, groups.replicas)
         if plan.layout.fully_shard == "optimizer":
             reduce = self._collective("reduce_scatter", size * plan.parameter_bytes, groups.shard)
-            back = self._collective("all_gather", size * plan.parameter_bytes, groups.shard)
-            return max(reduce - self.computed.total * BACKWARD_SHARE, 0.0) + back + between
-        return max(between - self.computed.total * BACKWARD_SHARE, 0.0)
+            sent = MASTERED_BYTES if plan.layout.master_weights else plan.parameter_bytes
+            back = self._collective("all_gather", size * sent, groups.shard)
+            return max(reduce - hidden, 0.0) + back + between
+        return max(between - hidden, 0.0)
 
     def _pipeline(self, groups: Groups) -> float:
         """What fills and drains the pipeline waits; the rest is sent while the next micro-batch computes."""

@@ -24,10 +24,12 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by phase, of one process. ``recomputed``: what the backward pass of one recomputed layer makes and drops."""
+    """Bytes by phase, of one process. ``recomputed``: what the backward pass of one recomputed layer makes and drops.
+    ``half_logits``: bytes of the logits before their fp32 copy, where the loss makes one."""
 
     phases: dict[str, Peak]
     recomputed: float = 0.0
+    half_logits: float = 0.0
 
     @property
     def peak(self) -> float:
@@ -47,7 +49,7 @@ def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
     for name, peak in memory.phases.items():
         parts = {part: size * (1.0 if part in LASTING_PARTS else factor) for part, size in peak.parts.items()}
         phases[name] = Peak(total=sum(parts.values()), parts=parts)
-    return StepMemory(phases=phases, recomputed=memory.recomputed * factor)
+    return StepMemory(phases=phases, recomputed=memory.recomputed * factor, half_logits=memory.half_logits)
 
 
 def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape: tuple[int, int] | None = None) -> StepMemory:
@@ -86,6 +88,7 @@ class Walk:
     batch: float
     hidden: float  # hidden states at the border of two layers
     outputs: float  # gradients of what weights yield: all of them wait where weights' own gradients are computed later
+    half_logits: float
 
 
 def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int]) -> Walk:
@@ -96,7 +99,7 @@ def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage
     hidden /= plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
     # Each stage makes what the first gap does but for the embedding: its input comes from another rank.
     beside = 0.0 if stage.has_embedding else max(trace.gaps[0].forward.left.at(batch, sequence) - hidden, 0.0)
-    logits = 0.0 if plan.loss_chunk_tokens else float(batch * sequence * (profile.vocab_size or 0) * compute_bytes(plan))
+    logits = _logits(profile, plan, batch * sequence)
     kept = logits if piped and stage.has_head else 0.0  # the stage's output
     received = hidden if piped and not stage.has_head else 0.0  # the gradient of its output
     gradients = share_of(profile, plan, stage).gradients
@@ -114,7 +117,7 @@ def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage
         peaks(accumulating=False) if not gradients_exist(plan) else None, peaks(accumulating=True),
         beside + sum(item.count * item.segment.forward.left.at(batch, sequence) for item in placed if not item.is_loss),
         loss + (logits if piped else 0.0), _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
-        hidden, _outputs_of_weights(profile, plan, stage, batch * sequence),
+        hidden, _outputs_of_weights(profile, plan, stage, batch * sequence), _half_logits(logits, plan, stage),
     )  # fmt: skip
 
 
@@ -137,7 +140,7 @@ def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share
             phases["backward"].offer({**resident, **parts})
     workspace = workspace_bytes(profile, plan) * share.updated
     phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
-    return StepMemory(phases, walk.recomputed)
+    return StepMemory(phases, walk.recomputed, walk.half_logits)
 
 
 def _add(
@@ -191,7 +194,20 @@ def _predict_first_backward(
     if not plan.optimizer_in_backward:
         workspace = workspace_bytes(profile, plan) * share.updated
         phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
-    return StepMemory(phases, _recomputed(placed, *shape))
+    half_logits = _half_logits(_logits(profile, plan, shape[0] * shape[1]), plan, stage)
+    return StepMemory(phases, _recomputed(placed, *shape), half_logits)
+
+
+def _logits(profile: ModelProfile, plan: Plan, tokens: int) -> float:
+    """Bytes of a rank's logits, apart from what the loss makes of them. Kernels of its own compute it from them alone."""
+    if plan.loss_chunk_tokens or plan.loss_kernel != "eager":
+        return 0.0
+    ranks = plan.layout.tensor_parallel if plan.layout.vocabulary_parallel else 1
+    return float(tokens * (profile.vocab_size or 0) * compute_bytes(plan)) / ranks
+
+
+def _half_logits(logits: float, plan: Plan, stage: Stage) -> float:
+    return logits if stage.has_head and compute_bytes(plan) < 4 else 0.0
 
 
 def _backward_of(profile: ModelProfile, plan: Plan, batch: int, sequence: int, *, accumulating: bool) -> Backward:

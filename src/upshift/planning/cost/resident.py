@@ -55,8 +55,13 @@ def base_bytes(host: Host) -> float:
 
 
 def predict_reserved(memory: StepMemory) -> float:
-    """What torch's CUDA allocator holds of the device: whole segments, and holes."""
-    return CUDA_SLACK * memory.peak
+    """What torch's CUDA allocator holds of the device: whole segments, and holes.
+
+    Large blocks are segments of their own, which are not joined. That of 16-bit logits is free when the loss's gradients are
+    made, and too small for them: they are in fp32.
+    """
+    at_loss = memory.phases[memory.peak_phase].parts.get("loss", 0.0) > 0.0
+    return CUDA_SLACK * memory.peak + memory.half_logits * at_loss
 
 
 def _communicators(plan: Plan) -> int:

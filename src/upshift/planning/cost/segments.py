@@ -8,8 +8,10 @@ from dataclasses import dataclass
 from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Polynomial, Segment, StepTrace
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.compiled import compiled_trace
-from upshift.planning.cost.divide import divide, keep_more
+from upshift.planning.cost.divide import divide, divide_experts, keep_more
+from upshift.planning.cost.fused import fused_trace
 from upshift.planning.cost.share import Stage, compute_bytes
+from upshift.planning.cost.vocabulary import with_own_loss
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
@@ -46,8 +48,18 @@ def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrac
         if half is None:
             return None
         hidden, sequence_parallel = profile.hidden_size or 0, plan.layout.sequence_parallel
-        whole = divide(whole, half, ranks, sequence_parallel=sequence_parallel, hidden_size=hidden)
-    return compiled_trace(whole) if whole is not None and plan.torch_compile != "off" else whole
+        keeps = not plan.layout.gather_again
+        whole = divide(whole, half, ranks, sequence_parallel=sequence_parallel, hidden_size=hidden, keeps_inputs=keeps)
+    if whole is not None and plan.layout.expert_parallel > 1:
+        whole = divide_experts(profile, whole, plan.layout.expert_parallel)
+    return None if whole is None else _fused(profile, with_own_loss(profile, whole, plan), plan)
+
+
+def _fused(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
+    """By torch.compile, or by kernels that are written for it."""
+    if plan.fused_kernels:
+        return fused_trace(profile, trace, plan)
+    return compiled_trace(trace) if plan.torch_compile != "off" else trace
 
 
 def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None) -> list[Placed]:
@@ -113,9 +125,9 @@ def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]
     """Plans with the same key run the same segments on the same tokens in a micro-batch of a rank at ``stage``."""
     layout = plan.layout
     return (
-        trace.precision, trace.attention, trace.masked, layout.tensor_parallel, layout.sequence_parallel,
+        trace.precision, trace.attention, trace.masked, layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel,
         layout.context_parallel, layout.context_kind, stage.first, stage.last, plan.per_device_train_batch_size,
         plan.sequence_length, plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens,
         plan.activation_offload, plan.precision, layout.gathers, layout.pipeline_parallel > 1,
-        plan.torch_compile != "off",
+        plan.torch_compile != "off", plan.fused_kernels, plan.loss_kernel, layout.gather_again, layout.vocabulary_parallel,
     )  # fmt: skip

@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from upshift.models.profile import ModelProfile
+from upshift.planning.cost.divide import experts_of, layer_sizes
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.optimizer import state_bytes
 from upshift.planning.plan import ALONE, Plan
 
 REDUCED_BYTES = 4  # gradients are summed over ranks in fp32
+MASTER_BYTES, MASTERED_BYTES = 4, 2  # an fp32 weight that the optimizer updates, and the bf16 one that is computed with
 
 
 @dataclass(frozen=True)
@@ -175,7 +177,19 @@ def outside_part(profile: ModelProfile, plan: Plan) -> float:
 
 def elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """Parameters that a rank computes with."""
-    return (stage.last - stage.first) * layer_elements(profile, plan) + outside_elements(profile, plan, stage)
+    inner = (stage.last - stage.first) * layer_elements(profile, plan) + _beyond_the_mean(profile, plan, stage)
+    return inner + outside_elements(profile, plan, stage)
+
+
+def _beyond_the_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
+    """What the stage's own layers have more than as many of the mean: layers with experts are larger than those without."""
+    sizes, parameters = layer_sizes(profile), profile.parameters
+    if len({*sizes}) == 1 or parameters.trainable_layers != parameters.layers:
+        return 0.0
+    count = stage.last - stage.first
+    more = sum(sizes[stage.first : stage.last]) - count * sum(sizes) / len(sizes)
+    experts = experts_of(profile, stage.first, stage.last) - count / len(sizes) * experts_of(profile, 0, len(sizes))
+    return (more - experts + experts / plan.layout.expert_parallel) / plan.layout.tensor_parallel
 
 
 def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
@@ -187,17 +201,29 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     layout = plan.layout
     if layout == ALONE:
         return Share(weights, gradients, state)
+    if layout.master_weights:
+        weights, state = float(parameters.weight_bytes(MASTERED_BYTES)), state + MASTER_BYTES * parameters.trainable
     part = elements(profile, plan, stage) / parameters.total
-    weights, gradients, state, ranks = weights * part, gradients * part, state * part, layout.shard_size
+    weights, gradients, state, own = weights * part, gradients * part, state * part, _divided_part(profile, plan, stage)
     if not layout.gathers:
         gradients += _whole_embedding(profile, plan, stage)
     if layout.fully_shard == "no":
         return Share(weights, gradients, state, updated=part)
     if layout.fully_shard == "optimizer":
-        return Share(weights, gradients, state / ranks, updated=part / ranks)
+        return Share(weights, gradients, state * own, updated=part * own)
     whole = REDUCED_BYTES * part * parameters.trainable if layout.pipeline_parallel > 1 else None
     passing = _passing(profile, plan, stage)
-    return Share(weights / ranks, gradients / ranks, state / ranks, passing, part / ranks, accumulated=whole)
+    return Share(weights * own, gradients * own, state * own, passing, part * own, accumulated=whole)
+
+
+def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
+    """Of what a rank computes with, what is left to it. Experts that ranks share already are whole on fewer of them."""
+    layout = plan.layout
+    ranks, experts = layout.shard_size, layout.expert_parallel
+    if experts == 1 or profile.experts is None:
+        return 1.0 / ranks
+    shared = experts_of(profile, stage.first, stage.last) / layout.tensor_parallel / experts / elements(profile, plan, stage)
+    return shared / max(ranks / experts, 1.0) + (1.0 - shared) / ranks
 
 
 def shares(profile: ModelProfile, plan: Plan, known: Known) -> list[tuple[Stage, Share]]:
@@ -222,7 +248,8 @@ def residual_bytes(plan: Plan) -> int:
 def _whole_embedding(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """The rest of an embedding's gradient where ranks divide its words: the kernel fills rows for all of them."""
     parameters, styles = profile.parameters, profile.declares.tensor_parallel_plan.values()
-    if "embedding_rowwise" not in styles or parameters.tied or not stage.has_embedding:
+    whole = "embedding_rowwise" not in styles or plan.layout.vocabulary_parallel
+    if whole or parameters.tied or not stage.has_embedding:
         return 0.0
     return parameters.embedding * plan.parameter_bytes * (1.0 - 1.0 / plan.layout.tensor_parallel)
 

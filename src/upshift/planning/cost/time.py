@@ -79,7 +79,7 @@ def micro_batch_terms(
         kept += left
         if plan.activation_offload and item.is_layer:
             offloaded += left
-    if plan.torch_compile != "off":
+    if plan.torch_compile != "off" or plan.fused_kernels:
         moved, kernels = moved * COMPILED_MOVED_SHARE, kernels * COMPILED_KERNEL_SHARE
     terms = {
         "matrix products": matmul / rates.matrix + outside / rates.outside,

@@ -72,6 +72,8 @@ def _check(job: Job, data: TrainingData) -> None:
             f"this version plans for ranks that share the model ({job.plan.layout.label()}) and does not train on them yet; "
             "train with a plan of one device, or of processes of one CPU host"
         )
+    if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
+        raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = find_model(job.model_reference)
     if not job.from_config and source.directory is not None:
         check_weights(source.directory)
