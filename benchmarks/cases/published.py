@@ -51,6 +51,12 @@ NO_DROPOUT = {
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "tf32")
 
 
+RANKED = {  # rows among which plans are ranked by speed
+    ("source", "model"): "tau of a model's rows",
+    ("source", "model", "sequence_length"): "tau at one length",
+}
+
+
 @dataclass(frozen=True)
 class Scored:
     row: dict[str, Any]
@@ -203,7 +209,7 @@ def errors(ratios: list[float]) -> tuple[str, str, str, str]:
 
 def tables(scored: list[Scored], *, markdown: bool) -> str:
     parts = []
-    for title, pick in (("Speed", lambda s: s.speed), ("Memory", lambda s: s.memory)):
+    for title, pick, ranked in (("Speed", lambda s: s.speed, RANKED), ("Memory", lambda s: s.memory, {})):
         groups = defaultdict[str, list[Scored]](list)
         for one in scored:
             if pick(one) is not None:
@@ -211,22 +217,22 @@ def tables(scored: list[Scored], *, markdown: bool) -> str:
                 groups[one.row["source"] + kind].append(one)
                 groups["all" + kind].append(one)
         cells = [
-            [name, len(found), *errors([pick(one) for one in found]), tau(found) if title == "Speed" else ""]
+            [name, len(found), *errors([pick(one) for one in found]), *(tau(found, fields) for fields in ranked)]
             for name, found in sorted(groups.items())
         ]
-        header = ("source", "rows", "mean |error|", "median |error|", "median error", "worst", "Kendall tau")
+        header = ("source", "rows", "mean size of errors", "median size", "median error", "worst", *ranked.values())
         parts.append(f"{title}, predicted against measured\n\n" + format_table(header, cells, markdown=markdown))
     return "\n\n".join(parts)
 
 
-def tau(found: list[Scored]) -> str:
-    """Of rows of one model, each pair of plans ranked; the mean over models, weighed by their pairs."""
-    by_model = defaultdict[str, list[tuple[float, float]]](list)
+def tau(found: list[Scored], fields: tuple[str, ...]) -> str:
+    """Each pair of rows that have the same ``fields`` ranked; the mean over such groups, weighed by their rows."""
+    groups = defaultdict[tuple[Any, ...], list[tuple[float, float]]](list)
     for one in found:
         speed = measured_speed(one.row)
         if one.speed is not None and speed is not None:
-            by_model[json.dumps([one.row["config"], one.row["source"]])].append((one.speed * speed, speed))
-    values = [(value, len(pairs)) for pairs in by_model.values() if (value := kendall_tau(pairs)) is not None]
+            groups[tuple(one.row[field] for field in fields)].append((one.speed * speed, speed))
+    values = [(value, len(pairs)) for pairs in groups.values() if (value := kendall_tau(pairs)) is not None]
     return f"{sum(v * n for v, n in values) / sum(n for _, n in values):.2f}" if values else ""
 
 
@@ -253,6 +259,9 @@ and NCCL. Against the same program on gloo ranks errors are 0 to 3 % (tests/cpu/
 were fitted, three factors each, on LLM Foundry's MPT 125M, 760M, 3B, 13B and 70B, those of the B200 on SimuMax's Llama 3 70B
 (src/upshift/planning/cost/rates.py); all other rows were in no fit, and nothing about memory was fitted. Of SimuMax's
 rows that differ in the number of micro-batches alone, memory was measured once: 19 measurements of allocated memory.
+
+tau is Kendall's, over pairs of rows whose measured speeds differ by more than 2 %: among all rows of a model, on any host and of
+any length, and among those of one length, which differ in the number of devices and in the micro-batch, mostly by a few percent.
 
 {tables}
 
