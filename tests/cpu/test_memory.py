@@ -147,7 +147,8 @@ def test_predicted_peak_is_within_two_percent(name, tmp_path):
     errors = {}
     for precision in ("fp32", "bf16"):
         granularities = ["full", *["selective"] * selective, *["alternate"] * alternate]
-        ways = [(layers, way) for layers in (1, profile.num_layers) for way in granularities]
+        depths = (1, profile.num_layers) if precision == "fp32" else (profile.num_layers,)  # bf16 is slow where the CPU has none
+        ways = [(layers, way) for layers in depths for way in granularities]
         for recomputed, way in ((0, "full"), *(ways if profile.declares.gradient_checkpointing else ())):
             for batch, sequence, accumulation in ((3, 48, 1), (2, SEQUENCE, 2)):
                 plan = plan_for(profile, precision, recomputed, batch=batch, sequence=sequence, accumulation=accumulation)

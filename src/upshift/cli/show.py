@@ -14,7 +14,6 @@ from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeEl
 from rich.table import Table
 
 from upshift.planning.cost.basis import Number
-from upshift.planning.cost.resident import CUDA_SLACK
 from upshift.planning.planner import Planning
 from upshift.planning.prove import Tried
 from upshift.planning.rank import COST_KEY, Candidate
@@ -151,7 +150,7 @@ def memory_table(planning: Planning, candidate: Candidate) -> Table:
     for phase, row in numbers.memory.items():
         total = sum(row.values())
         held = planning.life.held(candidate, total * GIB) / GIB
-        sizes = [total, *([total * CUDA_SLACK] if on_gpu else []), held]
+        sizes = [total, *([planning.life.reserved(candidate, total * GIB) / GIB] if on_gpu else []), held]
         parts = sorted(((part, size) for part, size in row.items() if size >= SMALL_GIB), key=lambda item: -item[1])
         table.add_row(phase, *(gib(size) for size in sizes), wrapped([f"{part} {gib(size)}" for part, size in parts], room))
     return table

@@ -12,7 +12,7 @@ from upshift.models.profile import ModelProfile
 from upshift.planning.cost.basis import held_spread
 from upshift.planning.cost.life import WITH_LOGITS, life, needed
 from upshift.planning.cost.memory import Peak
-from upshift.planning.cost.resident import CUDA_SLACK, base_bytes, memory_limit
+from upshift.planning.cost.resident import CUDA_SLACK, base_bytes, memory_limit, predict_reserved
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.time import largest_micro_batch
 from upshift.planning.rank import Candidate, Ranking, Rejected
@@ -54,6 +54,10 @@ class WholeLife:
             return candidate.resident + above
         base = base_bytes(self.host)
         return base + (candidate.resident - base) * allocated / candidate.memory.peak
+
+    def reserved(self, candidate: Candidate, allocated: float) -> float:
+        """What the allocator of a CUDA device has at a moment with so much allocated: a segment that is stuck stays."""
+        return predict_reserved(candidate.memory) + CUDA_SLACK * (allocated - candidate.memory.peak)
 
     def too_big(self, candidate: Candidate) -> str | None:
         """The phase around the step that needs most, where that is more than may be held."""

@@ -22,7 +22,6 @@ from upshift.cli.plan_page.words import (
     sentence,
     time_words,
 )
-from upshift.planning.cost.resident import CUDA_SLACK
 from upshift.planning.explain import representative
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate
@@ -138,7 +137,8 @@ def memory_table(planning: Planning) -> str:
     rows = []
     for phase, row in memory.items():
         total = sum(row.values())
-        sizes = [total, *([CUDA_SLACK * total] if reserved else []), gib(life.held(best, total * GIB))]
+        kept = [gib(life.reserved(best, total * GIB))] if reserved else []
+        sizes = [total, *kept, gib(life.held(best, total * GIB))]
         rows.append([
             text(phase), *(number(row.get(part, 0.0), digits=3) for part in parts), *(number(size, digits=3) for size in sizes)
         ])  # fmt: skip
