@@ -38,7 +38,7 @@ from upshift.units import gib
 
 ROOT = Path(__file__).parents[1]
 PUBLISHED = ROOT / "published"
-MAX_POSITIONS = 2**17
+MAX_POSITIONS, POSITIONS = 2**17, ("max_position_embeddings", "n_positions")
 TRACED_LENGTH = 2048  # the polynomials of fused attention hold at any length
 NEEDED = ("fully_shard", "recompute", "micro_batch", "data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_length")
 STAGES = {"none": "no", "zero1": "optimizer", "zero2": "gradients", "zero3": "weights", "hybrid": "weights"}
@@ -51,10 +51,7 @@ NO_DROPOUT = {
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "tf32")
 
 
-RANKED = {  # rows among which plans are ranked by speed
-    ("source", "model"): "tau of a model's rows",
-    ("source", "model", "sequence_length"): "tau at one length",
-}
+RANKED = {"": "tau of a model's rows", "sequence_length": "tau at one length"}  # rows among which plans are ranked by speed
 
 
 @dataclass(frozen=True)
@@ -94,7 +91,7 @@ def layout_of(row: dict[str, Any]) -> Layout:
 
 def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfile | str]) -> ModelProfile | str:
     """Traced once for a config and way of recomputing; its reason where it cannot be."""
-    positions = dict.fromkeys(("max_position_embeddings", "n_positions"), MAX_POSITIONS)
+    positions = dict.fromkeys(POSITIONS, MAX_POSITIONS)
     config = json.dumps({**NO_DROPOUT, **row["config"], **positions}, sort_keys=True)
     way = program_of(row).selective if row["recompute"] == "selective" else "full"
     key = f"{config} {way}"
@@ -217,7 +214,7 @@ def tables(scored: list[Scored], *, markdown: bool) -> str:
                 groups[one.row["source"] + kind].append(one)
                 groups["all" + kind].append(one)
         cells = [
-            [name, len(found), *errors([pick(one) for one in found]), *(tau(found, fields) for fields in ranked)]
+            [name, len(found), *errors([pick(one) for one in found]), *(tau(found, field) for field in ranked)]
             for name, found in sorted(groups.items())
         ]
         header = ("source", "rows", "mean size of errors", "median size", "median error", "worst", *ranked.values())
@@ -225,13 +222,14 @@ def tables(scored: list[Scored], *, markdown: bool) -> str:
     return "\n\n".join(parts)
 
 
-def tau(found: list[Scored], fields: tuple[str, ...]) -> str:
-    """Each pair of rows that have the same ``fields`` ranked; the mean over such groups, weighed by their rows."""
-    groups = defaultdict[tuple[Any, ...], list[tuple[float, float]]](list)
+def tau(found: list[Scored], field: str) -> str:
+    """Each pair of rows of one model, and the same ``field``, ranked; the mean over such groups, weighed by their rows."""
+    groups = defaultdict[str, list[tuple[float, float]]](list)
     for one in found:
         speed = measured_speed(one.row)
         if one.speed is not None and speed is not None:
-            groups[tuple(one.row[field] for field in fields)].append((one.speed * speed, speed))
+            model = {name: value for name, value in one.row["config"].items() if name not in POSITIONS}
+            groups[json.dumps([one.row["source"], model, one.row.get(field)])].append((one.speed * speed, speed))
     values = [(value, len(pairs)) for pairs in groups.values() if (value := kendall_tau(pairs)) is not None]
     return f"{sum(v * n for v, n in values) / sum(n for _, n in values):.2f}" if values else ""
 

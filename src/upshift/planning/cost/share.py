@@ -183,9 +183,10 @@ def elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
 def _beyond_the_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
     """What the stage's own layers have more than as many of the mean: layers with experts are larger than those without."""
-    sizes, parameters = layer_sizes(profile), profile.parameters
-    if len({*sizes}) == 1 or parameters.trainable_layers != parameters.layers:
+    kinds, parameters = {size for stack in profile.stacks for size in stack.layer_trainable}, profile.parameters
+    if len(kinds) == 1 or parameters.trainable_layers != parameters.layers:
         return 0.0
+    sizes = layer_sizes(profile)
     count = stage.last - stage.first
     more = sum(sizes[stage.first : stage.last]) - count * sum(sizes) / len(sizes)
     experts = experts_of(profile, stage.first, stage.last) - count / len(sizes) * experts_of(profile, 0, len(sizes))
