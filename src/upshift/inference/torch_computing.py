@@ -10,6 +10,7 @@ import torch
 from upshift.inference.setup import EngineSetup
 
 MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
+UNLIKE = (11, 13)  # rows and tokens to compile with: torch takes sizes that are equal then, of heads too, to be always equal
 
 
 @contextmanager
