@@ -83,7 +83,7 @@ def model_of(workload: Encoded | Generated, folder: Path) -> Path:
 def raced(request: dict[str, Any]) -> dict[str, Any]:
     """The race -> its setups within the bound, each at its best batch, and the chosen one."""
     import upshift
-    from upshift.inference.race import read_quality
+    from upshift.inference.bounds import read_quality
 
     if request["kind"] == "encode":
         encoder = upshift.Encoder(request["model"], quality=request["quality"])

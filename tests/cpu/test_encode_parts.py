@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.inference import race as race_module
+from upshift.inference.bounds import Limits, Quality, read_quality
 from upshift.inference.encoding.batches import by_length, padded
 from upshift.inference.encoding.files import Rows, check_files, check_form, read_texts
 from upshift.inference.encoding.pool import pool
@@ -23,9 +24,9 @@ from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_rows import TokenRows
 from upshift.inference.encoding.token_scores import TokenScores, score_tokens, token_counts
 from upshift.inference.lines import blocks, count_lines
-from upshift.inference.race import Contest, Entrants, Limits, Quality, Run, read_quality
+from upshift.inference.race import Contest, Entrants, Race, Run
 from upshift.inference.sample import spread_over
-from upshift.inference.setup import EngineSetup
+from upshift.inference.setup import EngineName, EngineSetup
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
@@ -248,6 +249,9 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
 
     def ran(entrants: Entrants, folder: Path) -> Iterator[Run]:
         for setup in entrants.setups:
+            if setup.engine == "nothing":
+                yield Run(setup=setup, per_second=1e6)
+                continue
             exact = setup.precision == "fp32"
             for power, batch in enumerate(entrants.contest.batches):
                 speed, wait = (2.0**power * (1.0 if exact else 1.5), 0.01 * 2**power)
@@ -260,8 +264,8 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
 
     def chosen(quality: Quality, **limits: float) -> tuple[bool, str, int]:
         forecast = lambda: lambda setup: {"fp32": 7.0}.get(setup.precision, 5.0)  # noqa: E731
-        race = race_module.race(contest, detect(), [[1, 2]], quality, forecast=forecast, limits=Limits(**limits))
-        assert race.expected == {"onnxruntime": 7.0}
+        race = race_module.race(contest, detect(), [[1, 2]], quality, forecast=forecast, limits=Limits(**limits), amount=1.0)
+        assert race.expected == {"onnxruntime": 7.0} and race.ceiling == 1e6
         assert [run.setup.batch for run in race.best() if run.setup != race.chosen] == [4] * (len(race.best()) - 1)
         return race.recalled, race.chosen.precision, race.chosen.batch
 
@@ -269,6 +273,43 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     assert chosen("exact", ttft_ms=10.0) == (False, "fp32", 1)
     with pytest.raises(NothingFits, match="the nearest is .* with a batch of 1: 10.0 ms"):
         chosen(0.9, ttft_ms=9.0)
+
+
+def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expected to be twice as fast as 1 text a second and 1.6 times, after compiling for 30 s: it saves 75 s of 200, 0.4 of 1."""
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "torch-compiled", "openvino"))
+    monkeypatch.setattr(race_module, "check_room", lambda source, host: None)
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    speeds = {"torch": 1.0, "openvino": 1.0, "torch-compiled": 1.6, "nothing": 9.0}
+
+    def ran(entrants: Entrants, folder: Path) -> Iterator[Run]:
+        for setup in entrants.setups:
+            one = Run(setup=setup, seconds=Spread.of([1.0]), per_second=speeds[setup.engine], load_seconds=30.0)
+            yield one.changed(largest_difference=0.0, worst_cosine=1.0)
+
+    monkeypatch.setattr(race_module, "runs_of", ran)
+    source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
+    contest = Contest(task="generate", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
+
+    def raced(amount: float, engine: EngineName | None = None) -> tuple[Race, bool, EngineName]:
+        forecast = lambda: lambda setup: 2.0 if setup.engine == "torch-compiled" else 1.0  # noqa: E731
+        race = race_module.race(
+            contest, detect(), [[1]], "exact", engine=engine, forecast=forecast, limits=Limits(), amount=amount
+        )
+        return race, "torch-compiled" in {run.setup.engine for run in race.runs}, race.chosen.engine
+
+    short, entered, chosen = raced(1.0)
+    assert (entered, chosen) == (False, "torch") and short.left_out == {"torch-compiled fp32": 2.0}
+    assert raced(79.0)[0].recalled  # half of it is 39.5 s
+    assert raced(200.0)[1:] == (True, "torch-compiled")
+    recalled, entered, chosen = raced(10.0)  # what ran is remembered, and would compile for longer than all else takes
+    assert recalled.recalled and entered and chosen == "torch"
+    assert raced(1.0, "torch-compiled")[1:] == (True, "torch-compiled")
+    speeds["openvino"] = 2.0
+    recalled.file.unlink()  # type: ignore[union-attr]
+    assert raced(1e6)[1:] == (False, "openvino")
+    assert "nothing" not in {run.setup.engine for run in recalled.runs} and recalled.ceiling == 9.0
 
 
 SIGNALLED = """

@@ -37,7 +37,7 @@ def command(
         encoder = Encoder(model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, on_run=teller("texts/s"))
         check_form(output, encoder.recipe.output)
         total = count_lines(texts)
-        encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS))
+        encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS), total=total)
     start = time.perf_counter()
     done = _encode(encoder, texts, output, total)
     seconds = time.perf_counter() - start

@@ -105,7 +105,7 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
     total = sum(1 for _ in read_prompts(prompts))
     with show.step("Racing the installed engines on some of the prompts"):
         first = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
-        generator.prepare(generator.read(first, options), options)
+        generator.prepare(generator.read(first, options), options, total=total)
     chosen = generator.race.chosen
     made = made_of(prompts, generator.source.model_hash, chosen.to_json(), options.to_json())
     answers = UnfinishedLines(output, total, made)

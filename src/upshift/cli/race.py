@@ -46,12 +46,18 @@ def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], s
 
 
 def failures(race: Any, task: Task, unit: str) -> None:
-    """What did not run, what is not installed, and where the race is remembered."""
+    """What did not run, what is not installed, and where the race is remembered; first, how fast anything could be."""
     from upshift.inference.engines import missing
+
+    if race.ceiling:
+        dim(f"An engine that computes nothing: {race.ceiling:,.0f} {unit}; the rest is what the engines take")
 
     for run in race.runs:
         if run.failure:
             dim(f"{run.setup.label()} did not run: {run.failure}")
+    for label, rate in race.left_out.items():
+        said = f"at best {rate:,.0f} {unit} are expected of it" if rate else "nothing is known of what it would save"
+        dim(f"{label} did not race: {said}, which does not pay for compiling in a run of this length; --engine races it")
     if race.recalled:
         dim(f"remembered; delete {race.file} to race again")
     for name, install in missing(task).items():

@@ -21,6 +21,7 @@ class Entry(NamedTuple):
     libraries: tuple[str, ...]
     extra: str  # of pip install 'upshift[...]'; empty: the core has it
     doors: Mapping[Task, Door]
+    uncompiled: EngineName | None = None  # of one that compiles whenever it is loaded: the same, kernel by kernel
 
 
 PACKAGES: dict[Task, str] = {
@@ -53,12 +54,29 @@ ENGINES: dict[EngineName, Entry] = {
         ("ctranslate2",), "ctranslate2",
         {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"))},
     ),
+    "torch-compiled": Entry(
+        ("torch",), "",
+        {
+            "encode": Door("torch_compiled_engine:TorchCompiledEngine", ("fp32", "tf32", "bf16")),
+            "generate": Door("torch_compiled_decoder:TorchCompiledDecoder", ("fp32", "bf16")),
+        },
+        uncompiled="torch",
+    ),
 }  # fmt: skip
+NOTHING = Entry(  # computes nothing, and is none of those that can be chosen: what it takes is what all else takes
+    (), "",
+    {
+        "encode": Door("nothing_engine:NothingEngine", ("fp32",)),
+        "generate": Door("nothing_decoder:NothingDecoder", ("fp32",)),
+        "seq2seq": Door("nothing_decoder:NothingDecoder", ("fp32",)),
+    },
+)  # fmt: skip
 
 
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
     """``build``: what the task's engines are built from."""
-    module, kind = ENGINES[name].doors[task].name.split(":")
+    entry = NOTHING if name == "nothing" else ENGINES[name]
+    module, kind = entry.doors[task].name.split(":")
     return getattr(import_module(f"{PACKAGES[task]}.engines.{module}"), kind)(build)
 
 

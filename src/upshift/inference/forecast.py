@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.encoding.batches import by_length
+from upshift.inference.engines import ENGINES
 from upshift.inference.setup import EngineSetup, Precision
 from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
@@ -78,6 +79,8 @@ def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Ca
 
     def found(setup: EngineSetup) -> Engine | None:
         if setup.precision not in FORMATS:  # quantized by others: in a form that is not known
+            return None
+        if ENGINES[setup.engine].uncompiled and not (measured.measured and measured.measured.compiler):
             return None
         weights, cache = FORMATS[setup.precision]
         execution = "eager" if setup.engine == "torch" else "graphs"

@@ -15,18 +15,20 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import groupby
 from pathlib import Path
 from threading import Timer
-from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.engines import PACKAGES, contestants, is_installed
+from upshift.inference.bounds import Limits, Quality
+from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_installed
 from upshift.inference.forecast import Forecast
+from upshift.inference.payback import Entering, entering, fastest, pays
 from upshift.inference.setup import EngineName, EngineSetup, Hint, Task
 from upshift.inference.weights import check_room, stored_for, weights_identity
 from upshift.installed import installed_versions
@@ -40,7 +42,6 @@ LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "ctrans
 EXACT_DIFFERENCE = 1e-4
 TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
 SAID = "upshift runs: "  # what a line begins with that is Runs
-Quality = float | Literal["exact"]
 
 
 class Contest(Value):
@@ -61,17 +62,6 @@ class Entrants(Value):
     setups: tuple[EngineSetup, ...]
     sample: Path  # JSON list of lists of token ids
     reference: Path  # what the reference gave: written by the first setup of all, read by the others
-
-
-class Limits(Value):
-    """What the user can wait for. ``ttft_ms``: until the first token of prompts that are admitted together, or until the rows of
-    a batch of texts; ``tpot_ms``: for one token more of each sequence, in the mean."""
-
-    ttft_ms: float | None = Field(None, gt=0)
-    tpot_ms: float | None = Field(None, gt=0)
-
-    def __bool__(self) -> bool:
-        return self.ttft_ms is not None or self.tpot_ms is not None
 
 
 class Run(Value):
@@ -105,6 +95,11 @@ class Run(Value):
         first, step = self.first_seconds or 0.0, self.step_seconds or 0.0
         return 1e3 * max(first / (limits.ttft_ms or math.inf), step / (limits.tpot_ms or math.inf))
 
+    def seconds_for(self, amount: float) -> float:
+        """Of so many texts or tokens; what compiles whenever it is loaded does so before the first."""
+        compiling = (self.load_seconds or 0.0) if ENGINES[self.setup.engine].uncompiled else 0.0
+        return compiling + amount / (self.per_second or math.inf)
+
     def times(self) -> str:
         step = "" if self.step_seconds is None else f", then {1e3 * self.step_seconds:.1f} ms a token"
         return f"{1e3 * (self.first_seconds or 0.0):.1f} ms{step}"
@@ -124,6 +119,8 @@ class Race(Value):
     file: Path | None  # where it is remembered: other bounds choose among the same runs; None: there was one setup alone
     recalled: bool = False
     expected: dict[EngineName, float] = Field({}, description="of what is not installed: the forecast of its fastest setup")
+    left_out: dict[str, float | None] = Field({}, description="what compiles for longer than it would save, and its forecast")
+    ceiling: float | None = Field(None, description="texts or tokens a second where nothing is computed: no engine does more")
 
     def best(self) -> list[Run]:
         """Of each contestant that ran, its fastest batch, or the one that was chosen; the fastest contestant first."""
@@ -132,25 +129,6 @@ class Race(Value):
             if run.setup == self.chosen or run.setup.label() not in found:
                 found[run.setup.label()] = run
         return sorted(found.values(), key=lambda run: -(run.per_second or 0.0))
-
-
-def read_quality(text: str) -> Quality:
-    """``exact``, or the lowest cosine that is allowed."""
-    if text == "exact":
-        return "exact"
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0.0 < value <= 1.0:
-        raise RequestError(f"--quality {text!r} is not possible; use exact, or a cosine such as 0.999 or 0.99")
-    return value
-
-
-def read_limit(name: str, milliseconds: float | None) -> float | None:
-    if milliseconds is not None and not milliseconds > 0.0:
-        raise RequestError(f"--{name} {milliseconds:g} is not possible; give milliseconds above 0")
-    return milliseconds
 
 
 def race(
@@ -162,10 +140,11 @@ def race(
     engine: EngineName | None = None,
     forecast: Callable[[], Forecast],
     limits: Limits,
+    amount: float,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
-    """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. Remembered by contest, weights,
-    hardware, versions and lengths."""
+    """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. ``amount``: of all texts, or
+    tokens to generate, which compiling is to pay for. Remembered by contest, weights, hardware, versions and lengths."""
     stored, batch = stored_for(contest.source), contest.batches[0]
     able = contestants(contest.task, host, exact=quality == "exact", batch=batch, hint=contest.hint, stored=stored)
     setups = [setup for setup in able if is_installed(setup.engine)]
@@ -173,34 +152,55 @@ def race(
     kept = _kept(contest, host, sample, asked)
     if kept.is_file():
         found = Race.from_file(kept)
-        return found.changed(chosen=_choose(found, quality, limits, engine), recalled=True)
+        best = fastest(found.runs, quality)
+        if not any(pays(rate, best, amount) for rate in found.left_out.values()):
+            return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
     check_room(contest.source, host)
-    if len(asked) == 1 and not limits:
-        return Race(runs=(), chosen=asked[0].changed(batch=contest.batches[-1]), file=None)
-    runs, says = list[Run](), forecast()
-    with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
-        folder = Path(name)
-        (folder / "sample.json").write_text(json.dumps(sample))
-        for _, group in groupby(asked, key=lambda setup: setup.engine):
-            entrants = Entrants(
-                contest=contest, setups=tuple(group), sample=folder / "sample.json", reference=folder / "reference.npy"
-            )
-            for run in runs_of(entrants, folder):
-                runs.append(run if run.failure else run.changed(forecast_per_second=says(run.setup)))
-                on_run(runs[-1])
-            if runs[0].failure:
-                raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
+    says = forecast() if len(asked) > 1 or limits else None
+    enter = partial(entering, says=says, quality=quality, amount=amount) if says and engine is None else None
+    plain = [setup for setup in asked if enter is None or not ENGINES[setup.engine].uncompiled]
+    if len(plain) == 1 and not limits and not any(says and pays(says(one), says(plain[0]), amount) for one in asked[1:]):
+        return Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None)
+    assert says is not None
     expected = dict[EngineName, float]()
     for setup in able:
         if setup not in setups:
             expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine, 0.0))
-    run_all = Race(runs=tuple(runs), chosen=runs[0].setup, file=kept, expected=expected)
+    run_all = _run_all(contest, sample, asked, says, enter, on_run).changed(file=kept, expected=expected)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(kept, run_all.to_json())
-    return run_all.changed(chosen=_choose(run_all, quality, limits, engine))
+    return run_all.changed(chosen=_choose(run_all, quality, limits, engine, amount))
 
 
-def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | None) -> EngineSetup:
+def _run_all(
+    contest: Contest, sample: list[list[int]], asked: list[EngineSetup], says: Forecast,
+    enter: Callable[..., Entering] | None, on_run: Callable[[Run], None],
+) -> Race:  # fmt: skip
+    """``enter``: which of an engine's setups run, by what ran before; None: all. What computes nothing runs beside the first."""
+    runs, left_out, ceiling = list[Run](), dict[str, float | None](), 0.0
+    with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
+        folder = Path(name)
+        (folder / "sample.json").write_text(json.dumps(sample))
+        for setups in (tuple(group) for _, group in groupby(asked, key=lambda setup: setup.engine)):
+            chosen = Entering(setups) if enter is None else enter(setups, runs)
+            left_out |= chosen.left_out
+            beside = () if runs else (chosen.setups[0].changed(engine="nothing", precision="fp32"),)
+            entrants = Entrants(
+                contest=contest, setups=(*chosen.setups, *beside), sample=folder / "sample.json",
+                reference=folder / "reference.npy",
+            )  # fmt: skip
+            for run in runs_of(entrants, folder) if entrants.setups else ():
+                if run.setup.engine == "nothing":
+                    ceiling = max(ceiling, run.per_second or 0.0)
+                    continue
+                runs.append(run if run.failure else run.changed(forecast_per_second=says(run.setup)))
+                on_run(runs[-1])
+            if runs[0].failure:
+                raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
+    return Race(runs=tuple(runs), chosen=runs[0].setup, file=None, left_out=left_out, ceiling=ceiling or None)
+
+
+def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | None, amount: float) -> EngineSetup:
     """The fastest within all bounds. Raises RequestError with what became of each that was asked for, or NothingFits with what
     came nearest to the limits."""
     asked = [run for run in race.runs if engine in (None, run.setup.engine)]
@@ -218,7 +218,7 @@ def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | N
             f"no setup within --quality {quality} is as quick as asked; the nearest is {nearest.setup.label()} with a batch of "
             f"{nearest.setup.batch:,}: {nearest.times()}; allow more time or less quality, or delete {race.file} to race again"
         )
-    return max(quick, key=lambda run: run.per_second or 0.0).setup
+    return min(quick, key=lambda run: run.seconds_for(amount)).setup
 
 
 def runs_of(entrants: Entrants, folder: Path) -> Iterator[Run]:

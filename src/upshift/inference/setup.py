@@ -9,7 +9,7 @@ from pydantic import Field
 from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
-EngineName = Literal["torch", "onnxruntime", "openvino", "ctranslate2"]
+EngineName = Literal["torch", "onnxruntime", "openvino", "ctranslate2", "torch-compiled", "nothing"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"]
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")

@@ -6,8 +6,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
+from torch import nn
 
 from upshift.inference.setup import EngineSetup
+from upshift.models.build import find_stacks
 
 MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
 UNLIKE = (11, 13)  # rows and tokens to compile with: torch takes sizes that are equal then, of heads too, to be always equal
@@ -25,3 +27,9 @@ def computing(setup: EngineSetup) -> Iterator[None]:
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.set_num_threads(before[1])
+
+
+def layers_to_compile(model: nn.Module) -> list[nn.Module]:
+    """What other models of this process had compiled is dropped: torch compiles one function a few times only, then no more."""
+    torch.compiler.reset()
+    return [layer for _, stack in find_stacks(model) for layer in stack]

@@ -10,13 +10,14 @@ import numpy as np
 from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
+from upshift.inference.bounds import Limits, read_limit, read_quality
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_scores import TokenScores, token_counts
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.engines import check_engine
 from upshift.inference.forecast import forecast_encoding
-from upshift.inference.race import Contest, Limits, Race, Run, race, read_limit, read_quality
+from upshift.inference.race import Contest, Race, Run, race
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
 from upshift.inference.weights import find_plain_weights
@@ -91,8 +92,8 @@ class Encoder:
             for text, part, scores in zip(read, own, rows, strict=True)
         ]
 
-    def prepare(self, texts: Sequence[str]) -> Encoding:
-        """The engine that won on ``texts``, or that won before."""
+    def prepare(self, texts: Sequence[str], *, total: int | None = None) -> Encoding:
+        """The engine that won on ``texts``, or that won before. ``total``: how many there are, where these are some of them."""
         if self._encoding is None:
             sample = self.tokens.of(spread(texts, SAMPLE_TEXTS))
             pad = self.tokens.pad
@@ -103,7 +104,7 @@ class Encoder:
             forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
             self.race = race(
                 contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits, on_run=self._on_run,
+                engine=self._engine, forecast=forecast, limits=self.limits, amount=total or len(texts), on_run=self._on_run,
             )  # fmt: skip
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.hardware import detect
+from upshift.inference.bounds import Limits, read_limit, read_quality
 from upshift.inference.engines import build_engine, check_engine
 from upshift.inference.forecast import forecast_generation
 from upshift.inference.generation.decode import ADMIT_TOKENS, decode
@@ -18,7 +19,7 @@ from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
-from upshift.inference.race import Contest, Limits, Race, Run, race, read_limit, read_quality
+from upshift.inference.race import Contest, Race, Run, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import engine_folder, find_weights, stored_for
@@ -109,8 +110,9 @@ class Generator:
                 yield now[len(before) :]
                 said, shown = shown, len(tokens)
 
-    def prepare(self, ids: list[list[int]], options: GenerationOptions) -> Race:
-        """Race on some of the first call's prompts, or remember what won before; later calls use the same."""
+    def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
+        """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
+        prompts there are, where these are some of them."""
         if self.race is None:
             sample = spread(ids, max(min(SAMPLE_PROMPTS, ADMIT_TOKENS // max(len(prompt) for prompt in ids)), 1))
             task = GenerationTask.of(options)
@@ -122,7 +124,8 @@ class Generator:
             forecast = partial(forecast_generation, self.source, self.host, lengths, task.new_tokens)
             self.race = race(
                 contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits, on_run=self._on_run,
+                engine=self._engine, forecast=forecast, limits=self.limits,
+                amount=(total or len(ids)) * options.max_new_tokens, on_run=self._on_run,
             )  # fmt: skip
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)

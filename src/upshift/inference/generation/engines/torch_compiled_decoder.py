@@ -15,17 +15,16 @@ import torch
 
 from upshift.inference.generation.engines.decoder import DecoderBuild
 from upshift.inference.generation.engines.torch_decoder import TorchDecoder
-from upshift.inference.torch_computing import UNLIKE
-from upshift.models.build import find_stacks
+from upshift.inference.torch_computing import UNLIKE, layers_to_compile
 
 
 class TorchCompiledDecoder(TorchDecoder):
     def __init__(self, build: DecoderBuild) -> None:
         super().__init__(build)
         self._places: list[Place] | None = None  # of each layer, while a step runs
-        stacks = [stack for _, stack in find_stacks(self.model)]
-        self._buffers = [Buffer() for stack in stacks for _ in stack]
-        for number, layer in enumerate(layer for stack in stacks for layer in stack):
+        layers = layers_to_compile(self.model)
+        self._buffers = [Buffer() for _ in layers]
+        for number, layer in enumerate(layers):
             compiled = torch.compile(type(layer).forward, dynamic=True)
             layer.forward = partial(self._forward, layer.forward, partial(compiled, layer), number)
         self._compile(build.setup.batch)
@@ -49,14 +48,11 @@ class TorchCompiledDecoder(TorchDecoder):
         return found
 
     def _forward(
-        self, eager: Callable[..., Any], compiled: Callable[..., Any], number: int, *args: object, **kwargs: Any
+        self, eager: Callable[..., Any], compiled: Callable[..., Any], number: int, *args: object, **kwargs: object
     ) -> Any:
         if self._places is None:
             return eager(*args, **kwargs)
         place = self._places[number]
-        if "attention_mask" in kwargs and kwargs["attention_mask"] is None:  # all is seen: said, or it compiles for that, too
-            rows, _, length, _ = place.keys.shape
-            kwargs["attention_mask"] = torch.ones(rows, 1, 1, length, dtype=torch.bool)
         own = lambda given: place if given is self.cache else given  # noqa: E731
         return compiled(*map(own, args), **{name: own(given) for name, given in kwargs.items()})
 
@@ -83,6 +79,7 @@ class Buffer:
         self._last: Place | None = None
 
     def with_place(self, layer: Any) -> Place:
+        layer.is_compileable = True  # masks are then made where nothing is masked, too: one kind of call is compiled
         length = layer.keys.shape[2] + 1
         if self._last is None or layer.keys is not self._last.keys or length > len(self._whole[0]):  # rows came or went
             self._whole = [_with_room(states, 1 << (length - 1).bit_length()) for states in (layer.keys, layer.values)]

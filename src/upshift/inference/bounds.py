@@ -1,0 +1,42 @@
+"""What a user asks of whatever runs: how near to the reference, and how long to wait."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import Field
+
+from upshift.errors import RequestError
+from upshift.value import Value
+
+Quality = float | Literal["exact"]
+
+
+class Limits(Value):
+    """What the user can wait for. ``ttft_ms``: until the first token of prompts that are admitted together, or until the rows of
+    a batch of texts; ``tpot_ms``: for one token more of each sequence, in the mean."""
+
+    ttft_ms: float | None = Field(None, gt=0)
+    tpot_ms: float | None = Field(None, gt=0)
+
+    def __bool__(self) -> bool:
+        return self.ttft_ms is not None or self.tpot_ms is not None
+
+
+def read_quality(text: str) -> Quality:
+    """``exact``, or the lowest cosine that is allowed."""
+    if text == "exact":
+        return "exact"
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0.0 < value <= 1.0:
+        raise RequestError(f"--quality {text!r} is not possible; use exact, or a cosine such as 0.999 or 0.99")
+    return value
+
+
+def read_limit(name: str, milliseconds: float | None) -> float | None:
+    if milliseconds is not None and not milliseconds > 0.0:
+        raise RequestError(f"--{name} {milliseconds:g} is not possible; give milliseconds above 0")
+    return milliseconds

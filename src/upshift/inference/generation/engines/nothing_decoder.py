@@ -1,0 +1,40 @@
+"""Computes nothing: what padding, choosing tokens and keeping rows alone take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
+from upshift.inference.generation.prefix import remainder
+from upshift.models.build import read_config
+
+
+class NothingDecoder:
+    joins = True
+    weight_bytes = 0
+
+    def __init__(self, build: DecoderBuild) -> None:
+        config: Any = read_config(build.source)
+        self.width: int = config.get_text_config(decoder=True).vocab_size
+        self.padding = Padding()
+        self._prefix_length = 0
+
+    def remember(self, prefix: Sequence[int]) -> None:
+        self._prefix_length = len(prefix)
+
+    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+        self.padding.admit(remainder(prompts, self._prefix_length).mask)
+        return self._logits(len(prompts))
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        self.padding.step()
+        return self._logits(len(tokens))
+
+    def keep(self, rows: list[int]) -> None:
+        self.padding.keep(rows)
+
+    def _logits(self, rows: int) -> np.ndarray:
+        return np.zeros((rows, self.width), dtype=np.float32)

@@ -1,0 +1,56 @@
+"""Whether compiling pays: the seconds that it takes against those that it would save of the user's own texts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NamedTuple
+
+from upshift.inference.bounds import Quality
+from upshift.inference.engines import ENGINES
+from upshift.inference.forecast import Forecast
+from upshift.inference.setup import EngineSetup
+
+if TYPE_CHECKING:
+    from upshift.inference.race import Run
+
+COMPILE_SECONDS = 40.0  # in the race, and before the run once more, from torch's own files; measured (docs/log.md)
+
+
+class Entering(NamedTuple):
+    setups: tuple[EngineSetup, ...]
+    left_out: dict[str, float | None] = {}  # and the rate that is expected of it, by its label
+
+
+def entering(
+    setups: tuple[EngineSetup, ...], runs: Sequence[Run], *, says: Forecast, quality: Quality, amount: float
+) -> Entering:
+    """Which of one engine's setups run: of one that compiles the one that is expected to be the fastest, where it pays beside
+    ``runs``. ``amount``: texts or tokens of the whole run."""
+    if ENGINES[setups[0].engine].uncompiled is None:
+        return Entering(setups)
+    rates = {setup: _compiled_rate(setup, runs, says, quality) for setup in setups}
+    likely = max(setups, key=lambda setup: rates[setup] or 0.0)
+    if pays(rates[likely], fastest(runs, quality), amount):
+        return Entering((likely,))
+    return Entering((), {likely.label(): rates[likely]})
+
+
+def pays(rate: float | None, best: float | None, amount: float) -> bool:
+    """``rate``, ``best``: texts or tokens a second compiled, and of the fastest without; None: not known."""
+    return bool(rate and best) and amount / best - amount / rate > COMPILE_SECONDS  # type: ignore[operator]
+
+
+def fastest(runs: Sequence[Run], quality: Quality) -> float | None:
+    return max((run.per_second or 0.0 for run in runs if run.within(quality)), default=None)
+
+
+def _compiled_rate(setup: EngineSetup, runs: Sequence[Run], says: Forecast, quality: Quality) -> float | None:
+    """What ran uncompiled, times what the planner's formulas expect of compiling. None: it was not within the quality, or they
+    say nothing."""
+    uncompiled = ENGINES[setup.engine].uncompiled
+    same = [run for run in runs if (run.setup.engine, run.setup.precision) == (uncompiled, setup.precision)]
+    best = max((run for run in same if run.within(quality)), key=lambda run: run.per_second or 0.0, default=None)
+    if best is None:
+        return None
+    before, after = says(best.setup), says(setup.changed(batch=best.setup.batch))
+    return best.per_second * after / before if best.per_second and before and after else None
