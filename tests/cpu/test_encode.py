@@ -31,9 +31,10 @@ TEXTS = [
     "", "A short one.", "The encoder reads a sentence and gives a vector.", "Padding costs as much as tokens do. " * 12,
     "Ein Satz auf Deutsch.", "a " * 400,
 ] * 3  # fmt: skip
+READY = {name: entry for name, entry in engines.ENGINES.items() if not entry.uncompiled}  # compiling has a test of its own
 SETUPS = {
     f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, batch=512)
-    for name, entry in engines.ENGINES.items()
+    for name, entry in READY.items()
     for precision in entry.doors["encode"].precisions
     if precision != "bf16"  # slow where the CPU has no instructions for it
 }
@@ -88,7 +89,7 @@ def made(folder: Path, kind: str) -> ModelSource:
     return find_model(str(folder))
 
 
-@pytest.mark.parametrize("engine", engines.ENGINES)
+@pytest.mark.parametrize("engine", READY)
 @pytest.mark.parametrize("kind", ["classifier", "token classifier", "roberta"])
 def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     """Scores of classifiers, of texts and of all tokens that the tokenizer gives; positions that end two short of the table."""
@@ -102,9 +103,26 @@ def test_made_models(kind: str, engine: str, tmp_path: Path) -> None:
     found = Encoding(source, recipe, setup, ids, pad=tokens.pad).rows(ids)
     one = Encoding(source, recipe, SETUPS["torch fp32"].changed(batch=1), [], pad=tokens.pad).rows(ids)
     rows = sum(map(len, ids)) if kind == "token classifier" else len(TEXTS)
-    assert found.shape == (rows, 32 if kind == "roberta" else 3)
+    nothing = Encoding(source, recipe, setup.changed(engine="nothing"), ids, pad=tokens.pad).rows(ids)
+    assert found.shape == nothing.shape == (rows, 32 if kind == "roberta" else 3) and not np.ptp(nothing)
     assert tokens.longest == (64 if kind == "roberta" else 512)
     assert np.abs(found - one).max() < 1e-4
+
+
+def test_one_compilation_serves_all_lengths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several padded texts, and of one alone: no batch compiles anything more. By torch's kernels, which take no compiler:
+    test_generate.py has compiled ones, at 10 s each."""
+    plain = torch.nn.Module.compile
+    monkeypatch.setattr(torch.nn.Module, "compile", lambda layer, **given: plain(layer, **given, backend="aot_eager"))
+    source = made(tmp_path, "classifier")
+    recipe, ids = read_recipe(source), [list(range(9, 9 + length)) for length in (3, 40, 5, 7, 20, 21, 4, 6, 2)]
+    setups = [EngineSetup(engine=engine, precision="fp32", threads=1, batch=64) for engine in ("torch", "torch-compiled")]  # type: ignore[arg-type]
+    eager, compiled = (Encoding(source, recipe, setup, [], pad=0) for setup in setups)
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        assert np.abs(compiled.rows(ids) - eager.rows(ids)).max() < 1e-5
+    finally:
+        torch.compiler.set_stance("default")
 
 
 @pytest.mark.parametrize("family", ["DistilBert", "XLMRoberta"])

@@ -310,6 +310,9 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
     recalled.file.unlink()  # type: ignore[union-attr]
     assert raced(1e6)[1:] == (False, "openvino")
     assert "nothing" not in {run.setup.engine for run in recalled.runs} and recalled.ceiling == 9.0
+    monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "torch-compiled"))
+    assert raced(500.0)[0].runs == () and raced(500.0)[0].chosen.engine == "torch"  # alone, and too little for a forecast
+    assert raced(2000.0)[1:] == (True, "torch-compiled")
 
 
 SIGNALLED = """

@@ -33,6 +33,7 @@ from transformers import (
 import upshift
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
+from upshift.hardware.base_process import compiler_works
 from upshift.hardware.spec import Measured, Rates
 from upshift.inference import engines
 from upshift.inference.agreement import cosines
@@ -63,6 +64,15 @@ CONFIGS: dict[str, Any] = {
         **SMALL, intermediate_size=96, num_key_value_heads=2, num_local_experts=5, num_experts_per_tok=2
     ),
 }
+SEQ2SEQ: dict[str, Any] = {
+    "t5, relative positions": T5Config(
+        vocab_size=260, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0, eos_token_id=None
+    ),
+    "bart, absolute positions": BartConfig(
+        vocab_size=260, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
+        encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=128, forced_eos_token_id=7,
+    ),
+}  # fmt: skip
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 TEXTS = ["one", "a longer one, of some words", "x", "the same words " * 4, "two two", "and a last one", "yes"]
 NEW = 14
@@ -138,6 +148,38 @@ def test_greedy_text_is_that_of_transformers(made: dict[str, str], kind: str, en
         assert run(decoder, prompts, rows, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
 
 
+def test_one_compilation_serves_rows_that_come_and_go(made: dict[str, str]) -> None:
+    """Nothing is compiled once it is built, however long texts are and however many the rows; after a common beginning, too."""
+    if not compiler_works():
+        pytest.skip("no C++ compiler that torch inductor can use")
+    prompts, options = ids_of(TEXTS, made["llama"]), GenerationOptions(max_new_tokens=NEW)
+    expected, decoder = by_transformers(made["llama"], prompts), decoder_of(made["llama"], "torch-compiled")
+    torch.compiler.set_stance("fail_on_recompile")
+    try:
+        for rows in (1, 3, len(TEXTS)):
+            assert run(decoder, prompts, rows, options) == expected
+        alike = ids_of(["What a system says to all, once: " + text for text in TEXTS[:3]], made["llama"])
+        assert run(decoder, alike, 2, options) == by_transformers(made["llama"], alike)
+    finally:
+        torch.compiler.set_stance("default")
+
+
+@pytest.mark.parametrize("kind", [*CONFIGS, *SEQ2SEQ])
+def test_what_computes_nothing_has_the_shapes_of_what_does(made: dict[str, str], tmp_path: Path, kind: str) -> None:
+    task = "generate" if kind in CONFIGS else "seq2seq"
+    model = made[kind] if kind in CONFIGS else save(tmp_path, SEQ2SEQ[kind], AutoModelForSeq2SeqLM)
+    prompts = ids_of(TEXTS, model)
+    nothing, torchs = (decoder_of(model, engine, task=task) for engine in ("nothing", "torch"))
+    for decoder in (nothing, torchs):
+        decoder.keep([])
+    for found in (decoder.admit(prompts) for decoder in (nothing, torchs)):
+        assert found.shape == (len(prompts), 260) and found.dtype == np.float32
+    for decoder in (nothing, torchs):
+        decoder.keep([0, 2])
+        assert decoder.step(np.zeros(2, dtype=np.int64)).shape == (2, 260)
+    assert {len(tokens) for tokens in run(nothing, prompts, 3, GenerationOptions(max_new_tokens=NEW))} == {NEW}
+
+
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
 @pytest.mark.parametrize("kind", CONFIGS)
 def test_what_prompts_begin_with_is_computed_once(
@@ -155,17 +197,6 @@ def test_what_prompts_begin_with_is_computed_once(
     assert run(decoder, prompts, 3, GenerationOptions(max_new_tokens=NEW)) == by_transformers(made[kind], prompts)
     steps = NEW * len(prompts)
     assert sum(computed) - steps < 0.7 * sum(map(len, prompts))
-
-
-SEQ2SEQ: dict[str, Any] = {
-    "t5, relative positions": T5Config(
-        vocab_size=260, d_model=64, d_kv=16, d_ff=128, num_layers=2, num_heads=4, decoder_start_token_id=0, eos_token_id=None
-    ),
-    "bart, absolute positions": BartConfig(
-        vocab_size=260, d_model=64, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=128, decoder_ffn_dim=128, max_position_embeddings=128, forced_eos_token_id=7,
-    ),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", SEQ2SEQ)

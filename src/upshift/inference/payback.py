@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from upshift.inference.race import Run
 
 COMPILE_SECONDS = 40.0  # in the race, and before the run once more, from torch's own files; measured (docs/log.md)
+FEW = 1000.0  # texts or tokens: compiling would have to save 40 ms of each, and no forecast is worth its time
 
 
 class Entering(NamedTuple):
@@ -22,11 +23,11 @@ class Entering(NamedTuple):
 
 
 def entering(
-    setups: tuple[EngineSetup, ...], runs: Sequence[Run], *, says: Forecast, quality: Quality, amount: float
+    setups: tuple[EngineSetup, ...], runs: Sequence[Run], *, says: Forecast, quality: Quality, amount: float | None
 ) -> Entering:
     """Which of one engine's setups run: of one that compiles the one that is expected to be the fastest, where it pays beside
-    ``runs``. ``amount``: texts or tokens of the whole run."""
-    if ENGINES[setups[0].engine].uncompiled is None:
+    ``runs``. ``amount``: texts or tokens of the whole run; None: all were asked for, whether it pays or not."""
+    if amount is None or ENGINES[setups[0].engine].uncompiled is None:
         return Entering(setups)
     rates = {setup: _compiled_rate(setup, runs, says, quality) for setup in setups}
     likely = max(setups, key=lambda setup: rates[setup] or 0.0)

@@ -28,7 +28,7 @@ from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, Quality
 from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_installed
 from upshift.inference.forecast import Forecast
-from upshift.inference.payback import Entering, entering, fastest, pays
+from upshift.inference.payback import FEW, Entering, entering, fastest, pays
 from upshift.inference.setup import EngineName, EngineSetup, Hint, Task
 from upshift.inference.weights import check_room, stored_for, weights_identity
 from upshift.installed import installed_versions
@@ -156,16 +156,19 @@ def race(
         if not any(pays(rate, best, amount) for rate in found.left_out.values()):
             return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
     check_room(contest.source, host)
-    says = forecast() if len(asked) > 1 or limits else None
-    enter = partial(entering, says=says, quality=quality, amount=amount) if says and engine is None else None
-    plain = [setup for setup in asked if enter is None or not ENGINES[setup.engine].uncompiled]
-    if len(plain) == 1 and not limits and not any(says and pays(says(one), says(plain[0]), amount) for one in asked[1:]):
-        return Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None)
-    assert says is not None
+    spared = [setup for setup in asked if engine is None and ENGINES[setup.engine].uncompiled]
+    plain = [setup for setup in asked if setup not in spared]
+    alone = Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None)
+    if len(plain) == 1 and not limits and (not spared or amount < FEW):
+        return alone
+    says = forecast()
+    if len(plain) == 1 and not limits and not any(pays(says(one), says(plain[0]), amount) for one in spared):
+        return alone.changed(left_out={one.label(): says(one) for one in spared})
     expected = dict[EngineName, float]()
     for setup in able:
         if setup not in setups:
             expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine, 0.0))
+    enter = partial(entering, says=says, quality=quality, amount=amount if spared else None)
     run_all = _run_all(contest, sample, asked, says, enter, on_run).changed(file=kept, expected=expected)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(kept, run_all.to_json())
@@ -174,15 +177,15 @@ def race(
 
 def _run_all(
     contest: Contest, sample: list[list[int]], asked: list[EngineSetup], says: Forecast,
-    enter: Callable[..., Entering] | None, on_run: Callable[[Run], None],
+    enter: Callable[[tuple[EngineSetup, ...], list[Run]], Entering], on_run: Callable[[Run], None],
 ) -> Race:  # fmt: skip
-    """``enter``: which of an engine's setups run, by what ran before; None: all. What computes nothing runs beside the first."""
+    """``enter``: which of an engine's setups run, by what ran before. What computes nothing runs beside the first of them."""
     runs, left_out, ceiling = list[Run](), dict[str, float | None](), 0.0
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
         folder = Path(name)
         (folder / "sample.json").write_text(json.dumps(sample))
         for setups in (tuple(group) for _, group in groupby(asked, key=lambda setup: setup.engine)):
-            chosen = Entering(setups) if enter is None else enter(setups, runs)
+            chosen = enter(setups, runs)
             left_out |= chosen.left_out
             beside = () if runs else (chosen.setups[0].changed(engine="nothing", precision="fp32"),)
             entrants = Entrants(
