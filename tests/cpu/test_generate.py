@@ -38,7 +38,7 @@ from upshift.inference import engines
 from upshift.inference.agreement import cosines
 from upshift.inference.forecast import forecast_encoding, forecast_generation
 from upshift.inference.generation.decode import decode
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_stateful import convert
 from upshift.inference.generation.files import read_prompts
 from upshift.inference.generation.model import start_token
@@ -425,6 +425,8 @@ def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: lis
     rows = np.concatenate([states, left.ids], axis=1)
     assert rows.shape == left.mask.shape and (np.diff(left.mask, axis=1) >= 0).all()
     assert [row[mask == 1].tolist() for row, mask in zip(rows, left.mask, strict=True)] == prompts
+    for row, prompt, kept in zip(left.positions, prompts, left.kept, strict=True):
+        assert row[kept - len(prompt) :].tolist() == list(range(kept, len(prompt)))
     assert common_prefix([[1] * (SHORTEST - 1) + tail for tail in ([0], [1, 1])]) == []
 
 
@@ -438,7 +440,6 @@ def test_padding_places_every_token_where_it_would_be_alone(data: st.DataObject)
         if what == "admit" or not lengths:
             new = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
             mask = np.array([[0] * (max(new) - length) + [1] * length for length in new])
-            assert (positions(mask)[:, -1] + 1 == new).all()
             before = padding.mask.shape[1]
             dropped, left, right = padding.admit(mask)
             assert before - dropped + left == mask.shape[1] + right == padding.mask.shape[1] if before else not dropped

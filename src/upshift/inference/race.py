@@ -128,9 +128,9 @@ class Race(Value):
     def best(self) -> list[Run]:
         """Of each contestant that ran, its fastest batch, or the one that was chosen; the fastest contestant first."""
         found: dict[str, Run] = {}
-        for run in sorted((run for run in self.runs if not run.failure), key=lambda run: -(run.per_second or 0.0)):
-            if run.setup == self.chosen or run.setup.label() not in found:
-                found[run.setup.label()] = run
+        ran = [run for run in self.runs if not run.failure]
+        for run in sorted(ran, key=lambda run: (run.setup != self.chosen, -(run.per_second or 0.0))):
+            found.setdefault(run.setup.label(), run)
         return sorted(found.values(), key=lambda run: -(run.per_second or 0.0))
 
 

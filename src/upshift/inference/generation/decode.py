@@ -19,8 +19,9 @@ def decode(decoder: Decoder, waiting: list[Sequence], *, rows: int) -> Iterator[
     """Each sequence with each of its tokens, as they come; at most ``rows`` sequences at once, longest prompts first, so that
     those that are admitted together are alike."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
-    prefix = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
+    prefix = list[int]()
     if decoder.joins:
+        prefix = common_prefix([sequence.prompt for sequence in waiting])
         decoder.remember(prefix)
     live: list[Sequence] = []
     while queue or live:

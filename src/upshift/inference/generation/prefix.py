@@ -30,6 +30,12 @@ class Remainder(NamedTuple):
     mask: np.ndarray  # [N, C + S] of 0 and 1, padded on the left
     kept: list[int]  # tokens of the prefix that each row takes as they are; the most of any are C
 
+    @property
+    def positions(self) -> np.ndarray:
+        """[N, S]: of the new tokens, as transformers counts them."""
+        found: np.ndarray = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -self.ids.shape[1] :]
+        return found
+
     def place(self, states: np.ndarray) -> np.ndarray:
         """Keys or values of the prefix, [1, heads, P, width] -> those of all rows, [N, heads, C, width], padded on the left."""
         _, heads, _, width = states.shape
