@@ -37,13 +37,14 @@ from upshift.hardware.spec import Measured, Rates
 from upshift.inference import engines
 from upshift.inference.agreement import cosines
 from upshift.inference.forecast import forecast_encoding, forecast_generation
+from upshift.inference.generation import prefill
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_stateful import convert
 from upshift.inference.generation.files import read_prompts
 from upshift.inference.generation.model import start_token
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prefix import SHORTEST, common_prefix, remainder
+from upshift.inference.generation.prefill import SHORTEST, common_prefix, remainder
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.quantize import quantize
 from upshift.inference.generation.sequence import Sequence
@@ -126,8 +127,10 @@ def run(
 
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_greedy_text_is_that_of_transformers(made: dict[str, str], kind: str, engine: str) -> None:
-    """Ends differ, so that rows leave and others are admitted beside those that go on."""
+def test_greedy_text_is_that_of_transformers(
+    made: dict[str, str], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends differ, so that rows leave and others are admitted beside those that go on. Last, long prompts in parts."""
     prompts = ids_of(TEXTS, made[kind])
     plain = by_transformers(made[kind], prompts)
     end = max({token for row in plain for token in row}, key=lambda token: sum(token in row[2:-2] for row in plain))
@@ -136,6 +139,8 @@ def test_greedy_text_is_that_of_transformers(made: dict[str, str], kind: str, en
     decoder = decoder_of(made[kind], engine)
     for rows in (1, 3, len(TEXTS)):
         assert run(decoder, prompts, rows, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
+    monkeypatch.setattr(prefill, "PASS_TOKENS", 16)
+    assert run(decoder, prompts, 3, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
 
 
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
@@ -427,6 +432,12 @@ def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: lis
     assert [row[mask == 1].tolist() for row, mask in zip(rows, left.mask, strict=True)] == prompts
     for row, prompt, kept in zip(left.positions, prompts, left.kept, strict=True):
         assert row[kept - len(prompt) :].tolist() == list(range(kept, len(prompt)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "PASS_TOKENS", 3 * len(prompts))
+        parts = list(left.parts())
+    assert max(part.ids.size for part in parts) <= 3 * len(prompts)
+    for of in (lambda one: one.ids, lambda one: one.positions):
+        assert np.array_equal(np.concatenate([of(part) for part in parts], axis=1), of(left))
     assert common_prefix([[1] * (SHORTEST - 1) + tail for tail in ([0], [1, 1])]) == []
 
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
-from upshift.inference.generation.prefix import Remainder, remainder
+from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import fp16_weights, int8_weights, make
 from upshift.inference.setup import EngineSetup, Precision
@@ -115,7 +115,10 @@ class OpenVinoDecoder:
         self._order = self._order[rows]
 
     def _compute(self, request: Any, left: Remainder) -> np.ndarray:
-        return self._run(request, left.ids, left.mask, left.positions, np.arange(len(left.ids), dtype=np.int32))
+        same = np.arange(len(left.ids), dtype=np.int32)
+        for part in left.parts():
+            logits = self._run(request, part.ids, part.mask, part.positions, same)
+        return logits
 
     def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, order: np.ndarray) -> np.ndarray:
         given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "beam_idx": order}

@@ -11,7 +11,7 @@ import torch
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
-from upshift.inference.generation.prefix import Remainder, remainder
+from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.torch_computing import computing
 
 
@@ -60,7 +60,9 @@ class TorchDecoder:
             self.cache = plain_cache()
 
     def _compute(self, left: Remainder, cache: Any) -> np.ndarray:
-        return self._run(left.ids, left.mask, left.positions, cache)
+        for part in left.parts():
+            logits = self._run(part.ids, part.mask, part.positions, cache)
+        return logits
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any) -> np.ndarray:
         given = {
