@@ -10,20 +10,17 @@ import gc
 import hashlib
 import json
 import math
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from itertools import groupby
 from pathlib import Path
-from threading import Timer
 from typing import Literal
 
 import numpy as np
 from pydantic import Field
 
 from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
 from upshift.inference.engines import PACKAGES, contestants, is_installed
 from upshift.inference.forecast import Forecast
@@ -39,7 +36,6 @@ from upshift.whole_file import write_whole
 LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2")  # that decide what wins
 EXACT_DIFFERENCE = 1e-4
 TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
-SAID = "upshift runs: "  # what a line begins with that is Runs
 Quality = float | Literal["exact"]
 
 
@@ -177,15 +173,14 @@ def race(
     check_room(contest.source, host)
     if len(asked) == 1 and not limits:
         return Race(runs=(), chosen=asked[0].changed(batch=contest.batches[-1]), file=None)
-    runs, says = list[Run](), forecast()
-    with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
-        folder = Path(name)
-        (folder / "sample.json").write_text(json.dumps(sample))
+    runs = list[Run]()
+    with tempfile.TemporaryDirectory(prefix="upshift-race-") as name, fork_server(f"{PACKAGES[contest.task]}.contest") as server:
+        says = forecast()
+        sample_file, reference = Path(name) / "sample.json", Path(name) / "reference.npy"
+        sample_file.write_text(json.dumps(sample))
         for _, group in groupby(asked, key=lambda setup: setup.engine):
-            entrants = Entrants(
-                contest=contest, setups=tuple(group), sample=folder / "sample.json", reference=folder / "reference.npy"
-            )
-            for run in runs_of(entrants, folder):
+            entrants = Entrants(contest=contest, setups=tuple(group), sample=sample_file, reference=reference)
+            for run in runs_of(server, entrants):
                 runs.append(run if run.failure else run.changed(forecast_per_second=says(run.setup)))
                 on_run(runs[-1])
             if runs[0].failure:
@@ -221,49 +216,30 @@ def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | N
     return max(quick, key=lambda run: run.per_second or 0.0).setup
 
 
-def runs_of(entrants: Entrants, folder: Path) -> Iterator[Run]:
+def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
     """One of each setup and batch, as they come. What ends the process, or takes too long, is the failure of those that did not
     run."""
-    request, errors = folder / "request.json", folder / "errors.txt"
-    request.write_text(entrants.to_json(), encoding="utf-8")
     waiting = list(entrants.setups)
     limit = TIMEOUT_SECONDS * len(waiting)
-    with errors.open("w") as file:
-        command = [sys.executable, "-m", f"{PACKAGES[entrants.contest.task]}.contest", str(request)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
-    assert process.stdout is not None
-    timer = Timer(limit, process.kill)
-    timer.start()
-    begun = time.monotonic()
-    try:
-        for line in process.stdout:
-            if line.startswith(SAID):  # libraries print, too
-                waiting.pop(0)
-                yield from Runs.from_json(line.removeprefix(SAID), origin="a contestant of the race").runs
-            if not waiting:
-                break  # what a library does at the end of a process is not awaited
-        else:
-            process.wait()
-    finally:  # also when the user interrupts
-        timer.cancel()
-        process.kill()
-        process.wait()
-    last = (errors.read_text(errors="replace").strip().splitlines() or [f"its process ended with {process.returncode}"])[-1]
-    late = time.monotonic() - begun >= limit
-    for setup in waiting:
-        yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if late else last)
+    for said in server.ask(entrants, Runs, limit_seconds=limit):
+        if isinstance(said, Runs):
+            waiting.pop(0)
+            yield from said.runs
+            continue
+        for setup in waiting:
+            last = said.last_words or f"its process ended with exit {said.exit}, signal {said.signal}"
+            yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if said.timed_out else last)
 
 
-def answer(run: Callable[[Entrants, EngineSetup], list[Run]]) -> None:
-    """Of an engine's process, python -m MODULE REQUEST.json: a line for each setup. An error is that setup's failure alone."""
-    entrants = Entrants.from_file(Path(sys.argv[1]))
+def contend(path: Path, answer: Callable[[Runs], None], run: Callable[[Entrants, EngineSetup], list[Run]]) -> None:
+    """An engine's process: an answer for each setup of the Entrants in ``path``. An error is that setup's failure alone."""
+    entrants = Entrants.from_file(path)
     for setup in entrants.setups:
         try:
             found = run(entrants, setup)
         except Exception as error:  # whatever a library raises: it is told to the user as why this setup did not run
             found = [Run(setup=setup, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")]
-        sys.stdout.write(f"{SAID}{Runs(runs=tuple(found)).to_json()}\n")
-        sys.stdout.flush()
+        answer(Runs(runs=tuple(found)))
         gc.collect()  # before the next one is loaded
 
 

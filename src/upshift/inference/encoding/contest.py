@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
+from pathlib import Path
 from statistics import median
 
 import numpy as np
+import transformers.modeling_utils  # noqa: F401  once for all engines
 
 from upshift.inference.agreement import cosines
 from upshift.inference.encoding.batches import by_length
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe
-from upshift.inference.race import Entrants, Run, answer
+from upshift.inference.race import Entrants, Run, Runs, contend
 from upshift.inference.setup import EngineSetup, Hint
 from upshift.record import Spread
 
@@ -61,5 +64,5 @@ def _seconds(encoding: Encoding, part: list[list[int]]) -> float:
     return time.perf_counter() - start
 
 
-if __name__ == "__main__":
-    answer(run)
+def main(path: Path, answer: Callable[[Runs], None]) -> None:
+    contend(path, answer, run)
