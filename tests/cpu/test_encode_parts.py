@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from upshift.errors import NothingFits, RequestError
+from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import detect
 from upshift.inference import race as race_module
 from upshift.inference.bounds import Limits, Quality, read_quality
@@ -213,7 +215,8 @@ def test_quality() -> None:
 
 
 @pytest.mark.parametrize(
-    ("ends", "said"), [("raise ValueError('no  such\\nkernel')", "ValueError: no such kernel"), ("os._exit(7)", "ended with 7")]
+    ("ends", "said"),
+    [("raise ValueError('no  such\\nkernel')", "ValueError: no such kernel"), ("os._exit(7)", "ended with exit 7")],
 )
 def test_a_setup_that_fails_takes_only_those_behind_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ends: str, said: str
@@ -222,21 +225,22 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     (tmp_path / "of_a_test").mkdir()
     (tmp_path / "of_a_test" / "contest.py").write_text(
         "import os\n"
-        "from upshift.inference.race import Run, answer\n"
+        "from upshift.inference.race import Run, contend\n"
         "def run(entrants, setup):\n"
         "    print('a library says hello', flush=True)\n"
         "    if setup.precision == 'tf32':\n"
         "        " + ends + "\n"
         "    return [Run(setup=setup, per_second=1.0)]\n"
-        "answer(run)\n"
+        "def main(path, answer):\n"
+        "    contend(path, answer, run)\n"
     )
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    monkeypatch.setitem(race_module.PACKAGES, "encode", "of_a_test")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     setups = tuple(EngineSetup(engine="torch", precision=one, threads=1, batch=1) for one in ("fp32", "tf32", "bf16"))
     source = ModelSource(reference="m", directory=None, config={"model_type": "bert"})
     contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
     entrants = Entrants(contest=contest, setups=setups, sample=tmp_path / "s.json", reference=tmp_path / "r.npy")
-    first, second, third = race_module.runs_of(entrants, tmp_path)
+    with fork_server("of_a_test.contest") as server:
+        first, second, third = race_module.runs_of(server, entrants)
     assert first.per_second == 1.0 and said in (second.failure or "")
     assert (third.per_second == 1.0) is (ends != "os._exit(7)")
 
@@ -247,7 +251,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(race_module, "is_installed", lambda name: name != "onnxruntime")
     monkeypatch.setattr(race_module, "check_room", lambda source, host: None)
 
-    def ran(entrants: Entrants, folder: Path) -> Iterator[Run]:
+    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
         for setup in entrants.setups:
             if setup.engine == "nothing":
                 yield Run(setup=setup, per_second=1e6)

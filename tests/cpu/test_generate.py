@@ -38,13 +38,14 @@ from upshift.hardware.spec import Measured, Rates
 from upshift.inference import engines
 from upshift.inference.agreement import cosines
 from upshift.inference.forecast import forecast_encoding, forecast_generation
+from upshift.inference.generation import prefill
 from upshift.inference.generation.decode import decode
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_stateful import convert
 from upshift.inference.generation.files import read_prompts
 from upshift.inference.generation.model import start_token
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prefix import SHORTEST, common_prefix, remainder
+from upshift.inference.generation.prefill import SHORTEST, common_prefix, remainder
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.quantize import quantize
 from upshift.inference.generation.sequence import Sequence
@@ -136,8 +137,10 @@ def run(
 
 @pytest.mark.parametrize("engine", ["torch", "openvino"])
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_greedy_text_is_that_of_transformers(made: dict[str, str], kind: str, engine: str) -> None:
-    """Ends differ, so that rows leave and others are admitted beside those that go on."""
+def test_greedy_text_is_that_of_transformers(
+    made: dict[str, str], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ends differ, so that rows leave and others are admitted beside those that go on. Last, long prompts in parts."""
     prompts = ids_of(TEXTS, made[kind])
     plain = by_transformers(made[kind], prompts)
     end = max({token for row in plain for token in row}, key=lambda token: sum(token in row[2:-2] for row in plain))
@@ -146,6 +149,8 @@ def test_greedy_text_is_that_of_transformers(made: dict[str, str], kind: str, en
     decoder = decoder_of(made[kind], engine)
     for rows in (1, 3, len(TEXTS)):
         assert run(decoder, prompts, rows, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
+    monkeypatch.setattr(prefill, "PASS_TOKENS", 16)
+    assert run(decoder, prompts, 3, GenerationOptions(max_new_tokens=NEW, eos_token_id=(end,))) == expected
 
 
 def test_one_compilation_serves_rows_that_come_and_go(made: dict[str, str]) -> None:
@@ -456,6 +461,14 @@ def test_a_prefix_and_what_is_left_are_the_prompts(shared: list[int], tails: lis
     rows = np.concatenate([states, left.ids], axis=1)
     assert rows.shape == left.mask.shape and (np.diff(left.mask, axis=1) >= 0).all()
     assert [row[mask == 1].tolist() for row, mask in zip(rows, left.mask, strict=True)] == prompts
+    for row, prompt, kept in zip(left.positions, prompts, left.kept, strict=True):
+        assert row[kept - len(prompt) :].tolist() == list(range(kept, len(prompt)))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(prefill, "PASS_TOKENS", 3 * len(prompts))
+        parts = list(left.parts())
+    assert max(part.ids.size for part in parts) <= 3 * len(prompts)
+    for of in (lambda one: one.ids, lambda one: one.positions):
+        assert np.array_equal(np.concatenate([of(part) for part in parts], axis=1), of(left))
     assert common_prefix([[1] * (SHORTEST - 1) + tail for tail in ([0], [1, 1])]) == []
 
 
@@ -469,7 +482,6 @@ def test_padding_places_every_token_where_it_would_be_alone(data: st.DataObject)
         if what == "admit" or not lengths:
             new = data.draw(st.lists(st.integers(1, 9), min_size=1, max_size=4))
             mask = np.array([[0] * (max(new) - length) + [1] * length for length in new])
-            assert (positions(mask)[:, -1] + 1 == new).all()
             before = padding.mask.shape[1]
             dropped, left, right = padding.admit(mask)
             assert before - dropped + left == mask.shape[1] + right == padding.mask.shape[1] if before else not dropped

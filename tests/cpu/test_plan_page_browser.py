@@ -5,15 +5,14 @@ from __future__ import annotations
 import html
 import json
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from command import Command
 from headless import opened
 from made_up_plans import made_up_planning
 
-from upshift.cli.main import main
 from upshift.cli.plan_page.page import write_plan_page
 
 HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
@@ -91,23 +90,18 @@ def test_sliders_move_the_picture_and_the_words(driven: tuple[str, dict[str, Any
     assert length["spoken"] == length["sequence-length-value"] != first["spoken"]
 
 
-def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_writes_the_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, upshift: Command) -> None:
     planning = made_up_planning(on="1xh200", global_batch=2)
     monkeypatch.setattr("upshift.cli.plan.plan_training", lambda *request, **more: planning)
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
 
-    def upshift(path: Path) -> tuple[int, str]:
-        request = ["plan", str(tmp_path / "config.json"), "--on", "1xh200", "--html", str(path)]
-        monkeypatch.setattr(sys, "argv", ["upshift", *request])
-        with pytest.raises(SystemExit) as ended:
-            main()
-        return int(ended.value.code or 0), capsys.readouterr().err
+    request = ("plan", tmp_path / "config.json", "--on", "1xh200", "--html")
 
-    code, err = upshift(tmp_path)
-    assert code == 2 and "is a directory" in err
+    refused = upshift(*request, tmp_path)
+    assert refused.code == 2 and "is a directory" in refused.err
     page = tmp_path / "page.html"
-    code, err = upshift(page)
-    assert code == 0 and f"Page: {page}" in err.replace("\n", "")
+    written = upshift(*request, page)
+    assert written.code == 0 and f"Page: {page}" in written.err.replace("\n", "")
     document, said = opened(page, tmp_path / "profile")
     assert said == []
     assert "<title>Plan for MadeUpForCausalLM on 1xh200</title>" in document

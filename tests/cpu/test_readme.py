@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import re
 import shlex
-import sys
 from pathlib import Path
 
 import pytest
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from upshift.cli.main import main
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
@@ -47,7 +45,7 @@ def test_the_readme_shows_the_commands():
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands(line, paths, monkeypatch):
+def test_commands(line, paths, upshift):
     arguments = [paths.get(word, word) for word in shlex.split(line)]
     if arguments[1] == "train":  # short, and without the minute of trials
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
@@ -55,10 +53,7 @@ def test_commands(line, paths, monkeypatch):
         arguments += ["--engine", "torch"]
     if arguments[1] == "generate":
         arguments += ["--max-new-tokens", "4"]
-    monkeypatch.setattr(sys, "argv", arguments)
-    with pytest.raises(SystemExit) as ended:
-        main()
-    assert not ended.value.code
+    assert upshift(*arguments[1:]).code == 0
 
 
 def test_python_example(paths, monkeypatch):

@@ -57,8 +57,7 @@ def command(
 
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     """Texts that were encoded now: not those that an earlier, interrupted run had done."""
-    from upshift.inference.encoding.files import BLOCK_TEXTS, Rows, read_texts
-    from upshift.inference.encoding.token_rows import BLOCK_TEXTS as TOKEN_BLOCK_TEXTS
+    from upshift.inference.encoding.files import Rows, read_texts
     from upshift.inference.encoding.token_rows import TokenRows
     from upshift.inference.lines import blocks
     from upshift.inference.unfinished import made_of
@@ -66,13 +65,13 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     made = made_of(texts, encoder.source.model_hash, encoder.race.chosen.to_json())
     rows: Any
     if encoder.recipe.output == "token scores":
-        rows, encode, size = TokenRows(output, total, made, encoder.labels), encoder.token_scores, TOKEN_BLOCK_TEXTS
+        rows, encode = TokenRows(output, total, made, encoder.labels), encoder.token_scores
     else:
-        rows, encode, size = Rows(output, total, made), encoder.encode, BLOCK_TEXTS
+        rows, encode = Rows(output, total, made), encoder.encode
     before = rows.done
     with show.bar("Encoding") as update:
         update(before, total)
-        for block in blocks(read_texts(texts), size=size, skip=before):
+        for block in blocks(read_texts(texts), size=rows.block, skip=before):
             rows.add(encode(block))
             update(rows.done, total)
     rows.finish()

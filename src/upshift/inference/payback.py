@@ -23,7 +23,7 @@ class Entering(NamedTuple):
 
 
 def entering(
-    setups: tuple[EngineSetup, ...], runs: Sequence[Run], *, says: Forecast, quality: Quality, amount: float | None
+    setups: tuple[EngineSetup, ...], runs: Sequence[Run], says: Forecast, *, quality: Quality, amount: float | None
 ) -> Entering:
     """Which of one engine's setups run: of one that compiles the one that is expected to be the fastest, where it pays beside
     ``runs``. ``amount``: texts or tokens of the whole run; None: all were asked for, whether it pays or not."""

@@ -10,20 +10,17 @@ import gc
 import hashlib
 import json
 import math
-import subprocess
-import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import groupby
 from pathlib import Path
-from threading import Timer
 
 import numpy as np
 from pydantic import Field
 
 from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, Quality
 from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_installed
@@ -41,7 +38,6 @@ from upshift.whole_file import write_whole
 LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2")  # that decide what wins
 EXACT_DIFFERENCE = 1e-4
 TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
-SAID = "upshift runs: "  # what a line begins with that is Runs
 
 
 class Contest(Value):
@@ -125,9 +121,9 @@ class Race(Value):
     def best(self) -> list[Run]:
         """Of each contestant that ran, its fastest batch, or the one that was chosen; the fastest contestant first."""
         found: dict[str, Run] = {}
-        for run in sorted((run for run in self.runs if not run.failure), key=lambda run: -(run.per_second or 0.0)):
-            if run.setup == self.chosen or run.setup.label() not in found:
-                found[run.setup.label()] = run
+        ran = [run for run in self.runs if not run.failure]
+        for run in sorted(ran, key=lambda run: (run.setup != self.chosen, -(run.per_second or 0.0))):
+            found.setdefault(run.setup.label(), run)
         return sorted(found.values(), key=lambda run: -(run.per_second or 0.0))
 
 
@@ -156,43 +152,39 @@ def race(
         if not any(pays(rate, best, amount) for rate in found.left_out.values()):
             return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
     check_room(contest.source, host)
-    spared = [setup for setup in asked if engine is None and ENGINES[setup.engine].uncompiled]
-    plain = [setup for setup in asked if setup not in spared]
-    alone = Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None)
-    if len(plain) == 1 and not limits and (not spared or amount < FEW):
-        return alone
-    says = forecast()
-    if len(plain) == 1 and not limits and not any(pays(says(one), says(plain[0]), amount) for one in spared):
-        return alone.changed(left_out={one.label(): says(one) for one in spared})
-    expected = dict[EngineName, float]()
-    for setup in able:
-        if setup not in setups:
-            expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine, 0.0))
-    enter = partial(entering, says=says, quality=quality, amount=amount if spared else None)
-    run_all = _run_all(contest, sample, asked, says, enter, on_run).changed(file=kept, expected=expected)
+    plain = [setup for setup in asked if engine is not None or not ENGINES[setup.engine].uncompiled]
+    if len(plain) == 1 and not limits:
+        alone = Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None)
+        if len(asked) == 1 or amount < FEW:
+            return alone
+        best, *rates = map(forecast(), asked)
+        if not any(pays(rate, best, amount) for rate in rates):
+            return alone.changed(left_out={setup.label(): rate for setup, rate in zip(asked[1:], rates, strict=True)})
+    enter = partial(entering, quality=quality, amount=amount if engine is None else None)
+    absent = [setup for setup in able if setup not in setups]
+    run_all = _run_all(contest, sample, asked, absent, forecast, enter, on_run).changed(file=kept)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(kept, run_all.to_json())
     return run_all.changed(chosen=_choose(run_all, quality, limits, engine, amount))
 
 
 def _run_all(
-    contest: Contest, sample: list[list[int]], asked: list[EngineSetup], says: Forecast,
-    enter: Callable[[tuple[EngineSetup, ...], list[Run]], Entering], on_run: Callable[[Run], None],
+    contest: Contest, sample: list[list[int]], asked: list[EngineSetup], absent: list[EngineSetup],
+    forecast: Callable[[], Forecast], enter: Callable[..., Entering], on_run: Callable[[Run], None],
 ) -> Race:  # fmt: skip
-    """``enter``: which of an engine's setups run, by what ran before. What computes nothing runs beside the first of them."""
+    """``absent``: of engines that are not installed. ``enter``: which of an engine's setups run, by what ran before. What
+    computes nothing runs beside the first of them."""
     runs, left_out, ceiling = list[Run](), dict[str, float | None](), 0.0
-    with tempfile.TemporaryDirectory(prefix="upshift-race-") as name:
-        folder = Path(name)
-        (folder / "sample.json").write_text(json.dumps(sample))
+    with tempfile.TemporaryDirectory(prefix="upshift-race-") as name, fork_server(f"{PACKAGES[contest.task]}.contest") as server:
+        says = forecast()
+        sample_file, reference = Path(name) / "sample.json", Path(name) / "reference.npy"
+        sample_file.write_text(json.dumps(sample))
         for setups in (tuple(group) for _, group in groupby(asked, key=lambda setup: setup.engine)):
-            chosen = enter(setups, runs)
+            chosen = enter(setups, runs, says)
             left_out |= chosen.left_out
-            beside = () if runs else (chosen.setups[0].changed(engine="nothing", precision="fp32"),)
-            entrants = Entrants(
-                contest=contest, setups=(*chosen.setups, *beside), sample=folder / "sample.json",
-                reference=folder / "reference.npy",
-            )  # fmt: skip
-            for run in runs_of(entrants, folder) if entrants.setups else ():
+            beside = () if runs else (asked[0].changed(engine="nothing", precision="fp32"),)
+            entrants = Entrants(contest=contest, setups=(*chosen.setups, *beside), sample=sample_file, reference=reference)
+            for run in runs_of(server, entrants) if entrants.setups else ():
                 if run.setup.engine == "nothing":
                     ceiling = max(ceiling, run.per_second or 0.0)
                     continue
@@ -200,7 +192,12 @@ def _run_all(
                 on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
-    return Race(runs=tuple(runs), chosen=runs[0].setup, file=None, left_out=left_out, ceiling=ceiling or None)
+    expected = dict[EngineName, float]()
+    for setup in absent:
+        expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine, 0.0))
+    return Race(
+        runs=tuple(runs), chosen=runs[0].setup, file=None, expected=expected, left_out=left_out, ceiling=ceiling or None
+    )
 
 
 def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | None, amount: float) -> EngineSetup:
@@ -224,49 +221,30 @@ def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | N
     return min(quick, key=lambda run: run.seconds_for(amount)).setup
 
 
-def runs_of(entrants: Entrants, folder: Path) -> Iterator[Run]:
+def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
     """One of each setup and batch, as they come. What ends the process, or takes too long, is the failure of those that did not
     run."""
-    request, errors = folder / "request.json", folder / "errors.txt"
-    request.write_text(entrants.to_json(), encoding="utf-8")
     waiting = list(entrants.setups)
     limit = TIMEOUT_SECONDS * len(waiting)
-    with errors.open("w") as file:
-        command = [sys.executable, "-m", f"{PACKAGES[entrants.contest.task]}.contest", str(request)]
-        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=file, text=True)
-    assert process.stdout is not None
-    timer = Timer(limit, process.kill)
-    timer.start()
-    begun = time.monotonic()
-    try:
-        for line in process.stdout:
-            if line.startswith(SAID):  # libraries print, too
-                waiting.pop(0)
-                yield from Runs.from_json(line.removeprefix(SAID), origin="a contestant of the race").runs
-            if not waiting:
-                break  # what a library does at the end of a process is not awaited
-        else:
-            process.wait()
-    finally:  # also when the user interrupts
-        timer.cancel()
-        process.kill()
-        process.wait()
-    last = (errors.read_text(errors="replace").strip().splitlines() or [f"its process ended with {process.returncode}"])[-1]
-    late = time.monotonic() - begun >= limit
-    for setup in waiting:
-        yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if late else last)
+    for said in server.ask(entrants, Runs, limit_seconds=limit):
+        if isinstance(said, Runs):
+            waiting.pop(0)
+            yield from said.runs
+            continue
+        for setup in waiting:
+            last = said.last_words or f"its process ended with exit {said.exit}, signal {said.signal}"
+            yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if said.timed_out else last)
 
 
-def answer(run: Callable[[Entrants, EngineSetup], list[Run]]) -> None:
-    """Of an engine's process, python -m MODULE REQUEST.json: a line for each setup. An error is that setup's failure alone."""
-    entrants = Entrants.from_file(Path(sys.argv[1]))
+def contend(path: Path, answer: Callable[[Runs], None], run: Callable[[Entrants, EngineSetup], list[Run]]) -> None:
+    """An engine's process: an answer for each setup of the Entrants in ``path``. An error is that setup's failure alone."""
+    entrants = Entrants.from_file(path)
     for setup in entrants.setups:
         try:
             found = run(entrants, setup)
         except Exception as error:  # whatever a library raises: it is told to the user as why this setup did not run
             found = [Run(setup=setup, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")]
-        sys.stdout.write(f"{SAID}{Runs(runs=tuple(found)).to_json()}\n")
-        sys.stdout.flush()
+        answer(Runs(runs=tuple(found)))
         gc.collect()  # before the next one is loaded
 
 

@@ -18,6 +18,7 @@ HostMemory = Literal["system", "keep"]
 LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
+HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
 PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
 
 # Choices that change the mathematics, by the name the user allows them with.
@@ -127,8 +128,7 @@ class Plan(Value):
         if self.layout != ALONE:
             parts.append(self.layout.label())
         if self.activation_checkpointing:
-            how = {"full": "", "selective": " selectively", "alternate": " alternately"}[self.recompute_granularity]
-            parts.append(f"recompute {self.activation_checkpointing}{how}")
+            parts.append(f"recompute {self.activation_checkpointing}{HOW_RECOMPUTED[self.recompute_granularity]}")
         if self.attention != "sdpa":
             parts.append(f"{self.attention} attention")
         if self.torch_compile != "off":

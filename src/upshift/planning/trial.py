@@ -1,33 +1,23 @@
-"""Runs plans for real, a few seconds each, each in a process of its own that its parent survives.
-
-One server process imports torch and transformers once and forks a child for every trial, so that a trial starts in
-milliseconds and dies alone: out of memory in a trial is a result. The worker is named, not imported: planning stands
-below training.
-"""
+"""Runs plans for real, a few seconds each, each in a process of its own that its parent survives."""
 
 from __future__ import annotations
 
-import json
 import math
-import subprocess
-import sys
-import tempfile
+import signal
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from pydantic import Field
 
-from upshift.errors import JobFailed
+from upshift.fork_server import Ending, ForkServer, fork_server
 from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.value import Value
 
 LABELS_OF_A_LOSS = 1000  # a mean over so many is exact enough to be compared as it is
 WORKER = "upshift.training.trial_worker"
-SERVER = "upshift.planning.trial_server"
 
 
 class TrialRequest(Value):
@@ -71,58 +61,30 @@ def loosened(tolerance: float, num_labels: int) -> float:
 
 
 class TrialServer:
-    """A process with the heavy libraries imported; ``run`` gives it one request and waits."""
+    """Forks a child for every trial: out of memory in one is a result."""
 
-    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
-        self._process, self._folder, self._count = process, folder, 0
+    def __init__(self, server: ForkServer) -> None:
+        self._server = server
 
     def run(self, request: TrialRequest) -> TrialResult:
-        self._count += 1
-        path = self._folder / f"request-{self._count}.json"
-        path.write_text(request.to_json())
-        answer = self._folder / f"result-{self._count}.json"
-        assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(
-            json.dumps({"request": str(path), "answer": str(answer), "limit": request.limit_seconds}) + "\n"
-        )
-        self._process.stdin.flush()
         start = time.monotonic()
-        line = self._process.stdout.readline()
-        if not line:
-            raise JobFailed(f"the trial server ended; its log ends with: {self._log_tail()}")
-        if answer.exists():
-            return TrialResult.from_json(answer.read_bytes(), origin="the trial's answer")
-        return _died(json.loads(line)).changed(wall_seconds=time.monotonic() - start)
-
-    def _log_tail(self) -> str:
-        log = self._folder / "server.log"
-        return log.read_text(errors="replace").strip()[-400:] if log.exists() else "nothing"
+        *answers, ending = self._server.ask(request, TrialResult, limit_seconds=request.limit_seconds)
+        for answer in answers:
+            if isinstance(answer, TrialResult):
+                return answer
+        assert isinstance(ending, Ending)
+        return _died(ending).changed(wall_seconds=time.monotonic() - start)
 
 
-def _died(ending: dict[str, object]) -> TrialResult:
-    if ending.get("timed_out"):
+def _died(ending: Ending) -> TrialResult:
+    if ending.timed_out:
         return TrialResult(failure="took longer than the trial's limit")
-    if ending.get("signal") == 9:
+    if ending.signal == signal.SIGKILL:
         return TrialResult(failure="killed by the system: out of memory", out_of_memory=True)
-    return TrialResult(failure=f"the process died (exit {ending.get('exit')}, signal {ending.get('signal')})")
+    return TrialResult(failure=f"the process died (exit {ending.exit}, signal {ending.signal}): {ending.last_words}")
 
 
 @contextmanager
-def trial_server(*, worker: str = WORKER) -> Iterator[TrialServer]:
-    """Start the server; it ends with the context, and its files with it."""
-    with tempfile.TemporaryDirectory(prefix="upshift-trial-") as name:
-        folder = Path(name)
-        with (folder / "server.log").open("w") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", SERVER, worker],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
-            )  # fmt: skip
-            try:
-                yield TrialServer(process, folder)
-            finally:
-                process.stdin.close()  # type: ignore[union-attr]
-                try:
-                    process.wait(timeout=5)
-                except subprocess.TimeoutExpired:
-                    process.kill()
-                    process.wait()
+def trial_server() -> Iterator[TrialServer]:
+    with fork_server(WORKER) as server:
+        yield TrialServer(server)

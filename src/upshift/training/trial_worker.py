@@ -36,16 +36,15 @@ EXPENSIVE = 2.0  # times the timed work: such a micro-batch is run once, and not
 COMPILED_TOLERANCE = 0.05  # dropout draws other numbers when compiled; what a compiler breaks is larger; of 1,000 labels
 
 
-def main(request_path: str, answer_path: str) -> None:
-    request = TrialRequest.from_file(Path(request_path))
+def main(path: Path, answer: Callable[[TrialResult], None]) -> None:
+    request = TrialRequest.from_file(path)
     start = time.perf_counter()
     try:
         with limited_memory(request.plan.num_processes):
             result = join_processes(request.plan, run_trial, request)
     except Exception as error:  # a trial is asked "does this run?"; every kind of no is an answer, with its words
         result = TrialResult(failure=_one_line(error), out_of_memory=is_out_of_memory(error))
-    result = result.changed(wall_seconds=time.perf_counter() - start)
-    Path(answer_path).write_text(result.to_json())
+    answer(result.changed(wall_seconds=time.perf_counter() - start))
 
 
 def run_trial(request: TrialRequest) -> TrialResult:

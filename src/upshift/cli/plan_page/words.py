@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from upshift.planning.cost.basis import Number
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.layout import Layout
-from upshift.planning.plan import ALONE, Plan
+from upshift.planning.plan import ALONE, HOW_RECOMPUTED, Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate
 from upshift.units import format_seconds, gib
@@ -15,7 +15,6 @@ from upshift.units import format_seconds, gib
 SMALL_SHARE = 0.005  # of a step's time: not worth a word
 SMALL_GIB = 0.0005
 STAGES = {"optimizer": "ZeRO 1", "gradients": "ZeRO 2", "weights": "ZeRO 3"}
-HOW_RECOMPUTED = {"full": "", "selective": " selectively", "alternate": " alternately"}
 TIERS = {
     "formula": "from formulas and the host's rates; nothing was run",
     "traced": "from a trace of the real step; nothing was run",

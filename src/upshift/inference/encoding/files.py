@@ -15,7 +15,6 @@ from upshift.inference.encoding.recipe import Output
 from upshift.inference.lines import read_lines
 from upshift.inference.unfinished import Unfinished, check_output
 
-BLOCK_TEXTS = 16_384
 INPUTS = (".txt", ".jsonl")
 VECTORS, LISTS = (".npy", ".parquet"), (".parquet", ".jsonl")  # what rows of one length are written as, and rows of several
 PARQUET_ROWS = 65_536  # of a row group
@@ -56,6 +55,8 @@ def _text(line: str, where: str) -> str:
 
 class Rows:
     """Rows of an output, on disk block by block. ``made_of``: says which input and setup they belong to."""
+
+    block = 16_384  # texts at once in memory
 
     def __init__(self, output: Path, total: int, made_of: str) -> None:
         self._file = Unfinished(output, total, made_of)

@@ -13,13 +13,14 @@ from upshift.inference.encoding.token_scores import TokenScores
 from upshift.inference.lines import blocks
 from upshift.inference.unfinished_lines import UnfinishedLines
 
-BLOCK_TEXTS = 4096  # at once in memory, with the scores of all labels
 DIGITS = 7  # behind the point: what fp32 tells apart near 1
 
 
 class TokenRows:
     """Lists of one length in each row: of each token itself, where it starts and ends in the text, its likeliest label and
     that label's score. JSON lines until the output is whole. ``made_of``: says which input and setup they belong to."""
+
+    block = 4096  # texts at once in memory, with the scores of all labels
 
     def __init__(self, output: Path, total: int, made_of: str, labels: tuple[str, ...]) -> None:
         self._lines = UnfinishedLines(output, total, made_of)
@@ -40,7 +41,7 @@ class TokenRows:
             return
         whole = partial.with_name(f"{output.name}.writing")
         with partial.open("rb") as lines:
-            _write_parquet(blocks(lines, size=BLOCK_TEXTS), whole)
+            _write_parquet(blocks(lines, size=self.block), whole)
         self._lines.finish(whole)
 
     def _row(self, one: TokenScores) -> dict[str, list[Any]]:

@@ -5,18 +5,21 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from itertools import cycle, islice
+from pathlib import Path
 from statistics import median
 from typing import NamedTuple
 
 import numpy as np
+import transformers.modeling_utils  # noqa: F401  once for all engines
 
 from upshift.errors import JobFailed
 from upshift.inference.agreement import cosines
 from upshift.inference.engines import build_engine
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.task import GenerationTask
-from upshift.inference.race import Entrants, Run, answer
+from upshift.inference.race import Entrants, Run, Runs, contend
 from upshift.inference.setup import EngineSetup
 from upshift.inference.weights import engine_folder
 from upshift.record import Spread
@@ -102,5 +105,5 @@ def _timed(run: Run, passes: list[Pass], new_tokens: int) -> Run:
     )  # fmt: skip
 
 
-if __name__ == "__main__":
-    answer(run)
+def main(path: Path, answer: Callable[[Runs], None]) -> None:
+    contend(path, answer, run)

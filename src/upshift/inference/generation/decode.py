@@ -8,25 +8,25 @@ from collections.abc import Iterator
 import numpy as np
 
 from upshift.inference.generation.engines.decoder import Decoder
-from upshift.inference.generation.prefix import common_prefix
+from upshift.inference.generation.prefill import PASS_TOKENS, common_prefix
 from upshift.inference.generation.sequence import Sequence
 
 ADMIT_SHARE = 4  # of the rows: admission copies the cache, so a quarter of them is awaited
-ADMIT_TOKENS = 8192  # of prompts, padding included and what all begin with left out, in one pass: activations take memory, too
 
 
 def decode(decoder: Decoder, waiting: list[Sequence], *, rows: int) -> Iterator[tuple[Sequence, int]]:
     """Each sequence with each of its tokens, as they come; at most ``rows`` sequences at once, longest prompts first, so that
     those that are admitted together are alike."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
-    prefix = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
+    prefix = list[int]()
     if decoder.joins:
+        prefix = common_prefix([sequence.prompt for sequence in waiting])
         decoder.remember(prefix)
     live: list[Sequence] = []
     while queue or live:
         free = rows - len(live)
         if queue and (not live or (decoder.joins and free * ADMIT_SHARE >= rows)):
-            fitting = max(ADMIT_TOKENS // (len(queue[0].prompt) - len(prefix)), 1)
+            fitting = max(PASS_TOKENS // (len(queue[0].prompt) - len(prefix)), 1)
             coming = [queue.popleft() for _ in range(min(free, len(queue), fitting))]
             logits = decoder.admit([sequence.prompt for sequence in coming])
             live += coming

@@ -12,10 +12,11 @@ from upshift.hardware import detect
 from upshift.inference.bounds import Limits, read_limit, read_quality
 from upshift.inference.engines import build_engine, check_engine
 from upshift.inference.forecast import forecast_generation
-from upshift.inference.generation.decode import ADMIT_TOKENS, decode
+from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.model import cache_bytes, generation_task, start_token
 from upshift.inference.generation.options import GenerationOptions, read_options
+from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
@@ -114,7 +115,7 @@ class Generator:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
         prompts there are, where these are some of them."""
         if self.race is None:
-            sample = spread(ids, max(min(SAMPLE_PROMPTS, ADMIT_TOKENS // max(len(prompt) for prompt in ids)), 1))
+            sample = spread(ids, max(min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids)), 1))
             task = GenerationTask.of(options)
             contest = Contest(
                 task=self.task, source=self.source, asked=task.to_json(), pad=0,

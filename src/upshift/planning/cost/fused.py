@@ -14,9 +14,9 @@ Ignored: what a kernel copies to have it contiguous, and keys of latent attentio
 
 from __future__ import annotations
 
-from upshift.models.profile import ModelProfile, PassCost, Polynomial, Segment, StackTrace, StepTrace
+from upshift.models.profile import ModelProfile, Polynomial, Segment, StackTrace, StepTrace
 from upshift.planning.cost.compiled import compiled_trace
-from upshift.planning.cost.divide import GATHERED_INPUTS
+from upshift.planning.cost.divide import GATHERED_INPUTS, resized
 from upshift.planning.cost.optimizer import trained_shapes
 from upshift.planning.cost.share import compute_bytes
 from upshift.planning.plan import Plan
@@ -39,20 +39,7 @@ def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrac
 
 def _without_scores(layer: Segment) -> Segment:
     """Where attention was traced as products around a softmax, as of heads whose keys are wider than their values."""
-
-    def linear(size: Polynomial) -> Polynomial:
-        return size._replace(ss=0.0, bss=0.0)
-
-    def of_pass(cost: PassCost) -> PassCost:
-        return cost.model_copy(
-            update={
-                "left": linear(cost.left), "released": linear(cost.released), "rise": tuple(map(linear, cost.rise)),
-                "moved_bytes": linear(cost.moved_bytes), "matmul_bytes": linear(cost.matmul_bytes),
-            }
-        )  # fmt: skip
-
-    passes = {name: of_pass(getattr(layer, name)) for name in ("forward", "backward", "backward_accumulating")}
-    return layer.model_copy(update=passes)
+    return resized(layer, lambda size: size._replace(ss=0.0, bss=0.0))
 
 
 def kept_bytes(profile: ModelProfile, plan: Plan) -> float:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build
+from upshift.inference.encoding.engines.engine import Build, in_order
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows, by their configs
 MOST_STREAMS = 4  # batches at once: products of one are too small for many cores
@@ -43,18 +42,12 @@ class CTranslate2Engine:
             self.head = Head(build)
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Several batches at once, each on a part of the cores, waited for in order. The library lets other threads run."""
-        running: deque[tuple[Batch, Future[np.ndarray]]] = deque()
+        """Each on a part of the cores, and one that waits for the first that is free. The library lets other threads run."""
         with ThreadPoolExecutor(self.streams) as threads:
-            for batch in batches:
-                if len(running) > self.streams:  # one waits for the first stream that is free
-                    yield self._finished(*running.popleft())
-                running.append((batch, threads.submit(self._states, batch)))
-            for one in running:
-                yield self._finished(*one)
-
-    def _finished(self, batch: Batch, states: Future[np.ndarray]) -> tuple[Batch, np.ndarray]:
-        return batch, states.result() if self.head is None else self.head(batch, states.result())
+            for batch, states in in_order(
+                batches, lambda batch: threads.submit(self._states, batch).result, at_once=self.streams + 1
+            ):
+                yield batch, states if self.head is None else self.head(batch, states)
 
     def _states(self, batch: Batch) -> np.ndarray:
         """Of a text without any token it gets one of padding: it fails on a batch of nothing."""

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -28,6 +29,20 @@ class Build(NamedTuple):
     setup: EngineSetup
     folder: Path
     examples: list[Batch]
+
+
+def in_order(
+    batches: Iterable[Batch], start: Callable[[Batch], Callable[[], np.ndarray]], *, at_once: int
+) -> Iterator[tuple[Batch, np.ndarray]]:
+    """``start`` begins a batch and gives what waits for its output: ``at_once`` of them run, waited for in their order."""
+    running: deque[tuple[Batch, Callable[[], np.ndarray]]] = deque()
+    for batch in batches:
+        if len(running) == at_once:
+            before, wait = running.popleft()
+            yield before, wait()
+        running.append((batch, start(batch)))
+    for before, wait in running:
+        yield before, wait()
 
 
 def load_forward(source: ModelSource, recipe: Recipe) -> Any:

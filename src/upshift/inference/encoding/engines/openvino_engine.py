@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
+from itertools import cycle
 from typing import Any
 
 import numpy as np
 
 from upshift.inference.encoding.batches import Batch
-from upshift.inference.encoding.engines.engine import Build, load_forward
+from upshift.inference.encoding.engines.engine import Build, in_order, load_forward
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import int8_weights, make
 from upshift.inference.setup import QUANTIZED
@@ -34,20 +34,16 @@ class OpenVinoEngine:
         self.requests = [compiled.create_infer_request() for _ in range(number)]
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Several batches at once, each on a part of the cores, waited for in order. Without Python callbacks: a thread that
-        wants the interpreter's lock for one while the model is being deleted waits for ever (OpenVINO 2026.4)."""
-        free = self.requests.copy()
-        running: deque[tuple[Any, Batch]] = deque()
-        for batch in batches:
-            if not free:
-                request, before = running.popleft()
-                yield before, _result(request)
-                free.append(request)
-            request = free.pop()
+        """Each on a part of the cores. Without Python callbacks: a thread that wants the interpreter's lock for one while the
+        model is being deleted waits for ever (OpenVINO 2026.4)."""
+        requests = cycle(self.requests)  # the next one is the one that ended last
+
+        def start(batch: Batch) -> Callable[[], np.ndarray]:
+            request = next(requests)
             request.start_async(dict(zip(NAMES, (batch.ids, batch.mask), strict=True)))
-            running.append((request, batch))
-        for request, before in running:
-            yield before, _result(request)
+            return partial(_result, request)
+
+        return in_order(batches, start, at_once=len(self.requests))
 
 
 def _result(request: Any) -> np.ndarray:

@@ -74,11 +74,5 @@ class Padding:
         self.mask = self.mask[rows] if rows else NO_ROWS
 
 
-def positions(mask: np.ndarray) -> np.ndarray:
-    """Of tokens that are padded on the left, as transformers counts them: [N, S]."""
-    found: np.ndarray = np.maximum(mask.cumsum(1) - 1, 0)
-    return found
-
-
 def _padded(mask: np.ndarray, longest: int) -> np.ndarray:
     return np.pad(mask, ((0, 0), (longest - mask.shape[1], 0)))

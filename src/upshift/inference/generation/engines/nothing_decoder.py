@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
-from upshift.inference.generation.prefix import remainder
+from upshift.inference.generation.prefill import remainder
 from upshift.models.build import read_config
 
 

@@ -9,11 +9,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
-from upshift.inference.generation.prefix import remainder
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
+from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import fp16_weights, int8_weights, make
-from upshift.inference.padding import padded_rows
 from upshift.inference.setup import EngineSetup, Precision
 from upshift.inference.weights import OPENVINO_FILE
 
@@ -83,21 +82,18 @@ class OpenVinoDecoder:
     def remember(self, prefix: Sequence[int]) -> None:
         self._prefix, self._prefix_length = {}, len(prefix)
         if prefix:
-            ids, mask = padded_rows([prefix])
             request = self._compiled.create_infer_request()
-            self._run(request, ids, mask, positions(mask), np.zeros(1, dtype=np.int32))
+            self._compute(request, remainder([prefix], 0))
             self._prefix = {state.name: state.state.data.copy() for state in request.query_state()}
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         several = self.padding.rows > 0
         request = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
         left = remainder(prompts, self._prefix_length)
-        ids, mask = left.ids, left.mask
         for state in request.query_state() if self._prefix else ():
             state.state = _tensor(left.place(self._prefix[state.name]))
-        places = positions(mask)[:, -ids.shape[1] :]
-        logits = self._run(request, ids, mask, places, np.arange(len(ids), dtype=np.int32))
-        dropped, before, behind = self.padding.admit(mask)
+        logits = self._compute(request, left)
+        dropped, before, behind = self.padding.admit(left.mask)
         if several:
             new = {state.name: state.state.data for state in request.query_state()}
             for state in self._request.query_state():
@@ -117,6 +113,12 @@ class OpenVinoDecoder:
     def keep(self, rows: list[int]) -> None:
         self.padding.keep(rows)
         self._order = self._order[rows]
+
+    def _compute(self, request: Any, left: Remainder) -> np.ndarray:
+        same = np.arange(len(left.ids), dtype=np.int32)
+        for part in left.parts():
+            logits = self._run(request, part.ids, part.mask, part.positions, same)
+        return logits
 
     def _run(self, request: Any, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, order: np.ndarray) -> np.ndarray:
         given = {"input_ids": ids, "attention_mask": mask, "position_ids": places, "beam_idx": order}

@@ -12,14 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.generation.engines.openvino_stateful import (
-    ANY,
-    convert,
-    keep_inside,
-    keys_and_values,
-    name_ports,
-    shapes_of,
-)
+from upshift.inference.generation.engines.openvino_stateful import convert_stateful, keys_and_values
 from upshift.inference.generation.model import load_model, plain_cache
 from upshift.models.source import ModelSource
 
@@ -49,14 +42,9 @@ def _inputs(ids: Sequence[int], names: Collection[str]) -> dict[str, np.ndarray]
 def export(source: ModelSource) -> Any:
     model = load_model(source, "fp32")
     example = _example(model, rows=2, cached=3, new=2)  # no number that is taken for a constant is another's
-    converted = convert(_step(model), example, _example(model, rows=3, cached=7, new=4))
-    past = example[3:]
-    shapes = shapes_of(past, "past_key_values")
-    plain = ("input_ids", "attention_mask", "position_ids")[: len(converted.inputs) - len(past)]  # of those that it takes
-    kept = {name: name.replace("past_key_values", "present") for name in shapes}
-    name_ports(converted, dict.fromkeys(plain, [ANY, ANY]) | shapes, ["logits", *kept.values()])
-    keep_inside(converted, kept, rows="input_ids")
-    return converted
+    other = _example(model, rows=3, cached=7, new=4)
+    plain = ("input_ids", "attention_mask", "position_ids")
+    return convert_stateful(_step(model), example, other, plain=plain, past=example[3:], beside={})
 
 
 def _example(model: Any, *, rows: int, cached: int, new: int) -> tuple[Any, ...]:

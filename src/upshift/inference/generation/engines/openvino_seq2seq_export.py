@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, DynamicLayer, EncoderDecoderCache
 from upshift.inference.generation.engines.openvino_stateful import (
     ANY,
     convert,
-    keep_inside,
+    convert_stateful,
     keys_and_values,
     name_ports,
     shapes_of,
@@ -34,15 +34,11 @@ def export_encoder(model: Any) -> Any:
 
 def export_decoder(model: Any) -> Any:
     example = _example(model, rows=2, length=5, cached=3)  # no number that is taken for a constant is another's
-    past, encoded = example.past, example.encoded
     other = _example(model, rows=3, length=11, cached=4)
-    converted = convert(_Decoder(model, example.output, len(past)), example.step, other.step)
-    shapes = shapes_of(past, "past_key_values")
-    plain = dict.fromkeys(("decoder_input_ids", "encoder_attention_mask"), [ANY, ANY])
-    kept = {name: name.replace("past_key_values", "present") for name in shapes}
-    name_ports(converted, plain | shapes | shapes_of(encoded, ENCODED), ["logits", *kept.values()])
-    keep_inside(converted, kept, rows="decoder_input_ids")
-    return converted
+    return convert_stateful(
+        _Decoder(model, example.output, len(example.past)), example.step, other.step,
+        plain=("decoder_input_ids", "encoder_attention_mask"), past=example.past, beside=shapes_of(example.encoded, ENCODED),
+    )  # fmt: skip
 
 
 class _FirstStates(DynamicLayer):

@@ -14,6 +14,26 @@ ANY = -1  # a size that differs from call to call
 TRACED_DIFFERENCE = 1e-3  # of the largest output: the same kernels, in one order
 
 
+def convert_stateful(
+    step: Any,
+    example: tuple[Any, ...],
+    other: tuple[Any, ...],
+    *,
+    plain: Sequence[str],
+    past: Sequence[Any],
+    beside: Mapping[str, Sequence[int]],
+) -> Any:
+    """``step`` gives logits and the keys and values that come next, of the inputs ``plain`` (names of tokens first, then of
+    what the model may not take), ``past`` (keys and values), and ``beside`` (shapes by name)."""
+    converted = convert(step, example, other)
+    shapes = shapes_of(past, "past_key_values")
+    taken = plain[: len(converted.inputs) - len(shapes) - len(beside)]
+    kept = {name: name.replace("past_key_values", "present") for name in shapes}
+    name_ports(converted, dict.fromkeys(taken, [ANY, ANY]) | shapes | dict(beside), ["logits", *kept.values()])
+    _keep_inside(converted, kept, rows=plain[0])
+    return converted
+
+
 def convert(step: Any, example: tuple[Any, ...], other: tuple[Any, ...]) -> Any:
     """``step``: a torch module. ``other``: inputs of other sizes and tokens than the example's. Raises RequestError where a
     size, or a choice by value, became a constant of the trace: the model would be wrong without a word."""
@@ -64,7 +84,7 @@ def name_ports(model: Any, inputs: Mapping[str, Sequence[int]], outputs: Sequenc
     model.validate_nodes_and_infer_types()
 
 
-def keep_inside(model: Any, past: Mapping[str, str], rows: str) -> None:
+def _keep_inside(model: Any, past: Mapping[str, str], rows: str) -> None:
     """``past``: inputs that become states, and the outputs that they are in the next call. ``rows``: an input that has as many
     rows. A new input, ``beam_idx`` [R], says which rows of the states these rows go on with."""
     from openvino._offline_transformations import apply_make_stateful_transformation

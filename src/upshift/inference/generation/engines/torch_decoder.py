@@ -9,10 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, positions
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
-from upshift.inference.generation.prefix import remainder
-from upshift.inference.padding import padded_rows
+from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.torch_computing import computing
 
 
@@ -32,22 +31,20 @@ class TorchDecoder:
         self._prefix = []
         if prefix:
             cache = plain_cache()
-            ids, mask = padded_rows([prefix])
-            self._run(ids, mask, positions(mask), cache)
+            self._compute(remainder([prefix], 0), cache)
             self._prefix = [states.float().numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         left = remainder(prompts, self._prefix[0].shape[2] if self._prefix else 0)
-        mask = left.mask
         cache = plain_cache(tuple(torch.from_numpy(left.place(states)).to(self.model.dtype) for states in self._prefix))
-        logits = self._run(left.ids, mask, positions(mask)[:, -left.ids.shape[1] :], cache)
+        logits = self._compute(left, cache)
         if self.padding.rows:
-            dropped, before, behind = self.padding.admit(mask)
+            dropped, before, behind = self.padding.admit(left.mask)
             for layer, new in zip(self.cache.layers, cache.layers, strict=True):
                 layer.keys = torch.cat([_padded(layer.keys[:, :, dropped:], before), _padded(new.keys, behind)])
                 layer.values = torch.cat([_padded(layer.values[:, :, dropped:], before), _padded(new.values, behind)])
         else:
-            self.padding.admit(mask)
+            self.padding.admit(left.mask)
             self.cache = cache
         return logits
 
@@ -61,6 +58,11 @@ class TorchDecoder:
             self.cache.batch_select_indices(torch.tensor(rows))
         else:
             self.cache = plain_cache()
+
+    def _compute(self, left: Remainder, cache: Any) -> np.ndarray:
+        for part in left.parts():
+            logits = self._run(part.ids, part.mask, part.positions, cache)
+        return logits
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any) -> np.ndarray:
         given = {

@@ -1,15 +1,16 @@
-"""What all prompts begin with, such as a system prompt: its keys and values are computed once."""
+"""What of prompts is computed, and in which passes: what all begin with once, as a system prompt; what is long in parts."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Self
 
 import numpy as np
 
 from upshift.inference.padding import padded_rows
 
 SHORTEST = 32  # tokens: less is computed as fast as its keys and values are copied
+PASS_TOKENS = 8192  # of all rows, padding included, in one pass: activations take memory, too
 
 
 def common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
@@ -29,6 +30,20 @@ class Remainder(NamedTuple):
     ids: np.ndarray  # [N, S]
     mask: np.ndarray  # [N, C + S] of 0 and 1, padded on the left
     kept: list[int]  # tokens of the prefix that each row takes as they are; the most of any are C
+
+    @property
+    def positions(self) -> np.ndarray:
+        """[N, S]: of the new tokens, as transformers counts them."""
+        found: np.ndarray = np.maximum(self.mask.cumsum(1) - 1, 0)[:, -self.ids.shape[1] :]
+        return found
+
+    def parts(self) -> Iterator[Self]:
+        """One after another: each goes on from those before. Chunked prefill (Sarathi, arXiv:2308.16369), of long prompts."""
+        rows, new = self.ids.shape
+        width, kept = max(PASS_TOKENS // rows, 1), self.mask.shape[1] - new
+        for start in range(0, new, width):
+            end = min(start + width, new)
+            yield self._replace(ids=self.ids[:, start:end], mask=self.mask[:, : kept + end])
 
     def place(self, states: np.ndarray) -> np.ndarray:
         """Keys or values of the prefix, [1, heads, P, width] -> those of all rows, [N, heads, C, width], padded on the left."""

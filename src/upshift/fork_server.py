@@ -1,0 +1,88 @@
+"""A process that imports a worker and its heavy libraries once, and forks a child for every request: a child starts in
+milliseconds and dies alone.
+
+The worker is a module with ``main(request, answer)``: the path of the request, and what sends a value back. It is named, not
+imported, so that who asks may stand on a floor below.
+"""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import TypeVar
+
+from upshift.errors import JobFailed
+from upshift.value import Value
+
+PROCESS = "upshift.fork_server_process"
+END_SECONDS = 5.0
+V = TypeVar("V", bound=Value)
+
+
+class Ending(Value):
+    """Of a child, by itself or not."""
+
+    timed_out: bool
+    signal: int | None
+    exit: int | None
+    last_words: str  # the last line that it wrote to its stderr
+
+
+class ForkServer:
+    def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
+        self._process, self._folder = process, folder
+        self._log, self._read = folder / "log", 0
+
+    def ask(self, request: Value, kind: type[V], *, limit_seconds: float) -> Iterator[V | Ending]:
+        """The worker's answers as they come, and at last how it ended. Raises JobFailed where the server itself did."""
+        assert self._process.stdin is not None and self._process.stdout is not None
+        path = self._folder / "request.json"
+        path.write_text(request.to_json(), encoding="utf-8")
+        with suppress(BrokenPipeError):  # it ended, and so does what it says
+            self._process.stdin.write(json.dumps({"request": str(path), "limit": limit_seconds}) + "\n")
+            self._process.stdin.flush()
+        for line in self._process.stdout:
+            said = json.loads(line)
+            if "answer" not in said:
+                yield Ending(**said, last_words=self._last_words())
+                return
+            yield kind.from_json(said["answer"], origin="the worker's answer")
+        raise JobFailed(f"the process that runs workers ended: {self._last_words() or 'it said nothing'}")
+
+    def _last_words(self) -> str:
+        with self._log.open(errors="replace") as log:
+            log.seek(self._read)
+            lines = log.read().strip().splitlines()
+            self._read = log.tell()
+        return lines[-1][-400:] if lines else ""
+
+
+@contextmanager
+def fork_server(worker: str) -> Iterator[ForkServer]:
+    """It is started at once and not waited for. It ends with the context, its files and what still runs with it."""
+    with tempfile.TemporaryDirectory(prefix="upshift-fork-") as name:
+        folder = Path(name)
+        with (folder / "log").open("w") as log:
+            process = subprocess.Popen(
+                [sys.executable, "-m", PROCESS, worker],
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+            )  # fmt: skip
+            try:
+                yield ForkServer(process, folder)
+            finally:
+                process.send_signal(signal.SIGINT)
+                try:
+                    process.wait(timeout=END_SECONDS)
+                except subprocess.TimeoutExpired:
+                    process.kill()
+                    process.wait()
+                assert process.stdin is not None and process.stdout is not None
+                process.stdout.close()
+                with suppress(BrokenPipeError):  # of a request that it did not live to read
+                    process.stdin.close()

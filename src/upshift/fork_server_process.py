@@ -1,0 +1,86 @@
+"""The process behind ``ForkServer``: imports the worker, then forks a child for each request on standard input. SIGINT ends it
+and the child."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from types import FrameType
+from typing import Any, TextIO
+
+from upshift.value import Value
+
+POLL_SECONDS = 0.02
+
+
+def main(worker_name: str) -> None:
+    signal.signal(signal.SIGINT, partial(_end, []))
+    said = os.fdopen(os.dup(1), "w")
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever libraries print is not among the answers
+    worker = importlib.import_module(worker_name)
+    for line in sys.stdin:
+        task = json.loads(line)
+        ending = _run_child(worker.main, Path(task["request"]), said, limit_seconds=float(task["limit"]))
+        _say(said, ending)
+
+
+def _run_child(
+    work: Callable[[Path, Callable[[Value], None]], None], request: Path, said: TextIO, *, limit_seconds: float
+) -> dict[str, Any]:
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            os.setpgid(0, 0)
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
+            work(request, lambda value: _say(said, {"answer": value.to_json()}))
+            code = 0
+        except BaseException:  # the log says what it was
+            traceback.print_exc()
+        finally:  # what libraries do at the end of a process is not waited for
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(code)
+    signal.signal(signal.SIGINT, partial(_end, [child]))
+    return _wait(child, limit_seconds=limit_seconds)
+
+
+def _wait(child: int, *, limit_seconds: float) -> dict[str, Any]:
+    deadline, timed_out = time.monotonic() + limit_seconds, False
+    while True:
+        pid, status = os.waitpid(child, os.WNOHANG)
+        if pid:
+            break
+        if not timed_out and time.monotonic() > deadline:
+            timed_out = True
+            os.killpg(child, signal.SIGKILL)
+        time.sleep(POLL_SECONDS)
+    signal.signal(signal.SIGINT, partial(_end, []))
+    return {
+        "timed_out": timed_out,
+        "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,
+        "exit": os.WEXITSTATUS(status) if os.WIFEXITED(status) else None,
+    }
+
+
+def _say(said: TextIO, what: dict[str, Any]) -> None:
+    said.write(json.dumps(what) + "\n")
+    said.flush()
+
+
+def _end(children: list[int], number: int, frame: FrameType | None) -> None:
+    for child in children:
+        os.killpg(child, signal.SIGKILL)
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,93 @@
+"""Children of a fork server answer, die alone, and are gone with it."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+from upshift.errors import JobFailed
+from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.value import Value
+
+WORKER = """
+import os, sys, time
+from answers import Said
+LOADED = os.getpid()
+
+def main(path, answer):
+    asked = Said.from_file(path).text
+    answer(Said(text=f"{asked} by {os.getpid()} of {LOADED}"))
+    if asked == "print":
+        print("a warning", file=sys.stderr)
+        print("{}", flush=True)
+        answer(Said(text="again"))
+    if asked == "sleep":
+        time.sleep(600)
+    if asked == "die":
+        os._exit(7)
+    if asked == "raise":
+        raise ValueError("no such kernel")
+"""
+ANSWERS = """
+from upshift.value import Value
+
+class Said(Value):
+    text: str
+"""
+
+
+class Said(Value):
+    text: str
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+    folder = tmp_path_factory.mktemp("worker")
+    (folder / "worker_of_a_test.py").write_text(WORKER)
+    (folder / "answers.py").write_text(ANSWERS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(folder), prepend=os.pathsep)
+        with fork_server("worker_of_a_test") as started:
+            yield started
+
+
+def ask(server: ForkServer, text: str, limit: float = 60.0) -> tuple[list[str], Ending]:
+    *said, ending = server.ask(Said(text=text), Said, limit_seconds=limit)
+    assert isinstance(ending, Ending)
+    return [one.text for one in said if isinstance(one, Said)], ending
+
+
+def test_children_answer_and_die_alone(server: ForkServer) -> None:
+    (first, second), ending = ask(server, "print")
+    assert second == "again" and (ending.exit, ending.signal, ending.last_words) == (0, None, "a warning")
+    _, _, child, _, parent = first.split()
+    assert child != parent and int(parent) not in (os.getpid(), int(child))
+    assert ask(server, "die")[1].exit == 7
+    (raised,), ending = ask(server, "raise")
+    assert raised.endswith(parent) and (ending.exit, ending.last_words) == (1, "ValueError: no such kernel")
+    _, late = ask(server, "sleep", limit=0.5)
+    assert late.timed_out and late.signal == 9 and ask(server, "die")[1].timed_out is False
+
+
+def test_what_runs_ends_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "worker_of_a_test.py").write_text(WORKER)
+    (tmp_path / "answers.py").write_text(ANSWERS)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    with fork_server("worker_of_a_test") as server:
+        first = next(iter(server.ask(Said(text="sleep"), Said, limit_seconds=600.0)))
+        assert isinstance(first, Said)
+        child = psutil.Process(int(first.text.split()[2]))
+    deadline = time.monotonic() + 10.0
+    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+
+
+def test_a_worker_that_cannot_be_imported_says_why() -> None:
+    with fork_server("no_such_worker") as server, pytest.raises(JobFailed, match="No module named 'no_such_worker'"):
+        list(server.ask(Said(text="x"), Said, limit_seconds=60.0))
