@@ -46,11 +46,11 @@ def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], s
 
 
 def failures(race: Any, task: Task, unit: str) -> None:
-    """What did not run, what is not installed, and where the race is remembered; first, how fast anything could be."""
+    """How fast anything could be, what did not run, what is not installed, and where the race is remembered."""
     from upshift.inference.engines import missing
 
     if race.ceiling:
-        dim(f"An engine that computes nothing: {race.ceiling:,.0f} {unit}; the rest is what the engines take")
+        dim(f"Without any computing: {race.ceiling:,.0f} {unit}, more than any engine can do here")
 
     for run in race.runs:
         if run.failure:
