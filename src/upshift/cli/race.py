@@ -56,8 +56,9 @@ def failures(race: Any, task: Task, unit: str) -> None:
         if run.failure:
             dim(f"{run.setup.label()} did not run: {run.failure}")
     for label, rate in race.left_out.items():
-        said = f"at best {rate:,.0f} {unit} are expected of it" if rate else "nothing is known of what it would save"
-        dim(f"{label} did not race: {said}, which does not pay for compiling in a run of this length; --engine races it")
+        said = f"the planner expects at most {rate:,.0f} {unit}, which do not pay for compiling in a run of this length"
+        without = "nothing is expected of it without a C++ compiler, or of a model that the planner has no formulas for"
+        dim(f"{label} did not race: {said if rate else without}; --engine {label.split()[0]} races it")
     if race.recalled:
         dim(f"remembered; delete {race.file} to race again")
     for name, install in missing(task).items():

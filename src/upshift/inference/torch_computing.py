@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
+from upshift.errors import RequestError
 from upshift.inference.setup import EngineSetup
 from upshift.models.build import find_stacks
 
@@ -31,5 +32,8 @@ def computing(setup: EngineSetup) -> Iterator[None]:
 
 def layers_to_compile(model: nn.Module) -> list[nn.Module]:
     """What other models of this process had compiled is dropped: torch compiles one function a few times only, then no more."""
+    layers = [layer for _, stack in find_stacks(model) for layer in stack]
+    if not layers:
+        raise RequestError(f"{type(model).__name__} has no list of two layers or more to compile; use --engine torch")
     torch.compiler.reset()
-    return [layer for _, stack in find_stacks(model) for layer in stack]
+    return layers

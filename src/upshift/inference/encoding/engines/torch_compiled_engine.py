@@ -13,7 +13,7 @@ from upshift.inference.torch_computing import UNLIKE, layers_to_compile
 class TorchCompiledEngine(TorchEngine):
     def __init__(self, build: Build) -> None:
         super().__init__(build)
-        for layer in layers_to_compile(self.forward):
+        for layer in layers_to_compile(self.forward.model):
             layer.compile(dynamic=True)
         several, length = UNLIKE
         for rows in (1, several):  # torch compiles one row apart, and rows without any padding, when it meets them

@@ -41,10 +41,12 @@ class TorchCompiledDecoder(TorchDecoder):
     def step(self, tokens: np.ndarray) -> np.ndarray:
         layers = self.cache.layers
         self._places = [buffer.with_place(layer) for buffer, layer in zip(self._buffers, layers, strict=True)]
-        found = super().step(tokens)
-        for layer, place in zip(layers, self._places, strict=True):
-            layer.keys, layer.values = place.keys, place.values
-        self._places = None
+        try:
+            found = super().step(tokens)
+            for layer, place in zip(layers, self._places, strict=True):
+                layer.keys, layer.values = place.keys, place.values
+        finally:  # also when the user interrupts: a prompt that comes then is no step
+            self._places = None
         return found
 
     def _forward(
