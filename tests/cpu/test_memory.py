@@ -58,7 +58,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(vocab_size=500, n_embd=128, n_layer=6, n_head=4, architectures=["GPT2LMHeadModel"]),
     "bert": BertConfig(**SMALL, intermediate_size=200, num_hidden_layers=4, architectures=["BertForMaskedLM"]),
     "t5": T5Config(
-        vocab_size=500, d_model=128, d_ff=160, num_layers=4, num_decoder_layers=3, num_heads=4, d_kv=16,
+        vocab_size=500, d_model=128, d_ff=160, num_layers=4, num_decoder_layers=2, num_heads=4, d_kv=16,
         decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
     ),
 }  # fmt: skip
@@ -70,7 +70,8 @@ def source_of(config: PretrainedConfig, folder: Path) -> ModelSource:
 
 
 def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int) -> int:
-    """A plain training loop of torch alone, its third micro-batch or step watched by the profiler."""
+    """A plain training loop of torch alone, its second step watched by the profiler. The first one makes the optimizer's state,
+    for which one row does where nothing is compiled for its shape."""
     config = read_config(source)
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -84,12 +85,14 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int)
     optimizer = build_optimizer(model, plan, Arguments(max_steps=10))
     if plan.optimizer_in_backward:
         update_in_backward(optimizer)
-    inputs = sample_inputs(base_of(model), objective, batch=batch, sequence=sequence, masked=False)
-
+    first_rows = 1 if plan.torch_compile == "off" else batch
+    first, inputs = (
+        sample_inputs(base_of(model), objective, batch=rows, sequence=sequence, masked=False) for rows in (first_rows, batch)
+    )
     head = chunked_head(model, chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else nullcontext()
 
-    def step() -> None:
-        for _ in range(plan.gradient_accumulation_steps):
+    def step(inputs: dict[str, torch.Tensor], micro_batches: int) -> None:
+        for _ in range(micro_batches):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.precision == "bf16"):
                 loss = model(**inputs).loss
             (loss * 0.5).backward()
@@ -97,9 +100,9 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int)
         optimizer.zero_grad()
 
     with head:
-        step()
+        step(first, 1)
         with allocated_peak("cpu", resident_bytes=tensor_bytes(model, optimizer, *inputs.values())) as peak:
-            step()
+            step(inputs, plan.gradient_accumulation_steps)
     assert peak.bytes is not None
     return peak.bytes
 
@@ -188,7 +191,7 @@ def test_compiled_layers_are_predicted(name, precision, recomputed, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("llama", "fp32"), ("llama", "bf16"), ("qwen2", "fp32"), ("qwen2", "bf16"), ("bert", "fp32"), ("gpt2", "bf16")],
+    [("llama", "fp32"), ("llama", "bf16"), ("bert", "fp32"), ("gpt2", "bf16")],
 )
 def test_block_attention_is_predicted(name, precision, tmp_path):
     """BERT and GPT-2 drop attention weights."""
@@ -300,7 +303,7 @@ def test_parts_sum_to_the_total_and_parameters_are_whole(tmp_path):
     config = read_config(source)
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
     assert profile.parameters.total == sum(p.numel() for p in model.parameters())
-    assert profile.num_layers == 7
+    assert profile.num_layers == 6
     plan = plan_for(profile, "fp32", 0, batch=2, sequence=SEQUENCE)
     memory = predict_memory(profile, profile.steps[0], plan)
     for peak in memory.phases.values():
