@@ -98,7 +98,7 @@ def test_train_saves_a_model_that_transformers_loads(upshift, model, data, tmp_p
 
     answer = upshift(
         "train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 3, "-o", tmp_path / "out", "--trial-seconds", 0,
-        "--set", "torch_compile=off", "--json",
+        *CHEAP, "--json",
     )  # fmt: skip
     assert answer.code == 0, answer.err
     record = json.loads(answer.out)
