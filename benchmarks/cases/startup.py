@@ -29,9 +29,11 @@ ROOT = Path(__file__).parents[1]
 IMPORT_GOAL_MS, PLAN_GOAL_MS = 100.0, 1000.0
 
 
-def commands(model: str) -> dict[str, list[str]]:
+def commands(model: str, *, quick: bool) -> dict[str, list[str]]:
     python = [sys.executable, "-c"]
     plan = [sys.executable, "-m", "upshift.cli.main", "plan", model, "--train", "--sequence-length", "128", "--global-batch", "8"]
+    if quick:  # less to trace before the first sample
+        plan += ["--set", "precision=fp32", "--set", "torch_compile=off"]
     return {
         "python": [*python, "pass"],
         "import upshift": [*python, "import upshift"],
@@ -46,7 +48,7 @@ def milliseconds(command: list[str]) -> float:
 
 
 def run(case: Case, model: str, *, rounds: int) -> dict[str, Any]:
-    timed = commands(model)
+    timed = commands(model, quick=case.quick)
     for name in (name for name in timed if name.startswith("plan")):
         milliseconds(timed[name])  # traces, probes and caches what a first call caches
     samples = interleave({name: partial(milliseconds, command) for name, command in timed.items()}, rounds=rounds)

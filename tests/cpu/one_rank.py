@@ -1,6 +1,6 @@
 """One rank of a job that shares a model, as PyTorch and transformers do it: the bytes that a steady optimizer step allocates.
 
-Real ranks (torchrun) exchange through gloo, and the allocator's own events are read. In a fake world there is one process, all
+Real ranks exchange through gloo, and the allocator's own events are read. In a fake world there is one process, all
 other ranks are fake, and so are the tensors: their storages are counted instead. Cases come as JSON, one process runs them all.
 """
 
@@ -11,10 +11,11 @@ import json
 import os
 import sys
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 from unittest import mock
 
 import torch
@@ -351,12 +352,12 @@ def settle() -> None:
     functional.wait_tensor = settled(functional.wait_tensor)
 
 
-def run_real(cases: dict[str, Any]) -> dict[str, Any]:
+def run_real(cases: dict[str, Any], rank: int, ranks: int, store: str) -> dict[str, Any]:
     settle()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", store=dist.FileStore(store, ranks), rank=rank, world_size=ranks)
     found = {name: measure_real(Job(case)) for name, case in cases.items()}
     dist.barrier()
-    return {f"{name} rank {dist.get_rank()}": result for name, result in found.items()}
+    return {f"{name} rank {rank}": result for name, result in found.items()}
 
 
 def run_fake(cases: dict[str, Any]) -> dict[str, Any]:
@@ -372,13 +373,48 @@ def run_fake(cases: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def fork_ranks(worlds: dict[int, dict[str, Any]], output: str) -> int:
+    """Real ranks of one world after the other, copies of this process: it has imported what they need. The number of those that
+    failed."""
+    failed = 0
+    for ranks, cases in worlds.items():
+        copies = []
+        for rank in range(ranks):
+            copies.append(os.fork())
+            if not copies[-1]:
+                try:
+                    write(run_real(cases, rank, ranks, f"{output}-{ranks}.store"), output)
+                except BaseException:
+                    traceback.print_exc()
+                    leave(1)
+                leave(0)
+        failed += sum(os.waitpid(copy, 0)[1] != 0 for copy in copies)
+    return failed
+
+
+def write(found: dict[str, Any], output: str) -> None:
+    Path(f"{output}.{os.getpid()}").write_text(json.dumps(found))
+
+
+def leave(code: int) -> NoReturn:
+    """Gloo's threads abort a process that ends as usual."""
+    sys.stderr.flush()
+    os._exit(code)
+
+
 def main() -> None:
     """real or fake, CASES, OUTPUT: every real rank writes its own."""
-    world, cases, output = sys.argv[1:]
+    way, path, output = sys.argv[1:]
     torch.set_num_threads(1)
-    found = (run_real if world == "real" else run_fake)(json.loads(Path(cases).read_text()))
-    Path(f"{output}.{os.getpid()}").write_text(json.dumps(found))
-    os._exit(0)  # gloo's threads abort a process that ends as usual
+    gc.freeze()  # what was imported holds no tensor of a rank: ``tensors`` need not look there
+    cases = json.loads(Path(path).read_text())
+    if way == "fake":
+        write(run_fake(cases), output)
+        leave(0)
+    worlds: dict[int, dict[str, Any]] = {}
+    for name, case in cases.items():
+        worlds.setdefault(case["world"], {})[name] = case
+    leave(fork_ranks(worlds, output))
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.hardware import detect
 from upshift.record import Record
 
+CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32")  # little is traced
 CASES = Path(__file__).parents[2] / "benchmarks" / "cases"
 
 
@@ -82,7 +83,7 @@ def test_startup(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pyte
 
 
 def test_regret_and_twins(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    answer = run(case("regret"), tmp_path, capsys, "--plans", "2", "--budget", "1", "--set", "torch_compile=off")
+    answer = run(case("regret"), tmp_path, capsys, "--plans", "2", "--budget", "1", *CHEAP)
     rows = check_rows(tmp_path / "regret.jsonl")
     assert [row.name for row in rows].count("regret/drawn") == 2
     assert {"regret/chosen", "regret/default", "regret/summary"} <= {row.name for row in rows}
@@ -91,7 +92,7 @@ def test_regret_and_twins(case: Callable[[str], ModuleType], tmp_path: Path, cap
 
 
 def test_trainer(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    options = ("--full", "--contenders", "plain,upshift", "--trial-seconds", "1", "--set", "torch_compile=off", "--steps", "4")
+    options = ("--full", "--contenders", "plain,upshift", "--trial-seconds", "1", "--steps", "4", *CHEAP)
     answer = run(case("trainer"), tmp_path, capsys, *options)
     rows = check_rows(tmp_path / "trainer.jsonl")
     assert [row.name for row in rows] == ["trainer/plain", "trainer/upshift", "trainer/summary"]

@@ -98,7 +98,7 @@ def test_train_saves_a_model_that_transformers_loads(upshift, model, data, tmp_p
 
     answer = upshift(
         "train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 3, "-o", tmp_path / "out", "--trial-seconds", 0,
-        "--set", "torch_compile=off", "--json",
+        *CHEAP, "--json",
     )  # fmt: skip
     assert answer.code == 0, answer.err
     record = json.loads(answer.out)
@@ -156,7 +156,7 @@ def in_process_of_its_own(tmp_path):
     return start
 
 
-def test_ctrl_c_and_resume_give_the_undisturbed_curve(in_process_of_its_own, model, data, tmp_path):
+def test_ctrl_c_and_resume_give_the_undisturbed_curve(in_process_of_its_own, upshift, model, data, tmp_path):
     base = ("train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 60, "--trial-seconds", 0,
             *CHEAP, "--save-steps", 5, "--json")  # fmt: skip
     child = in_process_of_its_own(*base, "-o", tmp_path / "two")
@@ -171,8 +171,9 @@ def test_ctrl_c_and_resume_give_the_undisturbed_curve(in_process_of_its_own, mod
     curves = []
     for arguments in (("-o", tmp_path / "two", "--resume"), ("-o", tmp_path / "one")):
         (read_settings().cache_dir / "calibration.jsonl").unlink(missing_ok=True)  # what a run teaches may change the next plan
-        out, said = in_process_of_its_own(*base, *arguments).communicate(timeout=PATIENCE_SECONDS)
-        curves.append(json.loads(out)["details"]["loss_curve"])
+        answer = upshift(*base, *arguments)
+        assert answer.code == 0, answer.err
+        curves.append(json.loads(answer.out)["details"]["loss_curve"])
     assert len(curves[1]) == 60 and curves[0] == curves[1]
 
 

@@ -58,7 +58,7 @@ CONFIGS: dict[str, PretrainedConfig] = {
     "gpt2": GPT2Config(vocab_size=500, n_embd=128, n_layer=6, n_head=4, architectures=["GPT2LMHeadModel"]),
     "bert": BertConfig(**SMALL, intermediate_size=200, num_hidden_layers=4, architectures=["BertForMaskedLM"]),
     "t5": T5Config(
-        vocab_size=500, d_model=128, d_ff=160, num_layers=4, num_decoder_layers=3, num_heads=4, d_kv=16,
+        vocab_size=500, d_model=128, d_ff=160, num_layers=4, num_decoder_layers=2, num_heads=4, d_kv=16,
         decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
     ),
 }  # fmt: skip
@@ -70,7 +70,8 @@ def source_of(config: PretrainedConfig, folder: Path) -> ModelSource:
 
 
 def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int) -> int:
-    """A plain training loop of torch alone, its third micro-batch or step watched by the profiler."""
+    """A plain training loop of torch alone, its second step watched by the profiler. The first one makes the optimizer's state,
+    for which one row does where nothing is compiled for its shape."""
     config = read_config(source)
     if hasattr(config, "use_cache"):
         config.use_cache = False
@@ -84,12 +85,14 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int)
     optimizer = build_optimizer(model, plan, Arguments(max_steps=10))
     if plan.optimizer_in_backward:
         update_in_backward(optimizer)
-    inputs = sample_inputs(base_of(model), objective, batch=batch, sequence=sequence, masked=False)
-
+    first_rows = 1 if plan.torch_compile == "off" else batch
+    first, inputs = (
+        sample_inputs(base_of(model), objective, batch=rows, sequence=sequence, masked=False) for rows in (first_rows, batch)
+    )
     head = chunked_head(model, chunk_tokens=plan.loss_chunk_tokens) if plan.loss_chunk_tokens else nullcontext()
 
-    def step() -> None:
-        for _ in range(plan.gradient_accumulation_steps):
+    def step(inputs: dict[str, torch.Tensor], micro_batches: int) -> None:
+        for _ in range(micro_batches):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.precision == "bf16"):
                 loss = model(**inputs).loss
             (loss * 0.5).backward()
@@ -97,9 +100,9 @@ def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int)
         optimizer.zero_grad()
 
     with head:
-        step()
+        step(first, 1)
         with allocated_peak("cpu", resident_bytes=tensor_bytes(model, optimizer, *inputs.values())) as peak:
-            step()
+            step(inputs, plan.gradient_accumulation_steps)
     assert peak.bytes is not None
     return peak.bytes
 
@@ -118,20 +121,22 @@ def without_first_layers(model: torch.nn.Module) -> torch.nn.Module:
 
 
 BERT_CLASSIFIER = BertConfig(**SMALL, intermediate_size=200, num_hidden_layers=5)
-# Models of which a part is trained, as a user holds them.
-PARTLY_TRAINED: dict[str, Callable[[], torch.nn.Module]] = {
-    "llama, lora": lambda: get_peft_model(
+# Models of which a part is trained, as a user holds them. Traces take long: each has one precision.
+PARTLY_TRAINED: dict[str, tuple[str, Callable[[], torch.nn.Module]]] = {
+    "llama, lora": ("bf16", lambda: get_peft_model(
         LlamaForCausalLM(CONFIGS["llama"]), LoraConfig(task_type="CAUSAL_LM", r=8, lora_dropout=0.1, target_modules="all-linear")
-    ),
-    "llama, dora of two layers": lambda: get_peft_model(
+    )),
+    "llama, dora of two layers": ("fp32", lambda: get_peft_model(
         LlamaForCausalLM(CONFIGS["llama"]), LoraConfig(use_dora=True, layers_to_transform=[2, 3])
-    ),
-    "bert classifier, lora": lambda: get_peft_model(
+    )),
+    "bert classifier, lora": ("bf16", lambda: get_peft_model(
         BertForSequenceClassification(BERT_CLASSIFIER), LoraConfig(task_type="SEQ_CLS", r=8)
-    ),
-    "bert classifier, frozen": lambda: without_first_layers(BertForSequenceClassification(BERT_CLASSIFIER)),
-    "t5, lora": lambda: get_peft_model(T5ForConditionalGeneration(CONFIGS["t5"]), LoraConfig(task_type="SEQ_2_SEQ_LM")),
-}
+    )),
+    "bert classifier, frozen": ("fp32", lambda: without_first_layers(BertForSequenceClassification(BERT_CLASSIFIER))),
+    "t5, lora": ("bf16", lambda: get_peft_model(
+        T5ForConditionalGeneration(CONFIGS["t5"]), LoraConfig(task_type="SEQ_2_SEQ_LM")
+    )),
+}  # fmt: skip
 
 
 SELECTIVE = ("llama", "gpt2", "t5", "bert classifier, lora")  # of each kind one: it takes half as long again
@@ -140,12 +145,16 @@ ALTERNATE = ("llama",)
 
 @pytest.mark.parametrize("name", [*CONFIGS, *PARTLY_TRAINED])
 def test_predicted_peak_is_within_two_percent(name, tmp_path):
-    source = source_of(CONFIGS[name], tmp_path) if name in CONFIGS else live.source_of(PARTLY_TRAINED[name]())
+    if name in CONFIGS:
+        source, precisions = source_of(CONFIGS[name], tmp_path), ("fp32", "bf16")
+    else:
+        precision, made = PARTLY_TRAINED[name]
+        source, precisions = live.source_of(made()), (precision,)
     selective, alternate = name in SELECTIVE, name in ALTERNATE
-    variants = tuple(Variant(p, "sdpa", False, selective=selective, alternate=alternate) for p in ("fp32", "bf16"))
+    variants = tuple(Variant(p, "sdpa", False, selective=selective, alternate=alternate) for p in precisions)
     profile = profile_model(source, sequence_length=SEQUENCE, variants=variants)
     errors = {}
-    for precision in ("fp32", "bf16"):
+    for precision in precisions:
         granularities = ["full", *["selective"] * selective, *["alternate"] * alternate]
         depths = (1, profile.num_layers) if precision == "fp32" else (profile.num_layers,)  # bf16 is slow where the CPU has none
         ways = [(layers, way) for layers in depths for way in granularities]
@@ -188,7 +197,7 @@ def test_compiled_layers_are_predicted(name, precision, recomputed, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "precision"),
-    [("llama", "fp32"), ("llama", "bf16"), ("qwen2", "fp32"), ("qwen2", "bf16"), ("bert", "fp32"), ("gpt2", "bf16")],
+    [("llama", "fp32"), ("llama", "bf16"), ("bert", "fp32"), ("gpt2", "bf16")],
 )
 def test_block_attention_is_predicted(name, precision, tmp_path):
     """BERT and GPT-2 drop attention weights."""
@@ -204,8 +213,10 @@ def test_block_attention_is_predicted(name, precision, tmp_path):
     ("name", "precision"), [("llama", "bf16"), ("qwen2", "fp32"), ("gpt2", "bf16"), ("bert", "fp32"), ("t5", "bf16")]
 )
 def test_chunked_loss_is_predicted(name, precision, tmp_path):
-    """With a vocabulary that makes the loss the peak; GPT-2 and Qwen2 with tied weights, BERT with a bias."""
-    source = source_of(type(CONFIGS[name]).from_dict(CONFIGS[name].to_dict() | {"vocab_size": 6000}), tmp_path)
+    """With few layers and a vocabulary that makes the loss the peak; GPT-2 and Qwen2 with tied weights, BERT with a bias."""
+    fields = CONFIGS[name].to_dict()
+    shallow = {depth: 2 for depth in ("num_hidden_layers", "n_layer", "num_layers", "num_decoder_layers") if depth in fields}
+    source = source_of(type(CONFIGS[name]).from_dict(fields | shallow | {"vocab_size": 6000}), tmp_path)
     profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant(precision, "sdpa", False),))
     trace = profile.steps[0]
     assert trace.chunked_gap is not None
@@ -300,7 +311,7 @@ def test_parts_sum_to_the_total_and_parameters_are_whole(tmp_path):
     config = read_config(source)
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32)
     assert profile.parameters.total == sum(p.numel() for p in model.parameters())
-    assert profile.num_layers == 7
+    assert profile.num_layers == 6
     plan = plan_for(profile, "fp32", 0, batch=2, sequence=SEQUENCE)
     memory = predict_memory(profile, profile.steps[0], plan)
     for peak in memory.phases.values():

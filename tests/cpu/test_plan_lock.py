@@ -124,17 +124,15 @@ def test_files_that_are_no_lock(upshift, model, tmp_path):
 
 def test_a_deeper_model_is_the_same_profile_again(tmp_path):
     """Layers added to a profile against a trace of the deeper model: parameters, FLOPs and memory to the byte."""
-    variants = (Variant("fp32", "sdpa", False), Variant("bf16", "sdpa", False))
-    profiles = [traced(config_of(layers), tmp_path / str(layers), variants) for layers in (3, 7)]
+    profiles = [traced(config_of(layers), tmp_path / str(layers), (Variant("bf16", "sdpa", False),)) for layers in (3, 7)]
     deeper, real = with_layers(profiles[0], 7), profiles[1]
     assert deeper.parameters == real.parameters and deeper.num_layers == real.num_layers
     for batch, sequence in ((1, 32), (4, 64)):
         assert deeper.train_flops(batch, sequence) == pytest.approx(real.train_flops(batch, sequence), rel=1e-9)
-    for precision in ("fp32", "bf16"):
-        for recomputed in (0, 3, 7):
-            plan = plan_of(precision, recomputed, sequence=64)
-            peaks = [predict_memory(p, step_of(p, precision), plan).peak for p in (deeper, real)]
-            assert peaks[0] == pytest.approx(peaks[1], abs=1.0)
+    for recomputed in (0, 3, 7):
+        plan = plan_of("bf16", recomputed, sequence=64)
+        peaks = [predict_memory(p, p.steps[0], plan).peak for p in (deeper, real)]
+        assert peaks[0] == pytest.approx(peaks[1], abs=1.0)
 
 
 def traced(config: LlamaConfig, folder: Path, variants: tuple[Variant, ...]) -> ModelProfile:
@@ -147,10 +145,6 @@ def plan_of(precision: str, recomputed: int, *, sequence: int) -> Plan:
         activation_checkpointing=recomputed,
         per_device_train_batch_size=2, gradient_accumulation_steps=2,
     )  # fmt: skip
-
-
-def step_of(profile: ModelProfile, precision: str):
-    return next(step for step in profile.steps if step.precision == precision)
 
 
 def test_memory_of_a_traced_model_grows(model):
@@ -181,12 +175,15 @@ def test_questions_on_the_command_line(upshift, model):
     assert code == 0 and "Why not precision=fp32" in out and "more memory" in out
 
 
+NARROW = ("--set", "attention=sdpa", "--set", "precision=bf16", "--set", "torch_compile=off")  # searched at every size tried
+
+
 @pytest.mark.parametrize(("what", "least"), [("sequence", 256), ("batch", 8), ("model", 4)])
 def test_largest_on_the_command_line(upshift, model, what, least):
-    code, out, err = upshift("plan", model, *PLAN, *ON, "--largest", what, "--json", "--set", "attention=sdpa")
+    code, out, err = upshift("plan", model, *PLAN, *ON, "--largest", what, "--json", *NARROW)
     assert code == 0, err
     assert json.loads(out)["largest"]["value"] >= least
-    code, out, _ = upshift("plan", model, *PLAN, *ON, "--largest", what, "--set", "attention=sdpa")
+    code, out, _ = upshift("plan", model, *PLAN, *ON, "--largest", what, *NARROW)
     assert code == 0 and "fit 1xh100" in out
 
 

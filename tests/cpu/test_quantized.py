@@ -91,19 +91,19 @@ def measured_peak(model: nn.Module, plan: Plan, *, batch: int, sequence: int) ->
     set_attention(base_of(model), "sdpa")
     recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
     optimizer = build_optimizer(model, plan, Arguments(max_steps=10))
-    inputs = sample_inputs(base_of(model), "causal-lm", batch=batch, sequence=sequence, masked=False)
+    first, inputs = (sample_inputs(base_of(model), "causal-lm", batch=b, sequence=sequence, masked=False) for b in (1, batch))
 
-    def step() -> None:
-        for _ in range(plan.gradient_accumulation_steps):
+    def step(inputs: dict[str, torch.Tensor], micro_batches: int) -> None:
+        for _ in range(micro_batches):
             with torch.autocast("cpu", dtype=torch.bfloat16, enabled=plan.precision == "bf16"):
                 loss = model(**inputs, use_cache=False).loss
             (loss * 0.5).backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
+    step(first, 1)  # makes the optimizer's state
     with allocated_peak("cpu", resident_bytes=tensor_bytes(model, optimizer, *inputs.values())) as peak:
-        step()
+        step(inputs, plan.gradient_accumulation_steps)
     assert peak.bytes is not None
     return peak.bytes
 

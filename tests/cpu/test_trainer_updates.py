@@ -15,18 +15,19 @@ from upshift.errors import JobFailed, RequestError
 from upshift.planning.plan import Plan
 
 STEPS, ROWS = 6, 4
+LENGTH = 16  # so long that primes tell what depends on the length: it is traced in a third of the runs
 CONFIG = LlamaConfig(
     vocab_size=128, hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, tie_word_embeddings=True,
     max_position_embeddings=64,
 )  # fmt: skip
 GENERATOR = torch.Generator().manual_seed(3)
-IDS = [torch.randint(3, 128, (12,), generator=GENERATOR) for _ in range(STEPS * ROWS)]
+IDS = [torch.randint(3, 128, (LENGTH,), generator=GENERATOR) for _ in range(STEPS * ROWS)]
 DATA = [{"input_ids": ids, "labels": ids} for ids in IDS]
 WHOLE = ("precision=fp32", "torch_compile=off", "attention=sdpa", "gradient_accumulation_steps=1")
 
 
 def plan_of(**fields: Any) -> Plan:
-    given = {"device": "cpu", "host": "", "model": "", "sequence_length": 12, "per_device_train_batch_size": ROWS}
+    given = {"device": "cpu", "host": "", "model": "", "sequence_length": LENGTH, "per_device_train_batch_size": ROWS}
     return Plan.model_validate(given | fields)
 
 

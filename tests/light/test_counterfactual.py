@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from made_profile import LAYER, LAYERS, OUTSIDE, make_profile
 
@@ -322,6 +322,7 @@ def test_how_people_write_them() -> None:
     assert [read_duration(text) for text in ("72h", "3d", "90min", "1.5h")] == [259200, 259200, 5400, 5400]
 
 
+@settings(max_examples=25)
 @given(st.dictionaries(st.from_regex(r"[a-z][a-z0-9-]{0,12}[a-z0-9]", fullmatch=True), st.floats(0, 1e6), min_size=1, max_size=4))
 def test_prices(prices: dict[str, float]) -> None:
     assert read_prices(",".join(f"{name}={price!r}/h" for name, price in prices.items())) == pytest.approx(prices)

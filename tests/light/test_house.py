@@ -103,6 +103,12 @@ def tree(file: Path) -> ast.Module:
     return ast.parse(file.read_text(encoding="utf-8"), filename=str(file))
 
 
+@cache
+def nodes(file: Path) -> tuple[ast.AST, ...]:
+    return tuple(ast.walk(tree(file)))
+
+
+@cache
 def lines(file: Path) -> list[str]:
     return file.read_text(encoding="utf-8").splitlines()
 
@@ -131,8 +137,8 @@ def imported(node: ast.stmt, file: Path) -> list[str]:
 
 @cache
 def all_imports(file: Path) -> tuple[tuple[int, str], ...]:
-    nodes = [node for node in ast.walk(tree(file)) if isinstance(node, ast.Import | ast.ImportFrom)]
-    return tuple((node.lineno, name) for node in nodes for name in imported(node, file))
+    found = [node for node in nodes(file) if isinstance(node, ast.Import | ast.ImportFrom)]
+    return tuple((node.lineno, name) for node in found for name in imported(node, file))
 
 
 @cache
@@ -157,7 +163,8 @@ def first_imports(file: Path) -> tuple[tuple[int, str], ...]:
 @cache
 def way_to(module: str, libraries: tuple[str, ...]) -> str | None:
     """How importing this module of ours imports one of the libraries; None: it does not."""
-    waiting, seen = [(module, "")], set()
+    waiting: list[tuple[str, tuple[tuple[Path, int], ...]]] = [(module, ())]
+    seen = set()
     while waiting:
         name, way = waiting.pop(0)
         if name in seen:
@@ -168,16 +175,16 @@ def way_to(module: str, libraries: tuple[str, ...]) -> str | None:
         if name not in modules():
             continue
         for line, target in first_imports(modules()[name]):
-            here = f"{way}{at(modules()[name], line)}"
+            here = (*way, (modules()[name], line))
             if target.split(".")[0] in libraries:
-                return f"{here} imports {target}"
-            if target.split(".")[0] == "upshift":
-                waiting.append((target, f"{here} -> "))
+                return f"{' -> '.join(at(*there) for there in here)} imports {target}"
+            if target.split(".")[0] == "upshift" and target not in seen:
+                waiting.append((target, here))
     return None
 
 
 def functions(file: Path) -> Iterator[Function]:
-    return (node for node in ast.walk(tree(file)) if isinstance(node, Function))
+    return (node for node in nodes(file) if isinstance(node, Function))
 
 
 def refuse(broken: list[str], rule: str) -> None:
@@ -277,7 +284,7 @@ def test_only_settings_reads_the_environment() -> None:
     for file in sources():
         if module_of(file) == "upshift.settings":
             continue
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             attribute = isinstance(node, ast.Attribute) and node.attr in names and ast.unparse(node.value) == "os"
             direct = isinstance(node, ast.ImportFrom) and node.module == "os" and names & {n.name for n in node.names}
             if attribute or direct:
@@ -304,7 +311,7 @@ def test_functions_are_short() -> None:
 def test_broad_handlers_say_why() -> None:
     broken = []
     for file in sources():
-        for node in ast.walk(tree(file)):
+        for node in nodes(file):
             if not isinstance(node, ast.ExceptHandler):
                 continue
             caught = "" if node.type is None else ast.unparse(node.type)
@@ -316,7 +323,7 @@ def test_broad_handlers_say_why() -> None:
 
 
 def calls(file: Path, is_it: Callable[[ast.Call], bool]) -> Iterator[ast.Call]:
-    return (node for node in ast.walk(tree(file)) if isinstance(node, ast.Call) and is_it(node))
+    return (node for node in nodes(file) if isinstance(node, ast.Call) and is_it(node))
 
 
 def test_only_the_command_line_prints() -> None:
