@@ -19,6 +19,7 @@ from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware import detect
 from upshift.inference import race as race_module
 from upshift.inference.bounds import Limits, Quality, read_quality
+from upshift.inference.contestant import Contest, Entrants, Run
 from upshift.inference.encoding.batches import by_length, padded
 from upshift.inference.encoding.files import Rows, check_files, check_form, read_texts
 from upshift.inference.encoding.pool import pool
@@ -26,7 +27,7 @@ from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_rows import TokenRows
 from upshift.inference.encoding.token_scores import TokenScores, score_tokens, token_counts
 from upshift.inference.lines import blocks, count_lines
-from upshift.inference.race import Contest, Entrants, Race, Run
+from upshift.inference.race import Race
 from upshift.inference.sample import spread_over
 from upshift.inference.setup import EngineName, EngineSetup
 from upshift.models.source import ModelSource
@@ -225,7 +226,7 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     (tmp_path / "of_a_test").mkdir()
     (tmp_path / "of_a_test" / "contest.py").write_text(
         "import os\n"
-        "from upshift.inference.race import Run, contend\n"
+        "from upshift.inference.contestant import Run, contend\n"
         "def run(entrants, setup):\n"
         "    print('a library says hello', flush=True)\n"
         "    if setup.precision == 'tf32':\n"

@@ -37,6 +37,7 @@ from upshift.hardware.base_process import compiler_works
 from upshift.hardware.spec import Measured, Rates
 from upshift.inference import engines
 from upshift.inference.agreement import cosines
+from upshift.inference.contestant import EXACT_DIFFERENCE
 from upshift.inference.forecast import forecast_encoding, forecast_generation
 from upshift.inference.generation import prefill
 from upshift.inference.generation.decode import decode
@@ -49,7 +50,6 @@ from upshift.inference.generation.prefill import SHORTEST, common_prefix, remain
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.quantize import quantize
 from upshift.inference.generation.sequence import Sequence
-from upshift.inference.race import EXACT_DIFFERENCE
 from upshift.inference.setup import QUANTIZED, EngineSetup
 from upshift.inference.unfinished_lines import UnfinishedLines
 from upshift.inference.weights import engine_folder, find_weights

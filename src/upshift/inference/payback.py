@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from upshift.inference.bounds import Quality
+from upshift.inference.contestant import Run
 from upshift.inference.engines import ENGINES
 from upshift.inference.forecast import Forecast
 from upshift.inference.setup import EngineSetup
-
-if TYPE_CHECKING:
-    from upshift.inference.race import Run
 
 COMPILE_SECONDS = 40.0  # in the race, and before the run once more, from torch's own files; measured (docs/log.md)
 FEW = 1000.0  # texts or tokens: compiling would have to save 40 ms of each, and no forecast is worth its time

@@ -6,10 +6,8 @@ cosine to the reference's vector (of a text, or of the logits of a token) that a
 
 from __future__ import annotations
 
-import gc
 import hashlib
 import json
-import math
 import tempfile
 from collections.abc import Callable, Iterator
 from functools import partial
@@ -23,88 +21,19 @@ from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, Quality
+from upshift.inference.contestant import Contest, Entrants, Run, Runs
 from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_installed
 from upshift.inference.forecast import Forecast
 from upshift.inference.payback import FEW, Entering, entering, fastest, pays
-from upshift.inference.setup import EngineName, EngineSetup, Hint, Task
+from upshift.inference.setup import EngineName, EngineSetup
 from upshift.inference.weights import check_room, stored_for, weights_identity
 from upshift.installed import installed_versions
-from upshift.models.source import ModelSource
-from upshift.record import Spread
 from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
 LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2")  # that decide what wins
-EXACT_DIFFERENCE = 1e-4
 TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
-
-
-class Contest(Value):
-    """What is raced for."""
-
-    task: Task
-    source: ModelSource
-    asked: str  # the task's own value, as JSON
-    pad: int
-    batches: tuple[int, ...]  # every contestant tries each
-    hint: Hint
-
-
-class Entrants(Value):
-    """What the process of one engine is asked: its setups, one after the other."""
-
-    contest: Contest
-    setups: tuple[EngineSetup, ...]
-    sample: Path  # JSON list of lists of token ids
-    reference: Path  # what the reference gave: written by the first setup of all, read by the others
-
-
-class Run(Value):
-    """What came out of one contestant with one batch. Differences to the reference: of embeddings and scores as they are; of
-    logits over the largest of them."""
-
-    setup: EngineSetup
-    failure: str | None = None
-    load_seconds: float | None = None
-    seconds: Spread | None = None  # of the whole sample
-    per_second: float | None = None  # texts, or generated tokens
-    forecast_per_second: float | None = None  # by the planner's formulas, before it ran
-    first_seconds: float | None = None  # until the first tokens of a batch of prompts, or the slowest batch of texts
-    step_seconds: float | None = None  # of generation: one token more of each sequence
-    weight_bytes: int | None = None  # of generation: read in every step
-    same_tokens: float | None = None  # of generation: share of the likeliest tokens that are the reference's
-    largest_difference: float | None = None
-    worst_cosine: float | None = None
-    median_cosine: float | None = None
-
-    def agreement(self) -> str:
-        return f"differs by {self.largest_difference:.1e}, cosine {self.worst_cosine:.5f}"
-
-    def within(self, quality: Quality) -> bool:
-        if self.seconds is None or self.largest_difference is None or self.worst_cosine is None:
-            return False
-        return self.largest_difference <= EXACT_DIFFERENCE if quality == "exact" else self.worst_cosine >= quality
-
-    def beyond(self, limits: Limits) -> float:
-        """The largest of its times over what is allowed; up to 1.0 it holds them."""
-        first, step = self.first_seconds or 0.0, self.step_seconds or 0.0
-        return 1e3 * max(first / (limits.ttft_ms or math.inf), step / (limits.tpot_ms or math.inf))
-
-    def seconds_for(self, amount: float) -> float:
-        """Of so many texts or tokens; what compiles whenever it is loaded does so before the first."""
-        compiling = (self.load_seconds or 0.0) if ENGINES[self.setup.engine].uncompiled else 0.0
-        return compiling + amount / (self.per_second or math.inf)
-
-    def times(self) -> str:
-        step = "" if self.step_seconds is None else f", then {1e3 * self.step_seconds:.1f} ms a token"
-        return f"{1e3 * (self.first_seconds or 0.0):.1f} ms{step}"
-
-
-class Runs(Value):
-    """Of one contestant, with each batch."""
-
-    runs: tuple[Run, ...]
 
 
 class Race(Value):
@@ -234,18 +163,6 @@ def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
         for setup in waiting:
             last = said.last_words or f"its process ended with exit {said.exit}, signal {said.signal}"
             yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if said.timed_out else last)
-
-
-def contend(path: Path, answer: Callable[[Runs], None], run: Callable[[Entrants, EngineSetup], list[Run]]) -> None:
-    """An engine's process: an answer for each setup of the Entrants in ``path``. An error is that setup's failure alone."""
-    entrants = Entrants.from_file(path)
-    for setup in entrants.setups:
-        try:
-            found = run(entrants, setup)
-        except Exception as error:  # whatever a library raises: it is told to the user as why this setup did not run
-            found = [Run(setup=setup, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")]
-        answer(Runs(runs=tuple(found)))
-        gc.collect()  # before the next one is loaded
 
 
 def _kept(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:

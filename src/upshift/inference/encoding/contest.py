@@ -12,10 +12,10 @@ import numpy as np
 import transformers.modeling_utils  # noqa: F401  once for all engines
 
 from upshift.inference.agreement import cosines
+from upshift.inference.contestant import Entrants, Run, Runs, contend
 from upshift.inference.encoding.batches import by_length
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe
-from upshift.inference.race import Entrants, Run, Runs, contend
 from upshift.inference.setup import EngineSetup, Hint
 from upshift.record import Spread
 

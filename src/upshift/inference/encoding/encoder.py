@@ -11,13 +11,14 @@ from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, read_limit, read_quality
+from upshift.inference.contestant import Contest, Run
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_scores import TokenScores, token_counts
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.engines import check_engine
 from upshift.inference.forecast import forecast_encoding
-from upshift.inference.race import Contest, Race, Run, race
+from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
 from upshift.inference.weights import find_plain_weights

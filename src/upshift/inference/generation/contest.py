@@ -16,10 +16,10 @@ import transformers.modeling_utils  # noqa: F401  once for all engines
 
 from upshift.errors import JobFailed
 from upshift.inference.agreement import cosines
+from upshift.inference.contestant import Entrants, Run, Runs, contend
 from upshift.inference.engines import build_engine
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.task import GenerationTask
-from upshift.inference.race import Entrants, Run, Runs, contend
 from upshift.inference.setup import EngineSetup
 from upshift.inference.weights import engine_folder
 from upshift.record import Spread

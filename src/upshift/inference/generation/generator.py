@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.inference.bounds import Limits, read_limit, read_quality
+from upshift.inference.contestant import Contest, Run
 from upshift.inference.engines import build_engine, check_engine
 from upshift.inference.forecast import forecast_generation
 from upshift.inference.generation.decode import decode
@@ -20,7 +21,7 @@ from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
-from upshift.inference.race import Contest, Race, Run, race
+from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import engine_folder, find_weights, stored_for

@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import detect
+from upshift.inference.contestant import Contest, Entrants, Run
 from upshift.inference.engines import check_engine, is_installed
 from upshift.inference.generation.contest import run
 from upshift.inference.generation.engines.openvino_export import export, int4_weights
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.openvino_model import int8_weights, make
-from upshift.inference.race import Contest, Entrants, Run
 from upshift.inference.sample import spread
 from upshift.inference.setup import EngineName, EngineSetup
 from upshift.inference.weights import OPENVINO_FILE, engine_folder, find_weights, weights_size
