@@ -72,7 +72,8 @@ class LlamaCppContext:
         settings.type_k = settings.type_v = self._cache
         settings.kv_unified = True
         settings.swa_full = True  # windows look back into what other engines keep, too
-        settings.flash_attn_type = self._api.LLAMA_FLASH_ATTN_TYPE_ENABLED  # skips the places of other sequences
+        whole = self._cache == self._api.GGML_TYPE_F32
+        settings.flash_attn_type = self._api.LLAMA_FLASH_ATTN_TYPE_DISABLED if whole else self._api.LLAMA_FLASH_ATTN_TYPE_ENABLED
         return settings
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, asked: np.ndarray) -> np.ndarray:

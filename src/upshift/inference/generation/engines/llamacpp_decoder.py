@@ -56,7 +56,7 @@ class LlamaCppDecoder:
         self._prefix_length = len(prefix)
         self._shared = self._shared if self._rows else 0
         if prefix:
-            self._run(np.array(prefix), [Row(PREFIX, 0, 0)], [len(prefix)], asked=False)
+            self._run(np.array(prefix), [Row(PREFIX, 0, 0)], [len(prefix)])
         self._shared += len(prefix)
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
@@ -85,11 +85,11 @@ class LlamaCppDecoder:
         if not kept:
             self._shared = self._prefix_length
 
-    def _run(self, tokens: np.ndarray, rows: list[Row], sizes: list[int], *, asked: bool = True) -> np.ndarray:
-        """New tokens, so many of each of these rows -> the logits behind the last of each, if asked."""
+    def _run(self, tokens: np.ndarray, rows: list[Row], sizes: list[int]) -> np.ndarray:
+        """New tokens, so many of each of these rows -> the logits behind the last of each."""
         used = self._shared + sum(row.length - row.shared for row in self._rows)
         self._context.ask_room(max(row.sequence for row in rows) + 1, used + len(tokens))
         last = np.zeros(len(tokens), dtype=bool)
-        last[np.cumsum(sizes) - 1] = asked
+        last[np.cumsum(sizes) - 1] = True
         positions = np.concatenate([np.arange(row.length, row.length + size) for row, size in zip(rows, sizes, strict=True)])
         return self._context.run(tokens, positions, np.repeat([row.sequence for row in rows], sizes), last)
