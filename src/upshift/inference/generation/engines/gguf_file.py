@@ -21,22 +21,22 @@ from upshift.models.source import ModelSource
 MASKS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # that older files keep, and are computed anew
 HEAD = "lm_head.weight"
 FACTORS = "rope_freqs.weight"
+WHOLE = "ALL_F32"
 
 
-def make(source: ModelSource, path: Path, file_type: int, threads: int) -> None:
-    """``path``: f32.gguf, or another one beside it that llama.cpp rounds to ``file_type``. Put in place whole."""
+def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
+    """Its file of this llama_ftype, which llama.cpp makes of that in fp32. Each is put in place whole."""
     text: Any = read_config(source).get_text_config(decoder=True)
     family_of(text)  # refused before anything is loaded
-    plain = path.with_name("f32.gguf")
-    path.parent.mkdir(parents=True, exist_ok=True)
+    folder.mkdir(parents=True, exist_ok=True)
+    plain, path = folder / f"{WHOLE}.gguf", folder / f"{weights}.gguf"
     if not plain.is_file():
-        temporary = plain.with_name(f"writing-{plain.name}")
-        _write(source, text, temporary)
-        temporary.replace(plain)
+        _write(source, text, folder / f"writing-{plain.name}")
+        (folder / f"writing-{plain.name}").replace(plain)
     if not path.is_file():
-        temporary = path.with_name(f"writing-{path.name}")
-        _round(plain, temporary, file_type, threads)
-        temporary.replace(path)
+        _round(plain, folder / f"writing-{path.name}", weights, threads)
+        (folder / f"writing-{path.name}").replace(path)
+    return path
 
 
 def _write(source: ModelSource, text: Any, path: Path) -> None:
@@ -81,9 +81,9 @@ def _add(writer: Any, name: str, shape: Any) -> None:
     writer.add_tensor_info(name, tuple(shape), np.dtype(np.float32), 4 * prod(shape))
 
 
-def _round(plain: Path, path: Path, file_type: int, threads: int) -> None:
+def _round(plain: Path, path: Path, weights: str, threads: int) -> None:
     library = llamacpp()
     settings = library.api.llama_model_quantize_default_params()
-    settings.ftype, settings.nthread = file_type, threads
+    settings.ftype, settings.nthread = getattr(library.api, f"LLAMA_FTYPE_{weights}"), threads
     if library.api.llama_model_quantize(str(plain).encode(), str(path).encode(), byref(settings)):
         raise JobFailed(f"llama.cpp could not round {plain.name}: {library.said}")

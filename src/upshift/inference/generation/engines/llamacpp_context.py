@@ -18,9 +18,9 @@ PLACES = 512  # of the buffer, at least; llama.cpp rounds to 256
 
 
 class LlamaCppContext:
-    """``cache``: ggml's type of keys and values."""
+    """``cache``: ggml's type of keys and values, such as F16."""
 
-    def __init__(self, path: Path, cache: int, threads: int) -> None:
+    def __init__(self, path: Path, cache: str, threads: int) -> None:
         self._library = llamacpp()
         self._api = self._library.api
         settings = self._api.llama_model_default_params()
@@ -41,6 +41,7 @@ class LlamaCppContext:
             held = (c_uint8 * self._api.llama_state_get_size(self._context))()
             self._api.llama_state_get_data(self._context, held, len(held))
             self._free()  # before there is another
+            self._context = None
         if places > self._places:
             self._places = max(2 * places, PLACES)
         if sequences > self._sequences:
@@ -69,11 +70,11 @@ class LlamaCppContext:
         settings = self._api.llama_context_default_params()
         settings.n_ctx, settings.n_seq_max, settings.n_batch = self._places, self._sequences, BATCH
         settings.n_threads = settings.n_threads_batch = self._threads
-        settings.type_k = settings.type_v = self._cache
+        settings.type_k = settings.type_v = getattr(self._api, f"GGML_TYPE_{self._cache}")
         settings.kv_unified = True
         settings.swa_full = True  # windows look back into what other engines keep, too
-        whole = self._cache == self._api.GGML_TYPE_F32
-        settings.flash_attn_type = self._api.LLAMA_FLASH_ATTN_TYPE_DISABLED if whole else self._api.LLAMA_FLASH_ATTN_TYPE_ENABLED
+        flash = "DISABLED" if self._cache == "F32" else "ENABLED"  # it rounds keys and values to 16 bits
+        settings.flash_attn_type = getattr(self._api, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
         return settings
 
     def _run(self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, asked: np.ndarray) -> np.ndarray:

@@ -17,16 +17,17 @@ PREFIX = 0  # the sequence of what all prompts begin with
 
 
 class Kind(NamedTuple):
-    file: str  # its name
-    file_type: int  # llama_ftype, of the weights; products of rounded ones round activations alike
-    cache: int  # ggml_type, of keys and values
+    """In llama.cpp's words. Products of rounded weights round activations, too: to 16 bits, or to 8."""
+
+    weights: str
+    cache: str  # keys and values
 
 
 KINDS: dict[Precision, Kind] = {
-    "fp32": Kind("f32", 0, 0),
-    "fp16": Kind("f16", 1, 1),
-    "int8": Kind("q8_0", 7, 1),
-    "int4": Kind("q4_0", 2, 1),
+    "fp32": Kind("ALL_F32", "F32"),
+    "fp16": Kind("MOSTLY_F16", "F16"),
+    "int8": Kind("MOSTLY_Q8_0", "F16"),
+    "int4": Kind("MOSTLY_Q4_K_M", "F16"),  # as fast as Q4_0 here, and nearer
 }
 
 
@@ -43,8 +44,7 @@ class LlamaCppDecoder:
 
     def __init__(self, build: DecoderBuild) -> None:
         kind = KINDS[build.setup.precision]
-        path = build.folder / f"{kind.file}.gguf"
-        make(build.source, path, kind.file_type, build.setup.threads)
+        path = make(build.source, build.folder, kind.weights, build.setup.threads)
         self.weight_bytes = path.stat().st_size
         self._context = LlamaCppContext(path, kind.cache, build.setup.threads)
         self._rows: list[Row] = []
