@@ -31,6 +31,7 @@ class LlamaCppContext:
         self._cache, self._threads = cache, threads
         self._sequences = self._places = 0
         self._context: Any = None
+        self._free: Any = None
 
     def ask_room(self, sequences: int, places: int) -> None:
         """Makes the buffer larger, with all that it holds, where it is too small for so many."""
