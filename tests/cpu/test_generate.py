@@ -77,6 +77,10 @@ SEQ2SEQ: dict[str, Any] = {
 TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 TEXTS = ["one", "a longer one, of some words", "x", "the same words " * 4, "two two", "and a last one", "yes"]
 NEW = 14
+BUILT = pytest.mark.skipif(not engines.is_installed("llamacpp"), reason="llama-cpp-python is not installed: it compiles long")
+RUN = [(engine, kind) for engine in ("torch", "openvino") for kind in CONFIGS] + [
+    pytest.param("llamacpp", kind, marks=BUILT) for kind in ("llama", "gemma2, sliding", "gpt2")  # of those that it computes
+]
 
 
 def save(folder: Path, config: Any, kind: Any = AutoModelForCausalLM, **generation: Any) -> str:
@@ -135,8 +139,7 @@ def run(
     return [sequence.tokens for sequence in sequences]
 
 
-@pytest.mark.parametrize("engine", ["torch", "openvino"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("engine", "kind"), RUN)
 def test_greedy_text_is_that_of_transformers(
     made: dict[str, str], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -185,8 +188,7 @@ def test_what_computes_nothing_has_the_shapes_of_what_does(made: dict[str, str],
     assert {len(tokens) for tokens in run(nothing, prompts, 3, GenerationOptions(max_new_tokens=NEW))} == {NEW}
 
 
-@pytest.mark.parametrize("engine", ["torch", "openvino"])
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(("engine", "kind"), RUN)
 def test_what_prompts_begin_with_is_computed_once(
     made: dict[str, str], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -54,6 +54,10 @@ ENGINES: dict[EngineName, Entry] = {
         ("ctranslate2",), "ctranslate2",
         {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"))},
     ),
+    "llamacpp": Entry(
+        ("llama_cpp", "gguf"), "llamacpp",
+        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"))},
+    ),
     "torch-compiled": Entry(
         ("torch",), "",
         {

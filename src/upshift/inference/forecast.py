@@ -22,6 +22,7 @@ FORMATS: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
     "fp32": ("fp32", "fp32"),
     "tf32": ("fp32", "fp32"),
     "bf16": ("bf16", "bf16"),
+    "fp16": ("bf16", "bf16"),
     "fp16-weights": ("bf16", "fp32"),  # as many bytes; raced where the CPU has no bf16 and computes in fp32
     "int8-weights": ("int8", "fp32"),
     "int8": ("int8", "int8"),

@@ -32,7 +32,9 @@ from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-LIBRARIES = ("torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2")  # that decide what wins
+LIBRARIES = (  # that decide what wins
+    "torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2", "llama-cpp-python",
+)  # fmt: skip
 TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
 
 

@@ -9,11 +9,11 @@ from pydantic import Field
 from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
-EngineName = Literal["torch", "onnxruntime", "openvino", "ctranslate2", "torch-compiled", "nothing"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"]
+EngineName = Literal["torch", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing"]
+Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"]
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")
-ROUNDED: tuple[Precision, ...] = ("bf16", "fp16-weights", *QUANTIZED)
+ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp16-weights", *QUANTIZED)
 
 
 class EngineSetup(Value):

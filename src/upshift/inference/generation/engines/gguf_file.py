@@ -1,0 +1,89 @@
+"""A model's weights as llama.cpp's GGUF file, written tensor by tensor of safetensors; llama.cpp itself rounds them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import ExitStack
+from ctypes import byref
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from upshift.errors import JobFailed, RequestError
+from upshift.inference.generation.engines.gguf_form import describe, family_of, rope_factors
+from upshift.inference.generation.engines.llamacpp_library import llamacpp
+from upshift.inference.weights import weight_files
+from upshift.models.build import read_config
+from upshift.models.source import ModelSource
+
+MASKS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # that older files keep, and are computed anew
+HEAD = "lm_head.weight"
+FACTORS = "rope_freqs.weight"
+WHOLE = "ALL_F32"
+
+
+def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
+    """Its file of this llama_ftype, which llama.cpp makes of that in fp32. Each is put in place whole."""
+    text: Any = read_config(source).get_text_config(decoder=True)
+    family_of(text)  # refused before anything is loaded
+    folder.mkdir(parents=True, exist_ok=True)
+    plain, path = folder / f"{WHOLE}.gguf", folder / f"{weights}.gguf"
+    if not plain.is_file():
+        _write(source, text, folder / f"writing-{plain.name}")
+        (folder / f"writing-{plain.name}").replace(plain)
+    if not path.is_file():
+        _round(plain, folder / f"writing-{path.name}", weights, threads)
+        (folder / f"writing-{path.name}").replace(path)
+    return path
+
+
+def _write(source: ModelSource, text: Any, path: Path) -> None:
+    import gguf
+    import torch
+    from safetensors import safe_open
+
+    family = family_of(text)
+    architecture = next(known for known, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
+    names = gguf.get_tensor_name_map(architecture, text.num_hidden_layers)
+    writer = gguf.GGUFWriter(path, family.architecture)
+    describe(writer, text, family)
+    factors = rope_factors(text)
+    if factors is not None:
+        _add(writer, FACTORS, factors.shape)
+    with ExitStack() as stack:
+        stack.callback(writer.close)
+        files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(source)]
+        tensors = list(_stored(files, text))
+        for file, name in tensors:
+            known = names.get_name(name, try_suffixes=(".weight", ".bias"))
+            if known is None:
+                raise RequestError(f"GGUF has no name for {name!r} of a {text.model_type!r}")
+            _add(writer, known, family.change(name, torch.empty(file.get_slice(name).get_shape(), device="meta"), text).shape)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        if factors is not None:
+            writer.write_tensor_data(factors.numpy())
+        for file, name in tensors:
+            writer.write_tensor_data(family.change(name, file.get_tensor(name).float(), text).contiguous().numpy())
+
+
+def _stored(files: list[Any], text: Any) -> Iterator[tuple[Any, str]]:
+    for file in files:
+        for name in file.keys():  # noqa: SIM118
+            if not name.endswith(MASKS) and not (name == HEAD and text.tie_word_embeddings):
+                yield file, name
+
+
+def _add(writer: Any, name: str, shape: Any) -> None:
+    writer.add_tensor_info(name, tuple(shape), np.dtype(np.float32), 4 * prod(shape))
+
+
+def _round(plain: Path, path: Path, weights: str, threads: int) -> None:
+    library = llamacpp()
+    settings = library.api.llama_model_quantize_default_params()
+    settings.ftype, settings.nthread = getattr(library.api, f"LLAMA_FTYPE_{weights}"), threads
+    if library.api.llama_model_quantize(str(plain).encode(), str(path).encode(), byref(settings)):
+        raise JobFailed(f"llama.cpp could not round {plain.name}: {library.said}")

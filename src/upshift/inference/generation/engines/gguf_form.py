@@ -1,0 +1,178 @@
+"""What llama.cpp computes of a family of models, and what its GGUF file says of one of them.
+
+A file names an architecture and its sizes; everything else is fixed in llama.cpp's own code, so a config that says something else
+is refused. Read from its sources (src/models and conversion, September 2026).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from math import sqrt
+from operator import not_, truth
+from typing import Any, NamedTuple
+
+from upshift.errors import RequestError
+
+TANH = ("gelu_new", "gelu_pytorch_tanh").__contains__
+SILU = ("silu", "swish").__contains__
+PLAIN_ROPES = ("default", "linear")
+ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
+TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # Conv1D keeps inputs first
+
+Change = Callable[[str, Any, Any], Any]  # a tensor by its name in transformers, and the config -> as llama.cpp has it
+
+
+def _as_it_is(name: str, tensor: Any, text: Any) -> Any:
+    return tensor
+
+
+def _pairs(name: str, tensor: Any, text: Any) -> Any:
+    """llama.cpp rotates neighbours of a head, where transformers rotates its halves."""
+    if not name.endswith(ROTATED):
+        return tensor
+    return tensor.unflatten(0, (-1, 2, head_width(text) // 2)).transpose(1, 2).flatten(0, 2)
+
+
+def _transposed(name: str, tensor: Any, text: Any) -> Any:
+    return tensor.T if name.endswith(TRANSPOSED) else tensor
+
+
+def _norms_from_zero(name: str, tensor: Any, text: Any) -> Any:
+    """Gemma's norms multiply with 1 + weight."""
+    return tensor + 1.0 if name.endswith("norm.weight") else tensor
+
+
+def _scaled(queries: str, largest: int) -> Change:
+    """llama.cpp scales queries by the width of a head, or in the ``largest`` of the family (layers) by that of the states over
+    heads; transformers by a number of the config."""
+
+    def changed(name: str, tensor: Any, text: Any) -> Any:
+        width = text.hidden_size // text.num_attention_heads if text.num_hidden_layers == largest else head_width(text)
+        found = _norms_from_zero(name, tensor, text)
+        return found * sqrt(width / text.query_pre_attn_scalar) if name.endswith(queries) else found
+
+    return changed
+
+
+class Family(NamedTuple):
+    architecture: str  # in llama.cpp's words
+    able: Mapping[str, Callable[[Any], bool]]  # fields of the config: which of their values it computes
+    change: Change = _as_it_is
+    ropes: tuple[str, ...] = PLAIN_ROPES
+    windows: bool = False  # layers that look back less far
+
+
+GEMMA = {"attention_bias": not_, "use_bidirectional_attention": not_}
+FAMILIES: dict[str, Family] = {  # by the config's model_type
+    "llama": Family("llama", {"hidden_act": SILU}, _pairs, ropes=(*PLAIN_ROPES, "llama3")),
+    "mistral": Family("llama", {"hidden_act": SILU}, _pairs, ropes=(*PLAIN_ROPES, "llama3")),
+    "qwen2": Family("qwen2", {"hidden_act": SILU}),
+    "qwen3": Family("qwen3", {"hidden_act": SILU, "attention_bias": not_}),
+    "phi3": Family("phi3", {"hidden_act": SILU}),
+    "gemma": Family("gemma", {"hidden_act": TANH, **GEMMA}, _norms_from_zero),
+    "gemma2": Family(
+        "gemma2", {"hidden_activation": TANH, "attn_logit_softcapping": truth, "final_logit_softcapping": truth, **GEMMA},
+        _scaled("q_proj.weight", largest=46), windows=True,
+    ),
+    "gemma3_text": Family(
+        "gemma3", {"hidden_activation": TANH, "attn_logit_softcapping": not_, **GEMMA},
+        _scaled("q_norm.weight", largest=62), windows=True,
+    ),
+    "gpt2": Family(
+        "gpt2",
+        {
+            "activation_function": TANH, "scale_attn_weights": truth, "scale_attn_by_inverse_layer_idx": not_,
+            "add_cross_attention": not_,
+        },
+        _transposed, ropes=(),
+    ),
+}  # fmt: skip
+
+
+def family_of(text: Any) -> Family:
+    """``text``: a config of transformers. Raises RequestError for what llama.cpp, or the file written here, cannot do."""
+    kind = text.model_type
+    if kind not in FAMILIES:
+        raise RequestError(f"there is no GGUF of {kind!r} here; there is of {', '.join(FAMILIES)}")
+    found = FAMILIES[kind]
+    wrong = list(_unable(text, found))
+    if wrong:
+        raise RequestError(f"llama.cpp does not compute a {kind!r} with {', '.join(wrong)}")
+    return found
+
+
+def _unable(text: Any, family: Family) -> Iterator[str]:
+    for name, able in family.able.items():
+        value = getattr(text, name, None)
+        if not able(value):
+            yield f"{name}={value!r}"
+    for kind in {rope["rope_type"] for rope in ropes(text).values()}:
+        if kind not in family.ropes:
+            yield f"rope_type={kind!r}"
+    window = getattr(text, "sliding_window", None)
+    if window and window < text.max_position_embeddings and not family.windows:
+        yield f"sliding_window={window}"
+
+
+def ropes(text: Any) -> dict[str, Any]:
+    """By kind of layer, where there is a difference; empty: positions are learned."""
+    said = getattr(text, "rope_parameters", None) or {}
+    return said if "full_attention" in said else {"full_attention": said} if said else {}
+
+
+def head_width(text: Any) -> int:
+    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+
+
+def describe(writer: Any, text: Any, family: Family) -> None:
+    """Into ``writer``, a gguf.GGUFWriter. Token ids go in and logits come out, so there is no vocabulary but its size."""
+    writer.add_tokenizer_model("none")
+    writer.add_vocab_size(text.vocab_size)
+    writer.add_context_length(text.max_position_embeddings)
+    writer.add_embedding_length(text.hidden_size)
+    writer.add_block_count(text.num_hidden_layers)
+    writer.add_feed_forward_length(getattr(text, "intermediate_size", None) or text.n_inner or 4 * text.hidden_size)
+    writer.add_head_count(text.num_attention_heads)
+    writer.add_head_count_kv(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    writer.add_key_length(head_width(text))
+    writer.add_value_length(head_width(text))
+    if hasattr(text, "rms_norm_eps"):
+        writer.add_layer_norm_rms_eps(text.rms_norm_eps)
+    else:
+        writer.add_layer_norm_eps(text.layer_norm_epsilon)
+    _describe_positions(writer, text, family)
+    if getattr(text, "attn_logit_softcapping", None):
+        writer.add_attn_logit_softcapping(text.attn_logit_softcapping)
+    if getattr(text, "final_logit_softcapping", None):
+        writer.add_final_logit_softcapping(text.final_logit_softcapping)
+
+
+def _describe_positions(writer: Any, text: Any, family: Family) -> None:
+    from gguf import RopeScalingType
+
+    found = ropes(text)
+    if found:
+        rope = found["full_attention"]
+        writer.add_rope_dimension_count(int(head_width(text) * rope.get("partial_rotary_factor", 1.0)))
+        writer.add_rope_freq_base(rope["rope_theta"])
+        if rope["rope_type"] == "linear":
+            writer.add_rope_scaling_type(RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(rope["factor"])
+    if "sliding_attention" in found:
+        writer.add_rope_freq_base_swa(found["sliding_attention"]["rope_theta"])
+    if family.windows:
+        writer.add_sliding_window(text.sliding_window)
+        writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in text.layer_types])
+
+
+def rope_factors(text: Any) -> Any:
+    """What llama.cpp divides each frequency by, a tensor of half a head; None where the file's own numbers say it all."""
+    rope = ropes(text).get("full_attention", {})
+    if rope.get("rope_type") != "llama3":
+        return None
+    import torch
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    width = head_width(text)
+    plain = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
+    return plain / ROPE_INIT_FUNCTIONS["llama3"](text, device=torch.device("cpu"))[0]
