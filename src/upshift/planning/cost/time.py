@@ -80,7 +80,9 @@ def micro_batch_terms(
         if plan.activation_offload and item.is_layer:
             offloaded += left
     if plan.torch_compile != "off" or plan.fused_kernels:
-        moved, kernels = moved * COMPILED_MOVED_SHARE, kernels * COMPILED_KERNEL_SHARE
+        kernels *= COMPILED_KERNEL_SHARE
+    if plan.torch_compile != "off":  # what kernels written for it move is counted (cost/fused.py)
+        moved *= COMPILED_MOVED_SHARE
     terms = {
         "matrix products": matmul / rates.matrix + outside / rates.outside,
         "attention": attention / rates.attention,
@@ -197,8 +199,8 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
         if link is None or memory is None:
             return None
         # A gradient goes to the host, a weight comes back.
-        return clipped / rates.memory + 2.0 * size / link + moved / memory
-    seconds = (moved + clipped) / rates.memory + update_flops(profile, plan) / rates.matrix
+        return clipped / rates.stream + 2.0 * size / link + moved / memory
+    seconds = (moved + clipped) / rates.stream + update_flops(profile, plan) / rates.matrix
     seconds += elements * update_core_seconds(plan) / plan.threads_per_process
     if plan.optimizer_in_backward and plan.device == "cpu":
         num_tensors = sum(shape.count for shape in trained_shapes(profile))
