@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from published_programs import program_of, with_program
+from published_programs import choices_of, config_of, program_of, recomputed_way, with_program
 
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.harness import format_table
@@ -43,11 +43,6 @@ TRACED_LENGTH = 2048  # the polynomials of fused attention hold at any length
 NEEDED = ("fully_shard", "recompute", "micro_batch", "data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_length")
 STAGES = {"none": "no", "zero1": "optimizer", "zero2": "gradients", "zero3": "weights", "hybrid": "weights"}
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved_1f1b", "interleaved_1f1b": "interleaved_1f1b", "gpipe": "gpipe"}
-# Of pre-training codes: no dropout, one kernel for the activation (GPT-2's own in transformers is eight).
-NO_DROPOUT = {
-    "attention_dropout": 0.0, "hidden_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "dropout": 0.0, "use_cache": False, "activation_function": "gelu",
-}  # fmt: skip
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "tf32")
 
 
@@ -92,14 +87,17 @@ def layout_of(row: dict[str, Any]) -> Layout:
 def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfile | str]) -> ModelProfile | str:
     """Traced once for a config and way of recomputing; its reason where it cannot be."""
     positions = dict.fromkeys(POSITIONS, MAX_POSITIONS)
-    config = json.dumps({**NO_DROPOUT, **row["config"], **positions}, sort_keys=True)
-    way = program_of(row).selective if row["recompute"] == "selective" else "full"
-    key = f"{config} {way}"
+    config = json.dumps(config_of(row) | positions, sort_keys=True)
+    way, attention = recomputed_way(row), choices_of(row).get("attention", "sdpa")
+    key = f"{config} {way} {attention} {row['precision']}"
     if key not in profiles:
         path = folder / f"{len(profiles)}.json"
         path.write_text(config)
-        named = Variant("bf16", "sdpa", False, True, selective=way == "selective", alternate=way == "alternate", compiled=True)
-        variants = (named, named._replace(precision="bf16-pure"))
+        named = Variant("bf16", attention, False, True, selective=way == "selective", alternate=way == "alternate", compiled=True)
+        pure = named._replace(precision="bf16-pure")
+        variants = (pure,) if program_of(row).neox else (named, pure)
+        if row["precision"] in ("fp32", "tf32"):
+            variants = (named._replace(precision="fp32"),)
         tell(f"tracing {row['model']}")
         try:
             profiles[key] = profile_model(find_model(str(path)), sequence_length=TRACED_LENGTH, variants=variants)
@@ -113,21 +111,19 @@ def predict(row: dict[str, Any], profile: ModelProfile) -> Candidate | str:
         host, layout = describe(row["host"]), layout_of(row)
     except (RequestError, ValueError) as error:
         return str(error)
-    layers = profile.num_layers
-    recomputed = 0 if row["recompute"] == "none" else layers
+    way = recomputed_way(row)
+    recomputed = 0 if way is None else profile.num_layers
     accumulation = row["gradient_accumulation"] or 1
     divided = profile.tensor_parallel
     if layout.tensor_parallel > 1 and (divided is None or divided.divisor % layout.tensor_parallel):
         return profile.tensor_parallel_reason
-    program = program_of(row)
-    way = program.selective if row["recompute"] == "selective" else "full"
     plan = Plan(
         device="cuda", host=host.fingerprint, model=profile.model_hash, sequence_length=row["sequence_length"],
         precision=row["precision"], per_device_train_batch_size=row["micro_batch"], gradient_accumulation_steps=accumulation,
-        activation_checkpointing=recomputed, recompute_granularity=way, torch_compile="layer" if row["compile"] else "off",
+        activation_checkpointing=recomputed, recompute_granularity=way or "full", torch_compile="layer" if row["compile"] else "off",
         num_processes=host.num_devices, layout=layout,
     )  # fmt: skip
-    plan = plan.model_copy(update={**program.plan, **(program.when_compiled if row["compile"] else {})})
+    plan = plan.model_copy(update=choices_of(row))
     workload = Workload(sequence_length=row["sequence_length"], global_batch=plan.global_batch, total_steps=10**9)
     if host.device != "cuda":
         return f"plans are for CPUs and CUDA devices, not {host.device}"
