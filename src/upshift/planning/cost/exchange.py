@@ -137,10 +137,10 @@ class Exchange:
     @property
     def _expert_elements(self) -> float:
         """Of ``_elements``, those of the experts that ranks share: only ranks with the same ones exchange them."""
-        layout = self.plan.layout
+        layout, stage = self.plan.layout, self.stage
         if layout.expert_parallel == 1:
             return 0.0
-        found = experts_of(self.profile, self.stage.first, self.stage.last)
+        found = self.known.get(("experts", stage.first, stage.last), lambda: experts_of(self.profile, stage.first, stage.last))
         return found / layout.tensor_parallel / layout.expert_parallel
 
     def _of_weights(self, operation: Collective, elements: float, experts: float, size: float, group: Group) -> float:
@@ -180,7 +180,9 @@ class Exchange:
         """Tokens go to their experts and come back, and so do gradients."""
         experts, stage = self.profile.experts, self.stage
         sent = self._hidden_bytes * (experts.per_token if experts else 0)
-        mixtures = sum(experts_of(self.profile, layer, layer + 1) > 0.0 for layer in range(stage.first, stage.last))
+        layers = range(stage.first, stage.last)
+        key = ("mixtures", stage.first, stage.last)
+        mixtures = self.known.get(key, lambda: sum(experts_of(self.profile, layer, layer + 1) > 0.0 for layer in layers))
         return (4.0 + 2.0 * self._repeated) * mixtures * self._collective("all_to_all", sent, group)
 
     def _sharded(self, group: Group) -> float:

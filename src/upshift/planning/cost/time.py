@@ -34,13 +34,13 @@ LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 CLIP_WORDS = 2.0  # norm reads, scaling writes
 UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
-# torchao reads an operand of a matrix product in bf16 for its scale, reads it again and writes fp8: 2.5 words. Of the nine tensors
-# of a weight's three products five are operands to cast: two forward, the weight, the input and one gradient backward. Transformer
-# Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words of three tensors. Counted from sources,
-# never measured here.
+# torchao reads an operand of a matrix product in bf16 for its scale, reads it again and writes fp8: 2.5 words. Of the nine
+# tensors of a weight's three products five are operands to cast: the weight and the input in each pass, the output's gradient.
+# Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words of three tensors. Counted
+# from sources, never measured here.
 FP8_CAST_SHARE, FUSED_FP8_CAST_SHARE, FP8_KERNELS = 2.5 * 5 / 9, 2.0 * 3 / 9, 3.0
-# Every rank waits for the slowest, so a step is longer by this share for each doubling of the nodes. Fitted on LLM Foundry's MPT of
-# 125M, 760M, 3B, 13B and 70B on 1 to 16 nodes (docs/log.md).
+# Every rank waits for the slowest, so a step is longer by this share for each doubling of the nodes. Fitted on LLM Foundry's
+# MPT of 125M, 760M, 3B, 13B and 70B on 1 to 16 nodes (docs/log.md).
 WAITING_SHARE = 0.01
 GIGABIT_BYTES = 5e9  # gradient exchange between processes of one host, through shared memory
 
