@@ -22,7 +22,8 @@ in the number of micro-batches alone, memory was measured once: 19 measurements 
 bigscience (Megatron-DeepSpeed) and Calculon's restatement of Megatron-LM's table ran GPT with fused softmax over whole scores on
 A100; no Hugging Face class of theirs says how ranks divide it, so GPT-NeoX of the same widths is predicted, with attention as one
 kernel: what moving the scores takes is missing. bigscience's memory is whole "GB" of nvidia-smi, for the whole device. torchtune
-ran one device all in bf16; what its rows turned on beside is read from their notes.
+ran one device all in bf16; what its rows turned on beside is read from their notes. MaxText's rows are of TPUs, for which no
+training is planned. Inference (TensorRT-LLM and others): [inference_planning.md](inference_planning.md).
 
 tau is Kendall's, over pairs of rows whose measured speeds differ by more than 2 %: among all rows of a model, on any host and of
 any length, and among those of one length, which differ in the number of devices and in the micro-batch, mostly by a few percent.

@@ -78,15 +78,17 @@ def divide_experts(profile: ModelProfile, trace: StepTrace, ranks: int) -> StepT
             parts[index] = 1.0 - min(experts, 1.0) * (1.0 - 1.0 / ranks)
             number += 1
         recomputed = {
-            way: tuple(_constants(layer, part) for layer, part in zip(layers, parts, strict=True))
+            way: tuple(of_constants(layer, part) for layer, part in zip(layers, parts, strict=True))
             for way, layers in traced.recomputed.items()
         }
-        plain = tuple(_constants(layer, part) for layer, part in zip(traced.plain, parts, strict=True))
+        plain = tuple(of_constants(layer, part) for layer, part in zip(traced.plain, parts, strict=True))
         stacks.append(StackTrace(plain=plain, recomputed=recomputed))
     return trace.model_copy(update={"stacks": tuple(stacks)})
 
 
-def _constants(layer: Segment, part: float) -> Segment:
+def of_constants(layer: Segment, part: float) -> Segment:
+    """With this part of what does not grow with tokens: weights, their gradients and kernels."""
+
     def less(polynomial: Polynomial) -> Polynomial:
         return polynomial._replace(one=polynomial.one * part)
 

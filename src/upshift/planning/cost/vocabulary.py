@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from upshift.models.profile import ModelProfile, PassCost, Polynomial, Segment, StepTrace
-from upshift.planning.cost.divide import scaled, total
+from upshift.planning.cost.divide import of_constants, scaled, total
 from upshift.planning.cost.share import compute_bytes
 from upshift.planning.plan import Plan
 
@@ -31,12 +31,14 @@ def with_own_loss(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTr
     if plan.loss_kernel == "eager" and not plan.layout.vocabulary_parallel:
         return trace
     head = _Head(profile.vocab_size or 0, profile.hidden_size or 0, plan)
-    return trace.model_copy(
-        update={
-            "gaps": (*trace.gaps[:-1], head.segment(trace.gaps[-1])),
-            "gaps_recomputed": {way: (*gaps[:-1], head.segment(gaps[-1])) for way, gaps in trace.gaps_recomputed.items()},
-        }
-    )
+    declared = "embedding_rowwise" in profile.declares.tensor_parallel_plan.values()
+    part = 1.0 / plan.layout.tensor_parallel if plan.layout.vocabulary_parallel and not declared else 1.0
+
+    def divided(gaps: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        return (of_constants(gaps[0], part), *gaps[1:-1], head.segment(gaps[-1]))
+
+    again = {way: divided(gaps) for way, gaps in trace.gaps_recomputed.items()}
+    return trace.model_copy(update={"gaps": divided(trace.gaps), "gaps_recomputed": again})
 
 
 def bytes_a_word(size: float, vocabulary: int, hidden: int) -> float:
