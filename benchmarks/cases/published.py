@@ -19,7 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from published_programs import program_of, with_program
+from published_page import PAGE
+from published_programs import choices_of, config_of, program_of, recomputed_way, with_program
 
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.harness import format_table
@@ -43,11 +44,7 @@ TRACED_LENGTH = 2048  # the polynomials of fused attention hold at any length
 NEEDED = ("fully_shard", "recompute", "micro_batch", "data_parallel", "tensor_parallel", "pipeline_parallel", "sequence_length")
 STAGES = {"none": "no", "zero1": "optimizer", "zero2": "gradients", "zero3": "weights", "hybrid": "weights"}
 SCHEDULES = {"1f1b": "1f1b", "interleaved": "interleaved_1f1b", "interleaved_1f1b": "interleaved_1f1b", "gpipe": "gpipe"}
-# Of pre-training codes: no dropout, one kernel for the activation (GPT-2's own in transformers is eight).
-NO_DROPOUT = {
-    "attention_dropout": 0.0, "hidden_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
-    "dropout": 0.0, "use_cache": False, "activation_function": "gelu",
-}  # fmt: skip
+FULL = ("fp32", "tf32")
 PRECISIONS = ("bf16", "fp16", "fp8", "fp32", "tf32")
 
 
@@ -74,6 +71,22 @@ def read_rows(sources: tuple[str, ...]) -> list[dict[str, Any]]:
     return list(unique.values())
 
 
+def not_told(sources: tuple[str, ...]) -> dict[str, int]:
+    """Why rows of these sources cannot be predicted, and how many."""
+    reasons = defaultdict[str, int](int)
+    for line in (PUBLISHED / "training.jsonl").read_text().splitlines():
+        row = json.loads(line)
+        if any(source in row["source"] for source in sources) and row["method"] in ("pretrain", "full"):
+            missing = [field for field in NEEDED if row[field] is None]
+            if not row["verified"]:
+                reasons[f"{row['source']}: second hand"] += 1
+            elif row["precision"] not in PRECISIONS:
+                reasons[f"{row['source']}: no plans in {row['precision']}"] += 1
+            elif missing:
+                reasons[f"{row['source']}: {', '.join(missing)} not told"] += 1
+    return dict(reasons)
+
+
 def layout_of(row: dict[str, Any]) -> Layout:
     sharing = row["data_parallel"] * (row["context_parallel"] or 1)
     in_node = int(row["host"].split("x")[-2]) if row["host"].count("x") and row["host"].split("x")[-2].isdigit() else 1
@@ -92,14 +105,17 @@ def layout_of(row: dict[str, Any]) -> Layout:
 def profile_of(row: dict[str, Any], folder: Path, profiles: dict[str, ModelProfile | str]) -> ModelProfile | str:
     """Traced once for a config and way of recomputing; its reason where it cannot be."""
     positions = dict.fromkeys(POSITIONS, MAX_POSITIONS)
-    config = json.dumps({**NO_DROPOUT, **row["config"], **positions}, sort_keys=True)
-    way = program_of(row).selective if row["recompute"] == "selective" else "full"
-    key = f"{config} {way}"
+    config = json.dumps(config_of(row) | positions, sort_keys=True)
+    way, attention = recomputed_way(row), choices_of(row).get("attention", "sdpa")
+    key = f"{config} {way} {attention} {row['precision'] in FULL}"
     if key not in profiles:
         path = folder / f"{len(profiles)}.json"
         path.write_text(config)
-        named = Variant("bf16", "sdpa", False, True, selective=way == "selective", alternate=way == "alternate", compiled=True)
-        variants = (named, named._replace(precision="bf16-pure"))
+        named = Variant("bf16", attention, False, True, selective=way == "selective", alternate=way == "alternate", compiled=True)
+        pure = named._replace(precision="bf16-pure")
+        variants = (pure,) if program_of(row).neox else (named, pure)
+        if row["precision"] in FULL:
+            variants = (named._replace(precision="fp32"),)
         tell(f"tracing {row['model']}")
         try:
             profiles[key] = profile_model(find_model(str(path)), sequence_length=TRACED_LENGTH, variants=variants)
@@ -113,21 +129,19 @@ def predict(row: dict[str, Any], profile: ModelProfile) -> Candidate | str:
         host, layout = describe(row["host"]), layout_of(row)
     except (RequestError, ValueError) as error:
         return str(error)
-    layers = profile.num_layers
-    recomputed = 0 if row["recompute"] == "none" else layers
+    way = recomputed_way(row)
+    recomputed = 0 if way is None else profile.num_layers
     accumulation = row["gradient_accumulation"] or 1
     divided = profile.tensor_parallel
     if layout.tensor_parallel > 1 and (divided is None or divided.divisor % layout.tensor_parallel):
         return profile.tensor_parallel_reason
-    program = program_of(row)
-    way = program.selective if row["recompute"] == "selective" else "full"
     plan = Plan(
         device="cuda", host=host.fingerprint, model=profile.model_hash, sequence_length=row["sequence_length"],
         precision=row["precision"], per_device_train_batch_size=row["micro_batch"], gradient_accumulation_steps=accumulation,
-        activation_checkpointing=recomputed, recompute_granularity=way, torch_compile="layer" if row["compile"] else "off",
-        num_processes=host.num_devices, layout=layout,
+        activation_checkpointing=recomputed, recompute_granularity=way or "full",
+        torch_compile="layer" if row["compile"] else "off", num_processes=host.num_devices, layout=layout,
     )  # fmt: skip
-    plan = plan.model_copy(update={**program.plan, **(program.when_compiled if row["compile"] else {})})
+    plan = plan.model_copy(update=choices_of(row))
     workload = Workload(sequence_length=row["sequence_length"], global_batch=plan.global_batch, total_steps=10**9)
     if host.device != "cuda":
         return f"plans are for CPUs and CUDA devices, not {host.device}"
@@ -149,6 +163,14 @@ def predicted_gib(candidate: Candidate, kind: str | None) -> float:
     return gib({"allocated": memory.peak, "reserved": predict_reserved(memory)}.get(kind or "device", candidate.resident))
 
 
+def held_by(row: dict[str, Any], profile: ModelProfile) -> Candidate | None:
+    """The plan whose memory the row's program holds, where it is not the same: that of as many micro-batches as stages."""
+    if not program_of(row).buffers or row["gradient_accumulation"] <= row["pipeline_parallel"]:
+        return None
+    found = predict(row | {"gradient_accumulation": row["pipeline_parallel"]}, profile)
+    return found if isinstance(found, Candidate) else None
+
+
 def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[str, int]]:
     scored, skipped = [], defaultdict[str, int](int)
     profiles: dict[str, ModelProfile | str] = {}
@@ -161,7 +183,7 @@ def score(rows: list[dict[str, Any]], case: Case) -> tuple[list[Scored], dict[st
                 continue
             devices = describe(row["host"]).num_devices
             speed, memory = measured_speed(row), row.get("peak_gib")
-            held = predicted_gib(found, row["memory_kind"])
+            held = predicted_gib(held_by(row, profile) or found, row["memory_kind"])
             predicted = Numbers(
                 tokens_per_second=found.tokens_per_second / devices,
                 peak_gib=held,
@@ -242,33 +264,6 @@ def worst_rows(scored: list[Scored], *, markdown: bool, count: int) -> str:
     return format_table(("source", "host", "row", "speed", "memory"), cells, markdown=markdown)
 
 
-PAGE = """# Accuracy against published measurements
-
-Made by `python benchmarks/cases/published.py{asked} --write docs/accuracy_published.md`. Each row of
-[benchmarks/published](../benchmarks/published/README.md) that says its layout was predicted from its config, its hardware's
-table row, its settings and what its source's program is documented to do
-([published_programs.py](../benchmarks/cases/published_programs.py)); errors are predicted / measured - 1. {count} rows; left
-out: {skipped}.
-
-Memory is that of a plan with the same choices: SimuMax ran Megatron-LM (bf16 weights, the rest by its distributed optimizer,
-words divided, fused kernels and loss), torchtitan keeps every second product of a recomputed layer and divides words. A source
-that says nothing is predicted as Hugging Face modules with their own loss. Reserved memory is the allocator's, without context
-and NCCL. Against the same program on gloo ranks errors are 0 to 3 % (tests/cpu/test_layouts.py). Rates of the A100 and H100
-were fitted, three factors each, on LLM Foundry's MPT 125M, 760M, 3B, 13B and 70B, those of the B200 on SimuMax's Llama 3 70B
-(src/upshift/planning/cost/rates.py); all other rows were in no fit, and nothing about memory was fitted. Of SimuMax's
-rows that differ in the number of micro-batches alone, memory was measured once: 19 measurements of allocated memory.
-
-tau is Kendall's, over pairs of rows whose measured speeds differ by more than 2 %: among all rows of a model, on any host and of
-any length, and among those of one length, which differ in the number of devices and in the micro-batch, mostly by a few percent.
-
-{tables}
-
-## The worst rows first
-
-{worst}
-"""
-
-
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--sources", default="", help="parts of repository names, separated by commas; default: all")
@@ -283,7 +278,7 @@ def main(arguments: list[str] | None = None) -> int:
         tell(f"left out {count}: {reason}")
     print(tables(scored, markdown=False), worst_rows(scored, markdown=False, count=25), sep="\n\n")
     if options.write:
-        left = "; ".join(f"{count} ({reason})" for reason, count in skipped.items()) or "none"
+        left = "\n".join(f"- {count}: {reason}" for reason, count in (skipped | not_told(sources)).items()) or "none"
         asked = f" --sources {options.sources}" if sources else ""
         options.write.write_text(
             PAGE.format(

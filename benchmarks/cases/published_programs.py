@@ -17,7 +17,9 @@ class Program:
     plan: dict[str, Any] = field(default_factory=dict)  # choices of Plan
     when_compiled: dict[str, Any] = field(default_factory=dict)  # of those that the row says were compiled
     layout: dict[str, Any] = field(default_factory=dict)  # of Layout, where the row's layout can have them
-    selective: Granularity = "selective"  # what the source means by it
+    selective: Granularity | None = "selective"  # what the source means by it; None: attention's core, which sdpa repeats
+    buffers: bool = False  # pipeline stages have a buffer for each stage, not for each micro-batch of a step
+    neox: bool = False  # its GPT has the matrices of GPT-NeoX, whose class says how ranks divide them
 
 
 # Weights in bf16, gradients in fp32, the rest by the distributed optimizer: 6 + 12 / d bytes a parameter (Megatron Core user
@@ -43,13 +45,42 @@ MEGATRON_WITH_TRANSFORMER_ENGINE = Program(
 TORCHTITAN_2024 = Program(layout={"vocabulary_parallel": True}, selective="alternate")
 TORCHTITAN_2025 = Program(layout={"vocabulary_parallel": True}, selective="alternate", when_compiled={"loss_kernel": "compiled"})
 
+# Megatron-DeepSpeed and Megatron-LM of 2022: GPT with one matrix for queries, keys and values (as in GPT-NeoX; learned positions
+# or ALiBi for rotary embedding are nothing in time), words divided, 16-bit weights with an fp32 copy in the optimizer, gradients
+# reduced after the last micro-batch, as many pipeline buffers as stages (DeepSpeed's PipelineEngine, num_pipe_buffers of its
+# TrainSchedule). fp16 is predicted as bf16: as many bytes, as fast on an A100. Selective recomputation is of attention's core
+# (Korthikanti et al. 2022, section 5).
+MEGATRON_2022 = Program(
+    plan={"precision": "bf16"}, layout={"master_weights": True, "vocabulary_parallel": True, "overlap": False},
+    selective=None, buffers=True, neox=True,
+)  # fmt: skip
+# All in bf16 (dtype: bf16 of its recipes, no autocast); the loss is compiled with the model (compile_loss of
+# torchtune/training/_compile.py).
+TORCHTUNE = Program(plan={"precision": "bf16-weights"}, when_compiled={"loss_kernel": "compiled"})
+# What rows have no field for is said in their notes. torchtune's LinearCrossEntropyLoss takes the tokens in 8 chunks.
+NOTED: dict[str, dict[str, Any]] = {
+    "oss in chunks": {"loss_chunk_tokens": 1024, "loss_kernel": "eager"},
+    "optimizer in backward": {"optimizer_in_backward": True},
+    "activations offloaded": {"activation_offload": True},
+}  # fmt: skip
+OPTIMIZERS = {"adamw 8-bit": {"optim": "adamw_bnb_8bit"}}
+
 PROGRAMS: dict[tuple[str, str], Program] = {  # repository, and how the file's path starts
     ("MooreThreads/SimuMax", ""): MEGATRON_WITH_TRANSFORMER_ENGINE,
     ("pytorch/torchtitan", "benchmarks/llama3_h100_202412"): TORCHTITAN_2024,
     ("pytorch/torchtitan", "docs/performance.md"): TORCHTITAN_2024,
     ("pytorch/torchtitan", "benchmarks/llama3-8b_h200_202506"): TORCHTITAN_2025,
     ("pytorch/ao", ""): TORCHTITAN_2025,
+    ("bigscience-workshop/bigscience", ""): MEGATRON_2022,
+    ("calculon-ai/calculon", ""): MEGATRON_2022,
+    ("meta-pytorch/torchtune", ""): TORCHTUNE,
 }
+GPT_FIELDS = {"hidden_size": ("hidden_size", "n_embd"), "num_hidden_layers": ("n_layer",), "num_attention_heads": ("n_head",)}
+# Of pre-training codes: no dropout, one kernel for the activation (GPT-2's own in transformers is eight).
+NO_DROPOUT = {
+    "attention_dropout": 0.0, "hidden_dropout": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0,
+    "dropout": 0.0, "use_cache": False, "activation_function": "gelu",
+}  # fmt: skip
 
 
 def program_of(row: dict[str, Any]) -> Program:
@@ -71,3 +102,33 @@ def with_program(layout: Layout, program: Program) -> Layout:
     if update.get("master_weights"):  # one rank has all of the optimizer's state
         update["fully_shard"] = "optimizer"
     return layout.model_copy(update=update)
+
+
+def choices_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Of Plan, beside what the row's own fields say."""
+    program = program_of(row)
+    noted = {name: value for words, found in NOTED.items() if words in (row["notes"] or "") for name, value in found.items()}
+    whole = any(word in (row["attention"] or "") for word in ("eager", "not flash"))
+    # Not traced as one of several ranks: there attention is one kernel.
+    core = {"attention": "eager"} if whole and not program.neox else {}
+    compiled = program.when_compiled if row["compile"] else {}
+    return core | program.plan | compiled | OPTIMIZERS.get(row["optimizer"] or "", {}) | noted
+
+
+def recomputed_way(row: dict[str, Any]) -> Granularity | None:
+    """None: nothing but what sdpa computes again in any case."""
+    if row["recompute"] == "none":
+        return None
+    return program_of(row).selective if row["recompute"] == "selective" else "full"
+
+
+def config_of(row: dict[str, Any]) -> dict[str, Any]:
+    """Of the model as it is predicted."""
+    config: dict[str, Any] = row["config"]
+    if not program_of(row).neox:
+        return NO_DROPOUT | config
+    widths = {name: next(config[field] for field in fields if field in config) for name, fields in GPT_FIELDS.items()}
+    same = {"vocab_size": config["vocab_size"], "tie_word_embeddings": config["tie_word_embeddings"]}
+    inner = {"intermediate_size": 4 * widths["hidden_size"], "use_parallel_residual": False, "hidden_act": "gelu"}
+    plain = {"model_type": "gpt_neox", "attention_dropout": 0.0, "hidden_dropout": 0.0, "use_cache": False}
+    return plain | widths | same | inner

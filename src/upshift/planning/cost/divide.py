@@ -6,8 +6,6 @@ and one of two (ModelProfile.step, tensor_parallel=2) say both. Terms of ``rise`
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 from upshift.models.profile import ModelProfile, PassCost, Polynomial, Segment, StackTrace, StepTrace
 
 GATHERED_INPUTS = 2  # of attention and of the feed-forward part: sequence parallelism gathers them, autograd keeps them
@@ -80,32 +78,35 @@ def divide_experts(profile: ModelProfile, trace: StepTrace, ranks: int) -> StepT
             parts[index] = 1.0 - min(experts, 1.0) * (1.0 - 1.0 / ranks)
             number += 1
         recomputed = {
-            way: tuple(_constants(layer, part) for layer, part in zip(layers, parts, strict=True))
+            way: tuple(of_constants(layer, part) for layer, part in zip(layers, parts, strict=True))
             for way, layers in traced.recomputed.items()
         }
-        plain = tuple(_constants(layer, part) for layer, part in zip(traced.plain, parts, strict=True))
+        plain = tuple(of_constants(layer, part) for layer, part in zip(traced.plain, parts, strict=True))
         stacks.append(StackTrace(plain=plain, recomputed=recomputed))
     return trace.model_copy(update={"stacks": tuple(stacks)})
 
 
-def _constants(layer: Segment, part: float) -> Segment:
-    return resized(layer, lambda size: size._replace(one=size.one * part), kernels=part)
+def of_constants(layer: Segment, part: float) -> Segment:
+    """With this part of what does not grow with tokens: weights, their gradients and kernels."""
 
-
-def resized(layer: Segment, change: Callable[[Polynomial], Polynomial], *, kernels: float = 1.0) -> Segment:
-    """With every size in bytes changed, and so many of its kernels."""
+    def less(polynomial: Polynomial) -> Polynomial:
+        return polynomial._replace(one=polynomial.one * part)
 
     def of_pass(cost: PassCost) -> PassCost:
         return cost.model_copy(
             update={
-                "left": change(cost.left), "released": change(cost.released), "rise": tuple(map(change, cost.rise)),
-                "moved_bytes": change(cost.moved_bytes), "matmul_bytes": change(cost.matmul_bytes),
-                "num_kernels": round(cost.num_kernels * kernels),
+                "left": less(cost.left), "released": less(cost.released), "rise": tuple(map(less, cost.rise)),
+                "moved_bytes": less(cost.moved_bytes), "matmul_bytes": less(cost.matmul_bytes),
+                "num_kernels": round(cost.num_kernels * part),
             }
         )  # fmt: skip
 
-    passes = {name: of_pass(getattr(layer, name)) for name in ("forward", "backward", "backward_accumulating")}
-    return layer.model_copy(update=passes)
+    return layer.model_copy(
+        update={
+            "forward": of_pass(layer.forward), "backward": of_pass(layer.backward),
+            "backward_accumulating": of_pass(layer.backward_accumulating),
+        }
+    )  # fmt: skip
 
 
 def experts_of(profile: ModelProfile, first: int, last: int) -> float:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from upshift.hardware.efficiency import Collective
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.planning.cost.divide import experts_of
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.cost.share import MASTERED_BYTES, REDUCED_BYTES, Stage, compute_bytes, elements, layer_elements
@@ -133,6 +134,21 @@ class Exchange:
             raise UnknownLink(f"the rate {'between' if group.num_nodes > 1 else 'inside'} nodes is unknown")
         return found
 
+    @property
+    def _expert_elements(self) -> float:
+        """Of ``_elements``, those of the experts that ranks share: only ranks with the same ones exchange them."""
+        layout, stage = self.plan.layout, self.stage
+        if layout.expert_parallel == 1:
+            return 0.0
+        found = self.known.get(("experts", stage.first, stage.last), lambda: experts_of(self.profile, stage.first, stage.last))
+        return found / layout.tensor_parallel / layout.expert_parallel
+
+    def _of_weights(self, operation: Collective, elements: float, experts: float, size: float, group: Group) -> float:
+        """Of ``elements`` of ``size`` bytes, ``experts`` of them among the ranks of the group that have the same ones."""
+        shared = self.plan.layout.expert_parallel
+        same = Group(max(group.size // shared, 1), group.stride * shared, group.node_ranks)
+        return self._collective(operation, (elements - experts) * size, group) + self._collective(operation, experts * size, same)
+
     def _tensor(self, group: Group) -> float:
         """Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers
         repeat those of the forward pass; an input that is not kept whole is gathered again."""
@@ -161,16 +177,19 @@ class Exchange:
         return self._layers * max((3.0 + self._repeated) * around - hidden, 0.0)
 
     def _experts(self, group: Group) -> float:
-        """Tokens go to their experts and come back, and so do gradients; all layers are taken to be mixtures."""
-        experts = self.profile.experts
+        """Tokens go to their experts and come back, and so do gradients."""
+        experts, stage = self.profile.experts, self.stage
         sent = self._hidden_bytes * (experts.per_token if experts else 0)
-        return (4.0 + 2.0 * self._repeated) * self._layers * self._collective("all_to_all", sent, group)
+        layers = range(stage.first, stage.last)
+        key = ("mixtures", stage.first, stage.last)
+        mixtures = self.known.get(key, lambda: sum(experts_of(self.profile, layer, layer + 1) > 0.0 for layer in layers))
+        return (4.0 + 2.0 * self._repeated) * mixtures * self._collective("all_to_all", sent, group)
 
     def _sharded(self, group: Group) -> float:
         plan, size = self.plan, compute_bytes(self.plan)
-        inner = self._layer_elements
-        gather = self._layers * self._collective("all_gather", inner * size, group)
-        reduce = self._layers * self._collective("reduce_scatter", inner * REDUCED_BYTES, group)
+        inner, experts = self._layer_elements, self._expert_elements / max(self._layers, 1)
+        gather = self._layers * self._of_weights("all_gather", inner, experts, size, group)
+        reduce = self._layers * self._of_weights("reduce_scatter", inner, experts, REDUCED_BYTES, group)
         outside = self._elements - inner * self._layers
         gather_outside = self._collective("all_gather", outside * size, group)
         reduce_outside = self._collective("reduce_scatter", outside * REDUCED_BYTES, group)
@@ -188,16 +207,17 @@ class Exchange:
         """Once a step; hidden by the last backward pass, but for what fully_shard leaves to sum over replicas and the weights
         that ZeRO 1 sends back."""
         plan, hidden = self.plan, self._hides * self.computed.total * BACKWARD_SHARE
-        size = self._elements * self.profile.parameters.trainable / self.profile.parameters.total
+        trained = self.profile.parameters.trainable / self.profile.parameters.total
+        size, experts = self._elements * trained, self._expert_elements * trained
         if plan.layout.fully_shard == "no":
-            seconds = self._collective("all_reduce", size * plan.parameter_bytes, groups.replicas)
+            seconds = self._of_weights("all_reduce", size, experts, plan.parameter_bytes, groups.replicas)
             return max(seconds - hidden, 0.0)
         sharded = size / groups.shard.size * REDUCED_BYTES
         between = self._collective("all_reduce", sharded, groups.replicas)
         if plan.layout.fully_shard == "optimizer":
-            reduce = self._collective("reduce_scatter", size * plan.parameter_bytes, groups.shard)
+            reduce = self._of_weights("reduce_scatter", size, experts, plan.parameter_bytes, groups.shard)
             sent = MASTERED_BYTES if plan.layout.master_weights else plan.parameter_bytes
-            back = self._collective("all_gather", size * sent, groups.shard)
+            back = self._of_weights("all_gather", size, experts, sent, groups.shard)
             return max(reduce - hidden, 0.0) + back + between
         return max(between - hidden, 0.0)
 

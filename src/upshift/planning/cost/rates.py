@@ -40,7 +40,7 @@ class Sustained(NamedTuple):
 # By compute capability, where no trial measured them. Fitted on the published rows of LLM Foundry (benchmarks/published) for MPT
 # of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100; the other sizes' rows are then 4 to 5 % off on average, and torchtitan's
 # 8B on H100, in no fit, 3 %. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels and nothing hidden; its
-# 405B, in no fit, is then 5 % off, its mixtures of experts are 29 % too slow. Other GPUs: between them, not checked.
+# 405B and its mixtures of experts, in no fit, are then 3 to 4 % off. Other GPUs: between them, not checked.
 SUSTAINED = {
     (8, 0): Sustained(0.82, 0.39, 1.0), (9, 0): Sustained(0.74, 0.22, 0.67), (10, 0): Sustained(0.8, 0.55, 0.4),
 }  # fmt: skip
@@ -55,6 +55,7 @@ class Rates:
     outside: float  # matrix products outside the layers, which stay in bf16 beside fp8 layers
     attention: float
     memory: float
+    stream: float  # bytes per second of kernels that run over all of the parameters at once, as an update does
     dispatch: float
     first_touch: float
 
@@ -80,6 +81,7 @@ def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
         outside=matrix * share,
         attention=(BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE) * fp32 * share,
         memory=memory * moved / plan.num_processes,
+        stream=memory * moved / plan.num_processes,
         dispatch=(measured.dispatch_seconds if measured else dispatch) * DISPATCHES_PER_KERNEL,
         first_touch=(measured.first_touch_seconds_per_byte or 0.0) if measured else 0.0,
     )
@@ -105,7 +107,8 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
     if matrix is None or outside is None or memory is None:
         return None
     kept = SUSTAINED.get(gpu.compute_capability or (0, 0), SUSTAINED_ELSEWHERE)
-    return Rates(kept.matrix * matrix, kept.matrix * outside, kept.attention * outside, kept.memory * memory, dispatch, 0.0)
+    products, beside_them = kept.matrix * matrix, kept.matrix * outside
+    return Rates(products, beside_them, kept.attention * outside, kept.memory * memory, memory, dispatch, 0.0)
 
 
 def host_link(host: Host) -> float | None:
@@ -123,10 +126,10 @@ def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan) -> float
     for shape in profile.parameters.trainable_shapes:
         if len(shape.shape) < 2 or shape.elements == profile.parameters.embedding != profile.parameters.head:
             continue
-        met, matrices = tokens, 1
-        if len(shape.shape) == 3 and profile.experts is not None:  # an expert meets its part of the tokens
-            met, matrices = tokens * profile.experts.per_token / profile.experts.count, shape.shape[0]
-        one = 2.0 * met * prod(shape.shape) / matrices / plan.layout.tensor_parallel
-        flops += one * matrices * shape.count
-        seconds += one * matrices * shape.count / (gemm_efficiency(gpu_key, one) or DEFAULT_GEMM_EFFICIENCY)
+        met = tokens
+        if len(shape.shape) == 3 and profile.experts is not None:  # experts' products are one kernel's: together they fill it
+            met *= profile.experts.per_token / profile.experts.count
+        one = 2.0 * met * prod(shape.shape) / plan.layout.tensor_parallel
+        flops += one * shape.count
+        seconds += one * shape.count / (gemm_efficiency(gpu_key, one) or DEFAULT_GEMM_EFFICIENCY)
     return flops / seconds if seconds else DEFAULT_GEMM_EFFICIENCY

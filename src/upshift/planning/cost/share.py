@@ -170,6 +170,8 @@ def outside_part(profile: ModelProfile, plan: Plan) -> float:
     """Of embedding and head, what one of the tensor-parallel ranks has."""
     if profile.tensor_parallel is None:
         return 1.0
+    if plan.layout.vocabulary_parallel:  # whatever the model declares
+        return 1.0 / plan.layout.tensor_parallel
     both = profile.parameters.embedding + profile.parameters.head
     divided = min(profile.tensor_parallel.outside / max(both, 1), 1.0)
     return 1.0 - divided * (1.0 - 1.0 / plan.layout.tensor_parallel)

@@ -8,6 +8,7 @@ such parts reach. A trial corrects the sum; the terms stay what explains it.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import log2
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
@@ -33,9 +34,14 @@ LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 CLIP_WORDS = 2.0  # norm reads, scaling writes
 UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
-# What torchao does to each operand of a matrix product in bf16 before it: read it for its scale, read it again, write fp8.
-# Counted from its source, never measured here.
-FP8_CAST_SHARE, FP8_KERNELS = 2.5, 3.0
+# torchao reads an operand of a matrix product in bf16 for its scale, reads it again and writes fp8: 2.5 words. Of the nine
+# tensors of a weight's three products five are operands to cast: the weight and the input in each pass, the output's gradient.
+# Transformer Engine scales by what it saw before and writes fp8 and its transpose at once: 2 words of three tensors. Counted
+# from sources, never measured here.
+FP8_CAST_SHARE, FUSED_FP8_CAST_SHARE, FP8_KERNELS = 2.5 * 5 / 9, 2.0 * 3 / 9, 3.0
+# Every rank waits for the slowest, so a step is longer by this share for each doubling of the nodes. Fitted on LLM Foundry's
+# MPT of 125M, 760M, 3B, 13B and 70B on 1 to 16 nodes (docs/log.md).
+WAITING_SHARE = 0.01
 GIGABIT_BYTES = 5e9  # gradient exchange between processes of one host, through shared memory
 
 
@@ -60,6 +66,7 @@ def micro_batch_terms(
     host and device."""
     ranks = plan.layout.context_parallel
     batch, sequence = plan.per_device_train_batch_size, -(-plan.sequence_length // ranks)
+    cast = FUSED_FP8_CAST_SHARE if plan.fused_kernels else FP8_CAST_SHARE
     matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
     for item in place_segments(profile, trace, plan, stage):
         in_fp8 = plan.precision == "fp8" and item.is_layer
@@ -74,13 +81,15 @@ def micro_batch_terms(
             moved += count * cost.moved_bytes.at(batch, sequence)
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)
             if in_fp8:
-                moved += item.count * cost.matmul_bytes.at(batch, sequence) * FP8_CAST_SHARE
+                moved += item.count * cost.matmul_bytes.at(batch, sequence) * cast
         left = item.count * max(item.segment.forward.left.at(batch, sequence), 0.0)
         kept += left
         if plan.activation_offload and item.is_layer:
             offloaded += left
     if plan.torch_compile != "off" or plan.fused_kernels:
-        moved, kernels = moved * COMPILED_MOVED_SHARE, kernels * COMPILED_KERNEL_SHARE
+        kernels *= COMPILED_KERNEL_SHARE
+    if plan.torch_compile != "off":  # what kernels written for it move is counted (cost/fused.py)
+        moved *= COMPILED_MOVED_SHARE
     terms = {
         "matrix products": matmul / rates.matrix + outside / rates.outside,
         "attention": attention / rates.attention,
@@ -156,6 +165,9 @@ def _shared_time(
             terms["pipeline idle"] = computed.total * idle_micro_batches(plan)
         if plan.num_processes > 1:
             terms |= Exchange(host, profile, plan, stage, computed, known).seconds()
+        nodes = max(plan.num_processes / max(host.gpus_per_node, 1), 1.0)
+        if nodes > 1.0:
+            terms["waiting for the slowest node"] = WAITING_SHARE * log2(nodes) * sum(terms.values())
         if slowest is None or sum(terms.values()) > sum(slowest.values()):
             slowest = terms
     return StepTime(terms=slowest or {}, one_time=_compiling_seconds(profile, plan))
@@ -197,8 +209,8 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
         if link is None or memory is None:
             return None
         # A gradient goes to the host, a weight comes back.
-        return clipped / rates.memory + 2.0 * size / link + moved / memory
-    seconds = (moved + clipped) / rates.memory + update_flops(profile, plan) / rates.matrix
+        return clipped / rates.stream + 2.0 * size / link + moved / memory
+    seconds = (moved + clipped) / rates.stream + update_flops(profile, plan) / rates.matrix
     seconds += elements * update_core_seconds(plan) / plan.threads_per_process
     if plan.optimizer_in_backward and plan.device == "cpu":
         num_tensors = sum(shape.count for shape in trained_shapes(profile))

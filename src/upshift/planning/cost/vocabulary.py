@@ -14,13 +14,16 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from upshift.models.profile import ModelProfile, PassCost, Polynomial, Segment, StepTrace
-from upshift.planning.cost.divide import scaled, total
+from upshift.planning.cost.divide import of_constants, scaled, total
 from upshift.planning.cost.share import compute_bytes
 from upshift.planning.plan import Plan
 
 MOST_BYTES = 32  # of a word of a token, or of an element of its hidden state
 LABEL_BYTES = 64  # beside them, of a token
 FULL_BYTES = 4  # of an fp32 value
+# Words of the logits' size that a loss kernel moves, forward and backward: compiled, they are read for the sum of exponentials
+# and for the loss, then read and their gradient written; fused, read once and the gradient written over them.
+MOVED_WORDS = {"compiled": (2.0, 2.0), "fused": (2.0, 0.0)}
 
 
 def with_own_loss(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
@@ -28,12 +31,14 @@ def with_own_loss(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTr
     if plan.loss_kernel == "eager" and not plan.layout.vocabulary_parallel:
         return trace
     head = _Head(profile.vocab_size or 0, profile.hidden_size or 0, plan)
-    return trace.model_copy(
-        update={
-            "gaps": (*trace.gaps[:-1], head.segment(trace.gaps[-1])),
-            "gaps_recomputed": {way: (*gaps[:-1], head.segment(gaps[-1])) for way, gaps in trace.gaps_recomputed.items()},
-        }
-    )
+    declared = "embedding_rowwise" in profile.declares.tensor_parallel_plan.values()
+    part = 1.0 / plan.layout.tensor_parallel if plan.layout.vocabulary_parallel and not declared else 1.0
+
+    def divided(gaps: tuple[Segment, ...]) -> tuple[Segment, ...]:
+        return (of_constants(gaps[0], part), *gaps[1:-1], head.segment(gaps[-1]))
+
+    again = {way: divided(gaps) for way, gaps in trace.gaps_recomputed.items()}
+    return trace.model_copy(update={"gaps": divided(trace.gaps), "gaps_recomputed": again})
 
 
 def bytes_a_word(size: float, vocabulary: int, hidden: int) -> float:
@@ -72,10 +77,19 @@ class _Head:
         stays = min(entered, most if self.plan.loss_kernel == "eager" else size)
         before, after, freed = (0.0, 0.0), (entered, stays), scaled(left, -1.0)
         return Segment(
-            forward=self._pass(gap.forward, before, stays if self.plan.loss_kernel != "eager" else most, left, gathered),
-            backward=self._pass(gap.backward, after, most, freed, again),
-            backward_accumulating=self._pass(gap.backward_accumulating, after, most, freed, again),
+            forward=self._moves(
+                self._pass(gap.forward, before, stays if self.plan.loss_kernel != "eager" else most, left, gathered), 0
+            ),
+            backward=self._moves(self._pass(gap.backward, after, most, freed, again), 1),
+            backward_accumulating=self._moves(self._pass(gap.backward_accumulating, after, most, freed, again), 1),
         )
+
+    def _moves(self, cost: PassCost, direction: int) -> PassCost:
+        """What the kernel moves of logits; the norm before the head, small beside them, is left out."""
+        if self.plan.loss_kernel == "eager":
+            return cost
+        words = MOVED_WORDS[self.plan.loss_kernel][direction] * compute_bytes(self.plan) * self.vocabulary / self._ranks
+        return cost.model_copy(update={"moved_bytes": cost.moved_bytes._replace(bs=words)})
 
     def _pass(self, cost: PassCost, entered: tuple[float, float], most: float, left: Polynomial, rise: Polynomial) -> PassCost:
         """``entered``: bytes of a word that are live before the pass, as traced and now; ``most``: that may be live in it."""
