@@ -227,7 +227,8 @@ def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 def shares(profile: ModelProfile, plan: Plan, known: Known) -> list[tuple[Stage, Share]]:
     """Of the ranks that decide memory and time."""
     layout = plan.layout
-    steps = plan.gradient_accumulation_steps if layout.pipeline_parallel > 1 else 0
+    micro_batches = plan.gradient_accumulation_steps
+    steps = micro_batches if layout.pipeline_parallel > 1 else micro_batches == 1
     pipeline = (layout.pipeline_parallel, layout.pipeline_schedule, layout.virtual_stages, steps, gradients_exist(plan))
     held = (layout, plan.optim, plan.optim_args, plan.precision, plan.optim_offload)
 
