@@ -51,7 +51,7 @@ INSIDE: dict[str, Callable[..., Any]] = {
     "bitsandbytes::gemm_4bit": multiply,
 }
 
-# Of fused attention, and of a layer's experts: passes over the products.
+# Fused attention's operators; and those of a layer's experts, with how often each multiplies by every weight.
 FORWARD = {
     "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
     "aten::_scaled_dot_product_efficient_attention",
@@ -192,7 +192,8 @@ class LiveTracker(TorchDispatchMode):
             return self._run_attention(function, inside, args, kwargs)
         reused = _summed_in_place(function, args)
         result = function(*args, **kwargs)
-        outputs = [leaf for leaf in ([result] if isinstance(result, torch.Tensor) else tree_leaves(result)) if isinstance(leaf, torch.Tensor)]
+        leaves = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for leaf in outputs:
             self._add(leaf)
         if reused is not None:

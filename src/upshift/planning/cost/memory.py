@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from upshift.models.profile import ModelProfile, StepTrace, highest
-from upshift.planning.cost.optimizer import trained_shapes
 from upshift.planning.cost.known import Known
+from upshift.planning.cost.optimizer import trained_shapes
 from upshift.planning.cost.segments import Placed, place_segments
 from upshift.planning.cost.share import Share, Stage, Waiting, compute_bytes, gradients_exist, residual_bytes, share_of, stages
 from upshift.planning.cost.walk import PHASE_OF_MOMENT, Backward, Peaks, walk_backward, walk_forward
