@@ -11,6 +11,7 @@ from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link
 from upshift.models.profile import Experts
+from upshift.models.source import ModelSource
 from upshift.planning.cost.divide import divide
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.network import Group, collective_seconds
@@ -19,6 +20,8 @@ from upshift.planning.cost.share import share_of, stages
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import layouts
 from upshift.planning.plan import Plan
+from upshift.planning.planner import plan_training
+from upshift.planning.plans import Plans
 from upshift.planning.rank import Candidate, Coster, Rejected
 from upshift.planning.search import search
 from upshift.planning.space import parse_fixed
@@ -158,6 +161,30 @@ def test_search_is_deterministic_and_keeps_reasons(name: str) -> None:
     speeds = [candidate.tokens_per_second for candidate in first.candidates]
     assert speeds == sorted(speeds, reverse=True)
     assert all(candidate.plan.global_batch == 16 for candidate in first.candidates[:100])
+
+
+def test_what_a_search_remembers_is_what_each_plan_alone_costs() -> None:
+    """Plans of every way to share: what they have in common is computed once, for the first of them."""
+    host, asked = describe("8xh100"), workload(batch=8)
+    plans = [plan for plan in Plans(host, PROFILE, asked).all() if plan.optim == "adamw_torch_fused"][::23]
+    together = Coster(host, PROFILE, asked)
+    assert len({plan.layout for plan in plans}) > 40
+    for plan in plans:
+        assert together.cost(plan) == Coster(host, PROFILE, asked).cost(plan)
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("tensor=2", "names no plan field"), ("precision=fp4", "use one of fp32"), ("precision=fp8", "add --allow fp8"),
+        ("per_device_train_batch_size=3", "does not divide the global batch"), ("optim=muon", "add --allow muon"),
+        ("optimizer_in_backward=true", "--max-grad-norm 0"), ("optim_args=speed=2", "speed"),
+    ],
+)  # fmt: skip
+def test_a_wrong_choice_is_refused_before_a_model_is_traced(text: str, words: str) -> None:
+    nothing_to_trace = ModelSource(reference="none", directory=None, config={})
+    with pytest.raises(RequestError, match=words):
+        plan_training(nothing_to_trace, describe("2x8xh100"), workload(batch=64), fixed=(text,), described=True)
 
 
 def test_a_fixed_degree_is_kept() -> None:

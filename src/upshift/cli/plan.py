@@ -9,10 +9,8 @@ from typing import Annotated
 
 import typer
 
-from upshift.benchmarking.page_document import check_page_path
 from upshift.cli import plan_inference, plan_lengths, show
 from upshift.cli import plan_questions as questions
-from upshift.cli.plan_page.page import write_plan_page
 from upshift.errors import RequestError
 from upshift.models.source import find_model
 from upshift.planning.plan import CHANGES_MATHEMATICS
@@ -62,6 +60,8 @@ def command(
         plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
     if html is not None:
+        from upshift.benchmarking.page_document import check_page_path  # a page's parts take a tenth of the start of a plan
+
         check_page_path(html)
     workload = _workload(model, data, sequence_length, global_batch, split(allow), steps, max_grad_norm > 0, risk)
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
@@ -74,6 +74,8 @@ def command(
         planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress, described=on is not None)
     answers = asked.answers(request, planning)
     if html is not None:
+        from upshift.cli.plan_page.page import write_plan_page
+
         write_plan_page(html, planning, model=model)
         show.err.print(f"Page: {html}", markup=False, highlight=False)
     if as_json:

@@ -21,11 +21,11 @@ from upshift.models.source import ModelSource
 from upshift.models.store import Variant, profile_model
 from upshift.planning.calibration import NO_RECORDS, read_calibration
 from upshift.planning.compare import ENERGY_NOTE, Comparison, Terms, compare, read_duration, read_hosts, read_prices, read_tokens
-from upshift.planning.counterfactual import Counterfactual, ShadowPrice, shadow_prices, why
+from upshift.planning.counterfactual import Counterfactual, ShadowPrice, read_choice, shadow_prices, why
 from upshift.planning.largest import Largest, find_largest
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.lock import MOVED, Change, Check, check_lock, check_same, lock_plan, needed_variants, read_lock, write_lock
-from upshift.planning.planner import Planning, find_host, plan_training
+from upshift.planning.planner import Planning, check_fixed, find_host, plan_training
 from upshift.planning.workload import Workload
 from upshift.units import format_count, format_seconds
 
@@ -103,6 +103,8 @@ class Questions:
                 raise RequestError(f"{name} {value!r} is for comparing hosts; add --compare, such as --compare 8xh100,8xb200")
         if self.compare is not None and request.on is not None:
             raise RequestError(f"--compare names the hosts itself; leave out --on {request.on}")
+        for asked in self.why:
+            read_choice(asked)  # a wrong one is refused before the model is traced
         if self.largest is not None:
             _answer_largest(request, self.largest)
         elif self.compare is not None:
@@ -150,6 +152,7 @@ class Answers:
 
 def _answer_largest(request: Request, what: str) -> None:
     host = request.host()
+    check_fixed(request.fixed, host, request.source, request.workload)
     found = find_largest(
         what, host, request.workload, fixed=request.fixed, trace=request.trace, lengths_at=request.lengths_at,
         calibration=NO_RECORDS if request.on is not None else read_calibration(host),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import signal
 from collections.abc import Callable, Iterator, Sequence
@@ -41,7 +42,9 @@ def _may_fork() -> bool:
 
 def _side_by_side(tasks: Sequence[Callable[[], T]], workers: int) -> Iterator[tuple[int, T]]:
     """(number, result) of those that succeeded, as they finish."""
+    gc.freeze()  # else each copy looks for garbage among all that libraries have made, and copies its pages
     copies = [_Copy(tasks) for _ in range(workers)]
+    gc.unfreeze()
     idle, busy, waiting = list(copies), dict[Any, _Copy](), list(range(len(tasks)))
     try:
         while busy or (waiting and idle):

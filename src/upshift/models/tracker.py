@@ -51,27 +51,24 @@ INSIDE: dict[str, Callable[..., Any]] = {
     "bitsandbytes::gemm_4bit": multiply,
 }
 
+# Fused attention's operators; and those of a layer's experts, with how often each multiplies by every weight.
+FORWARD = {
+    "aten::_scaled_dot_product_flash_attention_for_cpu", "aten::_scaled_dot_product_flash_attention",
+    "aten::_scaled_dot_product_efficient_attention",
+}  # fmt: skip
+BACKWARD = {f"{name}_backward" for name in FORWARD}
+GROUPED = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fallback_backward": 2}
+
 
 def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
     """FLOPs of a fused attention operator, causal counted as half, and how many of them repeat the forward's; None for any
     other operator."""
-    packet = function._overloadpacket
-    forward = {
-        ATEN._scaled_dot_product_flash_attention_for_cpu: 4,
-        ATEN._scaled_dot_product_flash_attention: 4,
-        ATEN._scaled_dot_product_efficient_attention: 6,
-    }
-    backward = {
-        ATEN._scaled_dot_product_flash_attention_for_cpu_backward: 7,
-        ATEN._scaled_dot_product_flash_attention_backward: 11,
-        ATEN._scaled_dot_product_efficient_attention_backward: 11,
-    }
-    repeated = 0
-    if packet in forward:
+    name, repeated = function.name(), 0
+    if name in FORWARD:
         query, key, value = args[:3]
         flops = sdpa_flop_count(query.shape, key.shape, value.shape)
         causal = argument_of(function, "is_causal", args, kwargs)
-    elif packet in backward:
+    elif name in BACKWARD:
         grad, query, key, value = args[:4]
         flops = sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
         repeated = flops - 2 * sdpa_flop_count(query.shape, key.shape, value.shape)
@@ -84,7 +81,7 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
     """Of the products of a layer's experts, [S, K] x [E, K, N] by groups of rows; None for any other operator."""
-    passes = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fallback_backward": 2}.get(function._schema.name)
+    passes = GROUPED.get(function.name())
     if passes is None:
         return None
     rows, weight = args[:2]
@@ -187,7 +184,7 @@ class LiveTracker(TorchDispatchMode):
         if function is DEVICE_OF:  # two of three calls: a fake tensor is asked where it is
             return args[0].fake_device
         kwargs = kwargs or {}
-        inside = INSIDE.get(function._schema.name)
+        inside = INSIDE.get(function.name())
         if inside is multiply:
             with self:
                 return multiply(*args, **kwargs)
@@ -195,7 +192,8 @@ class LiveTracker(TorchDispatchMode):
             return self._run_attention(function, inside, args, kwargs)
         reused = _summed_in_place(function, args)
         result = function(*args, **kwargs)
-        outputs = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+        leaves = [result] if isinstance(result, torch.Tensor) else tree_leaves(result)
+        outputs = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         for leaf in outputs:
             self._add(leaf)
         if reused is not None:
@@ -213,13 +211,13 @@ class LiveTracker(TorchDispatchMode):
         current.attention_flops = current.attention_flops + current.matmul_flops - matmul
         current.matmul_bytes = current.matmul_bytes + current.moved_bytes - moved
         current.matmul_flops, current.moved_bytes = matmul, moved
-        current.used.add(str(function))
+        current.used.add(function.name())
         return result
 
     def _record(
         self, interval: Interval, function: Any, args: Any, kwargs: Any, result: Any, outputs: list[torch.Tensor]
     ) -> None:
-        interval.operators.append(str(function))
+        interval.operators.append(function.name())
         interval.live.append(self.live_bytes)
         interval.without.append(self.live_bytes - interval.born)
         if function.is_view or not outputs:

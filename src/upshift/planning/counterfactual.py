@@ -63,7 +63,7 @@ class ShadowPrice(Value):
 def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace) -> Counterfactual:
     """The best plan with ``asked`` (field=value), in place of what ``fixed`` says of that field. Raises RequestError for an
     unknown field or a value of another type; a value that is not possible here is an answer."""
-    name, value = _read_choice(asked)
+    name, value = read_choice(asked)
     best = planning.ranking.candidates[0]
     if value_of(best.plan, name) == value:
         return Counterfactual(
@@ -91,7 +91,8 @@ def _here(planning: Planning, host: Host, profile: ModelProfile, workload: Workl
     return as_here(ranking, host, profile, workload, planning.calibration, enough=1)
 
 
-def _read_choice(asked: str) -> tuple[str, Any]:
+def read_choice(asked: str) -> tuple[str, Any]:
+    """Field and value of --why. Raises RequestError."""
     name, equals, text = asked.partition("=")
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     known = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in FIXED_BY_REQUEST]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, get_args
 
@@ -20,7 +21,7 @@ from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.search import search
-from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, check_allow, parse_fixed
+from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, check_allow, parse_fixed, read_fixed
 from upshift.planning.whole_life import FITS_BUT, WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
@@ -62,7 +63,7 @@ class Planning:
         flops = per_sequence * workload.global_batch * share
         return candidate.numbers(model_flops_per_step=flops, phases=self.life.phases(candidate), host=self.host)
 
-    @property
+    @cached_property
     def life(self) -> WholeLife:
         return WholeLife(self.host, self.profile, self.workload)
 
@@ -165,6 +166,7 @@ def plan_training(
     a wrong request, NothingFits with the nearest plan that would."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
         raise RequestError(f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices")
+    check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
 
     def searched(*, selective: bool) -> tuple[ModelProfile, Ranking]:
@@ -182,6 +184,11 @@ def plan_training(
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
     return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
+
+
+def check_fixed(fixed: tuple[str, ...], host: Host, source: ModelSource, workload: Workload) -> None:
+    """What of --set can be refused before the model is traced."""
+    read_fixed(fixed, host, workload, quantized=source.quantized_from is not None)
 
 
 def as_here(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, StepTrace
@@ -165,7 +164,6 @@ class Coster:
 
     def __init__(self, host: Host, profile: ModelProfile, workload: Workload) -> None:
         self.host, self.profile, self.workload = host, profile, workload
-        self._traces: dict[Any, StepTrace | None] = {}
         self._known = Known()
         self._tokens = tokens_per_step(profile, workload)
 
@@ -174,7 +172,7 @@ class Coster:
         return held if isinstance(held, Rejected) else self.timed(plan, held)
 
     def held(self, plan: Plan, shape: tuple[int, int] | None = None) -> Held | Rejected:
-        trace = self._trace(plan)
+        trace = trace_for(self.profile, plan, self.workload, known=self._known)
         if trace is None:
             shared = f" as one of {plan.layout.tensor_parallel} tensor-parallel ranks" if plan.layout.tensor_parallel > 1 else ""
             return Rejected(plan, f"{plan.attention} attention in {plan.precision} was not traced{shared}")
@@ -193,23 +191,12 @@ class Coster:
         amortised = time.total + time.one_time / self.workload.total_steps
         return Candidate(plan, held.memory, held.resident, time, self._tokens / amortised)
 
-    def _trace(self, plan: Plan) -> StepTrace | None:
-        layout = plan.layout
-        key = (
-            plan.traced_precision, plan.attention, plan.packing, layout.tensor_parallel, layout.sequence_parallel,
-            layout.expert_parallel,
-            plan.torch_compile != "off", plan.fused_kernels, plan.loss_kernel, layout.gather_again, layout.vocabulary_parallel,
-        )  # fmt: skip
-        if key not in self._traces:
-            self._traces[key] = trace_for(self.profile, plan, self.workload)
-        return self._traces[key]
-
     def _memory(self, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> StepMemory:
         if not accumulates(plan):
             return predict_memory(self.profile, trace, plan, shape=shape)
         of_ranks = []
         for stage, share in shares(self.profile, plan, self._known):
             key = ("walk", rank_key(trace, plan, stage), shape, plan.packing)
-            walk = self._known.get(key, partial(walk_stage, self.profile, trace, plan, stage, shape=shape))
+            walk = self._known.get(key, partial(walk_stage, self.profile, trace, plan, stage, shape=shape, known=self._known))
             of_ranks.append(add_share(walk, self.profile, plan, stage, share))
         return max(of_ranks, key=lambda memory: memory.peak) if len(of_ranks) > 1 else of_ranks[0]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import platform
 from importlib.util import find_spec
 from math import prod
-from typing import Any, get_args, get_type_hints
+from typing import Any, NoReturn, get_args, get_type_hints
 
 from pydantic import ValidationError
 
@@ -17,7 +17,7 @@ from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import check_layout
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
-from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, LossKernel, Plan, Precision
+from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Compile, HostMemory, LossKernel, Plan, Precision
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
@@ -43,19 +43,19 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
         attention.remove("block")
     if "sdpa" in attention and host.num_devices == 1:
         attention += [name for name in PACKED_KERNELS if why_not(name, host, profile) is None]
+    quantized = profile.parameters.quantized > 0
     return {
-        "precision": _precisions(host, workload, quantized=profile.parameters.quantized > 0),
+        "precision": _precisions(host, workload, quantized=quantized),
         "activation_checkpointing": recompute if profile.declares.gradient_checkpointing else [0],
         "recompute_granularity": _granularities(profile),
         "attention": attention,
-        # transformers trains no compiled model on quantized weights.
-        "torch_compile": ["off", "layer", "model"] if can_compile(host) and not profile.parameters.quantized else ["off"],
+        "torch_compile": _compile_ways(host, quantized=quantized),
         "optim": _optimizers(host, workload),
-        "optimizer_in_backward": [False] if workload.clips_gradients else [False, True],
+        "optimizer_in_backward": _updates_in_backward(workload),
         "loss_chunk_tokens": [0, LOSS_CHUNK_TOKENS] if _can_chunk(profile) else [0],
         "packing": [False, True] if _worth_packing(profile, workload) else [False],
         "num_processes": _process_counts(host, workload),
-        "host_memory": ["keep", "system"] if host.device == "cpu" and _is_glibc() else ["system"],
+        "host_memory": _host_memory(host),
     }
 
 
@@ -64,8 +64,9 @@ def _granularities(profile: ModelProfile) -> list[Granularity]:
     return sorted(ways) or ["full"]
 
 
-def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
-    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here."""
+def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, quantized: bool) -> dict[str, Any]:
+    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here, as far as that can be
+    said before a model is traced. ``quantized``: its weights are stored in 4 bits."""
     fixed: dict[str, Any] = {}
     settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
     hints = get_type_hints(Plan)
@@ -78,8 +79,18 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
             raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
         fixed[name] = parse_value(name, text, hints[name])
     _check_batches(fixed, workload)
-    check_layout({name: value for name, value in fixed.items() if name in Layout.model_fields}, host, profile, workload)
     read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
+    legal = _legal_here(host, workload, quantized=quantized)
+    for name, value in fixed.items():
+        if value not in legal.get(name, (value,)):
+            _refuse(name, value, legal[name], _why_here(name, value, host, workload, quantized=quantized))
+    return fixed
+
+
+def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
+    """As ``read_fixed``, and checked against what is legal for the model."""
+    fixed = read_fixed(assignments, host, workload, quantized=profile.parameters.quantized > 0)
+    check_layout({name: value for name, value in fixed.items() if name in Layout.model_fields}, host, profile, workload)
     legal = legal_values(host, profile, workload)
     for name, value in fixed.items():
         if name == "activation_checkpointing" and legal[name] != [0]:
@@ -88,23 +99,37 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
                     f"--set {name}={value} is not possible: the model has {profile.num_layers} layers to recompute"
                 )
         elif name in legal and value not in legal[name] and not (name == "loss_chunk_tokens" and len(legal[name]) > 1):
-            valid, why = ", ".join(map(str, legal[name])), _why(name, value, host, profile, workload)
-            raise RequestError(f"--set {name}={value} is not possible here; use one of {valid}{why}")
+            _refuse(name, value, legal[name], _why(name, value, host, profile, workload))
     return fixed
+
+
+def _refuse(name: str, value: Any, legal: list[Any], why: str) -> NoReturn:
+    raise RequestError(f"--set {name}={value} is not possible here; use one of {', '.join(map(str, legal))}{why}")
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
     """``choices``, and beside them what is legal and only taken when asked for."""
+    here = _legal_here(host, workload, quantized=profile.parameters.quantized > 0)
+    kernels = here["loss_kernel"] if profile.objective == "causal-lm" else ["eager"]
+    return {**choices(host, profile, workload), **here, "loss_kernel": kernels}
+
+
+def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
+    """Of the fields that do not ask the model."""
     moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
-    aliases = [name for name in ALIASES if ALIASES[name] in _optimizers(host, workload)]
-    values = choices(host, profile, workload)
-    precisions = _precisions(host, workload, quantized=profile.parameters.quantized > 0, asked=True)
+    optimizers = _optimizers(host, workload)
     shared = host.device == "cuda" and host.num_devices > 1
     return {
-        **values, "optim": [*values["optim"], *aliases], "precision": precisions, **dict.fromkeys(OFFLOADS, moved),
+        "precision": _precisions(host, workload, quantized=quantized, asked=True),
+        "torch_compile": _compile_ways(host, quantized=quantized),
+        "optim": [*optimizers, *(name for name in ALIASES if ALIASES[name] in optimizers)],
+        "optimizer_in_backward": _updates_in_backward(workload),
+        "num_processes": _process_counts(host, workload),
+        "host_memory": _host_memory(host),
+        **dict.fromkeys(OFFLOADS, moved),
         "fused_kernels": [False, True] if shared else [False],
-        "loss_kernel": list(get_args(LossKernel)) if shared and profile.objective == "causal-lm" else ["eager"],
-    }  # fmt: skip
+        "loss_kernel": list(get_args(LossKernel)) if shared else ["eager"],
+    }
 
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
@@ -136,13 +161,18 @@ def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:
 
 
 def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
-    """Why a value of a field is not legal here. Raises MissingExtra where only a library is missing."""
+    """Why a value of a field is not legal for this model."""
     if value in PACKED_KERNELS:
         return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
-    if profile.parameters.quantized and (name == "torch_compile" or value in WHOLE_WEIGHTS):
-        return " (the model's weights are stored in 4 bits)"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
+    return _why_here(name, value, host, workload, quantized=profile.parameters.quantized > 0)
+
+
+def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantized: bool) -> str:
+    """Likewise, whatever the model. Raises MissingExtra where only a library is missing."""
+    if quantized and (name == "torch_compile" or value in WHOLE_WEIGHTS):
+        return " (the model's weights are stored in 4 bits)"
     if name in PLANNED_ONLY:
         return " (it is planned for several CUDA devices alone: no engine here runs it)"
     if name in OFFLOADS:
@@ -203,6 +233,19 @@ def _is_installed(library: str) -> bool:
 
 def can_compile(host: Host) -> bool:
     return host.device == "cuda" or bool(host.measured and host.measured.compiler)
+
+
+def _compile_ways(host: Host, *, quantized: bool) -> list[Compile]:
+    """transformers trains no compiled model on quantized weights."""
+    return ["off", "layer", "model"] if can_compile(host) and not quantized else ["off"]
+
+
+def _updates_in_backward(workload: Workload) -> list[bool]:
+    return [False] if workload.clips_gradients else [False, True]
+
+
+def _host_memory(host: Host) -> list[HostMemory]:
+    return ["keep", "system"] if host.device == "cpu" and _is_glibc() else ["system"]
 
 
 def _can_chunk(profile: ModelProfile) -> bool:

@@ -5,11 +5,12 @@ The phases around a step are computed for the plans that are shown, from the bes
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.basis import held_spread
+from upshift.planning.cost.known import Known
 from upshift.planning.cost.life import WITH_LOGITS, life, needed
 from upshift.planning.cost.memory import Peak
 from upshift.planning.cost.resident import CUDA_SLACK, base_bytes, memory_limit, predict_reserved
@@ -30,11 +31,12 @@ class WholeLife:
     host: Host
     profile: ModelProfile
     workload: Workload
+    _known: Known = field(default_factory=Known, init=False, compare=False, repr=False)
 
     def phases(self, candidate: Candidate, *, sequences: int | None = None) -> dict[str, Peak]:
         """Allocated bytes by phase and part, in the job's order. ``sequences``: of a micro-batch; None: the plan's largest."""
         plan = candidate.plan
-        trace = trace_for(self.profile, plan, self.workload)
+        trace = trace_for(self.profile, plan, self.workload, known=self._known)
         if trace is None:
             return dict(candidate.memory.phases)
         shape = largest_micro_batch(plan, self.workload) if sequences is None else (sequences, plan.sequence_length)

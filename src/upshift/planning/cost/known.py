@@ -15,7 +15,9 @@ class Known:
         self._values: dict[Hashable, Any] = {}
 
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
-        if key not in self._values:
-            self._values[key] = make()
-        value: T = self._values[key]
-        return value
+        found: T
+        try:
+            found = self._values[key]  # one look: keys are long, and hashed anew each time
+        except KeyError:
+            found = self._values[key] = make()
+        return found

@@ -8,9 +8,11 @@ partition keeps (cost/compiled.py); its temporaries are taken to be those of the
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from upshift.models.profile import ModelProfile, StepTrace, highest
-from upshift.planning.cost.optimizer import trained_shapes, workspace_bytes
+from upshift.planning.cost.known import Known
+from upshift.planning.cost.optimizer import trained_shapes
 from upshift.planning.cost.segments import Placed, place_segments
 from upshift.planning.cost.share import Share, Stage, Waiting, compute_bytes, gradients_exist, residual_bytes, share_of, stages
 from upshift.planning.cost.walk import PHASE_OF_MOMENT, Backward, Peaks, walk_backward, walk_forward
@@ -31,11 +33,11 @@ class StepMemory:
     recomputed: float = 0.0
     half_logits: float = 0.0
 
-    @property
+    @cached_property
     def peak(self) -> float:
         return max(peak.total for peak in self.phases.values())
 
-    @property
+    @cached_property
     def peak_phase(self) -> str:
         return max(self.phases, key=lambda name: self.phases[name].total)
 
@@ -91,10 +93,12 @@ class Walk:
     half_logits: float
 
 
-def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int]) -> Walk:
+def walk_stage(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int], known: Known | None = None
+) -> Walk:
     """The same for every plan that shares neither more nor fewer layers and tokens."""
     batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
-    placed, piped = place_segments(profile, trace, plan, stage), plan.layout.pipeline_parallel > 1
+    placed, piped = place_segments(profile, trace, plan, stage, known=known), plan.layout.pipeline_parallel > 1
     hidden = float(batch * sequence * (profile.hidden_size or 0) * residual_bytes(plan))
     hidden /= plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
     # Each stage makes what the first gap does but for the embedding: its input comes from another rank.
@@ -102,12 +106,11 @@ def walk_stage(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage
     logits = _logits(profile, plan, batch * sequence)
     kept = logits if piped and stage.has_head else 0.0  # the stage's output
     received = hidden if piped and not stage.has_head else 0.0  # the gradient of its output
-    gradients = share_of(profile, plan, stage).gradients
 
     def peaks(*, accumulating: bool) -> Peaks:
         found = Peaks(apart=plan.layout.gathers)
         live = walk_forward(found, {}, placed, 0.0, plan, batch, sequence, beside=beside)
-        born = 0.0 if accumulating else gradients
+        born = 0.0 if accumulating else share_of(profile, plan, stage).gradients
         backward = _backward_of(profile, plan, batch, sequence, accumulating=accumulating)
         walk_backward(found, {}, placed, live + kept, born, backward, received=received)
         return found
@@ -138,8 +141,7 @@ def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share
             born = share.gradients_between if plan.gradient_accumulation_steps > waiting.pending + 1 else 0.0
             parts = {"gradients": born, "activations": activations, "communication": in_transit}
             phases["backward"].offer({**resident, **parts})
-    workspace = workspace_bytes(profile, plan) * share.updated
-    phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
+    phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": share.workspace})
     return StepMemory(phases, walk.recomputed, walk.half_logits)
 
 
@@ -192,8 +194,7 @@ def _predict_first_backward(
     walk_backward(peaks, resident, placed, live, share.gradients, _backward_of(profile, plan, *shape, accumulating=False))
     phases = {name: peaks.found.get(name, Peak()) for name in PHASES}
     if not plan.optimizer_in_backward:
-        workspace = workspace_bytes(profile, plan) * share.updated
-        phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": workspace})
+        phases["optimizer"].offer({**resident, "gradients": share.gradients, "workspace": share.workspace})
     half_logits = _half_logits(_logits(profile, plan, shape[0] * shape[1]), plan, stage)
     return StepMemory(phases, _recomputed(placed, *shape), half_logits)
 

@@ -7,7 +7,7 @@ The part inside a node and the part between nodes overlap: the slower one counts
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from upshift.hardware import collective
 from upshift.hardware.efficiency import Collective
@@ -23,8 +23,7 @@ HOP_SECONDS = 10e-6  # between two nodes, each way (NCCL's model: 2.7 to 14 us a
 NETWORK_EFFICIENCY = 0.85  # of the ports' specified rate
 
 
-@dataclass(frozen=True)
-class Group:
+class Group(NamedTuple):
     """Ranks of one collective: ``size`` of them, ``stride`` apart, on nodes of ``node_ranks``."""
 
     size: int

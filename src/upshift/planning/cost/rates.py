@@ -5,7 +5,6 @@ Measured where the host was probed, else the datasheet's times the efficiency th
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from math import prod
 from typing import NamedTuple
 
@@ -47,8 +46,7 @@ SUSTAINED = {
 SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
 
 
-@dataclass(frozen=True)
-class Rates:
+class Rates(NamedTuple):
     """What one process of the plan has to itself."""
 
     matrix: float

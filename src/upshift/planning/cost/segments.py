@@ -10,6 +10,7 @@ from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.compiled import compiled_trace
 from upshift.planning.cost.divide import divide, divide_experts, keep_more
 from upshift.planning.cost.fused import fused_trace
+from upshift.planning.cost.known import Known
 from upshift.planning.cost.share import Stage, compute_bytes
 from upshift.planning.cost.vocabulary import with_own_loss
 from upshift.planning.plan import Plan
@@ -30,9 +31,19 @@ class Placed:
     is_recomputed: bool = False
 
 
-def trace_for(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
+def trace_for(profile: ModelProfile, plan: Plan, workload: Workload, *, known: Known | None = None) -> StepTrace | None:
     """The trace that this plan's tensors follow, on one of the ranks that share its layers; None where the profile has none
     (the plan cannot be predicted)."""
+    layout = plan.layout
+    key = (
+        "trace", plan.traced_precision, plan.attention, plan.packing, plan.torch_compile != "off", plan.fused_kernels,
+        plan.loss_kernel, layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel, layout.gather_again,
+        layout.vocabulary_parallel,
+    )  # fmt: skip
+    return (known or Known()).get(key, lambda: _trace(profile, plan, workload))
+
+
+def _trace(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
     masked = plan.packing and workload.lengths is not None
     if profile.objective != "causal-lm" and workload.lengths is not None:
         masked = True  # right padding must be masked where attention looks at later positions
@@ -62,13 +73,19 @@ def _fused(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
     return compiled_trace(trace) if plan.torch_compile != "off" else trace
 
 
-def place_segments(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None) -> list[Placed]:
+def place_segments(
+    profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None, *, known: Known | None = None
+) -> list[Placed]:
     """Every segment of the model, or of a stage of it, in forward order; of ``activation_checkpointing`` layers those that
     fall to it, its first ones, are recomputed."""
+    stage = stage or Stage(0, profile.num_layers, profile.num_layers)
+    return (known or Known()).get(("placed", segments_key(trace, plan, stage)), lambda: _place(profile, trace, plan, stage))
+
+
+def _place(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage) -> list[Placed]:
     head = profile.parameters.trainable_head
     outside = profile.parameters.trainable - profile.parameters.trainable_layers
     placed: list[Placed] = []
-    stage = stage or Stage(0, profile.num_layers, profile.num_layers)
     to_recompute = -(-plan.activation_checkpointing * (stage.last - stage.first) // max(profile.num_layers, 1))
     recompute, way, passed = to_recompute > 0, plan.recompute_granularity, 0
     last = len(profile.stacks)
@@ -123,11 +140,16 @@ def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int
 
 def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
     """Plans with the same key run the same segments on the same tokens in a micro-batch of a rank at ``stage``."""
+    return segments_key(trace, plan, stage), plan.per_device_train_batch_size, plan.sequence_length
+
+
+def segments_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
+    """Plans with the same key run the same segments on a rank at ``stage``, on any number of tokens."""
     layout = plan.layout
     return (
         trace.precision, trace.attention, trace.masked, layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel,
-        layout.context_parallel, layout.context_kind, stage.first, stage.last, plan.per_device_train_batch_size,
-        plan.sequence_length, plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens,
+        layout.context_parallel, layout.context_kind, stage.first, stage.last,
+        plan.activation_checkpointing, plan.recompute_granularity, plan.loss_chunk_tokens,
         plan.activation_offload, plan.precision, layout.gathers, layout.pipeline_parallel > 1,
         plan.torch_compile != "off", plan.fused_kernels, plan.loss_kernel, layout.gather_again, layout.vocabulary_parallel,
     )  # fmt: skip

@@ -2,20 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.divide import experts_of, layer_sizes
 from upshift.planning.cost.known import Known
-from upshift.planning.cost.optimizer import state_bytes
+from upshift.planning.cost.optimizer import state_bytes, workspace_bytes
 from upshift.planning.plan import ALONE, Plan
 
 REDUCED_BYTES = 4  # gradients are summed over ranks in fp32
 MASTER_BYTES, MASTERED_BYTES = 4, 2  # an fp32 weight that the optimizer updates, and the bf16 one that is computed with
 
 
-@dataclass(frozen=True)
-class Waiting:
+class Waiting(NamedTuple):
     """What a rank holds beside the micro-batch that it computes. Gradients exist in every backward pass of a step but the
     first, in which they are born; where they always exist there is no first one.
 
@@ -33,8 +32,7 @@ class Waiting:
     batches: float = 1.0  # micro-batches whose inputs are there
 
 
-@dataclass(frozen=True)
-class Stage:
+class Stage(NamedTuple):
     """A rank's place in the pipeline: layers ``first`` to ``last`` (exclusive), and what waits there."""
 
     first: int
@@ -51,8 +49,7 @@ class Stage:
         return self.last == self.num_layers
 
 
-@dataclass(frozen=True)
-class Passing:
+class Passing(NamedTuple):
     """Bytes of whole weights and of gradients that are being reduced, which a rank of fully_shard holds at each moment of a
     step. Gradients that are not yet being reduced are the walk's (cost/memory.py)."""
 
@@ -66,8 +63,7 @@ class Passing:
     outside: float = 0.0  # the backward pass of what stands before and between the layers
 
 
-@dataclass(frozen=True)
-class Share:
+class Share(NamedTuple):
     """Bytes of one rank. ``passing`` is None where weights and gradients are never divided."""
 
     weights: float
@@ -75,6 +71,7 @@ class Share:
     optimizer: float
     passing: Passing | None = None
     updated: float = 1.0  # of the model's trained parameters, those that the rank's optimizer updates
+    workspace: float = 0.0  # temporaries of that update
     accumulated: float | None = None  # gradients while micro-batches run, where they are divided only after the last one
 
     @property
@@ -200,10 +197,10 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     parameters = profile.parameters
     weights = float(parameters.weight_bytes(plan.parameter_bytes))
     gradients = float(parameters.gradient_bytes(plan.parameter_bytes))
-    state = state_bytes(profile, plan)
+    state, workspace = state_bytes(profile, plan), workspace_bytes(profile, plan)
     layout = plan.layout
     if layout == ALONE:
-        return Share(weights, gradients, state)
+        return Share(weights, gradients, state, workspace=workspace)
     if layout.master_weights:
         weights, state = float(parameters.weight_bytes(MASTERED_BYTES)), state + MASTER_BYTES * parameters.trainable
     part = elements(profile, plan, stage) / parameters.total
@@ -211,12 +208,12 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     if not layout.gathers:
         gradients += _whole_embedding(profile, plan, stage)
     if layout.fully_shard == "no":
-        return Share(weights, gradients, state, updated=part)
+        return Share(weights, gradients, state, None, part, workspace * part)
     if layout.fully_shard == "optimizer":
-        return Share(weights, gradients, state * own, updated=part * own)
+        return Share(weights, gradients, state * own, None, part * own, workspace * (part * own))
     whole = REDUCED_BYTES * part * parameters.trainable if layout.pipeline_parallel > 1 else None
     passing = _passing(profile, plan, stage)
-    return Share(weights * own, gradients * own, state * own, passing, part * own, accumulated=whole)
+    return Share(weights * own, gradients * own, state * own, passing, part * own, workspace * (part * own), accumulated=whole)
 
 
 def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
@@ -231,11 +228,17 @@ def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
 def shares(profile: ModelProfile, plan: Plan, known: Known) -> list[tuple[Stage, Share]]:
     """Of the ranks that decide memory and time."""
-    key = (
-        "shares", plan.layout, plan.optim, plan.optim_args, plan.precision, plan.optim_offload,
-        plan.gradient_accumulation_steps if plan.layout.pipeline_parallel > 1 else 0,
-    )  # fmt: skip
-    return known.get(key, lambda: [(stage, share_of(profile, plan, stage)) for stage in stages(profile, plan)])
+    layout = plan.layout
+    micro_batches = plan.gradient_accumulation_steps
+    steps = micro_batches if layout.pipeline_parallel > 1 else micro_batches == 1
+    pipeline = (layout.pipeline_parallel, layout.pipeline_schedule, layout.virtual_stages, steps, gradients_exist(plan))
+    held = (layout, plan.optim, plan.optim_args, plan.precision, plan.optim_offload)
+
+    def share(stage: Stage) -> Share:
+        return known.get(("share", held, stage.first), lambda: share_of(profile, plan, stage))
+
+    found = known.get(("stages", pipeline), lambda: stages(profile, plan))
+    return known.get(("shares", held, steps), lambda: [(stage, share(stage)) for stage in found])
 
 
 def compute_bytes(plan: Plan) -> int:

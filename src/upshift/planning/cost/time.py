@@ -60,7 +60,14 @@ class StepTime:
 
 
 def micro_batch_terms(
-    profile: ModelProfile, trace: StepTrace, plan: Plan, rates: Rates, *, link: float | None = None, stage: Stage | None = None
+    profile: ModelProfile,
+    trace: StepTrace,
+    plan: Plan,
+    rates: Rates,
+    *,
+    link: float | None = None,
+    stage: Stage | None = None,
+    known: Known | None = None,
 ) -> dict[str, float]:
     """Seconds of forward and backward of one full-length micro-batch on a rank of ``stage``. ``link``: bytes per second between
     host and device."""
@@ -68,7 +75,7 @@ def micro_batch_terms(
     batch, sequence = plan.per_device_train_batch_size, -(-plan.sequence_length // ranks)
     cast = FUSED_FP8_CAST_SHARE if plan.fused_kernels else FP8_CAST_SHARE
     matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
-    for item in place_segments(profile, trace, plan, stage):
+    for item in place_segments(profile, trace, plan, stage, known=known):
         in_fp8 = plan.precision == "fp8" and item.is_layer
         # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
@@ -177,7 +184,7 @@ def _micro_batch(
     profile: ModelProfile, trace: StepTrace, plan: Plan, host: Host, rates: Rates, stage: Stage, known: Known
 ) -> dict[str, float]:
     key = ("micro-batch", rank_key(trace, plan, stage), plan.torch_compile, plan.host_memory)
-    return known.get(key, lambda: micro_batch_terms(profile, trace, plan, rates, link=host_link(host), stage=stage))
+    return known.get(key, lambda: micro_batch_terms(profile, trace, plan, rates, link=host_link(host), stage=stage, known=known))
 
 
 def _compiling_seconds(profile: ModelProfile, plan: Plan) -> float:

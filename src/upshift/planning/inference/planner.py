@@ -15,7 +15,7 @@ from upshift.planning.explain import Reason
 from upshift.planning.inference.explain import reasons, representative
 from upshift.planning.inference.numbers import InferenceNumbers, numbers_of
 from upshift.planning.inference.rank import Candidate, Ranking, rank, too_big, too_slow
-from upshift.planning.inference.space import parse_fixed
+from upshift.planning.inference.space import parse_fixed, read_fixed
 from upshift.planning.inference.workload import InferenceWorkload
 
 PROFILE_LENGTH = 128  # tokens; nothing that inference plans take from a profile depends on it
@@ -74,6 +74,7 @@ def plan_inference(
     """Rank the space. Raises RequestError for a wrong request, NothingFits with the nearest plan that would."""
     if source.adapter is not None:
         raise RequestError(f"{source.reference!r} has an adapter; merge it into its model first, then plan for the merged one")
+    read_fixed(fixed, host, workload)  # before the seconds that tracing takes
     profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=(), progress=progress)
     return plan_profile(profile, host, workload, fixed)
 

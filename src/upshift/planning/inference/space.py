@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import ceil
 from typing import Any, get_args, get_type_hints
 
@@ -33,13 +34,13 @@ def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> d
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
-    return {
-        "weights": _weights(host, workload),
-        "kv_cache": _caches(host, workload),
-        "tensor_parallel": _tensor_degrees(host, profile),
-        "pipeline_parallel": _pipeline_degrees(host, profile),
-        "execution": _executions(host),
-    }
+    degrees = {"tensor_parallel": _tensor_degrees(host, profile), "pipeline_parallel": _pipeline_degrees(host, profile)}
+    return {**_legal_here(host, workload), **degrees}
+
+
+def _legal_here(host: Host, workload: InferenceWorkload) -> dict[str, list[Any]]:
+    """Of the fields that do not ask the model."""
+    return {"weights": _weights(host, workload), "kv_cache": _caches(host, workload), "execution": _executions(host)}
 
 
 def plain_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
@@ -93,8 +94,9 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
     return names
 
 
-def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
-    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here."""
+def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWorkload) -> dict[str, Any]:
+    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here, as far as that can be
+    said before a model is traced."""
     settable = [name for name in InferencePlan.model_fields if name not in FIXED_BY_REQUEST]
     fixed: dict[str, Any] = {}
     for assignment in assignments:
@@ -102,11 +104,21 @@ def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile,
         if not equals or name not in settable:
             raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
         fixed[name] = _parse_value(name, text)
-    legal = legal_values(host, profile, workload)
+    _check(fixed, _legal_here(host, workload), lambda name: _why_here(name, fixed[name], host, workload))
+    return fixed
+
+
+def _check(fixed: dict[str, Any], legal: dict[str, list[Any]], why: Callable[[str], str]) -> None:
     for name, value in fixed.items():
         if name in legal and value not in legal[name]:
-            valid, why = ", ".join(map(str, legal[name])), _why(name, value, host, profile, workload)
-            raise RequestError(f"--set {name}={value} is not possible here; use one of {valid}{why}")
+            valid = ", ".join(map(str, legal[name]))
+            raise RequestError(f"--set {name}={value} is not possible here; use one of {valid}{why(name)}")
+
+
+def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
+    """As ``read_fixed``, and checked against what is legal for the model."""
+    fixed, legal = read_fixed(assignments, host, workload), legal_values(host, profile, workload)
+    _check(fixed, legal, lambda name: _why_degree(name, profile))
     if not layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
         asked = " x ".join(f"{name}={fixed[name]}" for name in DEGREES if name in fixed)
         raise RequestError(f"{asked} does not divide the {host.num_devices} devices of {host.name}; use degrees that do")
@@ -126,13 +138,15 @@ def _parse_value(name: str, text: str) -> Any:
         raise RequestError(f"--set {first_problem(InferencePlan, error)}{valid}") from None
 
 
-def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: InferenceWorkload) -> str:
+def _why_degree(name: str, profile: ModelProfile) -> str:
     if name == "tensor_parallel":
         degrees = f"; degrees divide {profile.tensor_parallel.divisor}" if profile.tensor_parallel else ""
         return f" (the devices of a node; {profile.tensor_parallel_reason}{degrees})"
-    if name == "pipeline_parallel":
-        declared = "declares" if profile.declares.pipeline_parallel_plan else "declares no"
-        return f" (the model {declared} pipeline stages, and has {profile.num_layers} layers to divide evenly)"
+    declared = "declares" if profile.declares.pipeline_parallel_plan else "declares no"
+    return f" (the model {declared} pipeline stages, and has {profile.num_layers} layers to divide evenly)"
+
+
+def _why_here(name: str, value: Any, host: Host, workload: InferenceWorkload) -> str:
     if name == "kv_cache" and workload.task == "encode":
         return " (encoding keeps no cache)"
     if value in ("bf16", "fp16", "fp8") and host.supports(value) is False:
