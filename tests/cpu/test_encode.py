@@ -16,6 +16,7 @@ from transformers import AutoModel, AutoTokenizer
 import upshift
 from upshift.cli.encode import command
 from upshift.errors import NothingFits, RequestError
+from upshift.hardware import detect
 from upshift.inference import engines
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.encoding import Encoding
@@ -31,7 +32,9 @@ TEXTS = [
     "", "A short one.", "The encoder reads a sentence and gives a vector.", "Padding costs as much as tokens do. " * 12,
     "Ein Satz auf Deutsch.", "a " * 400,
 ] * 3  # fmt: skip
-READY = {name: entry for name, entry in engines.ENGINES.items() if not entry.uncompiled}  # compiling has a test of its own
+READY = {  # compiling has a test of its own
+    name: entry for name, entry in engines.ENGINES.items() if "encode" in entry.doors and not entry.uncompiled
+}
 SETUPS = {
     f"{name} {precision}": EngineSetup(engine=name, precision=precision, threads=1, batch=512)
     for name, entry in READY.items()
@@ -144,11 +147,15 @@ def test_ctranslate2_has_every_head_of_what_it_converts(family: str, ending: str
     assert found.std() > 0.1 and np.abs(found - expected).max() < 1e-4
 
 
-def test_ctranslate2_names_what_it_converts() -> None:
-    source = ModelSource(reference="m", directory=MINILM, config={"model_type": "electra"})
-    setup = EngineSetup(engine="ctranslate2", precision="fp32", threads=1, batch=128)
-    with pytest.raises(RequestError, match="no conversion of the encoder 'electra'; it has bert, camembert, distilbert"):
-        Encoding(source, read_recipe(source), setup, [], pad=0)
+def test_engines_race_with_models_that_they_have() -> None:
+    electra, bert = (ModelSource(reference="m", directory=MINILM, config={"model_type": kind}) for kind in ("electra", "bert"))
+    with pytest.raises(RequestError, match="--engine ctranslate2 has no 'electra'; it has bert, camembert, distilbert"):
+        engines.check_engine("encode", "ctranslate2", electra)
+    raced = [
+        {setup.engine for setup in engines.contestants("encode", source, detect(), exact=True, batch=1, hint="throughput")}
+        for source in (electra, bert)
+    ]
+    assert raced[1] - raced[0] == {"ctranslate2"}
 
 
 def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,6 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MistralConfig,
-    OPTConfig,
     Phi3Config,
     Qwen2Config,
     Qwen3Config,
@@ -153,7 +152,6 @@ def test_rounded_weights(precision: str, least: float, size: float, tmp_path: Pa
 @pytest.mark.parametrize(
     ("config", "said"),
     [
-        (OPTConfig(), "no GGUF of 'opt' here; there is of llama"),
         (LlamaConfig(hidden_act="gelu"), "a 'llama' with hidden_act='gelu'"),
         (Qwen2Config(rope_parameters=LLAMA3), "rope_type='llama3'"),
         (MistralConfig(sliding_window=4096), "sliding_window=4096"),

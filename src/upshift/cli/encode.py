@@ -49,7 +49,7 @@ def command(
     dim(_said(encoder.recipe))
     if race.runs:
         show.out.print(race_table(race))
-    failures(race, "encode", "texts/s")
+    failures(race, "texts/s")
     show.out.print(f"Chosen: {race.chosen.label()}, batches of {race.chosen.batch:,} tokens")
     rate = f", {done / seconds:,.0f} a second" if done and seconds else ""
     show.out.print(f"{total:,} texts in {output} ({done:,} encoded now{rate})")

@@ -127,7 +127,7 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
     if generator.race.runs:
         show.out.print(_table(generator.race))
         _bound(generator)
-    failures(generator.race, generator.task, "tokens/s")
+    failures(generator.race, "tokens/s")
     show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
     show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
 

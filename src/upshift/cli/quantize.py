@@ -43,8 +43,8 @@ def command(
         raise RequestError(f"--bits {bits} is not possible; use 8 or 4")
     check_prompts(texts, "--texts")
     check_output(output, overwrite=overwrite)
-    loads = choose_engine(bits, engine)
     source = find_plain_weights(model)
+    loads = choose_engine(source, bits, engine)
     if generation_task(source) != "generate":
         raise RequestError(f"{source.reference!r} is an encoder-decoder; upshift quantize takes causal language models")
     taken = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)

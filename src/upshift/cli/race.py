@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from upshift.cli import show
-
-if TYPE_CHECKING:
-    from upshift.inference.setup import Task
 
 
 def dim(text: str, console: Console = show.out) -> None:
@@ -45,9 +42,9 @@ def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], s
     return found
 
 
-def failures(race: Any, task: Task, unit: str) -> None:
+def failures(race: Any, unit: str) -> None:
     """How fast anything could be, what did not run, what is not installed, and where the race is remembered."""
-    from upshift.inference.engines import missing
+    from upshift.inference.engines import install_line
 
     if race.ceiling:
         dim(f"Without any computing: {race.ceiling:,.0f} {unit}, more than any engine can do here")
@@ -61,6 +58,6 @@ def failures(race: Any, task: Task, unit: str) -> None:
         dim(f"{label} did not race: {said if rate else without}; --engine {label.split()[0]} races it")
     if race.recalled:
         dim(f"remembered; delete {race.file} to race again")
-    for name, install in missing(task).items():
-        brings = f"; the planner expects {race.expected[name]:,.0f} {unit} of it" if race.expected.get(name) else ""
-        dim(f"{name} is not installed and did not race: {install}{brings}")
+    for name, rate in race.expected.items():
+        brings = f"; the planner expects {rate:,.0f} {unit} of it" if rate else ""
+        dim(f"{name} is not installed and did not race: {install_line(name)}{brings}")

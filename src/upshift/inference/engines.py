@@ -10,11 +10,13 @@ from typing import Any, NamedTuple
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.setup import QUANTIZED, ROUNDED, EngineName, EngineSetup, Hint, Precision, Task
+from upshift.models.source import ModelSource
 
 
 class Door(NamedTuple):
     name: str  # module and class, in the task's folder of engines
     precisions: tuple[Precision, ...]
+    kinds: str = ""  # module and name of the models that it has, by their configs' model_type; empty: of all
 
 
 class Entry(NamedTuple):
@@ -52,11 +54,11 @@ ENGINES: dict[EngineName, Entry] = {
     ),
     "ctranslate2": Entry(
         ("ctranslate2",), "ctranslate2",
-        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"))},
+        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), "ctranslate2_engine:CONVERTED")},
     ),
     "llamacpp": Entry(
         ("llama_cpp", "gguf"), "llamacpp",
-        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"))},
+        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), "gguf_form:FAMILIES")},
     ),
     "torch-compiled": Entry(
         ("torch",), "",
@@ -80,45 +82,58 @@ NOTHING = Entry(  # computes nothing, and is none of those that can be chosen: w
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
     """``build``: what the task's engines are built from."""
     entry = NOTHING if name == "nothing" else ENGINES[name]
-    module, kind = entry.doors[task].name.split(":")
-    return getattr(import_module(f"{PACKAGES[task]}.engines.{module}"), kind)(build)
+    return _named(task, entry.doors[task].name)(build)
 
 
 def is_installed(name: EngineName) -> bool:
     return all(find_spec(library) is not None for library in ENGINES[name].libraries)
 
 
-def missing(task: Task) -> dict[EngineName, str]:
-    """The engines that are not installed, with what would install them."""
-    return {
-        name: f"pip install 'upshift[{entry.extra}]'"
-        for name, entry in ENGINES.items()
-        if task in entry.doors and not is_installed(name)
-    }
+def install_line(name: EngineName) -> str:
+    return f"pip install 'upshift[{ENGINES[name].extra}]'"
 
 
 def contestants(
-    task: Task, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None
+    task: Task, source: ModelSource, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None
 ) -> list[EngineSetup]:
-    """Of all engines, installed or not; the reference first. ``exact``: nothing that rounds to fewer bits can win then.
-    ``stored``: weights are quantized already, and this engine alone loads them."""
+    """Of all engines that have such models, installed or not; the reference first. ``exact``: nothing that rounds to fewer bits
+    can win then. ``stored``: weights are quantized already, and this engine alone loads them."""
     threads = host.cpu.usable_cores if host.cpu is not None else 1
     if stored is not None:
         return [EngineSetup(engine=stored, precision="stored", threads=threads, batch=batch, hint=hint)]
     unfit = "bf16" if host.supports("bf16") is False else "fp16-weights"  # as few bytes; of the two, what the CPU computes in
     found = []
     for name, entry in ENGINES.items():
-        for precision in entry.doors[task].precisions if task in entry.doors else ():
+        able = task in entry.doors and _has(task, entry.doors[task], source)
+        for precision in entry.doors[task].precisions if able else ():
             if (exact and precision in ROUNDED) or precision == unfit:
                 continue
             found.append(EngineSetup(engine=name, precision=precision, threads=threads, batch=batch, hint=hint))
     return found
 
 
-def check_engine(task: Task, name: str) -> EngineName:
+def check_engine(task: Task, name: str, source: ModelSource) -> EngineName:
     able = [known for known, entry in ENGINES.items() if task in entry.doors]
     if name not in able:
         raise RequestError(f"--engine {name!r} is none for {task}; use one of {', '.join(able)}")
     if not is_installed(name):
-        raise RequestError(f"--engine {name} is not installed: pip install 'upshift[{ENGINES[name].extra}]'")
+        raise RequestError(f"--engine {name} is not installed: {install_line(name)}")
+    door = ENGINES[name].doors[task]
+    if not _has(task, door, source):
+        raise RequestError(f"--engine {name} has no {_kind(source)!r}; it has {', '.join(sorted(_named(task, door.kinds)))}")
     return name
+
+
+def _has(task: Task, door: Door, source: ModelSource) -> bool:
+    return not door.kinds or _kind(source) in _named(task, door.kinds)
+
+
+def _kind(source: ModelSource) -> str:
+    """Of the text model, where it is a part."""
+    return str(source.config.get("text_config", source.config).get("model_type"))
+
+
+def _named(task: Task, name: str) -> Any:
+    """``name``: of a module in the task's folder of engines, and of what is in it."""
+    module, found = name.split(":")
+    return getattr(import_module(f"{PACKAGES[task]}.engines.{module}"), found)

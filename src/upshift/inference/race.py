@@ -45,7 +45,9 @@ class Race(Value):
     chosen: EngineSetup
     file: Path | None  # where it is remembered: other bounds choose among the same runs; None: there was one setup alone
     recalled: bool = False
-    expected: dict[EngineName, float] = Field({}, description="of what is not installed: the forecast of its fastest setup")
+    expected: dict[EngineName, float | None] = Field(
+        {}, description="of what is not installed and has such models: the forecast of its fastest setup"
+    )
     left_out: dict[str, float | None] = Field({}, description="what compiles for longer than it would save, and its forecast")
     ceiling: float | None = Field(None, description="texts or tokens a second where nothing is computed: no engine does more")
 
@@ -73,7 +75,8 @@ def race(
     """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. ``amount``: of all texts, or
     tokens to generate, which compiling is to pay for. Remembered by contest, weights, hardware, versions and lengths."""
     stored, batch = stored_for(contest.source), contest.batches[0]
-    able = contestants(contest.task, host, exact=quality == "exact", batch=batch, hint=contest.hint, stored=stored)
+    exact = quality == "exact"
+    able = contestants(contest.task, contest.source, host, exact=exact, batch=batch, hint=contest.hint, stored=stored)
     setups = [setup for setup in able if is_installed(setup.engine)]
     asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
     kept = _kept(contest, host, sample, asked)
@@ -83,16 +86,17 @@ def race(
         if not any(pays(rate, best, amount) for rate in found.left_out.values()):
             return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
     check_room(contest.source, host)
+    absent = [setup for setup in able if setup not in setups]
     plain = [setup for setup in asked if engine is not None or not ENGINES[setup.engine].uncompiled]
     if len(plain) == 1 and not limits:
-        alone = Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None)
+        unknown = dict.fromkeys(setup.engine for setup in absent)
+        alone = Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None, expected=unknown)
         if len(asked) == 1 or amount < FEW:
             return alone
         best, *rates = map(forecast(), asked)
         if not any(pays(rate, best, amount) for rate in rates):
             return alone.changed(left_out={setup.label(): rate for setup, rate in zip(asked[1:], rates, strict=True)})
     enter = partial(entering, quality=quality, amount=amount if engine is None else None)
-    absent = [setup for setup in able if setup not in setups]
     run_all = _run_all(contest, sample, asked, absent, forecast, enter, on_run).changed(file=kept)
     kept.parent.mkdir(parents=True, exist_ok=True)
     write_whole(kept, run_all.to_json())
@@ -123,9 +127,9 @@ def _run_all(
                 on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
-    expected = dict[EngineName, float]()
+    expected = dict[EngineName, float | None]()
     for setup in absent:
-        expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine, 0.0))
+        expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine) or 0.0) or None
     return Race(
         runs=tuple(runs), chosen=runs[0].setup, file=None, expected=expected, left_out=left_out, ceiling=ceiling or None
     )

@@ -50,8 +50,8 @@ class Encoder:
     ) -> None:
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-latency-ms", max_latency_ms))
-        self._engine = None if engine is None else check_engine("encode", engine)
         self.source = find_plain_weights(model)
+        self._engine = None if engine is None else check_engine("encode", engine, self.source)
         recipe = read_recipe(self.source)
         self.host: Host = detect().cpu_alone()
         self.tokens = Tokens(self.source, recipe)

@@ -64,10 +64,10 @@ class Generator:
         self.limits = Limits(ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms))
         self.source = find_weights(model)
         self.task = generation_task(self.source)
-        self._engine = None if engine is None else check_engine(self.task, engine)
+        self._engine = None if engine is None else check_engine(self.task, engine, self.source)
         stored = stored_for(self.source)
         if stored is not None:
-            check_engine(self.task, stored)
+            check_engine(self.task, stored, self.source)
             if engine not in (None, stored):
                 raise RequestError(f"the weights of {model!r} are stored for {stored}; --engine {engine} cannot load them")
         self._start = start_token(self.source) if self.task == "seq2seq" else None

@@ -103,10 +103,8 @@ def micro_batch_terms(
         "memory traffic": moved / rates.memory,
         "page faults": 0.0 if plan.host_memory == "keep" else kept * rates.first_touch,
     }
-    if plan.device == "cuda":  # the host queues kernels while the device computes: only what is not hidden counts
-        terms["dispatch"] = max(kernels * rates.dispatch - sum(terms.values()), 0.0)
-    else:
-        terms["dispatch"] = kernels * rates.dispatch
+    hidden = sum(terms.values()) if plan.device == "cuda" else 0.0  # the host queues kernels while the device computes
+    terms["dispatch"] = max(kernels * rates.dispatch - hidden, 0.0)
     if offloaded and link is not None:
         terms["activations to the host and back"] = 2.0 * offloaded / link
     return terms

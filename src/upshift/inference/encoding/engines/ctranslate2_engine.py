@@ -9,20 +9,16 @@ from typing import Any
 
 import numpy as np
 
-from upshift.errors import RequestError
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, in_order
 
-CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows, by their configs
+CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows
 MOST_STREAMS = 4  # batches at once: products of one are too small for many cores
 TYPES = {"fp32": "float32", "int8": "int8_float32"}  # of products, in its words: what is not a product stays in fp32
 
 
 class CTranslate2Engine:
     def __init__(self, build: Build) -> None:
-        kind = build.source.config["model_type"]
-        if kind not in CONVERTED:  # said before anything heavy is imported or loaded
-            raise RequestError(f"CTranslate2 has no conversion of the encoder {kind!r}; it has {', '.join(CONVERTED)}")
         import ctranslate2
 
         self.library: Any = ctranslate2

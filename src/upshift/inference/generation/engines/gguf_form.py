@@ -90,14 +90,11 @@ FAMILIES: dict[str, Family] = {  # by the config's model_type
 
 
 def family_of(text: Any) -> Family:
-    """``text``: a config of transformers. Raises RequestError for what llama.cpp, or the file written here, cannot do."""
-    kind = text.model_type
-    if kind not in FAMILIES:
-        raise RequestError(f"there is no GGUF of {kind!r} here; there is of {', '.join(FAMILIES)}")
-    found = FAMILIES[kind]
+    """``text``: a config of transformers. Raises RequestError for what llama.cpp computes otherwise."""
+    found = FAMILIES[text.model_type]
     wrong = list(_unable(text, found))
     if wrong:
-        raise RequestError(f"llama.cpp does not compute a {kind!r} with {', '.join(wrong)}")
+        raise RequestError(f"llama.cpp does not compute a {text.model_type!r} with {', '.join(wrong)}")
     return found
 
 
