@@ -16,6 +16,8 @@ from upshift.cli.plan import Json, Model
 from upshift.cli.race import dim, failures, table, teller
 from upshift.errors import RequestError
 
+WIDE = 90  # columns that the whole race takes
+
 
 def command(
     model: Model,
@@ -159,8 +161,11 @@ def _bound(generator: Any) -> None:
 def _table(race: Any) -> Table:
     """rows: sequences at once; first: until the first tokens of so many prompts; step: one token more of each; GB/s: of weights,
     in a step; cosine: of the logits of the token that agrees least; diff: of any logit, over the largest."""
-    return table(race, "rows", "tokens/s", {
+    more = {
         "first ms": lambda run: f"{1e3 * run.first_seconds:.0f}",
         "step ms": lambda run: f"{1e3 * run.step_seconds:.1f}",
         "GB/s": lambda run: f"{run.weight_bytes / run.step_seconds / 1e9 if run.step_seconds else 0.0:.1f}",
-    })  # fmt: skip
+    }
+    if show.out.width < WIDE:
+        del more["GB/s"]  # a line below says it of the chosen one
+    return table(race, "rows", "tokens/s", more)

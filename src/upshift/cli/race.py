@@ -35,10 +35,11 @@ def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], s
         "cosine": lambda run: f"{run.worst_cosine:.5f}",
         "diff": lambda run: f"{run.largest_difference:.1e}",
     }
-    found = show.new_table("Race, from memory" if race.recalled else "Race", "engine", numbers=tuple(numbers))
+    found = show.new_table("Race, from memory" if race.recalled else "Race", "engine", "precision", numbers=tuple(numbers))
+    found.padding = (0, 0)
     for run in race.best():
         style = "bold green" if run.setup == race.chosen else None
-        found.add_row(run.setup.label(), *(number(run) for number in numbers.values()), style=style)
+        found.add_row(run.setup.engine, run.setup.precision, *(number(run) for number in numbers.values()), style=style)
     return found
 
 

@@ -66,12 +66,14 @@ def percent(value: float | None) -> str:
     return "unknown" if value is None else f"{value:+.1%}"
 
 
+COPIED = ("choice", "value", "engine", "precision")  # by a person: other columns wrap for them
+
+
 def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table:
     """Text columns first, right-aligned number columns after; narrow enough for 80 columns."""
     table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
     for name in columns:
-        # A choice and its value are what a person copies: other columns wrap for them.
-        table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None, no_wrap=name in ("choice", "value"))
+        table.add_column(name, overflow="fold", min_width=30 if name == "plan" else None, no_wrap=name in COPIED)
     for name in numbers:
         table.add_column(name, justify="right")
     return table
