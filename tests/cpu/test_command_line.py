@@ -227,13 +227,21 @@ def wrong_requests(model: Path, data: Path, folder: Path) -> dict[str, tuple[lis
         "an unknown value": (["plan", model, *PLAN, "--set", "precision=fp7"], ["fp7", "bf16"]),
         "an unknown allowance": (["plan", model, *PLAN, "--allow", "magic"], ["magic", "8bit-optimizer"]),
         "an unknown host": (["plan", model, *PLAN, "--on", "1xh1000"], ["h1000", "h100"]),
+        "an unknown command": (["paint"], ["paint", "--help"]),
+        "an unknown option": (["plan", model, "--colour", "blue"], ["--colour", "plan --help"]),
+        "too small a number": (["plan", model, "--sequence-length", 1], ["--sequence-length", "2"]),
+        "no number": (["plan", model, "--rows", "many"], ["--rows", "integer"]),
+        "no word behind": (["train", model], ["--data"]),
+        "4 bits that are trained": (["plan", model, "--load-in-4bit"], ["--lora-rank"]),
+        "an adapter that generates": (["plan", model, "--generate", "--lora-rank", 8], ["--lora-rank"]),
     }
 
 
 NAMES = (
     "a directory with no config", "no such model", "a config without a type", "an unknown architecture", "truncated weights",
     "no weights", "no text column", "an empty file", "no such data", "too long a sequence", "no micro-batch", "an unknown field",
-    "an unknown value", "an unknown allowance", "an unknown host",
+    "an unknown value", "an unknown allowance", "an unknown host", "an unknown command", "an unknown option",
+    "too small a number", "no number", "no word behind", "4 bits that are trained", "an adapter that generates",
 )  # fmt: skip
 
 

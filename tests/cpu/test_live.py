@@ -20,8 +20,10 @@ from transformers import (
 )
 
 from upshift.errors import RequestError
+from upshift.models.adapter import complete_model
+from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.live import source_of
-from upshift.models.source import find_model
+from upshift.models.source import find_model, find_to_train
 from upshift.models.store import Variant, profile_model
 from upshift.planning.plan import Plan
 from upshift.planning.trial import TrialRequest, trial_server
@@ -228,6 +230,31 @@ def test_flops_of_lora_leave_out_the_gradients_of_frozen_weights():
     assert profile.forward_flops.at(batch, length) == pytest.approx(forward, rel=0.002)
     assert profile.backward_flops.at(batch, length) == pytest.approx(backward, rel=0.002)
     assert profile.train_flops(batch, length) < 2.2 * profile.forward_flops.at(batch, length)
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_lora_that_a_plan_asks_for_is_what_peft_puts_on(four_bits, tmp_path):
+    """QLoRA's weights are stored as bitsandbytes stores them: two to a byte, beside them norms and embeddings as they are."""
+    LLAMA.save_pretrained(tmp_path)
+    source = find_to_train(str(tmp_path), lora_rank=4, load_in_4bit=four_bits)
+    with torch.device("meta"):
+        config = read_config(source)
+        built = complete_model(build_model(config, choose_class(config, "")[0], dtype=torch.float32), source)
+    expected = dict(llama(ALL_LINEAR).named_parameters())
+    assert {name for name, _ in built.named_parameters()} == set(expected)
+    for name, parameter in built.named_parameters():
+        assert parameter.requires_grad == expected[name].requires_grad
+        stored = four_bits and name.endswith("base_layer.weight")
+        assert parameter.numel() == expected[name].numel() / (2 if stored else 1)
+
+
+def test_what_no_lora_goes_around_is_refused(tmp_path):
+    LLAMA.save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match="--lora-rank 0 is not possible; give 1 or more"):
+        find_to_train(str(tmp_path), lora_rank=0)
+    LlamaConfig(**LLAMA.to_dict() | {"quantization_config": {"quant_method": "gptq", "bits": 4}}).save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match="quantized already; give the model that it was made from"):
+        find_to_train(str(tmp_path), lora_rank=8)
 
 
 def test_a_trial_runs_a_written_source(tmp_path):

@@ -3,21 +3,40 @@
 from __future__ import annotations
 
 import sys
+from typing import Annotated, Any
 
-import click
 import typer
 
 from upshift.cli import demo, encode, generate, inspect, plan, quantize, train
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
+UsageError: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy which newer versions of typer carry
+INTERRUPTED = 130
+
 app = typer.Typer(
     name="upshift",
     no_args_is_help=True,
     add_completion=False,
     pretty_exceptions_enable=False,
-    help="Finds, proves and runs the fastest setup that fits, for any Hugging Face transformer.",
 )
+
+
+def _tell_version(asked: bool) -> None:
+    if asked:
+        from importlib.metadata import version
+
+        print(f"upshift {version('upshift')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _of_all(
+    version: Annotated[bool, typer.Option("--version", callback=_tell_version, is_eager=True, help="print it and stop")] = False,
+) -> None:
+    """Finds, proves and runs the fastest setup that fits, for any Hugging Face transformer."""
+
+
 app.command("plan")(plan.command)
 app.command("train")(train.command)
 app.command("encode")(encode.command)
@@ -34,15 +53,17 @@ def main() -> None:
     except UpshiftError as error:
         print(f"upshift: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except click.exceptions.NoArgsIsHelpError as error:
-        error.show()
-        sys.exit(0)
-    except click.ClickException as error:
-        error.show(file=sys.stderr)
+    except UsageError as error:
+        if len(sys.argv) == 1:  # it is the help
+            error.show()
+            sys.exit(0)
+        path = error.ctx.command_path if error.ctx else "upshift"
+        print(f"upshift: {error.format_message().rstrip('.')}; see {path} --help", file=sys.stderr)
         sys.exit(2)
-    except (KeyboardInterrupt, click.exceptions.Abort):
+    except (KeyboardInterrupt, typer.Abort):
+        code = INTERRUPTED
+    if code == INTERRUPTED:
         print("upshift: interrupted", file=sys.stderr)
-        sys.exit(130)
     sys.exit(code if isinstance(code, int) else 0)
 
 

@@ -12,13 +12,13 @@ import typer
 from upshift.cli import plan_inference, plan_lengths, show
 from upshift.cli import plan_questions as questions
 from upshift.errors import RequestError
-from upshift.models.source import find_model
+from upshift.models.source import find_to_train
 from upshift.planning.plan import CHANGES_MATHEMATICS
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.space import check_allow
 from upshift.planning.workload import Workload
 
-Model = Annotated[str, typer.Argument(help="local Hugging Face directory, a config.json, or a hub id")]
+Model = Annotated[str, typer.Argument(metavar="MODEL", help="local Hugging Face directory, a config.json, or a hub id")]
 SequenceLength = Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of the longest sequence")]
 GlobalBatch = Annotated[int, typer.Option("--global-batch", min=1, help="sequences per optimizer step; no plan changes it")]
 On = Annotated[str | None, typer.Option("--on", help="a described host such as 8x8xh100@ib-ndr; default: this machine")]
@@ -37,11 +37,16 @@ Train = Annotated[bool, typer.Option("--train", help="plan a training run (defau
 MaxGradNorm = Annotated[float, typer.Option("--max-grad-norm", min=0.0, help="0: gradients are not clipped")]
 Steps = Annotated[int, typer.Option("--steps", min=1, help="optimizer steps that one-time costs are spread over")]
 Rows = Annotated[int, typer.Option("--rows", min=1, help="plans to show")]
+LoraRank = Annotated[
+    int | None, typer.Option("--lora-rank", min=1, help="train LoRA of this rank around every linear layer but the head")
+]
+FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --lora-rank the weights are stored in NF4")]
 
 
 def command(
     model: Model, sequence_length: SequenceLength = 512, global_batch: GlobalBatch = 8, on: On = None, set_: Set = None,
     allow: Allow = "", data: Data = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
+    lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
     train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: plan_inference.PromptLength = 512, output_length: plan_inference.OutputLength = 256,
     concurrency: plan_inference.Concurrency = None,
@@ -54,6 +59,8 @@ def command(
     """Ranked plans for MODEL, with predicted memory and time and the reason for each choice."""
     fixed = tuple(set_ or ())
     if generate or encode:
+        if lora_rank is not None or load_in_4bit:
+            raise RequestError("--lora-rank and --load-in-4bit are for training; leave them out")
         generation, limits = (prompt_length, output_length, concurrency), (max_ttft_ms, max_tpot_ms)
         sizes = (sequence_length, global_batch)
         inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split(allow))
@@ -66,7 +73,8 @@ def command(
     workload = _workload(model, data, sequence_length, global_batch, split(allow), steps, max_grad_norm > 0, risk)
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     recut = plan_lengths.lengths_at(model, data) if data is not None else None
-    request = questions.Request(find_model(model), workload, on, fixed, as_json, recut)
+    source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    request = questions.Request(source, workload, on, fixed, as_json, recut)
     if asked.answered_instead(request):
         return
     host = request.host()
@@ -81,6 +89,9 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document() | answers.document()) + "\n")
         return
+    if lora_rank is not None:
+        weights = ", whose weights are stored in NF4" if load_in_4bit else ""
+        show.out.print(f"LoRA of rank {lora_rank} around every linear layer but the head{weights}", highlight=False)
     _print(planning, rows=rows)
     answers.print()
 

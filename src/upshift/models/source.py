@@ -23,6 +23,13 @@ QuantizedFrom = Literal["float32", "bfloat16", "float16"]
 ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
 ADAPTER_FILE = "adapter_config.json"
+HEADS = {  # that peft trains whole beside the adapter, where it is told the task
+    "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS",
+}  # fmt: skip
+QLORA = {  # its NF4 with scales that are quantized, too (arXiv:2305.14314), in transformers' own words
+    "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
+    "bnb_4bit_compute_dtype": "bfloat16",
+}  # fmt: skip
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; nothing pickled
 
 
@@ -86,10 +93,40 @@ def _with_adapter(directory: Path) -> ModelSource:
     kept = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
     if isinstance(kept.get(ADAPTER_INITIAL), str):
         kept[ADAPTER_INITIAL] = True
+    return _around(source.changed(reference=str(directory)), kept)
+
+
+def find_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
+    """``find_model``, with LoRA (arXiv:2106.09685) of this rank around every linear layer but the head. Below it are the weights
+    as they are stored, or in 4 bits, as QLoRA keeps them. Raises RequestError where the model has an adapter, or quantized
+    weights, already."""
+    source = find_model(reference)
+    if lora_rank is not None:
+        return _with_lora(source, lora_rank, four_bits=load_in_4bit)
+    if load_in_4bit:
+        raise RequestError("weights in 4 bits are never trained themselves; add an adapter with --lora-rank, such as 16")
+    return source
+
+
+def _with_lora(source: ModelSource, rank: int, *, four_bits: bool) -> ModelSource:
+    if rank < 1:
+        raise RequestError(f"--lora-rank {rank} is not possible; give 1 or more, such as 16")
+    if source.adapter is not None:
+        raise RequestError(f"{source.reference!r} has an adapter already; give the model that it was made for")
+    if "quantization_config" in source.config:
+        raise RequestError(f"the weights of {source.reference!r} are quantized already; give the model that it was made from")
+    classes = source.config.get("architectures") or [""]
+    task = next((task for ending, task in HEADS.items() if str(classes[0]).endswith(ending)), None)
+    adapter = {"peft_type": "LORA", "task_type": task, "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
+    config = source.config | ({"quantization_config": QLORA} if four_bits else {})
+    return _around(source.changed(config=config), adapter)
+
+
+def _around(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
+    """The weights below keep the dtype that the config says; so do quantized ones where they are multiplied."""
     said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
     return source.changed(
-        reference=str(directory),
-        adapter=kept,
+        adapter=adapter,
         base_dtype="bfloat16" if said == "bfloat16" else "float32",
         quantized_from=said if "quantization_config" in source.config else None,
     )

@@ -12,7 +12,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile, TracedPrecision
-from upshift.models.source import ModelSource, find_model
+from upshift.models.source import ModelSource, find_to_train
 from upshift.models.store import Variant, profile_model
 from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.cost.resident import memory_limit
@@ -241,12 +241,16 @@ def plan(
     allow: tuple[str, ...] = (),
     fixed: tuple[str, ...] = (),
     total_steps: int = 1000,
+    lora_rank: int | None = None,
+    load_in_4bit: bool = False,
 ) -> Planning:
-    """Ranked training plans for a model on a host. ``on``: a described host such as "1xh100"; None: this machine."""
+    """Ranked training plans for a model on a host. ``on``: a described host such as "1xh100"; None: this machine. ``lora_rank``:
+    of LoRA around every linear layer but the head; ``load_in_4bit``: of weights below it in NF4."""
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
     )
-    return plan_training(find_model(model), find_host(on), workload, fixed=fixed, described=on is not None)
+    source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    return plan_training(source, find_host(on), workload, fixed=fixed, described=on is not None)
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
