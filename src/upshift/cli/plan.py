@@ -59,10 +59,9 @@ def command(
     """Ranked plans for MODEL, with predicted memory and time and the reason for each choice."""
     fixed = tuple(set_ or ())
     if generate or encode:
-        if lora_rank is not None or load_in_4bit:
-            raise RequestError("--lora-rank and --load-in-4bit are for training; leave them out")
         generation, limits = (prompt_length, output_length, concurrency), (max_ttft_ms, max_tpot_ms)
         sizes = (sequence_length, global_batch)
+        plan_inference.check_no_adapter(lora_rank, load_in_4bit)
         inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split(allow))
         plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
@@ -89,9 +88,7 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document() | answers.document()) + "\n")
         return
-    if lora_rank is not None:
-        weights = ", whose weights are stored in NF4" if load_in_4bit else ""
-        show.out.print(f"LoRA of rank {lora_rank} around every linear layer but the head{weights}", highlight=False)
+    _print_adapter(lora_rank, load_in_4bit)
     _print(planning, rows=rows)
     answers.print()
 
@@ -107,6 +104,12 @@ def _workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=steps,
         clips_gradients=clips, lengths=lengths, risk=risk,
     )  # fmt: skip
+
+
+def _print_adapter(lora_rank: int | None, load_in_4bit: bool) -> None:
+    if lora_rank is not None:
+        weights = ", whose weights are stored in NF4" if load_in_4bit else ""
+        show.out.print(f"LoRA of rank {lora_rank} around every linear layer but the head{weights}", highlight=False)
 
 
 def _print(planning: Planning, *, rows: int) -> None:

@@ -52,6 +52,11 @@ def read_workload(
     )
 
 
+def check_no_adapter(lora_rank: int | None, load_in_4bit: bool) -> None:
+    if lora_rank is not None or load_in_4bit:
+        raise RequestError("--lora-rank and --load-in-4bit are for training; leave them out")
+
+
 def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int, as_json: bool) -> None:
     source = find_model(model)
     with show.step("Measuring this machine" if on is None else f"Looking up {on}"):

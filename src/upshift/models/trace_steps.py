@@ -87,7 +87,8 @@ def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequen
         if way not in ("selective", "alternate"):
             raise
         return None
-    if way is None and variant.compiled and variant.attention != NAME:
+    compiles = variant.compiled and variant.attention != NAME and tracer.source.quantized_from is None  # in no plan else
+    if way is None and compiles:
         for which, ranks in enumerate(degrees):
             for name, kept in _compiled(tracer, variant, sequence_length, ranks).items():
                 found[name][which] = found[name][which].model_copy(update={"compiled": kept})
