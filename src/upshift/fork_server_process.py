@@ -22,19 +22,20 @@ POLL_SECONDS = 0.02
 
 
 def main(worker_name: str) -> None:
-    signal.signal(signal.SIGINT, partial(_end, []))
+    children: list[int] = []
+    signal.signal(signal.SIGINT, partial(_end, children))
     said = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever libraries print is not among the answers
     worker = importlib.import_module(worker_name)
     for line in sys.stdin:
         task = json.loads(line)
-        ending = _run_child(worker.main, Path(task["request"]), said, limit_seconds=float(task["limit"]))
+        children.append(_start_child(worker.main, Path(task["request"]), said))
+        ending = _wait(children[0], limit_seconds=float(task["limit"]))
+        children.clear()
         _say(said, ending)
 
 
-def _run_child(
-    work: Callable[[Path, Callable[[Value], None]], None], request: Path, said: TextIO, *, limit_seconds: float
-) -> dict[str, Any]:
+def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request: Path, said: TextIO) -> int:
     child = os.fork()
     if child == 0:
         code = 1
@@ -49,8 +50,7 @@ def _run_child(
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
-    signal.signal(signal.SIGINT, partial(_end, [child]))
-    return _wait(child, limit_seconds=limit_seconds)
+    return child
 
 
 def _wait(child: int, *, limit_seconds: float) -> dict[str, Any]:
@@ -63,7 +63,6 @@ def _wait(child: int, *, limit_seconds: float) -> dict[str, Any]:
             timed_out = True
             os.killpg(child, signal.SIGKILL)
         time.sleep(POLL_SECONDS)
-    signal.signal(signal.SIGINT, partial(_end, []))
     return {
         "timed_out": timed_out,
         "signal": os.WTERMSIG(status) if os.WIFSIGNALED(status) else None,

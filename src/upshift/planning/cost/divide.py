@@ -6,6 +6,8 @@ and one of two (ModelProfile.step, tensor_parallel=2) say both. Terms of ``rise`
 
 from __future__ import annotations
 
+import math
+
 from upshift.models.profile import ModelProfile, PassCost, Polynomial, Segment, StackTrace, StepTrace
 
 GATHERED_INPUTS = 2  # of attention and of the feed-forward part: sequence parallelism gathers them, autograd keeps them
@@ -110,12 +112,17 @@ def of_constants(layer: Segment, part: float) -> Segment:
 
 
 def experts_of(profile: ModelProfile, first: int, last: int) -> float:
-    """Parameters of all experts of these layers. A layer smaller than the mean layer's experts has none."""
+    """Parameters of all experts of these layers."""
     if profile.experts is None:
         return 0.0
-    mean = profile.experts.parameters / max(profile.num_layers, 1)
-    has_them = [size >= mean for size in layer_sizes(profile)]
-    return profile.experts.parameters * sum(has_them[first:last]) / max(sum(has_them), 1)
+    have_them = mixtures(profile)
+    return profile.experts.parameters * sum(have_them[first:last]) / max(sum(have_them), 1)
+
+
+def mixtures(profile: ModelProfile) -> list[bool]:
+    """Of every layer, whether it has experts. One smaller than the mean layer's experts has none."""
+    mean = profile.experts.parameters / max(profile.num_layers, 1) if profile.experts else math.inf
+    return [size >= mean for size in layer_sizes(profile)]
 
 
 def layer_sizes(profile: ModelProfile) -> list[int]:

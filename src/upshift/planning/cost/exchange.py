@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from upshift.hardware.efficiency import Collective
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.divide import experts_of
+from upshift.planning.cost.divide import experts_of, mixtures
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
 from upshift.planning.cost.share import MASTERED_BYTES, REDUCED_BYTES, Stage, compute_bytes, elements, layer_elements
@@ -180,10 +180,8 @@ class Exchange:
         """Tokens go to their experts and come back, and so do gradients."""
         experts, stage = self.profile.experts, self.stage
         sent = self._hidden_bytes * (experts.per_token if experts else 0)
-        layers = range(stage.first, stage.last)
-        key = ("mixtures", stage.first, stage.last)
-        mixtures = self.known.get(key, lambda: sum(experts_of(self.profile, layer, layer + 1) > 0.0 for layer in layers))
-        return (4.0 + 2.0 * self._repeated) * mixtures * self._collective("all_to_all", sent, group)
+        layers = sum(self.known.get("mixtures", lambda: mixtures(self.profile))[stage.first : stage.last])
+        return (4.0 + 2.0 * self._repeated) * layers * self._collective("all_to_all", sent, group)
 
     def _sharded(self, group: Group) -> float:
         plan, size = self.plan, compute_bytes(self.plan)
