@@ -72,7 +72,6 @@ def source_of(config: PretrainedConfig, folder: Path) -> ModelSource:
 def measured_peak(source: ModelSource, plan: Plan, *, batch: int, sequence: int) -> int:
     """A plain training loop of torch alone, its second step watched by the profiler. The first one makes the optimizer's state,
     for which one row does where nothing is compiled for its shape."""
-    torch.compiler.reset()  # one function is compiled a few times in a process, then no more: for other tests' models, too
     config = read_config(source)
     if hasattr(config, "use_cache"):
         config.use_cache = False

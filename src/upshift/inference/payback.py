@@ -36,7 +36,9 @@ def entering(
 
 def pays(rate: float | None, best: float | None, amount: float) -> bool:
     """``rate``, ``best``: texts or tokens a second compiled, and of the fastest without; None: not known."""
-    return bool(rate and best) and amount / best - amount / rate > COMPILE_SECONDS  # type: ignore[operator]
+    if not rate or not best:
+        return False
+    return amount / best - amount / rate > COMPILE_SECONDS
 
 
 def fastest(runs: Sequence[Run], quality: Quality) -> float | None:

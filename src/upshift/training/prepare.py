@@ -63,6 +63,9 @@ def prepare(model: nn.Module, plan: Plan) -> nn.Module:
 
 
 def compile_layers(model: nn.Module, plan: Plan) -> None:
+    """What other models of this process had compiled is dropped: torch compiles one function a few times only, then no more."""
+    if plan.torch_compile != "off":
+        torch.compiler.reset()
     if plan.torch_compile == "layer":
         for _, stack in find_stacks(model):
             for layer in stack:
