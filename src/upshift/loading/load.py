@@ -50,6 +50,8 @@ def load_source(
     source: ModelSource, *, dtype: str | torch.dtype | None = None, quantize: Quantized | None = None,
     model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
+    if quantize not in (None, "int8", "int4"):
+        raise RequestError(f"quantize={quantize!r} is not known; use int8 or int4")
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
     config = read_config(source)
