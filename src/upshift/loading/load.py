@@ -53,7 +53,7 @@ def load_source(
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
     config = read_config(source)
-    kind = _class_of(config, source, model_class)
+    kind = class_of(config, source, model_class)
     if source.config.get("quantization_config"):
         if quantize is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
@@ -101,7 +101,7 @@ def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], qu
         quantizer.postprocess_model(model)
 
 
-def _class_of(config: PretrainedConfig, source: ModelSource, asked: type | None) -> type[PreTrainedModel]:
+def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None = None) -> type[PreTrainedModel]:
     if asked is None:
         named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
         return choose_class(config, source.reference)[0] if named is None else getattr(transformers, named)
