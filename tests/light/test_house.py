@@ -64,6 +64,11 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.fill",
     "upshift.loading.load",
     "upshift.loading.names",
+    "upshift.loading.layout",
+    "upshift.loading.offload",
+    "upshift.loading.offload_store",
+    "upshift.loading.placed",
+    "upshift.loading.reader",
     "upshift.loading.slices",
     "upshift.loading.tensors",
 }
