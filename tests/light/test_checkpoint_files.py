@@ -348,7 +348,7 @@ def test_any_bytes_are_read_or_refused(text: bytes, data: int) -> None:
 
 
 PIECES = [
-    b'"a"', b"{", b"}", b"[", b"]", b",", b":", b"0", b"1", b"-", b"1e1", b"null", b"true", b'"dtype"', b'"\\ud800"', b"\xff", b" ",
+    b'"a"', b"{", b"}", b"[", b"]", b",", b":", b"0", b"1", b"-", b"1e1", b"null", b"true", b'"dtype"', b'"\\ud800"', b"\xff",
 ]  # fmt: skip
 
 
