@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from os.path import isfile
 from pathlib import Path, PurePosixPath
@@ -65,13 +65,19 @@ def _gathered(folder: Path, expected: Mapping[Path, set[str] | None]) -> Checkpo
     for file, names in expected.items():
         header = read_header(file)
         found = header.by_name()
-        if names is not None and found.keys() != names:
-            name = min(found.keys() ^ names)
-            problem = "has not the tensor" if name in names else "has, against its index, the tensor"
-            raise RequestError(f"{file} {problem} {shown(name)}; copy the shards and {INDEX} again, of one and the same model")
+        if names is not None:
+            check_names(file, found.keys(), names, INDEX)
         tensors |= found
         headers.append(header)
     return Checkpoint(folder, tuple(expected), tensors, headers[0].metadata)
+
+
+def check_names(file: Path, found: Set[str], expected: Set[str], index: str) -> None:
+    """Raises RequestError where a shard holds other tensors than its index says."""
+    if found != expected:
+        name = min(found ^ expected)
+        problem = "has not the tensor" if name in expected else "has, against its index, the tensor"
+        raise RequestError(f"{file} {problem} {shown(name)}; copy the shards and {index} again, of one and the same model")
 
 
 def read_index(file: Path) -> dict[str, set[str]]:
