@@ -79,7 +79,8 @@ class Adapted:
             warnings.simplefilter("ignore")  # said to people who train
             try:
                 model = PeftModel(self._model, config, ADAPTER, low_cpu_mem_usage=True)
-                result = model.load_adapter(str(folder), ADAPTER, torch_device="cpu", low_cpu_mem_usage=True)
+                model.register_load_state_dict_pre_hook(_make_room)
+                result = model.load_adapter(str(folder), ADAPTER, torch_device="cpu")
             except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
                 raise _unfit(config, folder, " ".join(str(error).split())[:300]) from error
         left = [name for name, weight in model.named_parameters() if f".{ADAPTER}" in name and weight.device.type == "meta"]
@@ -116,6 +117,19 @@ class Adapted:
                 is_copy |= isinstance(module, ModulesToSaveWrapper)
                 module = module.modules_to_save[ADAPTER] if isinstance(module, ModulesToSaveWrapper) else module.base_layer
         return getattr(module, last), is_copy
+
+
+def _make_room(model: nn.Module, state_dict: dict[str, Tensor], *_: object) -> None:
+    """For what is about to be read, adapter or not. peft's own way of reading into an empty model leaves it on the meta device."""
+    for name in state_dict:
+        path, _, last = name.rpartition(".")
+        try:
+            module = model.get_submodule(path)
+        except AttributeError:
+            continue  # it will be reported
+        weight = module._parameters.get(last)
+        if weight is not None and weight.device.type == "meta":
+            setattr(module, last, nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=False))
 
 
 def merged_rows(part: Part, rows: Rows) -> Iterator[Tensor]:

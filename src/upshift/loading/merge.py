@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import partial
@@ -55,7 +56,7 @@ def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
     if "quantization_config" in source.config:
         raise RequestError(f"the weights of {source.reference!r} are quantized; name the model that they were made from in {ADAPTER_FILE}")
     checkpoint = find_checkpoint(base)
-    model = _build(source, lora)
+    model = _build(source, lora, checkpoint)
     tensors, untied = _merged(model, lora, folder, checkpoint)
     copies = small_files(base) | {name: file for name, file in small_files(folder).items() if name.startswith(TOKENIZER)}
     config = copies.pop(CONFIG)
@@ -100,16 +101,19 @@ def _read_adapter(folder: Path) -> LoraConfig:
     return config
 
 
-def _build(source: ModelSource, lora: LoraConfig) -> PreTrainedModel:
-    """Empty, of the class that the adapter was trained around."""
+def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> PreTrainedModel:
+    """Empty, of the class that the adapter was trained around, in the dtype that most of it is stored in."""
     config = read_config(source)
     named = (lora.auto_mapping or {}).get("base_model_class") or CLASSES.get(str(lora.task_type))
     asked = getattr(transformers, named, None) if named else None
     mapping = getattr(asked, "_model_mapping", None)
     if mapping is not None and type(config) not in mapping:
         asked = None
-    model = build_empty(class_of(config, source, asked), config, torch.float32)
-    return model
+    bytes_of: Counter[torch.dtype] = Counter()
+    for tensor in checkpoint.tensors.values():
+        bytes_of[DTYPES[tensor.dtype]] += tensor.nbytes * DTYPES[tensor.dtype].is_floating_point
+    (dtype, _), *_ = bytes_of.most_common(1)
+    return build_empty(class_of(config, source, asked), config, dtype)
 
 
 def _merged(
