@@ -64,6 +64,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.fill",
     "upshift.loading.load",
     "upshift.loading.names",
+    "upshift.loading.gguf_file",
     "upshift.loading.layout",
     "upshift.loading.offload",
     "upshift.loading.offload_store",
