@@ -52,7 +52,7 @@ def load_model(
 
     Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:
-        if (device_map, max_memory, quantize, model_class) != (None, None, None, None):
+        if (device_map, max_memory, offload_folder, quantize, model_class) != (None, None, None, None, None):
             raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
         return load_gguf(Path(model), dtype=dtype)
     source = find_model(model)
