@@ -64,13 +64,10 @@ def load_model(source: ModelSource, precision: Precision, device: Device = "cpu"
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from upshift.inference.torch_computing import DTYPES
+    from upshift.loading.load import load_source
 
-    assert source.directory is not None
     kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
-    try:
-        return kind.from_pretrained(source.directory, dtype=DTYPES.get(precision, "auto")).eval().to(device)
-    except ImportError as error:  # of what quantized weights need
-        raise RequestError(f"{source.reference!r} does not load: {error}") from None
+    return load_source(source, dtype=DTYPES.get(precision, "auto"), model_class=kind).to(device)
 
 
 def weight_bytes(source: ModelSource, model: Any) -> int:
