@@ -61,8 +61,11 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.tracker",
     "upshift.hardware.base_process",
     "upshift.hardware.probe",
+    "upshift.loading.convert",
     "upshift.loading.fill",
     "upshift.loading.load",
+    "upshift.loading.lora",
+    "upshift.loading.merge",
     "upshift.loading.names",
     "upshift.loading.tensors",
 }

@@ -12,7 +12,7 @@ from upshift.cli.rewriting import Output, byte_bar, tell
 
 
 def command(
-    adapter: Annotated[str, typer.Argument(metavar="ADAPTER_DIR", help="directory with an adapter_config.json, as peft saves it")],
+    adapter: Annotated[str, typer.Argument(metavar="ADAPTER_DIR", help="directory with adapter_config.json, as peft saves it")],
     output: Output,
     as_json: Json = False,
 ) -> None:

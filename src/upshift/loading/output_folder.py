@@ -71,7 +71,7 @@ class OutputFolder:
         inside = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL)
         if not file.is_file():
             if inside:
-                raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give a folder that is empty or does not exist")
+                raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give an empty folder, or one to be made")
             self.manifest = Manifest(request=request, made_of=made_of, shards={}, noted={})
         else:
             self.manifest = Manifest.from_file(file)
