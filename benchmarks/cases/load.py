@@ -118,10 +118,17 @@ def run(case: Case, folder: Path, model_bytes: int, scratch: Path, options: Any)
                 details={"rounds": rounds, "medians": found, "over_dd": over_dd, "model_bytes": model_bytes},
             )  # fmt: skip
             outcome[f"{name}/{contender}"] = found | {"over dd": over_dd, "checksum": rounds[0].get("checksum")}
-            cells = [f"{found[key]:.2f}" if key in COLUMNS[:2] else f"{found[key] / 1e6:.0f}" for key in COLUMNS if key in found]
+            cells = [_cell(key, found.get(key)) for key in COLUMNS]
             table.append([f"{name}/{contender}", f"{median(seconds):.2f}", f"{over_dd:.2f}", *cells])
-    print(format_table(("setting, cache/contender", "s", "over dd", "load s", "forward s", "load anon MB", "anon MB", "load MB", "MB"), table))
+    header = ("setting, cache/contender", "s", "over dd", "load s", "forward s", "load anon MB", "anon MB", "load MB", "MB")
+    print(format_table(header, table))
     return outcome
+
+
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if column in COLUMNS[:2] else f"{value / 1e6:.0f}"
 
 
 def main(arguments: list[str] | None = None) -> int:

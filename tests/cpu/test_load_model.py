@@ -122,3 +122,129 @@ def assert_same(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
 def test_every_tensor_is_that_of_transformers(name, dtype, folders):
     path = folders(name)
     assert_same(load_model(str(path), dtype=dtype), getattr(transformers, MODELS[name][1]).from_pretrained(path, dtype=dtype or "auto"))
+
+
+def test_a_model_from_the_weights_of_another_head(folders):
+    """The base model from the whole one's files, a classifier from a language model's: what is missing is initialized as
+    transformers does, with the same numbers from the same seed."""
+    for name, other in (("gpt2", "GPT2Model"), ("bert", "BertModel"), ("bert", "BertForSequenceClassification"), ("t5", "T5EncoderModel")):
+        path, kind = folders(name), getattr(transformers, other)
+        torch.manual_seed(1)
+        ours = load_model(str(path), model_class=kind)
+        torch.manual_seed(1)
+        assert_same(ours, kind.from_pretrained(path))
+    auto = load_model(str(folders("vit")), model_class=transformers.AutoModelForImageClassification)
+    assert_same(auto, transformers.ViTForImageClassification.from_pretrained(folders("vit")))
+    with pytest.raises(RequestError, match="AutoModelForCausalLM has no class"):
+        load_model(str(folders("vit")), model_class=transformers.AutoModelForCausalLM)
+
+
+@pytest.fixture
+def llama(folders, tmp_path):
+    """A copy of its folder, in one file, to be changed."""
+    transformers.LlamaForCausalLM.from_pretrained(folders("llama")).save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def test_missing_and_unexpected_weights_are_reported_as_by_transformers(llama, caplog):
+    stored = load_file(llama / "model.safetensors")
+    stored["nobody.weight"] = stored.pop("model.norm.weight")
+    del stored["model.layers.1.mlp.up_proj.weight"]
+    save_file(stored, llama / "model.safetensors")
+    reports, models = [], []
+    logger = logging.getLogger("transformers.modeling_utils")
+    logger.addHandler(caplog.handler)
+    try:
+        for load in (lambda: load_model(str(llama)), lambda: transformers.LlamaForCausalLM.from_pretrained(llama)):
+            caplog.clear()
+            torch.manual_seed(1)
+            models.append(load())
+            reports.append(caplog.text.partition("LOAD REPORT")[2])
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert "MISSING" in reports[0] and "UNEXPECTED" in reports[0]
+    assert [line.split("|")[:2] for line in reports[0].splitlines()] == [line.split("|")[:2] for line in reports[1].splitlines()]
+    assert_same(*models)
+
+
+def test_a_weight_of_another_shape_is_one_error_before_anything_is_read(llama):
+    config = json.loads((llama / "config.json").read_text())
+    (llama / "config.json").write_text(json.dumps(config | {"intermediate_size": 64}))
+    with pytest.raises(RequestError, match=r"mlp\.\w+_proj\.weight is \[.*\] in the files and \[.*\] in the model, and 5 more"):
+        load_model(str(llama))
+
+
+def test_experts_that_do_not_become_one_tensor_are_an_error(folders, tmp_path):
+    transformers.MixtralForCausalLM.from_pretrained(folders("mixtral")).save_pretrained(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
+    name = next(name for name in stored if ".experts.1.w1" in name)
+    stored[name] = stored[name][:-1].clone()
+    save_file(stored, tmp_path / "model.safetensors")
+    with pytest.raises(RequestError, match="do not become model.layers.0.mlp.experts.gate_up_proj"):
+        load_model(str(tmp_path))
+
+
+def test_what_cannot_be_loaded_is_one_error(llama):
+    for options, message in (
+        ({"dtype": "int7"}, "dtype 'int7' is none that models are computed in; use one of auto, float32"),
+        ({"quantize": "int3"}, "quantize='int3' is not known; use int8 or int4"),
+    ):
+        with pytest.raises(RequestError, match=message):
+            load_model(str(llama), **options)
+    (llama / "model.safetensors").unlink()
+    with pytest.raises(RequestError, match="model.safetensors"):
+        load_model(str(llama))
+
+
+def test_training_in_place_never_writes_to_the_file(llama):
+    before = (llama / "model.safetensors").read_bytes()
+    model = load_model(str(llama)).train()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.arange(16)[None]
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    with torch.no_grad():
+        model.model.norm.weight.fill_(3.0)
+    assert (llama / "model.safetensors").read_bytes() == before
+    assert load_model(str(llama)).model.norm.weight.max() == 1.0
+
+
+def test_a_saved_copy_has_the_names_that_it_was_loaded_from(folders, tmp_path):
+    model = load_model(str(folders("qwen3-moe")))
+    model.save_pretrained(tmp_path / "ours")
+    transformers.Qwen3MoeForCausalLM.from_pretrained(folders("qwen3-moe")).save_pretrained(tmp_path / "theirs")
+    ours, theirs = (load_file(tmp_path / name / "model.safetensors") for name in ("ours", "theirs"))
+    assert ours.keys() == theirs.keys() and "model.layers.0.mlp.experts.0.up_proj.weight" in ours
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+@pytest.mark.parametrize(("bits", "library"), [("int8", "torchao"), ("int4", "bitsandbytes")])
+def test_quantized_on_the_way_as_transformers_does(bits, library, folders):
+    pytest.importorskip(library)
+    ids = torch.arange(8)[None]
+    for name in ("llama, tied", "mixtral"):
+        ours = load_model(str(folders(name)), quantize=bits)
+        config = ours.config.quantization_config
+        theirs = getattr(transformers, MODELS[name][1]).from_pretrained(folders(name), quantization_config=config)
+        assert type(ours.model.layers[0].self_attn.q_proj.weight) is type(theirs.model.layers[0].self_attn.q_proj.weight)
+        with torch.no_grad():
+            assert torch.equal(ours(input_ids=ids).logits, theirs(input_ids=ids).logits)
+
+
+def test_what_is_stored_quantized_is_loaded_by_transformers(folders, tmp_path):
+    pytest.importorskip("torchao")
+    load_model(str(folders("llama")), quantize="int8").save_pretrained(tmp_path)
+    ids = torch.arange(8)[None]
+    with torch.no_grad():
+        assert torch.equal(
+            load_model(str(tmp_path))(input_ids=ids).logits, load_model(str(folders("llama")), quantize="int8")(input_ids=ids).logits
+        )
+    with pytest.raises(RequestError, match="quantized already"):
+        load_model(str(tmp_path), quantize="int8")
+
+
+def test_progress_is_in_bytes_and_ends_with_all_of_them(folders):
+    seen: list[tuple[int, int]] = []
+    load_model(str(folders("mixtral")), dtype="bfloat16", progress=lambda done, total: seen.append((done, total)))
+    total = sum(file.stat().st_size for file in folders("mixtral").glob("*.safetensors"))
+    assert seen == sorted(seen) and seen[-1][0] == seen[-1][1] <= total < 1.3 * seen[-1][1]

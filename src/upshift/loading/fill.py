@@ -45,9 +45,9 @@ class Filling:
     def run(self, device_of: DeviceOf = lambda name: CPU, progress: Progress | None = None) -> None:
         """In the order of the files' bytes. ``info`` says then what no tensor fills. Raises RequestError for weights of another
         shape, before anything is read."""
-        self._check_shapes()
+        made_by = self._check_shapes()
         total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
-        for group, made in self._read(device_of):
+        for group, made in self._read(device_of, made_by):
             for name, tensor in made.items():
                 set_param_for_module(self.model, name, tensor, self.info, self._quantizer)
             done += sum(self.tensors[name].nbytes for _, name in group.sources)
@@ -72,7 +72,7 @@ class Filling:
             return self._dtypes[self._kept[1][match.lastgroup]]
         return self._dtype if self._is_quantized(target) else self._empty[target].dtype
 
-    def _read(self, device_of: DeviceOf) -> Iterator[tuple[Group, dict[str, Tensor]]]:
+    def _read(self, device_of: DeviceOf, fills: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[Group, dict[str, Tensor]]]:
         """Plain weights are read ahead: they stay where they are read to. Groups are read when it is their turn."""
         ahead: list[tuple[Group, Future[dict[str, Tensor]]]] = []
         pool = ThreadPoolExecutor(READERS)
@@ -80,7 +80,7 @@ class Filling:
             for group in sorted(self.names.groups, key=self._position):
                 device = device_of(group.target)
                 if device is None:
-                    self.info.missing_keys.discard(group.target)
+                    self.info.missing_keys.difference_update(fills[group.target])
                 elif self._is_plain(group):
                     ahead.append((group, pool.submit(self.read_group, group, device)))
                 else:
@@ -108,16 +108,20 @@ class Filling:
     def _is_quantized(self, target: str) -> bool:
         return self._quantizer is not None and bool(self._quantizer.param_needs_quantization(self.model, target))
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self) -> dict[str, tuple[str, ...]]:
+        """The weights that each group fills, by the name of its first."""
         shapes = {name: torch.Size(shape_of(stored)) for name, stored in self.tensors.items()}
+        fills = {group.target: filled(group, shapes, self.model) for group in self.names.groups}
         wrong = [
             f"{name} is {list(shape)} in the files and {list(self._empty[name].shape)} in the model"
-            for group in self.names.groups
-            for name, shape in filled(group, shapes, self.model).items()
+            for found in fills.values()
+            for name, shape in found.items()
             if name in self._empty and shape != self._empty[name].shape and not self._is_quantized(name)
         ]
         if wrong:
             others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise RequestError(
-                f"{wrong[0]}{others} ({type(self.model).__name__}); the config.json is not that of these files: take both from one model"
+                f"{wrong[0]}{others} ({type(self.model).__name__}); the config.json is not that of these files: take both from "
+                "one model"
             )
+        return {target: tuple(found) for target, found in fills.items()}

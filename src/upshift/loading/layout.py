@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,7 +15,7 @@ from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import Checkpoint
-from upshift.loading.disk import disk_rate
+from upshift.hardware.disk import disk_rate
 from upshift.loading.memory_limits import memory_limits, read_device
 from upshift.loading.place import Placement, Unit, Work, follow, place
 from upshift.loading.speed import predict
@@ -84,7 +84,8 @@ def units_of(model: PreTrainedModel, *, inside: Mapping[str, object] | None = No
     found: dict[int, _Found] = {}
     for path, module, alone in _parts(model, "", whole, set(inside or ())):
         _add(found, path, module, alone)
-    merged = _tied(list(found.values()))
+    _tie(model, found.values())
+    merged = _joined_by_ties(list(found.values()))
     return tuple(
         Unit(
             names=tuple(unit.names),
@@ -126,7 +127,17 @@ def is_looked_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and module.max_norm is None
 
 
-def _tied(units: list[_Found]) -> list[_Found]:
+def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:
+    """A model that is not filled yet is not tied yet; which weights will be one, it says itself."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    ties = getattr(model, "all_tied_weights_keys", {}).items()
+    same = {id(weights[name]): weights[source] for name, source in ties if name in weights and source in weights}
+    for unit in units:
+        tied = [same.get(key, weight) for key, weight in unit.parameters.items()]
+        unit.parameters = {id(weight): weight for weight in tied}
+
+
+def _joined_by_ties(units: list[_Found]) -> list[_Found]:
     """Units that share a parameter become one, at the place of the first."""
     owner: dict[int, _Found] = {}
     kept: list[_Found] = []

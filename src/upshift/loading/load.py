@@ -22,6 +22,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.fill import Filling, Progress
 from upshift.loading.names import map_names
+from upshift.loading.placed import Where, check_not_quantized, fill_placed
 from upshift.loading.tensors import dtype_of
 from upshift.models.build import choose_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
@@ -35,28 +36,39 @@ def load_model(
     max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
     quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the CPU.
-    ``model_class``: of transformers, an Auto class too; None: what the config names.
+    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the CPU;
+    "auto" or a map as transformers takes it, under ``max_memory``; weights on the disk are read when their turn comes, from the files
+    themselves, or from ``offload_folder`` where they are converted. ``model_class``: of transformers, an Auto class too; None: what
+    the config names.
 
     Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
     source = find_model(model)
     if source.adapter is not None:
         raise RequestError(f"{model!r} is an adapter; load the model that it was made for, then peft.PeftModel.from_pretrained")
     fetch_weights(source)
-    return load_source(source, dtype=dtype, quantize=quantize, model_class=model_class, progress=progress)
+    if device_map is None and (max_memory is not None or offload_folder is not None):
+        raise RequestError('max_memory and offload_folder are for a model that is divided; give device_map="auto" with them')
+    folder = None if offload_folder is None else Path(offload_folder)
+    where = None if device_map is None else Where(device_map, max_memory, folder)
+    return load_source(source, dtype=dtype, where=where, quantize=quantize, model_class=model_class, progress=progress)
 
 
 def load_source(
-    source: ModelSource, *, dtype: str | torch.dtype | None = None, quantize: Quantized | None = None,
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, where: Where | None = None, quantize: Quantized | None = None,
     model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
+    if quantize not in (None, "int8", "int4"):
+        raise RequestError(f"quantize={quantize!r} is not known; use int8 or int4")
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
+    check_not_quantized(quantize, where and where.device_map)
     config = read_config(source)
     kind = class_of(config, source, model_class)
     if source.config.get("quantization_config"):
         if quantize is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
+        if where is not None:
+            raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
         return kind.from_pretrained(source.directory, dtype=dtype or "auto", use_safetensors=True)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
@@ -68,9 +80,23 @@ def load_source(
     filling = Filling(
         model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer
     )
+    if where is not None:
+        fill_placed(filling, checkpoint, where, lambda devices: finish(filling, source, devices), progress)
+        return model
     filling.run(progress=progress)
     finish(filling, source, {"": "cpu"}, quantizer)
     return model
+
+
+def place_source(source: ModelSource, *, dtype: str | None = None, where: Where) -> Placement:
+    """What ``load_source`` would put where; the files' headers are read, or the config alone where there are no files."""
+    config = read_config(source)
+    kind = class_of(config, source)
+    checkpoint = None
+    if source.directory is not None and has_weights(source.directory):
+        checkpoint = find_checkpoint(source.directory)
+    made = _set_dtype(config, dtype, checkpoint)
+    return placed(build_empty(kind, config, made), checkpoint, where, measure(detect()))
 
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
