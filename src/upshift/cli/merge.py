@@ -20,6 +20,6 @@ def command(
     with show.step("Importing torch"):
         from upshift.loading.merge import merge
 
-    with byte_bar("Writing, and reading again") as update:
+    with byte_bar(adapter) as update:
         written = merge(adapter, output, progress=update)
     tell(written, as_json=as_json)

@@ -122,7 +122,7 @@ def _write(job: Rewrite, folder: OutputFolder, shards: Mapping[str, list[NewTens
         done += count
         progress(done, total)
 
-    folder.save()
+    folder.begin()
     for name, tensors in shards.items():
         if name in folder.manifest.shards:
             told(2 * _bytes(tensors))
