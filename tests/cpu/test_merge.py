@@ -36,7 +36,8 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"target_modules": ["q_proj", "v_proj"]}),
     "patterns": (
-        "llama", {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 33}},
+        "llama",
+        {"target_modules": "all-linear", "use_rslora": True, "rank_pattern": {"q_proj": 3}, "alpha_pattern": {"v_proj": 33}},
     ),
     "dora": ("llama", {"target_modules": ["q_proj", "embed_tokens", "down_proj"], "use_dora": True}),
     "biases": ("llama", {"target_modules": ["q_proj", "o_proj"], "bias": "all"}),
@@ -76,7 +77,8 @@ def merged_by_peft(base: Path, adapter: Path, model: str, output: Path) -> None:
     kind = getattr(transformers, MODELS[model][1])
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), str(adapter)).merge_and_unload().save_pretrained(output)
+        adapted = peft.PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), str(adapter))
+        adapted.merge_and_unload().save_pretrained(output)
 
 
 def compare(output: Path, wanted: Path) -> None:
