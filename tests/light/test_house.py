@@ -67,6 +67,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.lora",
     "upshift.loading.merge",
     "upshift.loading.names",
+    "upshift.loading.gguf_file",
     "upshift.loading.layout",
     "upshift.loading.offload",
     "upshift.loading.offload_store",

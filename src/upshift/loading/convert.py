@@ -15,6 +15,7 @@ from torch import Tensor
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.fill import Filling
+from upshift.loading.gguf_file import SUFFIX, convert_gguf
 from upshift.loading.header import StoredTensor
 from upshift.loading.load import build_empty, class_of
 from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
@@ -35,6 +36,8 @@ def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewr
     """Tensors of whole numbers stay as they are. So do, in fp32, those that the model's class keeps in fp32."""
     if dtype not in CHOICES:
         raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(CHOICES)}")
+    if Path(model).suffix == SUFFIX:
+        return convert_gguf(Path(model), output, dtype=dtype, progress=progress)
     source, folder = find_model_folder(model)
     if "quantization_config" in source.config:
         raise RequestError(f"the weights of {model!r} are quantized, which is no dtype; give the model that they were made from")

@@ -21,6 +21,7 @@ from transformers.monkey_patching import patch_output_recorders
 from upshift.errors import MissingExtra, RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.fill import Filling, Progress
+from upshift.loading.gguf_file import SUFFIX, load_gguf
 from upshift.loading.names import map_names
 from upshift.loading.placed import Where, check_not_quantized, fill_placed
 from upshift.loading.tensors import dtype_of
@@ -42,6 +43,10 @@ def load_model(
     the config names.
 
     Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
+    if Path(model).suffix == SUFFIX:
+        if (device_map, max_memory, offload_folder, quantize, model_class) != (None, None, None, None, None):
+            raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
+        return load_gguf(Path(model), dtype=dtype)
     source = find_model(model)
     if source.adapter is not None:
         raise RequestError(f"{model!r} is an adapter; load the model that it was made for, then peft.PeftModel.from_pretrained")
