@@ -1,4 +1,4 @@
-"""What of a model can be placed: its layers and leaves with their bytes, read off the model on the meta device; and its placement."""
+"""What of a model can be placed: its layers and leaves with their bytes, read off the model on the meta device."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
+from upshift.hardware.disk import disk_rate
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import Checkpoint
-from upshift.hardware.disk import disk_rate
 from upshift.loading.memory_limits import memory_limits, read_device
 from upshift.loading.place import Placement, Unit, Work, follow, place
 from upshift.loading.speed import predict
@@ -38,27 +38,32 @@ class _Found:
 def place_model(
     model: PreTrainedModel,
     *,
-    device_map: str | Mapping[str, str | int] = "auto",
+    device_map: str | int | Mapping[str, str | int] = "auto",
     max_memory: Mapping[str | int, str | int] | None = None,
     checkpoint: Checkpoint | None = None,
     batch: int = 1,
     sequence_length: int = 512,
     host: Host | None = None,
+    memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Of a model on the meta device in its final dtypes. Raises RequestError for a device_map that does not fit the model, and
-    NothingFits."""
+    """Of a model on the meta device in its final dtypes. The rate is the CPU's, to predict tokens per second.
+
+    Raises RequestError for a device_map that does not fit the model, and NothingFits.
+    """
     host = host or detect(visible_devices=read_settings().cuda_visible_devices)
     limits = memory_limits(host, max_memory)
-    if isinstance(device_map, str):
-        if device_map != "auto":
-            raise RequestError(f'device_map {device_map!r} is not known; give "auto", or a dict of module names and devices')
+    if device_map == "auto":
         placement = place(*work_of(model, units_of(model), limits, batch=batch, sequence_length=sequence_length))
     else:
-        devices = check_device_map(model, device_map, host)
+        said = device_map if isinstance(device_map, Mapping) else {"": device_map}
+        devices = check_device_map(model, said, host)
         units = units_of(model, inside=devices)
         placement = follow(devices, *work_of(model, units, limits, batch=batch, sequence_length=sequence_length))
     rate = disk_rate(checkpoint.files) if checkpoint is not None else None
-    return predict(placement, host, disk_bytes_per_second=rate, stored_bytes=checkpoint and checkpoint.total_bytes)
+    return predict(
+        placement, host, memory_bytes_per_second=memory_bytes_per_second, disk_bytes_per_second=rate,
+        stored_bytes=checkpoint and checkpoint.total_bytes,
+    )  # fmt: skip
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host: Host) -> dict[str, str]:
@@ -170,7 +175,8 @@ def work_of(
     """The units with what their layers keep of ``batch`` sequences, the limits as they are, and the memory beside the weights."""
     kept = cache_bytes(model, sequence_length)
     if kept is not None:
-        units = tuple(replace(unit, cache=batch * sum(kept.get(number, 0) for number in _layers_in(model, unit))) for unit in units)
+        inside = [sum(kept.get(number, 0) for number in _layers_in(model, unit)) for unit in units]
+        units = tuple(replace(unit, cache=batch * size) for unit, size in zip(units, inside, strict=True))
     work = Work(
         batch=batch,
         sequence=sequence_length,

@@ -18,12 +18,15 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.monkey_patching import patch_output_recorders
 
-from upshift.errors import MissingExtra, RequestError
-from upshift.loading.checkpoint import Checkpoint, find_checkpoint
+from upshift.errors import RequestError
+from upshift.hardware.detect import detect
+from upshift.hardware.probe import memory_rate
+from upshift.loading.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
 from upshift.loading.fill import Filling, Progress
 from upshift.loading.gguf_file import SUFFIX, load_gguf
 from upshift.loading.names import map_names
-from upshift.loading.placed import Where, check_not_quantized, fill_placed
+from upshift.loading.place import Placement
+from upshift.loading.placed import Where, check_not_quantized, fill_placed, placed
 from upshift.loading.tensors import dtype_of
 from upshift.models.build import choose_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
@@ -37,10 +40,10 @@ def load_model(
     max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
     quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the CPU;
-    "auto" or a map as transformers takes it, under ``max_memory``; weights on the disk are read when their turn comes, from the files
-    themselves, or from ``offload_folder`` where they are converted. ``model_class``: of transformers, an Auto class too; None: what
-    the config names.
+    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the
+    CPU; "auto" or a map as transformers takes it, under ``max_memory``. Weights on the disk are read when their turn comes, from
+    the files themselves, or from ``offload_folder`` where they are converted. ``model_class``: of transformers, an Auto class
+    too; None: what the config names.
 
     Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:
@@ -97,11 +100,11 @@ def place_source(source: ModelSource, *, dtype: str | None = None, where: Where)
     """What ``load_source`` would put where; the files' headers are read, or the config alone where there are no files."""
     config = read_config(source)
     kind = class_of(config, source)
-    checkpoint = None
-    if source.directory is not None and has_weights(source.directory):
-        checkpoint = find_checkpoint(source.directory)
+    folder = source.directory
+    stored = folder is not None and any((folder / name).exists() for name in (WEIGHTS, INDEX))
+    checkpoint = find_checkpoint(folder) if stored and folder is not None else None
     made = _set_dtype(config, dtype, checkpoint)
-    return placed(build_empty(kind, config, made), checkpoint, where, measure(detect()))
+    return placed(build_empty(kind, config, made), checkpoint, where, memory_rate(detect()))
 
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -145,13 +148,14 @@ def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None =
     return found
 
 
-def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkpoint: Checkpoint) -> torch.dtype:
+def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkpoint: Checkpoint | None) -> torch.dtype:
     """As transformers chooses it: the config's, else that of the first stored number with a fraction."""
     if isinstance(asked, torch.dtype):
         asked = str(asked).removeprefix("torch.")
     if asked not in (None, "auto", *DTYPES):
         raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(DTYPES)}")
-    floats = (dtype for dtype in map(dtype_of, checkpoint.tensors.values()) if dtype.is_floating_point)
+    stored = () if checkpoint is None else checkpoint.tensors.values()
+    floats = (dtype for dtype in map(dtype_of, stored) if dtype.is_floating_point)
     said = getattr(config, "dtype", None) if asked in (None, "auto") else getattr(torch, str(asked))
     made: torch.dtype = said or next(floats, torch.float32)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):

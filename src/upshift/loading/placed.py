@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import set_param_for_module
 
 from upshift.errors import RequestError
-from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import Checkpoint
 from upshift.loading.fill import Filling, Progress
 from upshift.loading.layout import place_model
@@ -49,11 +48,12 @@ def fill_placed(
     dispatch(model, placement, stored)
 
 
-def placed(model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where, host: Host | None = None) -> Placement:
-    said = where.device_map
+def placed(
+    model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where, memory_bytes_per_second: float | None = None
+) -> Placement:
     return place_model(
-        model, device_map=said if isinstance(said, Mapping) or said == "auto" else {"": said}, max_memory=where.max_memory,
-        checkpoint=checkpoint, batch=where.batch, sequence_length=where.sequence_length, host=host,
+        model, device_map=where.device_map, max_memory=where.max_memory, checkpoint=checkpoint, batch=where.batch,
+        sequence_length=where.sequence_length, memory_bytes_per_second=memory_bytes_per_second,
     )  # fmt: skip
 
 

@@ -1,8 +1,8 @@
 """What a placement costs: the time of loading, and of a forward pass that gives every sequence one token.
 
 A pass reads every weight once: from the memory of the device that computes, over the link from the host, and from the disk. The
-three go on at the same time where the buffers hold two of the largest part; where they hold one, a part that is streamed is computed
-while nothing is read. Ignored: products that are slower than memory, which large batches have, and what the page cache keeps.
+three go on at the same time where the buffers hold two of the largest part; where they hold one, a part that is streamed is
+computed while nothing is read. Ignored: products slower than memory, which large batches have, and what the page cache keeps.
 """
 
 from __future__ import annotations
@@ -12,12 +12,13 @@ from upshift.loading.place import CPU, DISK, Placement
 
 
 def predict(
-    placement: Placement, host: Host, *, disk_bytes_per_second: float | None = None, stored_bytes: int | None = None
-) -> Placement:
-    """``stored_bytes``: of the files, None where there are none."""
+    placement: Placement, host: Host, *, memory_bytes_per_second: float | None = None, disk_bytes_per_second: float | None = None,
+    stored_bytes: int | None = None,
+) -> Placement:  # fmt: skip
+    """``memory_bytes_per_second``: the CPU's; a GPU's is the host's. ``stored_bytes``: of the files; None: there are none."""
     load = _load_bytes(placement, stored_bytes)
     written = 0 if stored_bytes is None or stored_bytes == sum(placement.totals.values()) else placement.disk_bytes
-    seconds, bound = _pass(placement, host, disk_bytes_per_second)
+    seconds, bound = _pass(placement, host, memory_bytes_per_second, disk_bytes_per_second)
     known = disk_bytes_per_second is not None and load is not None
     return placement.changed(
         disk_bytes_per_second=disk_bytes_per_second,
@@ -36,12 +37,14 @@ def _load_bytes(placement: Placement, stored_bytes: int | None) -> int | None:
     return total - placement.disk_bytes
 
 
-def _pass(placement: Placement, host: Host, disk_rate: float | None) -> tuple[float | None, str | None]:
+def _pass(
+    placement: Placement, host: Host, memory_rate: float | None, disk_rate: float | None
+) -> tuple[float | None, str | None]:
     """Seconds, and what they are bound by. None where a rate is not known that it needs."""
     read = {device: 0 for device in placement.totals}
     for place in placement.modules:
         read[place.device] += place.read
-    rates = {CPU: _cpu_rate(host), **{device: _gpu_rate(host) for device in read if device not in (CPU, DISK)}}
+    rates = {CPU: memory_rate, **{device: _gpu_rate(host) for device in read if device not in (CPU, DISK)}}
     computed = dict(read)
     streamed = computed.pop(DISK)
     if placement.main != CPU:
@@ -65,13 +68,8 @@ def _pass(placement: Placement, host: Host, disk_rate: float | None) -> tuple[fl
 
 
 def _overlaps(placement: Placement) -> bool:
-    largest = max((place.bytes for place in placement.modules if place.device == DISK and place.streams and place.read), default=0)
-    return placement.stream_bytes.get(CPU, 0) >= 2 * largest
-
-
-def _cpu_rate(host: Host) -> float | None:
-    known = (host.measured and host.measured.cpu) or (host.cpu and host.cpu.peak)
-    return known.memory_bytes_per_second if known else None
+    streamed = (place.bytes for place in placement.modules if place.device == DISK and place.streams and place.read)
+    return placement.stream_bytes.get(CPU, 0) >= 2 * max(streamed, default=0)
 
 
 def _gpu_rate(host: Host) -> float | None:
