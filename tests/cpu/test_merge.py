@@ -81,9 +81,19 @@ def merged_by_peft(base: Path, adapter: Path, model: str, output: Path) -> None:
         adapted.merge_and_unload().save_pretrained(output)
 
 
+def stored_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor.clone() for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
+
+
+def store(folder: Path, tensors: dict[str, torch.Tensor]) -> None:
+    """In place of what is there."""
+    for file in (*folder.glob("*.safetensors"), folder / "model.safetensors.index.json"):
+        file.unlink()
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+
+
 def compare(output: Path, wanted: Path) -> None:
-    ours = {name: tensor for file in output.glob("*.safetensors") for name, tensor in load_file(file).items()}
-    theirs = load_file(wanted / "model.safetensors")
+    ours, theirs = stored_in(output), stored_in(wanted)
     assert ours.keys() == theirs.keys()
     different = {name: tensor.dtype for name, tensor in ours.items() if tensor.dtype != theirs[name].dtype}
     assert not different
@@ -131,6 +141,30 @@ def test_the_same_request_goes_on(upshift, tmp_path):
     first = json.loads(upshift("merge", adapter, "-o", tmp_path / "out", "--json").out)
     again = json.loads(upshift("merge", adapter, "-o", tmp_path / "out", "--json").out)
     assert (again["kept_shards"], again["sha256"]) == (1, first["sha256"])
+
+
+def test_weights_that_nobody_has_are_named(upshift, tmp_path):
+    """A classifier on a language model: the pooler was drawn, and peft did not keep it."""
+    base, adapter = made(tmp_path, *ADAPTERS["a head"])
+    store(base, {name: tensor for name, tensor in stored_in(base).items() if "pooler" not in name})
+    answer = upshift("merge", adapter, "-o", tmp_path / "out", "--json")
+    assert "bert.pooler.dense.weight is in neither" in answer.err
+    assert json.loads(answer.out)["noted"] == {"bert.pooler.dense.weight": 64 * 64, "bert.pooler.dense.bias": 64}
+
+
+@pytest.mark.parametrize("same", [True, False])
+def test_tied_weights_that_are_stored_twice(upshift, tmp_path, same):
+    """Pickles keep both. transformers ties them where they are the same, whatever the config says."""
+    base, adapter = made(tmp_path, "tied", {"target_modules": ["embed_tokens"]})
+    stored = stored_in(base)
+    stored["lm_head.weight"] = stored["model.embed_tokens.weight"] + (0 if same else 1)
+    store(base, stored)
+    assert upshift("merge", adapter, "-o", tmp_path / "out").code == 0
+    merged_by_peft(base, adapter, "tied", tmp_path / "theirs")
+    ours, theirs = stored_in(tmp_path / "out"), stored_in(tmp_path / "theirs")
+    assert torch.equal(ours["model.embed_tokens.weight"], theirs["model.embed_tokens.weight"])
+    head = theirs["model.embed_tokens.weight" if same else "lm_head.weight"]
+    assert torch.equal(ours["lm_head.weight"], head) and torch.equal(head, stored["lm_head.weight"]) != same
 
 
 def refused(answer: Answer, *words: str) -> None:

@@ -8,6 +8,7 @@ import typer
 
 from upshift.cli import show
 from upshift.cli.plan import Json
+from upshift.cli.race import dim
 from upshift.cli.rewriting import Output, byte_bar, tell
 
 
@@ -22,4 +23,6 @@ def command(
 
     with byte_bar(adapter) as update:
         written = merge(adapter, output, progress=update)
+    for name in written.noted:
+        dim(f"{name} is in neither the base model nor the adapter; transformers draws it at random", show.err)
     tell(written, as_json=as_json)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +25,7 @@ from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, sm
 from upshift.loading.names import Names, filled, map_names
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
 from upshift.loading.tensors import DTYPES, dtype_of, read_into
-from upshift.loading.writing import NewTensor, copy_of
+from upshift.loading.writing import NewTensor, copy_of, stored_pieces
 from upshift.models.build import read_config
 from upshift.models.source import ADAPTER_FILE, ModelSource, find_model
 
@@ -49,6 +50,13 @@ UNMERGEABLE = {  # fields of peft's LoraConfig
 }
 
 
+@dataclass(frozen=True)
+class Merged:
+    tensors: list[NewTensor]  # under the names that they are stored by
+    is_untied: bool  # weights that were tied are so no more
+    lost: dict[str, int]  # weights that neither the base model nor the adapter has, and their sizes
+
+
 def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
     """To the bit what peft gives in fp32, and in bf16 and fp16 too, where it merges on a CPU."""
     folder = Path(adapter)
@@ -58,17 +66,18 @@ def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
         raise RequestError(f"the weights of {source.reference!r} are quantized; name what they were made from in {ADAPTER_FILE}")
     checkpoint = find_checkpoint(base)
     model = _build(source, lora, checkpoint)
-    tensors, untied = _merged(model, lora, folder, checkpoint)
+    merged = _merged(model, lora, folder, checkpoint)
     copies = small_files(base) | {name: file for name, file in small_files(folder).items() if name.startswith(TOKENIZER)}
     config = copies.pop(CONFIG)
     job = Rewrite(
         words=f"merge {adapter}",
         folder=base,
-        tensors=tensors,
+        tensors=merged.tensors,
         sources=(*checkpoint.files, config, folder / ADAPTER_WEIGHTS, folder / ADAPTER_FILE),
         metadata={**METADATA, **checkpoint.metadata},
         copies=copies,
-        documents={CONFIG: _config(source.config, model, untied)},
+        documents={CONFIG: _config(source.config, model, merged.is_untied)},
+        noted=merged.lost,
     )
     return rewrite(job, output, progress)
 
@@ -117,15 +126,15 @@ def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> Pre
     return build_empty(class_of(config, source, asked), config, dtype)
 
 
-def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> tuple[list[NewTensor], bool]:
-    """The tensors to write, under the names that they are stored by; whether weights that were tied are so no more."""
+def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> Merged:
     from upshift.loading.lora import Adapted
 
     names = map_names(model, checkpoint.tensors)
-    model.tie_weights()
-    parts = Adapted(model, lora, folder).parts
-    _check_fused(model, names, checkpoint, parts)
     targets = {group.sources[0][1]: group.target for group in names.groups if group.converter is None}
+    parameters = {name for name, _ in model.named_parameters()}
+    _tie(model, {target: checkpoint.tensors[name] for name, target in targets.items()})
+    parts = Adapted(model, lora, folder).parts
+    fused = _check_fused(model, names, checkpoint, parts)
     found: list[NewTensor] = []
     written: set[int] = set()
     origins: dict[int, StoredTensor] = {}
@@ -135,27 +144,47 @@ def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: 
         if part is not None:
             written.add(part.key)
             origins[part.origin] = stored
-    stored_targets = set(targets.values())
-    for name, part in parts.items():  # a head of the adapter's, or a weight that is tied no more
-        is_known = part.given is not None or part.origin in origins
-        if name not in stored_targets and part.key not in written and is_known:
+    lost = {}
+    for name, part in parts.items():
+        if name in targets.values() or name in fused:
+            continue
+        if part.key not in written and (part.given is not None or part.origin in origins):  # of the adapter, or tied no more
             found.append(_changed(name, origins.get(part.origin), part))
             written.add(part.key)
+        elif part.key not in written and name in parameters:
+            lost[name] = prod(part.shape)
     tied = Counter(origin for origin, _ in {(part.origin, part.key) for part in parts.values()})
-    return found, max(tied.values()) > 1
+    return Merged(found, max(tied.values()) > 1, lost)
 
 
-def _check_fused(model: PreTrainedModel, names: Names, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
-    """The adapter knows a weight as the model has it. That one may be stored as several, or be one of several."""
+def _check_fused(model: PreTrainedModel, names: Names, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> set[str]:
+    """The weights that are stored as several, or as parts of one. Raises RequestError where the adapter changes any of them."""
     shapes = {name: torch.Size(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    found = set()
     for group in names.groups:
-        changed = () if group.converter is None else filled(group, shapes, model)
-        for target in changed:
+        for target in () if group.converter is None else filled(group, shapes, model):
             if target in parts and not parts[target].is_base:
                 raise RequestError(
                     f"the adapter changes {target}, which transformers puts together of {len(group.sources)} stored tensors "
                     f"({group.sources[0][1]}, ...); merge it with peft's merge_and_unload"
                 )
+            found.add(target)
+    return found
+
+
+def _tie(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """As from_pretrained does: weights that are both stored are one if they are the same. ``stored``: by the weight's name."""
+    missing = set(model.state_dict()) - stored.keys()
+    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if one in stored and other in stored and _are_same(stored[one], stored[other]):
+            missing.add(one)
+    model.tie_weights(missing_keys=missing)
+
+
+def _are_same(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(first == second for first, second in zip(stored_pieces(one), stored_pieces(other), strict=True))
 
 
 def _changed(name: str, stored: StoredTensor | None, part: Part) -> NewTensor:
