@@ -74,6 +74,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.placed",
     "upshift.loading.reader",
     "upshift.loading.slices",
+    "upshift.loading.staging",
     "upshift.loading.tensors",
 }
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported
