@@ -14,7 +14,10 @@ from upshift.loading.names import map_names
 from upshift.loading.slices import Rank, Share, bytes_read, rank_slices, read_slices
 from upshift.models.tensor_parallel import declared_plan, divided_dimension
 
-WIDTH = {"hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128, "num_hidden_layers": 5}
+WIDTH = {
+    "hidden_size": 64, "intermediate_size": 96, "num_attention_heads": 4, "num_key_value_heads": 4, "vocab_size": 128,
+    "num_hidden_layers": 5,
+}  # fmt: skip
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16}
 MODELS = {
     "llama": ("LlamaConfig", "LlamaForCausalLM", {"tie_word_embeddings": False}),
@@ -107,7 +110,8 @@ def test_pipeline_stages_are_the_whole(name, fillings):
 
 def test_all_three_at_once(fillings):
     filling, whole = fillings("qwen3-moe")
-    ranks = [Rank(Share(stage, 2), Share(tensor, 2), Share(shard, 2)) for stage in (0, 1) for tensor in (0, 1) for shard in (0, 1)]
+    shares = [Share(number, 2) for number in (0, 1)]
+    ranks = [Rank(stage, tensor, shard) for stage in shares for tensor in shares for shard in shares]
     found = [dict(read_slices(filling, rank_slices(filling, rank))) for rank in ranks]
     plan = declared_plan(filling.model)
     for first in (0, 4):

@@ -28,15 +28,16 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class Filling:
-    """``dtype``: of weights that the model does not keep in another one. ``quantizer``: transformers', which has seen the model."""
+    """``dtype``: of weights that the model keeps in no other. ``quantizer``: transformers' own, which has seen the model."""
 
     def __init__(
-        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype, quantizer: Any = None
-    ) -> None:
+        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype,
+        quantizer: Any = None,
+    ) -> None:  # fmt: skip
         self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
         self._empty = model.state_dict()
         self._dtypes = model._get_dtype_plan(dtype)
-        self._kept = build_glob_alternation(list(self._dtypes))[:2] if self._dtypes else None
+        self._kept = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
         self.info = LoadStateDictInfo(
             missing_keys=set(self._empty), unexpected_keys=set(names.unexpected), mismatched_keys=set(), conversion_errors={},
             error_msgs=[], skipped_pp_keys=set(),
@@ -53,7 +54,7 @@ class Filling:
             done += sum(self.tensors[name].nbytes for _, name in group.sources)
             if progress is not None:
                 progress(done, total)
-        self.model._weight_conversions = list(self.names.used)
+        self.model._weight_conversions = list(self.names.used)  # type: ignore[assignment]
 
     def read_group(self, group: Group, device: torch.device, pool: ThreadPoolExecutor | None = None) -> dict[str, Tensor]:
         """What a group fills, in the dtype that the model has it in. What it is made of is in memory only until it is made."""
@@ -67,9 +68,12 @@ class Filling:
 
     def dtype_of(self, target: str) -> torch.dtype:
         """As transformers chooses: what the model made in another dtype stays in that, and some modules in fp32."""
-        match = self._kept[0].search(target) if self._kept else None
-        if self._kept and match:
-            return self._dtypes[self._kept[1][match.lastgroup]]
+        if self._kept is not None:
+            alternation, by_group, _ = self._kept
+            match = alternation.search(target)
+            if match is not None and match.lastgroup is not None:
+                kept: torch.dtype = self._dtypes[by_group[match.lastgroup]]
+                return kept
         return self._dtype if self._is_quantized(target) else self._empty[target].dtype
 
     def _read(self, device_of: DeviceOf, fills: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[Group, dict[str, Tensor]]]:

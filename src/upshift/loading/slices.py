@@ -1,7 +1,7 @@
 """What one rank of many reads of a checkpoint: its slice of every weight that its plan divides, its stage's layers, and no more.
 
-Three ways to divide, in this order: pipeline stages take whole layers; tensor parallelism takes, of each weight, rows or columns as
-the model's own plan says; fully-shard takes rows of what is left (the first dimension, in equal parts, as torch's fully_shard
+Three ways to divide, in this order: pipeline stages take whole layers; tensor parallelism takes, of each weight, rows or columns
+as the model's own plan says; fully-shard takes rows of what is left (the first dimension, in equal parts, as torch's fully_shard
 does). Where operations make a weight of several stored tensors, each of those is sliced; where they do more than stack and
 concatenate, they are read whole and the weight is sliced.
 """
@@ -95,8 +95,9 @@ def rank_slices(filling: Filling, rank: Rank) -> list[Reading]:
     unknown = unknown_styles(plan)
     if rank.tensor.of > 1 and (unknown or not plan):
         raise RequestError(
-            f"{type(model).__name__} declares {f'the tensor-parallel styles {unknown}' if unknown else 'no tensor-parallel plan'}, "
-            "which no rank can be given a slice of; use pipeline stages or fully-shard"
+            f"{type(model).__name__} declares "
+            + (f"the tensor-parallel styles {unknown}, which are not known here" if unknown else "no tensor-parallel plan")
+            + "; use pipeline stages or fully-shard"
         )
     stored_shapes = {name: torch.Size(shape_of(stored)) for name, stored in filling.tensors.items()}
     stage_of = _stages(model, rank.stage.of)
@@ -104,7 +105,8 @@ def rank_slices(filling: Filling, rank: Rank) -> list[Reading]:
     for group in filling.names.groups:
         shapes = filled(group, stored_shapes, model)
         if rank.stage.number in stage_of(group.target):
-            found.append(_reading(filling, group, {name: _intervals(model, plan, name, size, rank) for name, size in shapes.items()}))
+            intervals = {name: _intervals(model, plan, name, size, rank) for name, size in shapes.items()}
+            found.append(_reading(filling, group, intervals))
     return [reading for reading in found if reading is not None]
 
 
@@ -178,7 +180,7 @@ def _reading(filling: Filling, group: Group, intervals: dict[str, tuple[Interval
 def _sliced_sources(
     group: Group, sources: list[tuple[str, StoredTensor]], wanted: tuple[Intervals, ...]
 ) -> tuple[tuple[str, Slice], ...] | None:
-    """Where tensors are stacked, and the stacks then put behind each other: the slice of each that the weight's slice is made of."""
+    """Where tensors are stacked, and the stacks put behind each other: the slices that the weight's slice is made of."""
     assert group.converter is not None
     stack, *rest = group.converter.operations
     joined = rest[0].dim if rest and type(rest[0]) is Concatenate else None
