@@ -340,3 +340,26 @@ def test_converted_config_and_what_does_not_fit(upshift, llama, tmp_path):
     same(tensors_of(tmp_path / "out"), {"a": torch.tensor([1e5, 1.0, float("inf")]).half(), "b": torch.arange(3)})
     said = json.loads((tmp_path / "out" / "config.json").read_text())
     assert said == config | {"torch_dtype": "float16", "vision_config": {"dtype": "float16"}}
+
+
+def test_pickled_weights_become_safetensors(upshift, llama, tmp_path):
+    """Through the reader that runs no code."""
+    shutil.copy(llama / "config.json", tmp_path)
+    torch.save(tensors_of(llama), tmp_path / "pytorch_model.bin")
+    assert upshift("convert", tmp_path, "-o", tmp_path / "out", "--dtype", "bfloat16").code == 0
+    same(tensors_of(tmp_path / "out"), {name: tensor.bfloat16() for name, tensor in tensors_of(llama).items()})
+    assert not (tmp_path / "out" / "pytorch_model.bin").exists()
+
+
+def test_files_beside_the_weights(upshift, llama, tmp_path):
+    """A model of Sentence Transformers names folders; one with weights of its own is not one checkpoint."""
+    model = tmp_path / "model"
+    shutil.copytree(llama, model)
+    (model / "modules.json").write_text(json.dumps([{"path": ""}, {"path": "1_Pooling"}, {"path": "../.."}]))
+    for name in ("1_Pooling", "onnx"):
+        (model / name).mkdir()
+        (model / name / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    assert upshift("shard", model, "-o", tmp_path / "out").code == 0
+    assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file() and not (tmp_path / "out" / "onnx").exists()
+    (model / "1_Pooling" / "model.safetensors").write_bytes(b"")
+    one_line(upshift("shard", model, "-o", tmp_path / "other"), "weights in 1_Pooling")
