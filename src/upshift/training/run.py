@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.source import ModelSource, check_weights, fetch_weights, find_model
+from upshift.loading.checkpoint import find_safetensors
+from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
@@ -162,7 +163,7 @@ def _trainable(model: str, *, from_config: bool) -> ModelSource:
         if source.directory is None:
             raise RequestError(f"{model!r} is a config without weights; add --from-config for random weights")
         fetch_weights(source)
-        check_weights(source.directory)
+        find_safetensors(source.directory)
     return source
 
 

@@ -60,16 +60,13 @@ def cache_bytes(source: ModelSource) -> int:
 
 
 def load_model(source: ModelSource, precision: Precision) -> Any:
-    import torch
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    assert source.directory is not None
+    from upshift.loading.load import load_source
+
     kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
-    dtype = "auto" if precision == "stored" else torch.bfloat16 if precision == "bf16" else torch.float32
-    try:
-        return kind.from_pretrained(source.directory, dtype=dtype).eval()
-    except ImportError as error:  # of what quantized weights need
-        raise RequestError(f"{source.reference!r} does not load: {error}") from None
+    dtype = "auto" if precision == "stored" else "bfloat16" if precision == "bf16" else "float32"
+    return load_source(source, dtype=dtype, model_class=kind)
 
 
 def weight_bytes(source: ModelSource, model: Any) -> int:
