@@ -82,7 +82,7 @@ def choose_engine(source: ModelSource, bits: Bits, asked: str | None) -> EngineN
     """OpenVINO where it is installed, as it is what is fast on a CPU. Raises RequestError for what is not possible."""
     if asked is not None and asked not in WRITERS:
         raise RequestError(f"--engine {asked!r} writes no weights here; use one of {', '.join(WRITERS)}")
-    name = check_engine("generate", asked or ("openvino" if is_installed("openvino") else "torch"), source)
+    name = check_engine("generate", asked or ("openvino" if is_installed("openvino") else "torch"), source, detect().cpu_alone())
     library, extra = ("torchao", "quant") if bits == 8 else ("bitsandbytes", "bitsandbytes")
     if name == "torch" and find_spec(library) is None:
         raise MissingExtra(library=library, extra=extra, purpose=f"--engine torch --bits {bits}")
