@@ -49,6 +49,7 @@ class Race(Value):
         {}, description="of what is not installed and has such models: the forecast of its fastest setup"
     )
     left_out: dict[str, float | None] = Field({}, description="what compiles for longer than it would save, and its forecast")
+    divided: str | None = Field(None, description="why nothing was raced: the model has no room, and runs partly from the disk")
     ceiling: float | None = Field(None, description="texts or tokens a second where nothing is computed: no engine does more")
 
     def best(self) -> list[Run]:
