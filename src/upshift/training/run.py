@@ -103,10 +103,8 @@ def prepare_run(
     watcher = watcher or Watcher()
     check_allow(allow)
     source = _trainable(model, from_config=from_config)
-    data = prepare_data(
-        source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column,
-        progress=watcher.tokenizing,
-    )  # fmt: skip
+    how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
+    data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
     host = find_host(None).one_device()  # several GPUs are planned for, not trained on yet
     given = _given_plan(plan_file, resume_from, host=host, source=source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
