@@ -23,6 +23,9 @@ def command(
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32, such as 0.99")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
     max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="longest that a batch may take, alone")] = None,
+    race_seconds: Annotated[
+        float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
@@ -34,7 +37,10 @@ def command(
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
-        encoder = Encoder(model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, on_run=teller("texts/s"))
+        encoder = Encoder(
+            model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
+            on_run=teller("texts/s"),
+        )  # fmt: skip
         check_form(output, encoder.recipe.output)
         total = count_lines(texts)
         encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS), total=total)

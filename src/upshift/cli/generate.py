@@ -41,6 +41,9 @@ def command(
     max_tpot_ms: Annotated[
         float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")
     ] = None,
+    race_seconds: Annotated[
+        float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
+    ] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
@@ -57,7 +60,7 @@ def command(
     with show.step("Reading the model"):
         generator = Generator(
             model, quality=quality, engine=engine, max_ttft_ms=max_ttft_ms, max_tpot_ms=max_tpot_ms, chat=chat,
-            on_run=teller("tokens/s"),
+            race_seconds=race_seconds, on_run=teller("tokens/s"),
         )  # fmt: skip
     for name, value in unused(generator.source).items():
         dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
