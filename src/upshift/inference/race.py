@@ -203,7 +203,10 @@ def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run | LeftOut]:
     waiting = list(entrants.setups)
     limit = TIMEOUT_SECONDS * len(waiting)
     if entrants.before:  # the reference runs to its end
-        limit = min(limit, max(entrants.seconds, 0.0))
+        limit = min(limit, entrants.seconds)
+    if limit <= 0.0:
+        yield from (LeftOut(setup=setup, reason="time") for setup in waiting)
+        return
     for said in server.ask(entrants, Runs, limit_seconds=limit):
         if isinstance(said, Runs):
             waiting.pop(0)
