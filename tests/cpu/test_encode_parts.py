@@ -334,7 +334,7 @@ RATES = {"llamacpp": 1.0, "torch": 2.0, "openvino": 4.0}
 def run(entrants, setup, standing):
     one = Run(setup=setup, largest_difference=0.0, worst_cosine=COSINES[setup.precision], seconds=Spread.of([1.0]))
     one = one.changed(per_second=RATES[setup.engine])
-    return [one.changed(stopped=standing.stopped(one))]
+    return [one.changed(stopped=standing.stopped(one, 1.0))]
 def main(path, answer):
     contend(path, answer, run)
 """

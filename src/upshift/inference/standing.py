@@ -12,6 +12,7 @@ from upshift.inference.contestant import Entrants, LeftOut, Run, Runs, Stopped
 from upshift.inference.setup import EngineSetup, Precision
 
 BEHIND = 1.5  # of a first pass, which no later pass makes up: the slowest warm-up measured was 1.2 of a step (docs/log.md)
+ALONE = 0.75  # of its threads' time: with less something else ran beside it, and being slow says nothing
 COARSER: Mapping[Precision, tuple[Precision, ...]] = {  # of one engine: what rounds all that this one does, at least as far
     "fp16": ("int8", "int4"),
     "fp16-weights": ("int8-weights", "int8", "int4-weights", "int4"),
@@ -44,11 +45,12 @@ class Standing:
             return LeftOut(setup=setup, reason="time")
         return implied(setup, self._runs, self._entrants.quality)
 
-    def stopped(self, run: Run) -> Stopped | None:
-        """Why nothing more of a contestant is timed, by what it did so far."""
+    def stopped(self, run: Run, share: float) -> Stopped | None:
+        """Why nothing more of a contestant is timed, by what it did so far. ``share``: of its threads' time that it computed."""
         if not run.within(self._entrants.quality):
             return "quality"
-        if not self._entrants.limited and behind(run, (*self._entrants.before, *self._runs), self._entrants.quality):
+        known = (*self._entrants.before, *self._runs)
+        if not self._entrants.limited and share >= ALONE and behind(run, known, self._entrants.quality):
             return "behind"
         return "time" if self.late else None
 

@@ -33,9 +33,9 @@ def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]
     runs: list[Run] = []
     for budget in contest.batches:
         encoding.setup = setup.changed(batch=budget)
-        start = time.perf_counter()
+        computed, start = time.process_time(), time.perf_counter()
         found = encoding.rows(sample)
-        seconds = time.perf_counter() - start
+        computed, seconds = time.process_time() - computed, time.perf_counter() - start
         if not entrants.reference.is_file():
             np.save(entrants.reference, found)
         expected = np.load(entrants.reference)
@@ -45,7 +45,7 @@ def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]
             worst_cosine=float(agree.min(initial=1.0)), median_cosine=float(np.median(agree)) if len(agree) else 1.0,
         )  # fmt: skip
         rounds = [_round(encoding, sample) if setup.hint == "latency" else [seconds]]
-        stopped = standing.stopped(_timed(one, rounds, len(sample)))
+        stopped = standing.stopped(_timed(one, rounds, len(sample)), computed / (seconds * setup.threads))
         enough = 0.0 if stopped else ENOUGH_SECONDS / len(contest.batches)
         while len(rounds) < ROUNDS and sum(map(sum, rounds)) < enough:
             rounds.append(_round(encoding, sample))

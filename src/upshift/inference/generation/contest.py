@@ -21,7 +21,7 @@ from upshift.inference.engines import build_engine
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.setup import EngineSetup
-from upshift.inference.standing import Standing, contend
+from upshift.inference.standing import ALONE, Standing, contend
 from upshift.inference.weights import engine_folder
 from upshift.record import Spread
 
@@ -33,6 +33,7 @@ class Pass(NamedTuple):
     logits: np.ndarray  # [tokens, N, V]
     first_seconds: float
     step_seconds: list[float]
+    cpu_seconds: float
 
     @property
     def seconds(self) -> float:
@@ -57,7 +58,8 @@ def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]
         np.save(entrants.reference, expected)
     one = _agreeing(Run(setup=setup, load_seconds=load, weight_bytes=decoder.weight_bytes), first.logits, expected)
     alone = _timed(one.changed(setup=setup.changed(batch=len(sample))), [first], task.new_tokens)
-    stopped = standing.stopped(alone)
+    share = first.cpu_seconds / (first.seconds * setup.threads)
+    stopped = standing.stopped(alone, share)
     if stopped is not None:
         return [alone.changed(stopped=stopped)]
     runs: list[Run] = []
@@ -65,8 +67,8 @@ def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]
         if runs and standing.late:
             return [*runs[:-1], runs[-1].changed(stopped="time")]
         places = list(islice(cycle(range(len(sample))), rows))
-        larger = rows < contest.batches[-1] and not entrants.limited  # what is timed is the largest: this one tells who is behind
-        known = first if rows == len(sample) and (larger or first.seconds > ENOUGH_SECONDS) else None
+        larger = rows < contest.batches[-1] and not entrants.limited  # batches to come are timed; this one told who is behind
+        known = first if rows == len(sample) and (larger or first.seconds > ENOUGH_SECONDS) and share >= ALONE else None
         passes = _passes(decoder, [sample[place] for place in places], expected.argmax(2)[:, places], known)
         runs.append(_timed(one.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
     return runs
@@ -86,16 +88,17 @@ def _agreeing(run: Run, found: np.ndarray, expected: np.ndarray) -> Run:
 def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | None, count: int) -> Pass:
     """tokens [count, N]: what is generated; None: the likeliest."""
     decoder.keep([])
-    start = time.perf_counter()
+    computed, start = time.process_time(), time.perf_counter()
     logits = [decoder.admit(prompts)]
     ends = [time.perf_counter()]
     for place in range(count - 1):
         logits.append(decoder.step(logits[-1].argmax(1) if tokens is None else tokens[place]))
         ends.append(time.perf_counter())
+    computed = time.process_time() - computed
     found = np.stack(logits)
     if np.isnan(found).any():
         raise JobFailed("its logits are not numbers")
-    return Pass(found, ends[0] - start, list(np.diff(ends)))
+    return Pass(found, ends[0] - start, list(np.diff(ends)), computed)
 
 
 def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, known: Pass | None) -> list[Pass]:
