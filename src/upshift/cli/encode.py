@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, table, teller
+from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 
 
 def command(
@@ -23,9 +23,7 @@ def command(
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32, such as 0.99")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
     max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="longest that a batch may take, alone")] = None,
-    race_seconds: Annotated[
-        float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
-    ] = None,
+    race_seconds: RaceSeconds = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, table, teller
+from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
 
 WIDE = 90  # columns that the whole race takes
@@ -41,9 +41,7 @@ def command(
     max_tpot_ms: Annotated[
         float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")
     ] = None,
-    race_seconds: Annotated[
-        float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
-    ] = None,
+    race_seconds: RaceSeconds = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from upshift.cli import show
 
+RaceSeconds = Annotated[
+    float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
+]
 STOPPED = {
     "quality": "the quality is not reached",
     "behind": "the fastest is 1.5 times as fast or more",
