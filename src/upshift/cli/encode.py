@@ -14,6 +14,7 @@ from rich.table import Table
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
 from upshift.cli.race import RaceSeconds, dim, failures, table, teller
+from upshift.settings import wait_briefly
 
 
 def command(
@@ -28,6 +29,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
+    wait_briefly()
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
     from upshift.inference.encoding.files import check_files, check_form, read_texts
     from upshift.inference.lines import count_lines

@@ -15,6 +15,7 @@ from upshift.cli import show
 from upshift.cli.plan import Json, Model
 from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
+from upshift.settings import wait_briefly
 
 WIDE = 90  # columns that the whole race takes
 
@@ -46,6 +47,7 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Race the installed engines on some of the prompts, then generate with the winner."""
+    wait_briefly()
     from upshift.inference.generation.files import check_files
     from upshift.inference.generation.generator import Generator
     from upshift.inference.generation.options import unused
