@@ -367,7 +367,7 @@ def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:
         generator.generate("a text")
     with pytest.raises(RequestError, match="prompt 2 is empty"):
         generator.generate(["a", ""])
-    with pytest.raises(RequestError, match="onnxruntime.*use one of torch, openvino"):
+    with pytest.raises(RequestError, match="onnxruntime.*use one of torch, llamacpp, openvino"):
         upshift.Generator(model, engine="onnxruntime")
     BertModel(BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
         tmp_path / "bert"

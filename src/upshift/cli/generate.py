@@ -13,8 +13,9 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, table, teller
+from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
+from upshift.settings import wait_briefly
 
 MaxMemory = Annotated[
     list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
@@ -45,10 +46,12 @@ def command(
         float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")
     ] = None,
     max_memory: MaxMemory = None,
+    race_seconds: RaceSeconds = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
     """Race the installed engines on some of the prompts, then generate with the winner."""
+    wait_briefly()
     from upshift.inference.generation.files import check_files
     from upshift.inference.generation.generator import Generator
     from upshift.inference.generation.options import unused
@@ -62,7 +65,7 @@ def command(
     with show.step("Reading the model"):
         generator = Generator(
             model, quality=quality, engine=engine, max_ttft_ms=max_ttft_ms, max_tpot_ms=max_tpot_ms, chat=chat,
-            max_memory=read_max_memory(max_memory), on_run=teller("tokens/s"),
+            max_memory=read_max_memory(max_memory), race_seconds=race_seconds, on_run=teller("tokens/s"),
         )  # fmt: skip
     for name, value in unused(generator.source).items():
         dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)

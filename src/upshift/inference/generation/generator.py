@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.inference.bounds import Limits, read_limit, read_quality
+from upshift.inference.bounds import Limits, read_limit, read_quality, read_seconds
 from upshift.inference.contestant import Contest, Run
 from upshift.inference.engines import build_engine, check_engine
 from upshift.inference.forecast import forecast_generation
@@ -46,7 +46,7 @@ class Generator:
     ``quality``: ``exact`` (fp32; logits within 1e-4 of transformers'), or the lowest cosine of logits to it, such as 0.999.
     ``engine``: only this one. ``max_ttft_ms``: longest until the first tokens of prompts that are admitted together;
     ``max_tpot_ms``: longest for a token more of each sequence, in the mean. ``chat``: a text is what a user says, by the model's
-    chat template.
+    chat template. ``race_seconds``: of the race.
     ``max_memory``: such as {"cpu": "8GiB"}, else what is free; a model that is larger runs in transformers, as it is
     stored, partly from the disk.
 
@@ -63,6 +63,7 @@ class Generator:
         max_tpot_ms: float | None = None,
         chat: bool = False,
         max_memory: Mapping[str | int, str | int] | None = None,
+        race_seconds: float | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
@@ -82,6 +83,7 @@ class Generator:
         self.race: Race | None = None
         self._longest = positions(self.source)
         self._on_run = on_run
+        self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
 
     def options(self, **given: Any) -> GenerationOptions:
@@ -135,7 +137,7 @@ class Generator:
             self.race = race(
                 contest, self.host, sample, self.quality,
                 engine=self._engine, forecast=forecast, limits=self.limits,
-                amount=(total or len(ids)) * options.max_new_tokens, on_run=self._on_run,
+                amount=(total or len(ids)) * options.max_new_tokens, seconds=self._race_seconds, on_run=self._on_run,
             )  # fmt: skip
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
