@@ -16,6 +16,9 @@ from upshift.cli.plan import Json, Model
 from upshift.cli.race import dim, failures, table, teller
 from upshift.errors import RequestError
 
+MaxMemory = Annotated[
+    list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
+]
 WIDE = 90  # columns that the whole race takes
 
 
@@ -41,9 +44,7 @@ def command(
     max_tpot_ms: Annotated[
         float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")
     ] = None,
-    max_memory: Annotated[
-        list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
-    ] = None,
+    max_memory: MaxMemory = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
