@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import show
-from upshift.cli.plan import Allow, GlobalBatch, Json, Model, SequenceLength, Set, split
+from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.units import GIB, format_bytes, format_seconds
 
 
@@ -32,6 +32,8 @@ def command(
     eval_steps: Annotated[int, typer.Option("--eval-steps", min=0)] = 0,
     save_steps: Annotated[int, typer.Option("--save-steps", min=0)] = 0,
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
+    lora_rank: LoraRank = None,
+    load_in_4bit: FourBits = False,
     text_column: Annotated[str | None, typer.Option("--text-column")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
     set_: Set = None,
@@ -46,6 +48,8 @@ def command(
     """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
     from upshift.training.run import train
 
+    if lora_rank is not None and not as_json:
+        show.err.print(adapter_line(lora_rank, load_in_4bit), highlight=False)
     with RunDisplay(quiet=as_json) as display:
         record = train(
             model, data, output=output, sequence_length=sequence_length, global_batch=global_batch,
@@ -56,7 +60,7 @@ def command(
                 "eval_steps": eval_steps, "save_steps": save_steps,
             },
             epochs=epochs, plan_file=plan, fixed=tuple(set_ or ()), allow=split(allow), from_config=from_config,
-            text_column=text_column, trial_seconds=trial_seconds,
+            lora_rank=lora_rank, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
         )  # fmt: skip
     if as_json:
         sys.stdout.write(record.to_json() + "\n")

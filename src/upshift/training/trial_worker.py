@@ -13,7 +13,7 @@ import torch
 from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes, tensor_bytes
 from upshift.benchmarking.timer import time_once
 from upshift.models.profile import num_sides
-from upshift.models.source import ModelSource, find_model
+from upshift.models.source import ModelSource, find_to_train
 from upshift.planning.trial import TrialRequest, TrialResult, loosened
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
@@ -53,7 +53,7 @@ def run_trial(request: TrialRequest) -> TrialResult:
     set_process(plan)
     base = resident_bytes()
     reset_resident_peak()
-    source = find_model(request.model_reference)
+    source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled)
     batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, rank)

@@ -20,7 +20,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from upshift.errors import JobFailed, RequestError
-from upshift.models.source import check_safetensors, check_weights
+from upshift.models.source import ADAPTER_WEIGHTS, check_safetensors, check_weights
 from upshift.training.checkpoint.state import STATE_NAME, Manifest, SavedState, read_manifest
 from upshift.units import format_bytes
 
@@ -67,7 +67,7 @@ def check_checkpoint(directory: Path) -> Manifest:
             raise RequestError(f"{file} {problem}; resume from another checkpoint")
         if file.suffix == ".safetensors":
             check_safetensors(file)
-    if isinstance(saved, SavedState):  # a Trainer may have saved adapters only
+    if isinstance(saved, SavedState) and ADAPTER_WEIGHTS not in saved.files:  # a Trainer may have saved adapters only
         check_weights(directory)
     return saved
 
