@@ -61,6 +61,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.tracker",
     "upshift.hardware.base_process",
     "upshift.hardware.probe",
+    "upshift.loading.tensors",
 }
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported
 NO_NUMPY_PACKAGES = {"errors", "units", "value", "models", "record", "settings", "planning"}  # beside HEAVY_MODULES

@@ -1,0 +1,114 @@
+"""Stored tensors as torch's: mapped without a copy, or read into memory that is there already."""
+
+from __future__ import annotations
+
+import mmap
+import os
+
+import torch
+from torch import Tensor
+
+from upshift.errors import RequestError
+from upshift.loading.header import StoredTensor, shown
+from upshift.units import MIB
+
+DTYPES = {
+    "BOOL": torch.bool, "U8": torch.uint8, "I8": torch.int8, "I16": torch.int16, "U16": torch.uint16, "I32": torch.int32,
+    "U32": torch.uint32, "I64": torch.int64, "U64": torch.uint64, "F16": torch.float16, "BF16": torch.bfloat16,
+    "F32": torch.float32, "F64": torch.float64, "C64": torch.complex64, "F8_E5M2": torch.float8_e5m2,
+    "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
+    "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
+}  # fmt: skip
+PIECE_BYTES = 16 * MIB
+
+
+def dtype_of(stored: StoredTensor) -> torch.dtype:
+    if stored.dtype not in DTYPES:
+        raise RequestError(f"{stored.file}: torch has no dtype for {stored.dtype}, which tensor {shown(stored.name)} has")
+    return DTYPES[stored.dtype]
+
+
+def shape_of(stored: StoredTensor) -> tuple[int, ...]:
+    """In torch's elements; one of its F4 is two numbers in a byte."""
+    if stored.dtype != "F4":
+        return stored.shape
+    if not stored.shape or stored.shape[-1] % 2:
+        raise RequestError(f"{stored.file}: tensor {shown(stored.name)} of F4 {stored.shape} has half a byte in a row")
+    return (*stored.shape[:-1], stored.shape[-1] // 2)
+
+
+def read_tensor(stored: StoredTensor) -> Tensor:
+    """A private mapping: pages are read when they are touched, belong to the page cache, and are copied when written to."""
+    dtype, shape = dtype_of(stored), shape_of(stored)
+    if stored.nbytes == 0:
+        return torch.empty(shape, dtype=dtype)
+    before = stored.offset % mmap.ALLOCATIONGRANULARITY
+    try:
+        with stored.file.open("rb") as handle:
+            pages = mmap.mmap(
+                handle.fileno(), before + stored.nbytes, access=mmap.ACCESS_COPY, offset=stored.offset - before
+            )
+    except (OSError, ValueError) as error:  # ValueError: the file is shorter now
+        raise _unreadable(stored, error) from None
+    content = torch.frombuffer(pages, dtype=torch.uint8, count=stored.nbytes, offset=before)
+    if before % dtype.itemsize:
+        content = content.clone()
+    return content.view(dtype).view(shape)
+
+
+def read_into(stored: StoredTensor, destination: Tensor) -> None:
+    """Into a tensor of the same shape, on any device, in its dtype. Holds no more than a piece beside it."""
+    dtype, shape = dtype_of(stored), shape_of(stored)
+    if tuple(destination.shape) != shape:
+        raise RequestError(
+            f"{stored.file}: tensor {shown(stored.name)} has the shape {shape} where the model has {tuple(destination.shape)}"
+        )
+    destination = destination.detach()
+    if not destination.is_contiguous():
+        destination.copy_(read_tensor(stored))
+        return
+    if stored.nbytes == 0:
+        return
+    flat = destination.view(-1)
+    with _Open(stored) as source:
+        if destination.dtype == dtype and destination.device.type == "cpu":
+            source.fill(flat.view(torch.uint8), stored.offset)
+            return
+        count = PIECE_BYTES // dtype.itemsize
+        piece = torch.empty(min(count, flat.numel()), dtype=dtype)
+        for start in range(0, flat.numel(), count):
+            part = piece[: flat.numel() - start]
+            source.fill(part.view(torch.uint8), stored.offset + start * dtype.itemsize)
+            flat[start : start + len(part)].copy_(part)
+
+
+class _Open:
+    def __init__(self, stored: StoredTensor) -> None:
+        self._stored = stored
+
+    def __enter__(self) -> _Open:
+        try:
+            self._descriptor = os.open(self._stored.file, os.O_RDONLY)
+        except OSError as error:
+            raise _unreadable(self._stored, error) from None
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        os.close(self._descriptor)
+
+    def fill(self, content: Tensor, offset: int) -> None:
+        """All of ``content``, bytes in memory, from this byte of the file on. The system may give less than was asked for."""
+        view = content.numpy().data
+        while view:
+            try:
+                count = os.preadv(self._descriptor, [view], offset)
+            except OSError as error:
+                raise _unreadable(self._stored, error) from None
+            if count == 0:
+                raise _unreadable(self._stored, "the file is shorter than its header says")
+            view, offset = view[count:], offset + count
+
+
+def _unreadable(stored: StoredTensor, error: object) -> RequestError:
+    reason = getattr(error, "strerror", None) or error
+    return RequestError(f"cannot read tensor {shown(stored.name)} of {stored.file}: {reason}; copy or save the file again")
