@@ -16,6 +16,7 @@ _HOME = {
     "Encoder": "upshift.inference.encoding.encoder",
     "Generator": "upshift.inference.generation.generator",
     "inspect": "upshift.models.inspect",
+    "load_model": "upshift.loading.load",
     "Plan": "upshift.planning.plan",
     "Host": "upshift.hardware.spec",
     "ModelProfile": "upshift.models.profile",

@@ -18,7 +18,7 @@ PACKAGE = SOURCE / "upshift"
 
 PUBLIC_NAMES = [
     "Encoder", "Generator", "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "describe",
-    "detect", "inspect", "plan", "train",
+    "detect", "inspect", "load_model", "plan", "train",
 ]  # fmt: skip
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
@@ -61,6 +61,9 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.tracker",
     "upshift.hardware.base_process",
     "upshift.hardware.probe",
+    "upshift.loading.fill",
+    "upshift.loading.load",
+    "upshift.loading.names",
     "upshift.loading.tensors",
 }
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported

@@ -1,0 +1,123 @@
+"""Fills an empty model straight from its files: each weight is read once, into the dtype and the place where it stays.
+
+Weights that stay as they are stored are the files' own pages (private: writing to one copies it). Others are converted piece by
+piece on the way. What operations make of several tensors is made one group at a time, and so is what is quantized.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.core_model_loading import build_glob_alternation, set_param_for_module
+from transformers.utils.loading_report import LoadStateDictInfo
+
+from upshift.errors import RequestError
+from upshift.loading.header import StoredTensor
+from upshift.loading.names import Group, Names, convert, filled
+from upshift.loading.tensors import dtype_of, read_into, read_tensor, shape_of
+
+READERS = 2  # one waits for the disk while another converts
+CPU = torch.device("cpu")
+DeviceOf = Callable[[str], torch.device | None]  # where a weight stays; None: it is left empty
+Progress = Callable[[int, int], None]  # bytes done, bytes in all
+
+
+class Filling:
+    """``dtype``: of weights that the model does not keep in another one. ``quantizer``: transformers', which has seen the model."""
+
+    def __init__(
+        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype, quantizer: Any = None
+    ) -> None:
+        self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
+        self._empty = model.state_dict()
+        self._dtypes = model._get_dtype_plan(dtype)
+        self._kept = build_glob_alternation(list(self._dtypes))[:2] if self._dtypes else None
+        self.info = LoadStateDictInfo(
+            missing_keys=set(self._empty), unexpected_keys=set(names.unexpected), mismatched_keys=set(), conversion_errors={},
+            error_msgs=[], skipped_pp_keys=set(),
+        )  # fmt: skip
+
+    def run(self, device_of: DeviceOf = lambda name: CPU, progress: Progress | None = None) -> None:
+        """In the order of the files' bytes. ``info`` says then what no tensor fills. Raises RequestError for weights of another
+        shape, before anything is read."""
+        self._check_shapes()
+        total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
+        for group, made in self._read(device_of):
+            for name, tensor in made.items():
+                set_param_for_module(self.model, name, tensor, self.info, self._quantizer)
+            done += sum(self.tensors[name].nbytes for _, name in group.sources)
+            if progress is not None:
+                progress(done, total)
+        self.model._weight_conversions = list(self.names.used)
+
+    def read_group(self, group: Group, device: torch.device, pool: ThreadPoolExecutor | None = None) -> dict[str, Tensor]:
+        """What a group fills, in the dtype that the model has it in. What it is made of is in memory only until it is made."""
+        names = [name for _, name in group.sources]
+        if not self._is_plain(group):
+            each = map if pool is None else pool.map
+            tensors = dict(zip(names, each(lambda name: self._load(name, group.target, device), names), strict=True))
+            quantizer = self._quantizer if self._is_quantized(group.target) else None
+            return convert(group, tensors, self.model, quantizer=quantizer, info=self.info if quantizer else None)
+        return {group.target: self._load(names[0], group.target, device)}
+
+    def dtype_of(self, target: str) -> torch.dtype:
+        """As transformers chooses: what the model made in another dtype stays in that, and some modules in fp32."""
+        match = self._kept[0].search(target) if self._kept else None
+        if self._kept and match:
+            return self._dtypes[self._kept[1][match.lastgroup]]
+        return self._dtype if self._is_quantized(target) else self._empty[target].dtype
+
+    def _read(self, device_of: DeviceOf) -> Iterator[tuple[Group, dict[str, Tensor]]]:
+        """Plain weights are read ahead: they stay where they are read to. Groups are read when it is their turn."""
+        ahead: list[tuple[Group, Future[dict[str, Tensor]]]] = []
+        pool = ThreadPoolExecutor(READERS)
+        try:
+            for group in sorted(self.names.groups, key=self._position):
+                device = device_of(group.target)
+                if device is None:
+                    self.info.missing_keys.discard(group.target)
+                elif self._is_plain(group):
+                    ahead.append((group, pool.submit(self.read_group, group, device)))
+                else:
+                    yield group, self.read_group(group, device, pool)
+            for group, future in ahead:
+                yield group, future.result()
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+    def _position(self, group: Group) -> tuple[str, int]:
+        first = self.tensors[group.sources[0][1]]
+        return str(first.file), first.offset
+
+    def _load(self, name: str, target: str, device: torch.device) -> Tensor:
+        stored, dtype = self.tensors[name], self.dtype_of(target)
+        if device.type == "cpu" and dtype_of(stored) == dtype:
+            return read_tensor(stored)
+        made = torch.empty(shape_of(stored), dtype=dtype, device=device)
+        read_into(stored, made)
+        return made
+
+    def _is_plain(self, group: Group) -> bool:
+        return group.converter is None and not self._is_quantized(group.target)
+
+    def _is_quantized(self, target: str) -> bool:
+        return self._quantizer is not None and bool(self._quantizer.param_needs_quantization(self.model, target))
+
+    def _check_shapes(self) -> None:
+        shapes = {name: torch.Size(shape_of(stored)) for name, stored in self.tensors.items()}
+        wrong = [
+            f"{name} is {list(shape)} in the files and {list(self._empty[name].shape)} in the model"
+            for group in self.names.groups
+            for name, shape in filled(group, shapes, self.model).items()
+            if name in self._empty and shape != self._empty[name].shape and not self._is_quantized(name)
+        ]
+        if wrong:
+            others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
+            raise RequestError(
+                f"{wrong[0]}{others} ({type(self.model).__name__}); the config.json is not that of these files: take both from one model"
+            )

@@ -1,0 +1,149 @@
+"""``upshift.load_model``: a transformers model, built empty and filled straight from its files.
+
+What transformers decides stays its own: the class, names, dtypes, what is initialized because no tensor fills it, ties, buffers,
+the report of missing and unexpected weights. What is stored quantized is handed to its ``from_pretrained``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import transformers
+from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_utils import LoadStateDictConfig
+from transformers.models.auto.auto_factory import _get_model_class
+from transformers.monkey_patching import patch_output_recorders
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.loading.checkpoint import Checkpoint, find_checkpoint
+from upshift.loading.fill import Filling, Progress
+from upshift.loading.names import map_names
+from upshift.loading.tensors import dtype_of
+from upshift.models.build import choose_class, read_config
+from upshift.models.source import ModelSource, fetch_weights, find_model
+
+Quantized = Literal["int8", "int4"]
+DTYPES = ("float32", "bfloat16", "float16")
+
+
+def load_model(
+    model: str, *, dtype: str | torch.dtype | None = None, device_map: str | int | Mapping[str, str | int] | None = None,
+    max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
+    quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the CPU.
+    ``model_class``: of transformers, an Auto class too; None: what the config names.
+
+    Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
+    source = find_model(model)
+    if source.adapter is not None:
+        raise RequestError(f"{model!r} is an adapter; load the model that it was made for, then peft.PeftModel.from_pretrained")
+    fetch_weights(source)
+    return load_source(source, dtype=dtype, quantize=quantize, model_class=model_class, progress=progress)
+
+
+def load_source(
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, quantize: Quantized | None = None,
+    model_class: type | None = None, progress: Progress | None = None,
+) -> PreTrainedModel:  # fmt: skip
+    if source.directory is None:
+        raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
+    config = read_config(source)
+    kind = _class_of(config, source, model_class)
+    if source.config.get("quantization_config"):
+        if quantize is not None:
+            raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
+        return kind.from_pretrained(source.directory, dtype=dtype or "auto", use_safetensors=True)
+    checkpoint = find_checkpoint(source.directory)
+    config.name_or_path = str(source.directory)
+    made = _set_dtype(config, dtype, checkpoint)
+    quantizer = None if quantize is None else _quantizer(quantize)
+    model = build_empty(kind, config, made)
+    if quantizer is not None:
+        quantizer.preprocess_model(model=model, dtype=made, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False)
+    filling = Filling(
+        model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer
+    )
+    filling.run(progress=progress)
+    finish(filling, source, {"": "cpu"}, quantizer)
+    return model
+
+
+def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
+    """On the meta device, untied, as from_pretrained builds it."""
+    with ExitStack() as contexts:
+        for context in kind.get_init_context(dtype, False, False, None):
+            contexts.enter_context(context)
+        model = kind(config)
+        patch_output_recorders(model)
+    return model
+
+
+def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:
+    """What no tensor fills is initialized, buffers are computed, weights tied, and what was missing is reported."""
+    model: Any = filling.model
+    how = LoadStateDictConfig(
+        pretrained_model_name_or_path=str(source.directory), device_map=device_map, dtype=model.dtype, hf_quantizer=quantizer
+    )
+    model._finalize_model_loading(model, how, filling.info)
+    model.eval()
+    if model.can_generate():
+        assert source.directory is not None
+        own = (source.directory / "generation_config.json").is_file()
+        beside = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+        model.generation_config = GenerationConfig.from_pretrained(source.directory, **beside)
+    if quantizer is not None:
+        model.hf_quantizer = quantizer
+        quantizer.postprocess_model(model)
+
+
+def _class_of(config: PretrainedConfig, source: ModelSource, asked: type | None) -> type[PreTrainedModel]:
+    if asked is None:
+        named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
+        return choose_class(config, source.reference)[0] if named is None else getattr(transformers, named)
+    mapping = getattr(asked, "_model_mapping", None)
+    if mapping is None:
+        return asked
+    if type(config) not in mapping:
+        raise RequestError(f"{asked.__name__} has no class for {source.reference!r} ({config.model_type}); give its own class")
+    found: type[PreTrainedModel] = _get_model_class(config, mapping)
+    return found
+
+
+def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkpoint: Checkpoint) -> torch.dtype:
+    """As transformers chooses it: the config's, else that of the first stored number with a fraction."""
+    if isinstance(asked, torch.dtype):
+        asked = str(asked).removeprefix("torch.")
+    if asked not in (None, "auto", *DTYPES):
+        raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(DTYPES)}")
+    floats = (dtype for dtype in map(dtype_of, checkpoint.tensors.values()) if dtype.is_floating_point)
+    said = getattr(config, "dtype", None) if asked in (None, "auto") else getattr(torch, str(asked))
+    made: torch.dtype = said or next(floats, torch.float32)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        if part is not None:
+            part.dtype = made
+    return made
+
+
+def _quantizer(kind: Quantized) -> Any:
+    from transformers.quantizers import AutoHfQuantizer
+
+    quantizer = AutoHfQuantizer.from_config(quantized_config(kind), pre_quantized=False)
+    quantizer.validate_environment(device_map={"": "cpu"})
+    return quantizer
+
+
+def quantized_config(kind: Quantized) -> Any:
+    """8 bits by torchao, scaled by output; 4 bits by bitsandbytes (NF4), as torchao 0.18 packs 4 bits for GPUs only."""
+    if kind == "int4":
+        from transformers import BitsAndBytesConfig
+
+        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
+    from torchao.quantization import Int8WeightOnlyConfig
+    from transformers import TorchAoConfig
+
+    return TorchAoConfig(Int8WeightOnlyConfig())

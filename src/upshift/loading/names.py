@@ -1,0 +1,102 @@
+"""Which stored tensors fill which of a model's weights. transformers' own renamings and conversions say so, name by name.
+
+A plain weight is one stored tensor under its own or another name. The rest are groups: several tensors that become one (the
+experts of a layer), or one that becomes several (fused queries, keys and values).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.core_model_loading import (
+    SkipParameters, WeightConverter, WeightRenaming, dot_natural_key, rename_source_key,
+)  # fmt: skip
+
+from upshift.errors import RequestError
+
+
+@dataclass(frozen=True)
+class Group:
+    """What is read together. ``target``: the weight that it fills, the first one where there are several."""
+
+    target: str
+    sources: tuple[tuple[str, str], ...]  # pattern that matched, stored name: in the order that the operations take them
+    converter: WeightConverter | None  # None: a plain weight, the first source
+
+
+@dataclass(frozen=True)
+class Names:
+    groups: tuple[Group, ...]
+    unexpected: frozenset[str]  # by the names that they would have in the model
+    used: tuple[WeightRenaming | WeightConverter, ...]  # transforms that matched, which saving turns around
+
+
+def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = None) -> Names:
+    """``model``: on the meta device."""
+    transforms = get_model_conversion_mapping(model, None, quantizer)
+    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
+    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    wanted = model.state_dict()
+    sources: dict[str, list[tuple[str, str]]] = {}
+    converted: dict[str, WeightConverter] = {}
+    unexpected: set[str] = set()
+    for name in sorted(stored, key=dot_natural_key):  # some transforms depend on what they saw before
+        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+        if target not in wanted and name in wanted:
+            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, wanted)
+        if target in wanted:
+            if target not in sources and pattern is not None:
+                converted[target] = by_pattern[pattern]
+            sources.setdefault(target, []).append((pattern or name, name))
+        elif pattern is None:
+            unexpected.add(target)
+        else:
+            first, *_ = patterns = by_pattern[pattern].target_patterns
+            unexpected |= {target.replace(first, other) for other in patterns}
+    return Names(
+        groups=tuple(Group(target, tuple(found), converted.get(target)) for target, found in sources.items()),
+        unexpected=frozenset(unexpected),
+        used=tuple(transform for transform in transforms if transform.was_used()),
+    )
+
+
+def convert(
+    group: Group, tensors: Mapping[str, Tensor], model: PreTrainedModel, *, quantizer: Any = None, info: Any = None
+) -> dict[str, Tensor]:
+    """The weights that a group fills, of its stored tensors by their names; with a quantizer, quantized: what that puts into the
+    model itself is struck off ``info``'s missing ones. Raises RequestError where the operations cannot be done on them."""
+    transform = deepcopy(group.converter) or WeightRenaming(group.sources[0][1], group.target)  # it collects tensors
+    for pattern, name in group.sources:
+        transform.add_tensor(group.target, name, pattern, tensors[name])
+    if quantizer is not None:
+        transform.quantization_operation = quantizer.get_quantize_ops()
+    try:
+        made = transform.convert(group.target, model=model, config=model.config, hf_quantizer=quantizer, loading_info=info)
+    except (SkipParameters, RuntimeError, ValueError, IndexError, KeyError) as error:
+        reason = error if info is None else info.conversion_errors.pop(group.target, error)
+        raise RequestError(
+            f"{len(group.sources)} stored tensors, {group.sources[0][1]} the first, do not become {group.target} "
+            f"({_one_line(reason)}); the checkpoint is not whole, or its config.json is that of another model"
+        ) from error
+    return {name: found[0] if isinstance(found, list) else found for name, found in made.items()}
+
+
+def filled(group: Group, shapes: Mapping[str, torch.Size], model: PreTrainedModel) -> dict[str, torch.Size]:
+    """The weights that a group fills and their shapes, without reading anything. ``shapes``: of stored tensors."""
+    if group.converter is None:
+        return {group.target: shapes[group.sources[0][1]]}
+    empty = {name: torch.empty(shapes[name], device="meta") for _, name in group.sources}
+    return {name: tensor.shape for name, tensor in convert(group, empty, model).items()}
+
+
+def _one_line(reason: object) -> str:
+    """The end, where there is a traceback."""
+    return " ".join(str(reason).split())[-200:]
