@@ -1,0 +1,223 @@
+"""What of a model can be placed: its layers and leaves with their bytes, read off the model on the meta device; and its placement."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from upshift.errors import RequestError
+from upshift.hardware.detect import detect
+from upshift.hardware.spec import Host
+from upshift.loading.checkpoint import Checkpoint
+from upshift.loading.disk import disk_rate
+from upshift.loading.memory_limits import memory_limits, read_device
+from upshift.loading.place import Placement, Unit, Work, follow, place
+from upshift.loading.speed import predict
+from upshift.models.build import find_stacks
+from upshift.settings import read_settings
+
+CACHED_TOKENS = 8  # enough to see what a token keeps
+
+
+@dataclass
+class _Found:
+    """A unit while it is found."""
+
+    names: list[str]
+    parameters: dict[int, nn.Parameter] = field(default_factory=dict)
+    looked_up: bool = True
+    streams: bool = False
+
+
+def place_model(
+    model: PreTrainedModel,
+    *,
+    device_map: str | Mapping[str, str | int] = "auto",
+    max_memory: Mapping[str | int, str | int] | None = None,
+    checkpoint: Checkpoint | None = None,
+    batch: int = 1,
+    sequence_length: int = 512,
+    host: Host | None = None,
+) -> Placement:
+    """Of a model on the meta device in its final dtypes. Raises RequestError for a device_map that does not fit the model, and
+    NothingFits."""
+    host = host or detect(visible_devices=read_settings().cuda_visible_devices)
+    limits = memory_limits(host, max_memory)
+    if isinstance(device_map, str):
+        if device_map != "auto":
+            raise RequestError(f'device_map {device_map!r} is not known; give "auto", or a dict of module names and devices')
+        placement = place(*work_of(model, units_of(model), limits, batch=batch, sequence_length=sequence_length))
+    else:
+        devices = check_device_map(model, device_map, host)
+        units = units_of(model, inside=devices)
+        placement = follow(devices, *work_of(model, units, limits, batch=batch, sequence_length=sequence_length))
+    rate = disk_rate(checkpoint.files) if checkpoint is not None else None
+    return predict(placement, host, disk_bytes_per_second=rate, stored_bytes=checkpoint and checkpoint.total_bytes)
+
+
+def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host: Host) -> dict[str, str]:
+    """The devices as they are called here. Raises RequestError for names that are not the model's, and for what has no device."""
+    names = {"", *(name for name, _ in model.named_modules()), *_parameters(model)}
+    unknown = sorted(name for name in device_map if name not in names)
+    if unknown:
+        known = ", ".join(sorted(name for name in names if name.count(".") < 2 and name)[:8])
+        raise RequestError(f"device_map names {unknown[0]!r}, which the model has not; its modules are {known} ...")
+    devices = {name: read_device(device, host) for name, device in device_map.items()}
+    for name in _parameters(model):
+        parts = name.split(".")
+        if not any(".".join(parts[:length]) in devices for length in range(len(parts) + 1)):
+            raise RequestError(f'device_map has no device for {name!r}; name its module, or give "" for all that is not named')
+    return devices
+
+
+def units_of(model: PreTrainedModel, *, inside: Mapping[str, object] | None = None) -> tuple[Unit, ...]:
+    """In the order in which the model lists them. No name of ``inside`` is within a unit."""
+    whole = set(getattr(model, "_no_split_modules", None) or ()) or {
+        type(layer).__name__ for _, stack in find_stacks(model) for layer in stack
+    }
+    found: dict[int, _Found] = {}
+    for path, module, alone in _parts(model, "", whole, set(inside or ())):
+        _add(found, path, module, alone)
+    merged = _tied(list(found.values()))
+    return tuple(
+        Unit(
+            names=tuple(unit.names),
+            nbytes=(size := sum(weight.numel() * weight.element_size() for weight in unit.parameters.values())),
+            read=0 if unit.looked_up else size,
+            streams=unit.streams,
+        )
+        for unit in merged
+    )  # fmt: skip
+
+
+def _parts(module: nn.Module, path: str, whole: set[str], inside: set[str]) -> Iterator[tuple[str, nn.Module, bool]]:
+    """(path, module, whether it is a unit: else only the parameters beside its modules are meant)."""
+    children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
+    divided = any(name.startswith(f"{path}." if path else "") and name != path for name in inside)
+    if not children or (type(module).__name__ in whole and not divided):
+        if next(module.parameters(), None) is not None:
+            yield path, module, True
+        return
+    yield path, module, False
+    for name, child in children:
+        yield from _parts(child, f"{path}.{name}" if path else name, whole, inside)
+
+
+def _add(found: dict[int, _Found], path: str, module: nn.Module, alone: bool) -> None:
+    prefix = f"{path}." if path else ""
+    if not alone or type(module).forward is nn.Module.forward:  # a list of parameters has no forward to wait for
+        for name, parameter in module.named_parameters(recurse=alone):
+            found[id(parameter)] = _Found([prefix + name], {id(parameter): parameter}, looked_up=False)
+        return
+    unit = found.setdefault(id(module), _Found([]))
+    unit.names.append(path)
+    unit.parameters = {id(parameter): parameter for parameter in module.parameters()}
+    unit.looked_up, unit.streams = is_looked_up(module), True
+
+
+def is_looked_up(module: nn.Module) -> bool:
+    """Whether only rows of its weight are read. Where ``max_norm`` is set, its forward writes to them."""
+    return isinstance(module, nn.Embedding) and module.max_norm is None
+
+
+def _tied(units: list[_Found]) -> list[_Found]:
+    """Units that share a parameter become one, at the place of the first."""
+    owner: dict[int, _Found] = {}
+    kept: list[_Found] = []
+    for unit in units:
+        for first in {id(owner[key]): owner[key] for key in unit.parameters if key in owner}.values():
+            unit = _joined(first, unit)
+            kept = [other for other in kept if other is not first]
+        kept.append(unit)
+        owner |= dict.fromkeys(unit.parameters, unit)
+    order = {key: number for number, key in enumerate(owner)}
+    return sorted(kept, key=lambda unit: min(order[key] for key in unit.parameters))
+
+
+def _joined(first: _Found, second: _Found) -> _Found:
+    return _Found(
+        first.names + second.names,
+        first.parameters | second.parameters,
+        looked_up=first.looked_up and second.looked_up,
+        streams=first.streams or second.streams,
+    )
+
+
+def _parameters(model: nn.Module) -> list[str]:
+    return [name for name, _ in model.named_parameters(remove_duplicate=False)]
+
+
+def work_of(
+    model: PreTrainedModel, units: tuple[Unit, ...], limits: dict[str, int], *, batch: int, sequence_length: int
+) -> tuple[tuple[Unit, ...], dict[str, int], Work]:
+    """The units with what their layers keep of ``batch`` sequences, the limits as they are, and the memory beside the weights."""
+    kept = cache_bytes(model, sequence_length)
+    if kept is not None:
+        units = tuple(replace(unit, cache=batch * sum(kept.get(number, 0) for number in _layers_in(model, unit))) for unit in units)
+    work = Work(
+        batch=batch,
+        sequence=sequence_length,
+        buffers=sum(buffer.numel() * buffer.element_size() for buffer in model.buffers()),
+        activations=_activation_bytes(model, batch, sequence_length),
+        cache=None if kept is None else batch * sum(kept.values()),
+    )
+    return units, limits, work
+
+
+def _layers_in(model: nn.Module, unit: Unit) -> set[int]:
+    """The numbers by which a cache knows them."""
+    inside = (module for name in unit.names if not _is_parameter(model, name) for module in model.get_submodule(name).modules())
+    return {number for module in inside if isinstance(number := getattr(module, "layer_idx", None), int)}
+
+
+def _is_parameter(model: nn.Module, name: str) -> bool:
+    path, _, last = name.rpartition(".")
+    return last in model.get_submodule(path)._parameters
+
+
+def _activation_bytes(model: PreTrainedModel, batch: int, sequence: int) -> int:
+    """At the widest moment of a layer: residual and its norm, the widest product's operand and result, and what is made of them;
+    and the scores of the next token, in fp32 too."""
+    head = model.get_output_embeddings() if model.can_generate() else None
+    products = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
+    widest = max((sum(module.weight.shape) for module in products), default=0)
+    hidden = getattr(model.config.get_text_config(), "hidden_size", None) or 0
+    size = model.dtype.itemsize
+    scores = 0 if head is None else batch * max(head.weight.shape) * (size + torch.float32.itemsize)
+    return batch * sequence * size * (2 * hidden + 2 * widest) + scores
+
+
+def cache_bytes(model: PreTrainedModel, sequence: int) -> dict[int, int] | None:
+    """What each layer keeps of one sequence, by its number, from two short passes on the meta device. None: not known."""
+    if not model.can_generate():
+        return {}
+    try:
+        few, more = (_kept(model, tokens) for tokens in (CACHED_TOKENS, 2 * CACHED_TOKENS))
+    except Exception:  # a model's forward raises its own kinds where shapes are not enough for it; then it is not known
+        return None
+    found = {}
+    for number, (first, window) in few.items():
+        per_token = (more[number][0] - first) / CACHED_TOKENS
+        found[number] = int(first + per_token * (min(sequence, window or sequence) - CACHED_TOKENS))
+    return found
+
+
+def _kept(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, int | None]]:
+    """(bytes, how far it looks back) of each layer's cache."""
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    with torch.no_grad():
+        cache: Any = model(**given, use_cache=True).past_key_values
+    both = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
+    found: dict[int, tuple[int, int | None]] = {}
+    for part in both if both[0] is not None else [cache]:
+        for number, layer in enumerate(part.layers):
+            size = sum(value.numel() * value.element_size() for value in vars(layer).values() if isinstance(value, torch.Tensor))
+            found[number] = (found.get(number, (0, None))[0] + size, getattr(layer, "sliding_window", None))
+    return found

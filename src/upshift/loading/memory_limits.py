@@ -1,0 +1,73 @@
+"""How much memory a placement may take on each device: what the user says, else what is free on the host."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.units import GIB, KIB, MIB
+
+UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
+USABLE_SHARE = 0.9  # of what is free: other processes and the allocator's own blocks take some
+
+
+def read_size(size: str | int) -> int:
+    """Bytes of 123, "8GiB" or "20GB". Raises RequestError."""
+    if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
+        return size
+    found = SIZE.fullmatch(size) if isinstance(size, str) else None
+    if found is None or found[2].lower() not in UNITS:
+        raise RequestError(f"{size!r} is no size of memory; give bytes, or a number with KiB, MiB, GiB, KB, MB or GB, such as 8GiB")
+    return int(float(found[1]) * UNITS[found[2].lower()])
+
+
+def read_device(device: str | int, host: Host) -> str:
+    """"cpu", "disk", or a GPU as "cuda:0", of what a device_map or max_memory says. Raises RequestError."""
+    text = str(device).strip().lower()
+    if text in ("cpu", "disk"):
+        return text
+    kind, _, number = text.rpartition(":")
+    kind = kind or ("cuda" if host.device == "cpu" else host.device)
+    if text == host.device != "cpu":
+        kind, number = text, "0"
+    if number.isdigit() and int(number) < host.gpus_per_node and kind == host.device:
+        return f"{kind}:{int(number)}"
+    known = ["cpu", "disk", *(str(number) for number in range(host.gpus_per_node))]
+    raise RequestError(f"device {device!r} is not here; the devices are {', '.join(known)}")
+
+
+def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
+    """Bytes by device, fastest first. A device that ``max_memory`` leaves out is not used, but for the CPU, which is then as free
+    as it is."""
+    free = _free(host)
+    if max_memory is None:
+        return free
+    said = {read_device(device, host): read_size(size) for device, size in max_memory.items()}
+    if "disk" in said:
+        raise RequestError("max_memory limits GPUs and the cpu; what they do not hold stays on the disk, where it is already")
+    return {device: said.get(device, bytes_) for device, bytes_ in free.items() if device in said or device == "cpu"}
+
+
+def _free(host: Host) -> dict[str, int]:
+    gpus = [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
+    found = {f"{host.device}:{number}": gpu.free_memory_bytes or gpu.memory_bytes for number, gpu in enumerate(gpus) if gpu}
+    if host.cpu is not None:
+        found["cpu"] = host.cpu.free_memory_bytes or host.cpu.memory_bytes
+    unknown = [device for device, num_bytes in found.items() if num_bytes is None]
+    if unknown or "cpu" not in found:
+        raise RequestError(f"how much memory {(unknown or ['cpu'])[0]} of {host.name} has free is not known; say it with max_memory")
+    return {device: int(USABLE_SHARE * num_bytes) for device, num_bytes in found.items() if num_bytes is not None}
+
+
+def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | None:
+    """Of the command line's DEVICE=SIZE."""
+    if not options:
+        return None
+    pairs = [option.partition("=") for option in options]
+    wrong = next((option for option, (_, equals, size) in zip(options, pairs, strict=True) if not equals or not size), None)
+    if wrong is not None:
+        raise RequestError(f"--max-memory {wrong!r} is not DEVICE=SIZE; write cpu=8GiB, or 0=20GiB for the first GPU")
+    return {device: size for device, _, size in pairs}

@@ -1,0 +1,272 @@
+"""Which part of a model goes to which device: GPUs first, then the CPU, and what is left stays on the disk.
+
+What is on the CPU of a machine with GPUs, and what is on the disk, is brought to the device that computes when its turn comes, into
+buffers that are used again; these buffers, the buffers of the model, the activations and the keys and values of the workload count
+against the limits as weights do. The least bytes are left on the disk that way: for every size that the largest streamed part may
+have, larger parts must stay in memory, and the others follow in their order while they fit. An embedding goes last, as only the rows
+of its tokens are read. Ignored: what the page cache of the system keeps of the disk, and the memory of the libraries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from upshift.errors import NothingFits, RequestError
+from upshift.units import format_bytes
+from upshift.value import Value
+
+DISK, CPU = "disk", "cpu"
+
+
+@dataclass(frozen=True)
+class Unit:
+    """Modules and parameters that stay together: a layer that must not be split, what is tied, or a single leaf."""
+
+    names: tuple[str, ...]
+    nbytes: int  # of parameters, tied ones once
+    read: int  # of these, what one forward pass reads; 0 for rows that are looked up
+    streams: bool = True  # its forward can be waited for; a parameter beside modules is read through the mapped file
+    cache: int = 0  # keys and values that its layers keep in this workload
+
+
+@dataclass(frozen=True)
+class Work:
+    """Memory beside the weights, on the devices that compute. None: not known, and not counted."""
+
+    batch: int
+    sequence: int
+    buffers: int = 0  # of the model
+    activations: int | None = 0
+    cache: int | None = 0
+
+    @property
+    def everywhere(self) -> int:
+        return self.activations or 0
+
+
+class Place(Value):
+    name: str  # of a module, or of a parameter that stands beside modules
+    device: str  # cpu, disk, cuda:0 ...
+    bytes: int  # 0 where they are counted at the module that it is tied to
+    read: int  # of these, in one forward pass
+    streams: bool
+    why: str
+
+
+class Placement(Value):
+    modules: tuple[Place, ...]
+    limits: dict[str, int]
+    main: str  # the device that computes what is not on a GPU of its own
+    buffers: int  # of the model, on that device
+    activations: int | None
+    cache: int | None
+    batch: int
+    sequence: int
+    stream_bytes: dict[str, int]  # buffers on the way from the disk (cpu) and from the host (the main GPU)
+    disk_bytes_per_second: float | None = None
+    load_bytes: int | None = None  # to be read of the files before the first pass; None: there are none
+    load_seconds: float | None = None
+    tokens_per_second: float | None = None
+    bound: str | None = None
+
+    @property
+    def device_map(self) -> dict[str, str]:
+        return {place.name: place.device for place in self.modules}
+
+    @property
+    def totals(self) -> dict[str, int]:
+        found = dict.fromkeys([*self.limits, DISK], 0)
+        for place in self.modules:
+            found[place.device] = found.get(place.device, 0) + place.bytes
+        return found
+
+    @property
+    def disk_bytes(self) -> int:
+        return self.totals[DISK]
+
+    @property
+    def disk_read(self) -> int:
+        """Bytes that one forward pass reads from the disk."""
+        return sum(place.read for place in self.modules if place.device == DISK)
+
+    @property
+    def peak_bytes(self) -> dict[str, int]:
+        """Of each device while it computes, without the libraries."""
+        found = {device: total + self.stream_bytes.get(device, 0) for device, total in self.totals.items() if device != DISK}
+        for device in found:
+            if device != CPU or self.main == CPU:
+                found[device] += self.activations or 0
+        found[self.main] += self.buffers + (self.cache or 0)
+        return found
+
+    def device_of(self, name: str) -> str:
+        """Of a parameter, or a module, by the longest name around it."""
+        devices = self.device_map
+        parts = name.split(".")
+        around = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
+        return next((devices[part] for part in around if part in devices), self.main)
+
+
+@dataclass
+class _Fill:
+    """One way to place; ``room`` is what is left of each limit."""
+
+    room: dict[str, int]
+    reserves: dict[str, int]
+    devices: dict[int, str] = field(default_factory=dict)
+
+    def cost(self, units: Sequence[Unit], main: str) -> tuple[int, int, int, int]:
+        """Bytes that a pass reads from the disk, then from the host, then bytes that are there, then buffers."""
+        slow = [unit for number, unit in enumerate(units) if self.devices[number] == DISK]
+        host = [unit for number, unit in enumerate(units) if self.devices[number] == CPU != main]
+        return (
+            sum(unit.read for unit in slow), sum(unit.read for unit in host), sum(unit.nbytes for unit in slow),
+            sum(self.reserves.values()),
+        )  # fmt: skip
+
+
+def place(units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Placement:
+    """``limits``: by device, fastest first. Raises NothingFits where not even the largest part and its work do."""
+    main = next(iter(limits))
+    kept_elsewhere = 0  # keys and values of layers that are streamed, which stay on the main device
+    while True:
+        fills = [fill for fill in _fills(units, limits, work, main, kept_elsewhere) if fill is not None]
+        if not fills:
+            raise _nothing_fits(units, limits, work, main)
+        best = min(fills, key=lambda fill: fill.cost(units, main))
+        needed = sum(unit.cache for number, unit in enumerate(units) if best.devices[number] in (CPU, DISK))
+        if needed <= kept_elsewhere or main == CPU:
+            return _placement(units, limits, work, main, best)
+        kept_elsewhere = needed
+
+
+def _fills(
+    units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str, kept_elsewhere: int
+) -> Iterator[_Fill | None]:
+    """For every size that the largest part which comes from the host, and from the disk, may have."""
+    sizes = sorted({0, *(unit.nbytes for unit in units if unit.streams and unit.read)})
+    fixed = work.everywhere + work.buffers + (sum(unit.cache for unit in units) if main == CPU else kept_elsewhere)
+    for from_host in sizes if main != CPU else [0]:
+        for from_disk in sizes:
+            if main != CPU and from_disk > from_host:
+                continue
+            room = {device: limit - (work.everywhere if device != CPU else 0) for device, limit in limits.items()}
+            room[main] = limits[main] - fixed
+            reserves = {main: from_disk} if main == CPU else {main: from_host, CPU: from_disk}
+            for device, reserve in reserves.items():
+                room[device] = room.get(device, 0) - reserve
+            yield _fill(units, _Fill(room, reserves), main) if min(room.values()) >= 0 else None
+
+
+def _fill(units: Sequence[Unit], fill: _Fill, main: str) -> _Fill | None:
+    """None where a part that is larger than its buffer finds no room."""
+    gpus = [device for device in fill.room if device != CPU]
+    on_gpus = _put(units, range(len(units)), gpus, fill, fill.reserves[main] if main != CPU else 0)
+    rest = [number for number in range(len(units)) if number not in fill.devices]
+    if not on_gpus or not _put(units, rest, [CPU], fill, fill.reserves.get(CPU, 0)):
+        return None
+    for number in range(len(units)):
+        fill.devices.setdefault(number, DISK)
+    return fill
+
+
+def _put(units: Sequence[Unit], numbers: Iterable[int], devices: Sequence[str], fill: _Fill, streamed: int) -> bool:
+    """On the first device with room: what is too large to be streamed, then the rest in its order, then look-ups."""
+    if not devices:
+        return True
+
+    def rank(number: int) -> int:
+        unit = units[number]
+        return 2 if not unit.read else 1 if unit.streams and unit.nbytes <= streamed else 0
+
+    for number in sorted(numbers, key=rank):
+        unit = units[number]
+        cache = {device: unit.cache if device != CPU else 0 for device in devices}
+        device = next((device for device in devices if unit.nbytes + cache[device] <= fill.room[device]), None)
+        if device is not None:
+            fill.room[device] -= unit.nbytes + cache[device]
+            fill.devices[number] = device
+        elif rank(number) == 0 and unit.streams:
+            return False
+    return True
+
+
+def _placement(units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str, fill: _Fill) -> Placement:
+    """What is left of the limit makes the buffers larger, up to two of the largest part: one is read while one computes."""
+    stream = {}
+    for device, reserve in fill.reserves.items():
+        if reserve:
+            stream[device] = min(2 * reserve, reserve + fill.room[device])
+    places = []
+    for number, unit in enumerate(units):
+        why = _why(unit, fill.devices[number], limits, fill)
+        places += places_of(unit, fill.devices[number], why)
+    return Placement(
+        modules=tuple(places), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
+        cache=work.cache, batch=work.batch, sequence=work.sequence, stream_bytes=stream,
+    )  # fmt: skip
+
+
+def follow(devices: Mapping[str, str], units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Placement:
+    """As somebody's own map says, of every name or of one around it. Raises RequestError where it divides what is tied, and
+    NothingFits where a device would hold more than its limit."""
+    main = next(iter(limits))
+    places: list[Place] = []
+    for unit in units:
+        said = {name: _said(devices, name) for name in unit.names}
+        if len(set(said.values())) > 1:
+            apart = ", ".join(f"{name} on {device}" for name, device in said.items())
+            raise RequestError(f"device_map divides tied weights ({apart}); give them one device")
+        places += places_of(unit, said[unit.names[0]], "device_map says so")
+    from_disk = max((place.bytes for place in places if place.device == DISK and place.streams and place.read), default=0)
+    from_host = max((place.bytes for place in places if place.device in (CPU, DISK) and place.streams and place.read), default=0)
+    stream = {CPU: 2 * from_disk} if main == CPU else {main: 2 * from_host, CPU: 2 * from_disk}
+    placement = Placement(
+        modules=tuple(places), limits=dict(limits), main=main, buffers=work.buffers, activations=work.activations,
+        cache=work.cache, batch=work.batch, sequence=work.sequence,
+        stream_bytes={device: size for device, size in stream.items() if size},
+    )  # fmt: skip
+    for device, peak in placement.peak_bytes.items():
+        if peak > limits.get(device, 0) and placement.totals[device]:
+            raise NothingFits(
+                f"device_map takes {format_bytes(peak)} of {device}, which is limited to {format_bytes(limits.get(device, 0))}; "
+                'put more of it on the disk, or give device_map="auto"'
+            )
+    return placement
+
+
+def _said(devices: Mapping[str, str], name: str) -> str:
+    parts = name.split(".")
+    return next(device for length in range(len(parts), -1, -1) if (device := devices.get(".".join(parts[:length]))))
+
+
+def places_of(unit: Unit, device: str, why: str) -> list[Place]:
+    first, *tied = unit.names
+    return [
+        Place(name=first, device=device, bytes=unit.nbytes, read=unit.read, streams=unit.streams, why=why),
+        *(Place(name=name, device=device, bytes=0, read=0, streams=unit.streams, why=f"tied to {first}") for name in tied),
+    ]
+
+
+def _why(unit: Unit, device: str, limits: Mapping[str, int], fill: _Fill) -> str:
+    order = list(limits)
+    full = order if device == DISK else order[: order.index(device)]
+    if not full:
+        return "fits"
+    left = ", ".join(f"{name} has {format_bytes(fill.room[name])} left" for name in full)
+    if not unit.read:
+        return f"{left}; only the rows of its tokens are read"
+    return f"{left}, it takes {format_bytes(unit.nbytes)}"
+
+
+def _nothing_fits(units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str) -> NothingFits:
+    smallest = min((unit.nbytes for unit in units if unit.streams and unit.read), default=0)
+    largest = max((unit.nbytes for unit in units if unit.streams and unit.read), default=smallest)
+    cache = sum(unit.cache for unit in units)
+    needed = work.everywhere + work.buffers + cache + largest
+    return NothingFits(
+        f"{main} is limited to {format_bytes(limits[main])}, and one layer at a time takes {format_bytes(needed)}: the largest "
+        f"{format_bytes(largest)}, activations {format_bytes(work.everywhere)}, keys and values {format_bytes(cache)}, buffers "
+        f"{format_bytes(work.buffers)}; allow more with --max-memory, or shorten --sequence-length or --batch"
+    )
