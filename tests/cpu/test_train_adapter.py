@@ -161,3 +161,24 @@ def test_what_cannot_be_trained_is_said(home: Path, tmp_path: Path) -> None:
             upshift.train(model, text, output=tmp_path / "out", **options)  # type: ignore[arg-type]
     four = find_to_train(model, lora_rank=4, load_in_4bit=True)
     assert four.quantized_from == "float32" and "quantization_config" in four.config
+
+
+# Frozen weights that are on the disk
+
+ELSEWHERE = {"weight_offload": "disk"}
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"activation_checkpointing": 2}, {"attention": "block", "packing": True}, {"loss_chunk_tokens": 16}], ids=str
+)
+def test_frozen_weights_on_the_disk_train_bit_for_bit(
+    choices: dict[str, Any], home: Path, data: TrainingData, tmp_path: Path
+) -> None:
+    there = run_job(a_job(home, tmp_path / "there", plan=choices, max_steps=3), data)
+    elsewhere = run_job(a_job(home, tmp_path / "elsewhere", plan=choices | ELSEWHERE, max_steps=3), data)
+    assert losses(elsewhere) == losses(there)
+    assert elsewhere.measured and there.measured
+    assert elsewhere.measured.evaluation_loss == there.measured.evaluation_loss
+    assert elsewhere.measured.peak_gib < there.measured.peak_gib  # type: ignore[operator]
+    trained = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("there", "elsewhere")]
+    assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items())

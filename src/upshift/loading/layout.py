@@ -15,7 +15,7 @@ from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import Checkpoint
-from upshift.loading.disk import disk_rate
+from upshift.hardware.disk import disk_rate
 from upshift.loading.memory_limits import memory_limits, read_device
 from upshift.loading.place import Placement, Unit, Work, follow, place
 from upshift.loading.speed import predict

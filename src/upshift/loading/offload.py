@@ -195,6 +195,21 @@ def is_offloaded(model: nn.Module) -> bool:
     return any(hasattr(module, "_upshift_offload") for module in model.modules())
 
 
+def mapped_bytes(model: nn.Module) -> int:
+    """Of weights that are a file's pages between their turns."""
+    return sum(weight.stored.nbytes for offload in _offloads(model) for unit in offload.units for weight in unit.weights)
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """The most that the buffers held at once."""
+    return sum(offload.reader.most_held for offload in _offloads(model))
+
+
+def _offloads(model: nn.Module) -> list[Offload]:
+    found = (getattr(module, "_upshift_offload", None) for module in model.modules())
+    return [offload for offload in found if isinstance(offload, Offload)]
+
+
 def _on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, _Weight]:
     """By the parameter's id, tied ones once. Each becomes its mapping."""
     lookups = {id(weight) for module in model.modules() if is_looked_up(module) for weight in module.parameters(recurse=False)}

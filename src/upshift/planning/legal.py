@@ -76,6 +76,8 @@ def _with_weights_elsewhere(plan: Plan) -> str | None:
         return f"{asked} reads each layer for one process, and several would read it as often; use num_processes=1"
     if plan.torch_compile != "off":
         return f"{asked} brings a layer's weights when it is called, and a compiled one does not wait; use torch_compile=off"
+    if _chooses_operators(plan):
+        return f"{asked} reads a layer's weights again where its operators are chosen from; use recompute_granularity=full"
     if plan.precision == "fp8":
         return f"{asked} reads weights as they are stored, and precision=fp8 converts them; use precision=bf16"
     return None

@@ -179,7 +179,7 @@ def plan_training(
 
     def searched(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
         profile, ranking = _search(source, host, workload, fixed, progress, calibration, selective=False)
-        free = not any(f.startswith(("recompute_granularity", "activation_checkpointing")) for f in fixed)
+        free = not any(f.startswith(("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)) for f in fixed)
         short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
         if short and free and profile.declares.gradient_checkpointing:
             return _search(source, host, workload, fixed, progress, calibration, selective=True)

@@ -10,9 +10,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import BitsAndBytesConfig, PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.loading.offload import recompute_offloaded
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, find_stacks, read_config
@@ -25,6 +26,7 @@ from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.checkpoint.adapter import read_adapter
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
+from upshift.training.weight_offload import load_elsewhere
 
 
 def set_process(plan: Plan) -> None:
@@ -43,18 +45,29 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
     if from_config:
+        if plan.weight_offload != "none":
+            raise RequestError(f"weight_offload={plan.weight_offload} reads the model's files, and --from-config has none")
         return complete_model(build_model(config, model_class, dtype=dtype), source)
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
     check_weights(source.directory)
-    options = {"dtype": dtype, "use_safetensors": True} | _quantizing(source)
-    model: PreTrainedModel = model_class.from_pretrained(source.directory, **options)
-    whole = complete_model(model, source)
+    whole = complete_model(_from_files(source, config, model_class, plan, dtype=dtype), source)
     if source.adapter is not None:
         name_base(whole, source)
     if source.adapter_directory is not None:
         read_adapter(source.adapter_directory, whole)
     return whole
+
+
+def _from_files(
+    source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    if plan.weight_offload != "none":
+        return load_elsewhere(source, config, model_class, plan, dtype=dtype)
+    model: PreTrainedModel = model_class.from_pretrained(
+        source.directory, dtype=dtype, use_safetensors=True, **_quantizing(source)
+    )
+    return model
 
 
 def _quantizing(source: ModelSource) -> dict[str, Any]:
@@ -68,11 +81,13 @@ def prepare(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply the plan to ``model`` (a transformers or a peft model) in place and move it to the plan's device."""
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
-    model.to(plan.device)
+    if plan.weight_offload == "none":
+        model.to(plan.device)
     base = base_of(model)
     if plan.attention != base.config._attn_implementation:
         set_attention(base, plan.attention)
     recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
+    recompute_offloaded(model)
     compile_layers(model, plan)
     return model
 

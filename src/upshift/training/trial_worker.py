@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes, tensor_bytes
+from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes
 from upshift.benchmarking.timer import time_once
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_to_train
@@ -29,6 +29,7 @@ from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.step import Stepper
+from upshift.training.weight_offload import in_memory_bytes
 
 CHECK_SEQUENCES = 4
 MIN_SAMPLES, MAX_SAMPLES = 2, 24
@@ -113,7 +114,7 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         resident = resident_peak_bytes()
         peak_bytes = None
         if max(micro) <= EXPENSIVE * request.seconds:
-            with allocated_peak(device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
+            with allocated_peak(device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
                 for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]:
                     accumulate(micro_batch)
                 if plan.num_processes == 1:  # others need not come here, and an update waits for them
