@@ -128,6 +128,7 @@ class Offload:
             self.starts.append([found[weight.stored.name] for weight in unit])
         self.reader = Reader(groups, budget=budget, keep_cached=keep_cached)
         self.units = [_Unit(self, number, weights) for number, weights in enumerate(units)]
+        self.mapped_bytes = 0
         self._backward: tuple[int, list[Tensor]] | None = None
 
     def acquire(self, number: int) -> list[Tensor]:
@@ -175,6 +176,7 @@ def dispatch(
         module.register_forward_hook(offload.units[number].leave, always_call=True)
         module._upshift_unit = offload.units[number]  # type: ignore[assignment]
     weakref.finalize(model, offload.reader.close)
+    offload.mapped_bytes = total
     model._upshift_offload = offload  # type: ignore[assignment]
 
 
@@ -197,7 +199,7 @@ def is_offloaded(model: nn.Module) -> bool:
 
 def mapped_bytes(model: nn.Module) -> int:
     """Of weights that are a file's pages between their turns."""
-    return sum(weight.stored.nbytes for offload in _offloads(model) for unit in offload.units for weight in unit.weights)
+    return sum(offload.mapped_bytes for offload in _offloads(model))
 
 
 def buffer_bytes(model: nn.Module) -> int:
@@ -206,7 +208,7 @@ def buffer_bytes(model: nn.Module) -> int:
 
 
 def _offloads(model: nn.Module) -> list[Offload]:
-    found = (getattr(module, "_upshift_offload", None) for module in model.modules())
+    found = (vars(module).get("_upshift_offload") for module in model.modules())
     return [offload for offload in found if isinstance(offload, Offload)]
 
 
