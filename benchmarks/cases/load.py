@@ -10,6 +10,7 @@ Contenders run in turn, each in a fresh process. Cold: each file is dropped from
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -33,7 +34,7 @@ ROOT = Path(__file__).parents[1]
 SETTINGS = ("same", "bf16", "disk")
 CACHES = ("cold", "warm")
 SHARDS = 5
-TOKENS = 32
+TOKENS = 4
 IN_MEMORY = 0.3  # of the model, where the rest is on the disk
 HIDDEN, FEED_FORWARD, VOCABULARY = 2048, 5632, 16_000
 TIMEOUT_SECONDS = 900.0
@@ -54,7 +55,8 @@ def config_of(gigabytes: float, *, quick: bool) -> LlamaConfig:
 
 
 def write_model(config: LlamaConfig, folder: Path, seed: int) -> int:
-    """A shard at a time, so that making it takes no more memory than that. -> bytes of weights."""
+    """A shard at a time, so that making it takes no more memory than that, and to the disk: only clean pages can be dropped from
+    the cache. -> bytes of weights."""
     config.save_pretrained(folder)
     with torch.device("meta"):
         weights = list(LlamaForCausalLM(config).state_dict().items())
@@ -68,9 +70,9 @@ def write_model(config: LlamaConfig, folder: Path, seed: int) -> int:
         save_file(made, folder / file, metadata={"format": "pt"})
         names |= dict.fromkeys(made, file)
         total += sum(tensor.nbytes for tensor in made.values())
-    (folder / "model.safetensors.index.json").write_text(
-        json.dumps({"metadata": {"total_size": total}, "weight_map": names})
-    )
+    index = {"metadata": {"total_size": total}, "weight_map": names}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    os.sync()
     return total
 
 
@@ -78,7 +80,8 @@ def options_of(setting: str, contender: str, model_bytes: int, scratch: Path) ->
     if setting != "disk" or contender == "dd":
         return {}
     limit = int(IN_MEMORY * model_bytes) // MIB
-    found: dict[str, Any] = {"device_map": "auto", "max_memory": {"cpu": f"{limit}MiB"}, "offload_folder": str(scratch / contender)}
+    folder = str(scratch / contender)
+    found: dict[str, Any] = {"device_map": "auto", "max_memory": {"cpu": f"{limit}MiB"}, "offload_folder": folder}
     if contender == "accelerate":
         found["no_split_module_classes"] = ["LlamaDecoderLayer"]
     return found
@@ -98,7 +101,7 @@ def run(case: Case, folder: Path, model_bytes: int, scratch: Path, options: Any)
     table, outcome = [], {}
     for setting, cache in combinations(options.settings, options.caches):
         runs = {}
-        for contender in ("dd", *LOADERS):
+        for contender in options.contenders.split(","):
             request = {
                 "model": str(folder), "dtype": "bfloat16" if setting == "bf16" else "float32", "cold": cache == "cold",
                 "tokens": TOKENS, "options": options_of(setting, contender, model_bytes, scratch),
@@ -118,10 +121,17 @@ def run(case: Case, folder: Path, model_bytes: int, scratch: Path, options: Any)
                 details={"rounds": rounds, "medians": found, "over_dd": over_dd, "model_bytes": model_bytes},
             )  # fmt: skip
             outcome[f"{name}/{contender}"] = found | {"over dd": over_dd, "checksum": rounds[0].get("checksum")}
-            cells = [f"{found[key]:.2f}" if key in COLUMNS[:2] else f"{found[key] / 1e6:.0f}" for key in COLUMNS if key in found]
+            cells = [_cell(key, found.get(key)) for key in COLUMNS]
             table.append([f"{name}/{contender}", f"{median(seconds):.2f}", f"{over_dd:.2f}", *cells])
-    print(format_table(("setting, cache/contender", "s", "over dd", "load s", "forward s", "load anon MB", "anon MB", "load MB", "MB"), table))
+    header = ("setting, cache/contender", "s", "over dd", "load s", "forward s", "load anon MB", "anon MB", "load MB", "MB")
+    print(format_table(header, table))
     return outcome
+
+
+def _cell(column: str, value: float | None) -> str:
+    if value is None:
+        return ""
+    return f"{value:.2f}" if column in COLUMNS[:2] else f"{value / 1e6:.0f}"
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -130,6 +140,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--gigabytes", type=float, default=2.0, help="of the files")
     parser.add_argument("--settings", default=",".join(SETTINGS))
     parser.add_argument("--caches", default=",".join(CACHES))
+    parser.add_argument("--contenders", default=",".join(("dd", *LOADERS)), help="dd among them")
     parser.add_argument("--scratch", type=Path, help="an existing folder on the disk to be measured; default: the system's own")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="upshift-load-", dir=options.scratch) as scratch:

@@ -116,8 +116,8 @@ def run(request: dict[str, Any]) -> dict[str, Any]:
         model(input_ids=ids)
     answer |= {
         "second forward": time.perf_counter() - start, "checksum": float(logits.double().abs().sum()),
-        "load resident": loading.resident, "load anonymous": loading.anonymous, "anonymous": loading.anonymous + forward.anonymous,
-        "resident": loading.resident + forward.resident,
+        "load resident": loading.resident, "load anonymous": loading.anonymous,
+        "resident": loading.resident + forward.resident, "anonymous": loading.anonymous + forward.anonymous,
     }  # fmt: skip
     return answer
 

@@ -64,6 +64,13 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.fill",
     "upshift.loading.load",
     "upshift.loading.names",
+    "upshift.loading.gguf_file",
+    "upshift.loading.layout",
+    "upshift.loading.offload",
+    "upshift.loading.offload_store",
+    "upshift.loading.placed",
+    "upshift.loading.reader",
+    "upshift.loading.slices",
     "upshift.loading.tensors",
 }
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import demo, encode, generate, inspect, plan, quantize, train
+from upshift.cli import convert, demo, encode, generate, inspect, merge, plan, quantize, shard, train
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
@@ -43,6 +43,9 @@ app.command("encode")(encode.command)
 app.command("generate")(generate.command)
 app.command("quantize")(quantize.command)
 app.command("inspect")(inspect.command)
+app.command("shard")(shard.command)
+app.command("merge")(merge.command)
+app.command("convert")(convert.command)
 app.command("demo")(demo.command)
 
 

@@ -57,6 +57,13 @@ def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) 
     return probed
 
 
+def memory_rate(host: Host) -> float:
+    """Bytes per second of the CPU's memory alone, in less than a second."""
+    if host.measured is not None and host.measured.cpu.memory_bytes_per_second is not None:
+        return host.measured.cpu.memory_bytes_per_second
+    return _triad_rate("cpu", MIN_STREAM_BYTES, limit_seconds=0.5)
+
+
 def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
     """`host` with `measured` filled by running on it, in about `budget_seconds`. Leaves torch's settings as they were.
 

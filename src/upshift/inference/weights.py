@@ -9,6 +9,7 @@ from pathlib import Path
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.setup import EngineName, Task
+from upshift.loading.header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
 from upshift.units import format_bytes
@@ -69,13 +70,7 @@ def check_room(source: ModelSource, host: Host) -> None:
 
 def _parameters(source: ModelSource) -> int:
     """From the headers of its files alone."""
-    from safetensors import safe_open
-
-    found = 0
-    for path in weight_files(source):
-        with safe_open(path, framework="numpy") as file:
-            found += sum(prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
-    return found
+    return sum(prod(tensor.shape) for path in weight_files(source) for tensor in read_header(path).tensors)
 
 
 def weights_identity(source: ModelSource) -> str:

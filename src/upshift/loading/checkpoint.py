@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass
 from os.path import isfile
 from pathlib import Path, PurePosixPath
@@ -14,6 +14,9 @@ from upshift.loading.header import Header, StoredTensor, read_header, shown
 
 WEIGHTS = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+PICKLED_WEIGHTS = "pytorch_model.bin"
+PICKLED_INDEX = "pytorch_model.bin.index.json"
+SUFFIXES = (".safetensors", ".bin")
 
 
 @dataclass(frozen=True)
@@ -29,34 +32,55 @@ class Checkpoint:
 
 
 def find_checkpoint(folder: Path) -> Checkpoint:
+    """Its safetensors files; else its pickles, which are rewritten as safetensors once, into the cache."""
+    if not (isfile(folder / WEIGHTS) or isfile(folder / INDEX)) and pickles_in(folder):
+        from upshift.loading.pickled import rewritten  # which reads with this file what it wrote
+
+        return find_safetensors(rewritten(folder))
+    return find_safetensors(folder)
+
+
+def find_safetensors(folder: Path) -> Checkpoint:
     """As transformers chooses: one file before shards. Reads headers only.
 
     Raises RequestError naming the first file or tensor that is missing, damaged, or not where the index says.
     """
     if isfile(folder / WEIGHTS) or not isfile(folder / INDEX):
-        names: dict[str, set[str] | None] = {WEIGHTS: None}
-    else:
-        names = dict(_read_index(folder / INDEX))
-    return _gathered(folder, {inside(folder, name): tensors for name, tensors in names.items()})
+        if not isfile(folder / WEIGHTS) and (pickles := pickles_in(folder)):
+            raise RequestError(f"{folder} has {pickles} and no {WEIGHTS}; write it once as safetensors: upshift convert")
+        return _gathered(folder, {inside(folder, WEIGHTS): None})
+    shards = read_index(folder / INDEX)
+    return _gathered(folder, {inside(folder, name): tensors for name, tensors in shards.items()})
 
 
-def _gathered(folder: Path, expected: dict[Path, set[str] | None]) -> Checkpoint:
+def pickles_in(folder: Path) -> str | None:
+    """The file to begin with, where there is one."""
+    return next((name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if isfile(folder / name)), None)
+
+
+def _gathered(folder: Path, expected: Mapping[Path, set[str] | None]) -> Checkpoint:
     """``expected``: the tensors of each file where an index names them."""
     tensors: dict[str, StoredTensor] = {}
     headers: list[Header] = []
     for file, names in expected.items():
         header = read_header(file)
-        found = {tensor.name: tensor for tensor in header.tensors}
-        if names is not None and found.keys() != names:
-            name = min(found.keys() ^ names)
-            problem = "has not the tensor" if name in names else "has, against its index, the tensor"
-            raise RequestError(f"{file} {problem} {shown(name)}; copy the shards and {INDEX} again, of one and the same model")
+        found = header.by_name()
+        if names is not None:
+            check_names(file, found.keys(), names, INDEX)
         tensors |= found
         headers.append(header)
     return Checkpoint(folder, tuple(expected), tensors, headers[0].metadata)
 
 
-def _read_index(file: Path) -> dict[str, set[str]]:
+def check_names(file: Path, found: Set[str], expected: Set[str], index: str) -> None:
+    """Raises RequestError where a shard holds other tensors than its index says."""
+    if found != expected:
+        name = min(found ^ expected)
+        problem = "has not the tensor" if name in expected else "has, against its index, the tensor"
+        raise RequestError(f"{file} {problem} {shown(name)}; copy the shards and {index} again, of one and the same model")
+
+
+def read_index(file: Path) -> dict[str, set[str]]:
     """The tensors of each shard, by the shard's name in the index."""
 
     def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -83,19 +107,24 @@ def _read_index(file: Path) -> dict[str, set[str]]:
 def inside(folder: Path, name: str) -> Path:
     """A file that an index, or a link, names. Raises RequestError where it lies outside the folder.
 
-    The hub's cache keeps its files beside the folder: snapshots/<revision>/<name> is a link to ../../blobs/<hash>.
+    The hub's cache keeps its files beside the folder: models--<name>/snapshots/<revision>/<file> is a link to
+    models--<name>/blobs/<hash>, which may be a link to blobs/<part>/<hash>, where files that models share are kept.
     """
     path = PurePosixPath(name)
-    if path.is_absolute() or ".." in path.parts or path.suffix != ".safetensors" or not name.isprintable():
-        raise RequestError(f"{folder} names the file {shown(name)}; weights are *.safetensors files of that folder")
+    if path.is_absolute() or ".." in path.parts or path.suffix not in SUFFIXES or not name.isprintable():
+        raise RequestError(f"{folder} names the file {shown(name)}; weights are files of that folder, in {' or '.join(SUFFIXES)}")
     file = folder / path
     try:
         target, home = file.resolve(), folder.resolve()
     except (OSError, RuntimeError) as error:  # RuntimeError: a link to itself, before Python 3.13
         raise RequestError(f"cannot read {file}: {error}") from None
-    blobs = home.parent.parent / "blobs" if home.parent.name == "snapshots" else None
-    if not target.is_relative_to(home) and target.parent != blobs:
+    homes = [home]
+    if home.parent.name == "snapshots":
+        homes += [home.parents[1] / "blobs", home.parents[2] / "blobs"]
+    if not any(target.is_relative_to(there) for there in homes):
         raise RequestError(f"{file} is a link to {target}, outside its folder; give the folder that the weights are in")
-    if not target.is_file():
-        raise RequestError(f"{folder} has no {name}; give a directory with safetensors weights, or --from-config for random ones")
+    if not isfile(target):
+        raise RequestError(
+            f"{folder} has no {shown(name)}; give a directory with safetensors weights, or --from-config for random weights"
+        )
     return file

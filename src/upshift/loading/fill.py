@@ -28,15 +28,16 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class Filling:
-    """``dtype``: of weights that the model does not keep in another one. ``quantizer``: transformers', which has seen the model."""
+    """``dtype``: of weights that the model keeps in no other. ``quantizer``: transformers' own, which has seen the model."""
 
     def __init__(
-        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype, quantizer: Any = None
-    ) -> None:
+        self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype,
+        quantizer: Any = None,
+    ) -> None:  # fmt: skip
         self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
         self._empty = model.state_dict()
         self._dtypes = model._get_dtype_plan(dtype)
-        self._kept = build_glob_alternation(list(self._dtypes))[:2] if self._dtypes else None
+        self._kept = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
         self.info = LoadStateDictInfo(
             missing_keys=set(self._empty), unexpected_keys=set(names.unexpected), mismatched_keys=set(), conversion_errors={},
             error_msgs=[], skipped_pp_keys=set(),
@@ -45,15 +46,15 @@ class Filling:
     def run(self, device_of: DeviceOf = lambda name: CPU, progress: Progress | None = None) -> None:
         """In the order of the files' bytes. ``info`` says then what no tensor fills. Raises RequestError for weights of another
         shape, before anything is read."""
-        self._check_shapes()
+        made_by = self._check_shapes()
         total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
-        for group, made in self._read(device_of):
+        for group, made in self._read(device_of, made_by):
             for name, tensor in made.items():
                 set_param_for_module(self.model, name, tensor, self.info, self._quantizer)
             done += sum(self.tensors[name].nbytes for _, name in group.sources)
             if progress is not None:
                 progress(done, total)
-        self.model._weight_conversions = list(self.names.used)
+        self.model._weight_conversions = list(self.names.used)  # type: ignore[assignment]
 
     def read_group(self, group: Group, device: torch.device, pool: ThreadPoolExecutor | None = None) -> dict[str, Tensor]:
         """What a group fills, in the dtype that the model has it in. What it is made of is in memory only until it is made."""
@@ -67,12 +68,15 @@ class Filling:
 
     def dtype_of(self, target: str) -> torch.dtype:
         """As transformers chooses: what the model made in another dtype stays in that, and some modules in fp32."""
-        match = self._kept[0].search(target) if self._kept else None
-        if self._kept and match:
-            return self._dtypes[self._kept[1][match.lastgroup]]
+        if self._kept is not None:
+            alternation, by_group, _ = self._kept
+            match = alternation.search(target)
+            if match is not None and match.lastgroup is not None:
+                kept: torch.dtype = self._dtypes[by_group[match.lastgroup]]
+                return kept
         return self._dtype if self._is_quantized(target) else self._empty[target].dtype
 
-    def _read(self, device_of: DeviceOf) -> Iterator[tuple[Group, dict[str, Tensor]]]:
+    def _read(self, device_of: DeviceOf, fills: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[Group, dict[str, Tensor]]]:
         """Plain weights are read ahead: they stay where they are read to. Groups are read when it is their turn."""
         ahead: list[tuple[Group, Future[dict[str, Tensor]]]] = []
         pool = ThreadPoolExecutor(READERS)
@@ -80,7 +84,7 @@ class Filling:
             for group in sorted(self.names.groups, key=self._position):
                 device = device_of(group.target)
                 if device is None:
-                    self.info.missing_keys.discard(group.target)
+                    self.info.missing_keys.difference_update(fills[group.target])
                 elif self._is_plain(group):
                     ahead.append((group, pool.submit(self.read_group, group, device)))
                 else:
@@ -108,16 +112,20 @@ class Filling:
     def _is_quantized(self, target: str) -> bool:
         return self._quantizer is not None and bool(self._quantizer.param_needs_quantization(self.model, target))
 
-    def _check_shapes(self) -> None:
+    def _check_shapes(self) -> dict[str, tuple[str, ...]]:
+        """The weights that each group fills, by the name of its first."""
         shapes = {name: torch.Size(shape_of(stored)) for name, stored in self.tensors.items()}
+        fills = {group.target: filled(group, shapes, self.model) for group in self.names.groups}
         wrong = [
             f"{name} is {list(shape)} in the files and {list(self._empty[name].shape)} in the model"
-            for group in self.names.groups
-            for name, shape in filled(group, shapes, self.model).items()
+            for found in fills.values()
+            for name, shape in found.items()
             if name in self._empty and shape != self._empty[name].shape and not self._is_quantized(name)
         ]
         if wrong:
             others = f", and {len(wrong) - 1} more" if len(wrong) > 1 else ""
             raise RequestError(
-                f"{wrong[0]}{others} ({type(self.model).__name__}); the config.json is not that of these files: take both from one model"
+                f"{wrong[0]}{others} ({type(self.model).__name__}); the config.json is not that of these files: take both from "
+                "one model"
             )
+        return {target: tuple(found) for target, found in fills.items()}

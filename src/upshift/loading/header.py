@@ -15,6 +15,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from operator import attrgetter
+from os.path import isfile
 from pathlib import Path
 from typing import Any, Never
 
@@ -51,6 +52,9 @@ class Header:
     metadata: Mapping[str, str]
     bytes: int  # with the length before it: where the first tensor begins
 
+    def by_name(self) -> dict[str, StoredTensor]:
+        return {tensor.name: tensor for tensor in self.tensors}
+
 
 class _Wrong(ValueError):
     """What is wrong with a header, without the file's name."""
@@ -59,16 +63,16 @@ class _Wrong(ValueError):
 def read_header(file: Path) -> Header:
     """Reads nothing behind the header. Raises RequestError for anything but a whole safetensors file."""
     try:
-        if not file.is_file():
-            raise RequestError(f"there is no file {file}; copy it, or save the model again")
+        if not isfile(file):  # nor a pipe, which would be waited for
+            raise RequestError(f"there is no file {str(file)!r}; copy it, or save the model again")
         with file.open("rb") as handle:
             size = os.fstat(handle.fileno()).st_size
             content = handle.read(LENGTH_BYTES)
             content += handle.read(_length(content, size))
     except _Wrong as wrong:
         raise _error(file, str(wrong)) from None
-    except (OSError, ValueError) as error:  # ValueError: a name with a NUL
-        raise RequestError(f"cannot read {str(file)!r}: {getattr(error, 'strerror', None) or error}") from None
+    except OSError as error:
+        raise RequestError(f"cannot read {str(file)!r}: {error.strerror}") from None
     return parse_header(content, file=file, file_bytes=size)
 
 

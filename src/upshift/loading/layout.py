@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -13,9 +13,9 @@ from transformers.pytorch_utils import Conv1D
 
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
+from upshift.hardware.disk import disk_rate
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import Checkpoint
-from upshift.hardware.disk import disk_rate
 from upshift.loading.memory_limits import memory_limits, read_device
 from upshift.loading.place import Placement, Unit, Work, follow, place
 from upshift.loading.speed import predict
@@ -38,27 +38,30 @@ class _Found:
 def place_model(
     model: PreTrainedModel,
     *,
-    device_map: str | Mapping[str, str | int] = "auto",
+    device_map: str | int | Mapping[str, str | int] = "auto",
     max_memory: Mapping[str | int, str | int] | None = None,
     checkpoint: Checkpoint | None = None,
     batch: int = 1,
     sequence_length: int = 512,
     host: Host | None = None,
+    memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Of a model on the meta device in its final dtypes. Raises RequestError for a device_map that does not fit the model, and
+    """Of a model on the meta device in its final dtypes; the rate is the CPU's, to predict tokens per second. Raises RequestError for a device_map that does not fit the model, and
     NothingFits."""
     host = host or detect(visible_devices=read_settings().cuda_visible_devices)
     limits = memory_limits(host, max_memory)
-    if isinstance(device_map, str):
-        if device_map != "auto":
-            raise RequestError(f'device_map {device_map!r} is not known; give "auto", or a dict of module names and devices')
+    if device_map == "auto":
         placement = place(*work_of(model, units_of(model), limits, batch=batch, sequence_length=sequence_length))
     else:
-        devices = check_device_map(model, device_map, host)
+        said = device_map if isinstance(device_map, Mapping) else {"": device_map}
+        devices = check_device_map(model, said, host)
         units = units_of(model, inside=devices)
         placement = follow(devices, *work_of(model, units, limits, batch=batch, sequence_length=sequence_length))
     rate = disk_rate(checkpoint.files) if checkpoint is not None else None
-    return predict(placement, host, disk_bytes_per_second=rate, stored_bytes=checkpoint and checkpoint.total_bytes)
+    return predict(
+        placement, host, memory_bytes_per_second=memory_bytes_per_second, disk_bytes_per_second=rate,
+        stored_bytes=checkpoint and checkpoint.total_bytes,
+    )  # fmt: skip
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host: Host) -> dict[str, str]:
@@ -84,7 +87,8 @@ def units_of(model: PreTrainedModel, *, inside: Mapping[str, object] | None = No
     found: dict[int, _Found] = {}
     for path, module, alone in _parts(model, "", whole, set(inside or ())):
         _add(found, path, module, alone)
-    merged = _tied(list(found.values()))
+    _tie(model, found.values())
+    merged = _joined_by_ties(list(found.values()))
     return tuple(
         Unit(
             names=tuple(unit.names),
@@ -126,7 +130,17 @@ def is_looked_up(module: nn.Module) -> bool:
     return isinstance(module, nn.Embedding) and module.max_norm is None
 
 
-def _tied(units: list[_Found]) -> list[_Found]:
+def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:
+    """A model that is not filled yet is not tied yet; which weights will be one, it says itself."""
+    weights = dict(model.named_parameters(remove_duplicate=False))
+    ties = getattr(model, "all_tied_weights_keys", {}).items()
+    same = {id(weights[name]): weights[source] for name, source in ties if name in weights and source in weights}
+    for unit in units:
+        tied = [same.get(key, weight) for key, weight in unit.parameters.items()]
+        unit.parameters = {id(weight): weight for weight in tied}
+
+
+def _joined_by_ties(units: list[_Found]) -> list[_Found]:
     """Units that share a parameter become one, at the place of the first."""
     owner: dict[int, _Found] = {}
     kept: list[_Found] = []

@@ -18,10 +18,15 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.monkey_patching import patch_output_recorders
 
-from upshift.errors import MissingExtra, RequestError
-from upshift.loading.checkpoint import Checkpoint, find_checkpoint
+from upshift.errors import RequestError
+from upshift.hardware.detect import detect
+from upshift.hardware.probe import memory_rate
+from upshift.loading.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
 from upshift.loading.fill import Filling, Progress
+from upshift.loading.gguf_file import SUFFIX, load_gguf
 from upshift.loading.names import map_names
+from upshift.loading.place import Placement
+from upshift.loading.placed import Where, check_not_quantized, fill_placed, placed
 from upshift.loading.tensors import dtype_of
 from upshift.models.build import choose_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
@@ -35,28 +40,43 @@ def load_model(
     max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
     quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the CPU.
-    ``model_class``: of transformers, an Auto class too; None: what the config names.
+    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the CPU;
+    "auto" or a map as transformers takes it, under ``max_memory``; weights on the disk are read when their turn comes, from the files
+    themselves, or from ``offload_folder`` where they are converted. ``model_class``: of transformers, an Auto class too; None: what
+    the config names.
 
     Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
+    if Path(model).suffix == SUFFIX:
+        if (device_map, max_memory, quantize, model_class) != (None, None, None, None):
+            raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
+        return load_gguf(Path(model), dtype=dtype)
     source = find_model(model)
     if source.adapter is not None:
         raise RequestError(f"{model!r} is an adapter; load the model that it was made for, then peft.PeftModel.from_pretrained")
     fetch_weights(source)
-    return load_source(source, dtype=dtype, quantize=quantize, model_class=model_class, progress=progress)
+    if device_map is None and (max_memory is not None or offload_folder is not None):
+        raise RequestError('max_memory and offload_folder are for a model that is divided; give device_map="auto" with them')
+    folder = None if offload_folder is None else Path(offload_folder)
+    where = None if device_map is None else Where(device_map, max_memory, folder)
+    return load_source(source, dtype=dtype, where=where, quantize=quantize, model_class=model_class, progress=progress)
 
 
 def load_source(
-    source: ModelSource, *, dtype: str | torch.dtype | None = None, quantize: Quantized | None = None,
+    source: ModelSource, *, dtype: str | torch.dtype | None = None, where: Where | None = None, quantize: Quantized | None = None,
     model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
+    if quantize not in (None, "int8", "int4"):
+        raise RequestError(f"quantize={quantize!r} is not known; use int8 or int4")
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
+    check_not_quantized(quantize, where and where.device_map)
     config = read_config(source)
-    kind = _class_of(config, source, model_class)
+    kind = class_of(config, source, model_class)
     if source.config.get("quantization_config"):
         if quantize is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
+        if where is not None:
+            raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
         return kind.from_pretrained(source.directory, dtype=dtype or "auto", use_safetensors=True)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
@@ -68,9 +88,23 @@ def load_source(
     filling = Filling(
         model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer
     )
+    if where is not None:
+        fill_placed(filling, checkpoint, where, lambda devices: finish(filling, source, devices), progress)
+        return model
     filling.run(progress=progress)
     finish(filling, source, {"": "cpu"}, quantizer)
     return model
+
+
+def place_source(source: ModelSource, *, dtype: str | None = None, where: Where) -> Placement:
+    """What ``load_source`` would put where; the files' headers are read, or the config alone where there are no files."""
+    config = read_config(source)
+    kind = class_of(config, source)
+    folder = source.directory
+    stored = folder is not None and any((folder / name).exists() for name in (WEIGHTS, INDEX))
+    checkpoint = find_checkpoint(folder) if stored and folder is not None else None
+    made = _set_dtype(config, dtype, checkpoint)
+    return placed(build_empty(kind, config, made), checkpoint, where, memory_rate(detect()))
 
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -101,7 +135,7 @@ def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], qu
         quantizer.postprocess_model(model)
 
 
-def _class_of(config: PretrainedConfig, source: ModelSource, asked: type | None) -> type[PreTrainedModel]:
+def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None = None) -> type[PreTrainedModel]:
     if asked is None:
         named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
         return choose_class(config, source.reference)[0] if named is None else getattr(transformers, named)
@@ -114,13 +148,14 @@ def _class_of(config: PretrainedConfig, source: ModelSource, asked: type | None)
     return found
 
 
-def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkpoint: Checkpoint) -> torch.dtype:
+def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkpoint: Checkpoint | None) -> torch.dtype:
     """As transformers chooses it: the config's, else that of the first stored number with a fraction."""
     if isinstance(asked, torch.dtype):
         asked = str(asked).removeprefix("torch.")
     if asked not in (None, "auto", *DTYPES):
         raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(DTYPES)}")
-    floats = (dtype for dtype in map(dtype_of, checkpoint.tensors.values()) if dtype.is_floating_point)
+    stored = () if checkpoint is None else checkpoint.tensors.values()
+    floats = (dtype for dtype in map(dtype_of, stored) if dtype.is_floating_point)
     said = getattr(config, "dtype", None) if asked in (None, "auto") else getattr(torch, str(asked))
     made: torch.dtype = said or next(floats, torch.float32)
     for part in (config, *(getattr(config, name) for name in config.sub_configs)):

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from upshift.errors import RequestError
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import Cpu, Gpu, Host
 from upshift.units import GIB, KIB, MIB
 
 UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -42,24 +42,26 @@ def read_device(device: str | int, host: Host) -> str:
 def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
     """Bytes by device, fastest first. A device that ``max_memory`` leaves out is not used, but for the CPU, which is then as free
     as it is."""
-    free = _free(host)
-    if max_memory is None:
-        return free
-    said = {read_device(device, host): read_size(size) for device, size in max_memory.items()}
+    said = {read_device(device, host): read_size(size) for device, size in (max_memory or {}).items()}
     if "disk" in said:
         raise RequestError("max_memory limits GPUs and the cpu; what they do not hold stays on the disk, where it is already")
-    return {device: said.get(device, bytes_) for device, bytes_ in free.items() if device in said or device == "cpu"}
+    free = _free(host)
+    used = {device: said.get(device, free[device]) for device in free if max_memory is None or device in said or device == "cpu"}
+    unknown = next((device for device, num_bytes in used.items() if num_bytes is None), None)
+    if unknown is not None:
+        raise RequestError(f"how much memory {unknown} of {host.name} has free is not known; say it with max_memory")
+    return {device: num_bytes for device, num_bytes in used.items() if num_bytes is not None}
 
 
-def _free(host: Host) -> dict[str, int]:
+def _free(host: Host) -> dict[str, int | None]:
     gpus = [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
-    found = {f"{host.device}:{number}": gpu.free_memory_bytes or gpu.memory_bytes for number, gpu in enumerate(gpus) if gpu}
-    if host.cpu is not None:
-        found["cpu"] = host.cpu.free_memory_bytes or host.cpu.memory_bytes
-    unknown = [device for device, num_bytes in found.items() if num_bytes is None]
-    if unknown or "cpu" not in found:
-        raise RequestError(f"how much memory {(unknown or ['cpu'])[0]} of {host.name} has free is not known; say it with max_memory")
-    return {device: int(USABLE_SHARE * num_bytes) for device, num_bytes in found.items() if num_bytes is not None}
+    found = {f"{host.device}:{number}": _usable(gpu) for number, gpu in enumerate(gpus)}
+    return found | {"cpu": _usable(host.cpu)}
+
+
+def _usable(part: Gpu | Cpu | None) -> int | None:
+    num_bytes = part and (part.free_memory_bytes or part.memory_bytes)
+    return None if num_bytes is None else int(USABLE_SHARE * num_bytes)
 
 
 def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | None:

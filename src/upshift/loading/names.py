@@ -16,7 +16,12 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import (
-    SkipParameters, WeightConverter, WeightRenaming, dot_natural_key, rename_source_key,
+    SkipParameters,
+    WeightConverter,
+    WeightRenaming,
+    WeightTransform,
+    dot_natural_key,
+    rename_source_key,
 )  # fmt: skip
 
 from upshift.errors import RequestError
@@ -35,7 +40,7 @@ class Group:
 class Names:
     groups: tuple[Group, ...]
     unexpected: frozenset[str]  # by the names that they would have in the model
-    used: tuple[WeightRenaming | WeightConverter, ...]  # transforms that matched, which saving turns around
+    used: tuple[WeightTransform, ...]  # transforms that matched, which saving turns around
 
 
 def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = None) -> Names:
@@ -75,7 +80,7 @@ def convert(
     model itself is struck off ``info``'s missing ones. Raises RequestError where the operations cannot be done on them."""
     transform = deepcopy(group.converter) or WeightRenaming(group.sources[0][1], group.target)  # it collects tensors
     for pattern, name in group.sources:
-        transform.add_tensor(group.target, name, pattern, tensors[name])
+        transform.add_tensor(group.target, name, pattern, tensors[name])  # type: ignore[arg-type]  # as saving does, too
     if quantizer is not None:
         transform.quantization_operation = quantizer.get_quantize_ops()
     try:

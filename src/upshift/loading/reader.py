@@ -132,7 +132,7 @@ class Reader:
     """``budget``: bytes of all buffers together; more are taken only where modules that run at once need more."""
 
     def __init__(self, groups: Sequence[Group], *, budget: int, keep_cached: bool) -> None:
-        self._groups, self._budget, self._keep = groups, max(budget, max(group.nbytes for group in groups)), keep_cached
+        self.groups, self.budget, self._keep = groups, max(budget, max(group.nbytes for group in groups)), keep_cached
         self._files = {file: os.open(file, os.O_RDONLY) for file in {p.tensors[0].file for g in groups for p in g.pieces}}
         self._changed = threading.Condition()
         self._free: list[_Slot] = []
@@ -144,12 +144,12 @@ class Reader:
         self._closed = False
         self.bytes_read = 0
         self.most_held = 0
-        self._thread = threading.Thread(target=self._run, name="upshift-reader", daemon=True)
-        self._thread.start()
+        self.thread = threading.Thread(target=self._run, name="upshift-reader", daemon=True)
+        self.thread.start()
 
     def acquire(self, number: int) -> list[Tensor]:
         """The pieces of a group, as bytes, from now until it is released as often."""
-        group = self._groups[number]
+        group = self.groups[number]
         with self._changed:
             if number != self._last[1]:
                 self._after[self._last] = number
@@ -167,7 +167,7 @@ class Reader:
 
     def release(self, number: int) -> None:
         with self._changed:
-            self._groups[number].users -= 1
+            self.groups[number].users -= 1
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -210,21 +210,21 @@ class Reader:
         """What is asked for now, then what followed the last time, as far as the buffers reach; before the first time in order."""
         found = list(self._waited)
         before, number = self._last
-        held = sum(group.nbytes for group in self._groups if group.users)
+        held = sum(group.nbytes for group in self.groups if group.users)
         seen = {group.number for group in found}
-        while held < self._budget and len(seen) < len(self._groups):
-            before, number = number, self._after.get((before, number), (number + 1) % len(self._groups))
+        while held < self.budget and len(seen) < len(self.groups):
+            before, number = number, self._after.get((before, number), (number + 1) % len(self.groups))
             if number in seen:
                 break
             seen.add(number)
-            found.append(self._groups[number])
-            held += self._groups[number].nbytes if not self._groups[number].users else 0
+            found.append(self.groups[number])
+            held += self.groups[number].nbytes if not self.groups[number].users else 0
         return found
 
     def _take(self, group: Group, piece: Piece) -> bool:
         """Whether there is room for it now."""
         coming = {other.number for other in self._upcoming()}
-        idle = [other for other in self._groups if other.loaded and not other.users]
+        idle = [other for other in self.groups if other.loaded and not other.users]
         for other in idle:
             if other.number not in coming:
                 self._give_back(other)
@@ -251,12 +251,12 @@ class Reader:
         fitting = [slot for slot in self._free if nbytes <= slot.capacity]
         if fitting:
             slot = min(fitting, key=lambda slot: slot.capacity)
-            if slot.capacity <= 2 * nbytes or self._held + nbytes > self._budget:
+            if slot.capacity <= 2 * nbytes or self._held + nbytes > self.budget:
                 self._free.remove(slot)
                 return slot
-        while self._free and self._held + nbytes > self._budget:
+        while self._free and self._held + nbytes > self.budget:
             self._held -= self._free.pop().capacity
-        return self._new(nbytes) if self._held + nbytes <= self._budget else None
+        return self._new(nbytes) if self._held + nbytes <= self.budget else None
 
     def _new(self, nbytes: int) -> _Slot:
         self._held += nbytes

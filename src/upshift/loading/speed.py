@@ -12,12 +12,13 @@ from upshift.loading.place import CPU, DISK, Placement
 
 
 def predict(
-    placement: Placement, host: Host, *, disk_bytes_per_second: float | None = None, stored_bytes: int | None = None
-) -> Placement:
-    """``stored_bytes``: of the files, None where there are none."""
+    placement: Placement, host: Host, *, memory_bytes_per_second: float | None = None, disk_bytes_per_second: float | None = None,
+    stored_bytes: int | None = None,
+) -> Placement:  # fmt: skip
+    """``memory_bytes_per_second``: of the CPU; a GPU's is the host's. ``stored_bytes``: of the files, None where there are none."""
     load = _load_bytes(placement, stored_bytes)
     written = 0 if stored_bytes is None or stored_bytes == sum(placement.totals.values()) else placement.disk_bytes
-    seconds, bound = _pass(placement, host, disk_bytes_per_second)
+    seconds, bound = _pass(placement, host, memory_bytes_per_second, disk_bytes_per_second)
     known = disk_bytes_per_second is not None and load is not None
     return placement.changed(
         disk_bytes_per_second=disk_bytes_per_second,
@@ -36,12 +37,14 @@ def _load_bytes(placement: Placement, stored_bytes: int | None) -> int | None:
     return total - placement.disk_bytes
 
 
-def _pass(placement: Placement, host: Host, disk_rate: float | None) -> tuple[float | None, str | None]:
+def _pass(
+    placement: Placement, host: Host, memory_rate: float | None, disk_rate: float | None
+) -> tuple[float | None, str | None]:
     """Seconds, and what they are bound by. None where a rate is not known that it needs."""
     read = {device: 0 for device in placement.totals}
     for place in placement.modules:
         read[place.device] += place.read
-    rates = {CPU: _cpu_rate(host), **{device: _gpu_rate(host) for device in read if device not in (CPU, DISK)}}
+    rates = {CPU: memory_rate, **{device: _gpu_rate(host) for device in read if device not in (CPU, DISK)}}
     computed = dict(read)
     streamed = computed.pop(DISK)
     if placement.main != CPU:
@@ -67,11 +70,6 @@ def _pass(placement: Placement, host: Host, disk_rate: float | None) -> tuple[fl
 def _overlaps(placement: Placement) -> bool:
     largest = max((place.bytes for place in placement.modules if place.device == DISK and place.streams and place.read), default=0)
     return placement.stream_bytes.get(CPU, 0) >= 2 * largest
-
-
-def _cpu_rate(host: Host) -> float | None:
-    known = (host.measured and host.measured.cpu) or (host.cpu and host.cpu.peak)
-    return known.memory_bytes_per_second if known else None
 
 
 def _gpu_rate(host: Host) -> float | None:

@@ -1,13 +1,12 @@
 """Where a model comes from: a local Hugging Face directory, a config.json, a hub id, or a live model written down.
 
-Reads JSON and headers, never weights.
+Reads JSON, never weights.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
-import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -195,39 +194,3 @@ def _ask_hub(reference: str, ask: Callable[[bool], str]) -> Path:
             else (f"could not be read from the hub ({type(error).__name__})")
         )
         raise RequestError(f"model {reference!r} is no local path and {reason}; give a local directory or config.json") from None
-
-
-def check_weights(directory: Path) -> tuple[Path, ...]:
-    """The safetensors files of a model directory, each with a whole header and its full length.
-
-    Raises RequestError naming the first missing or truncated file. Reads headers only.
-    """
-    index = directory / "model.safetensors.index.json"
-    if index.is_file():
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-        files = tuple(directory / name for name in names)
-    else:
-        files = (directory / "model.safetensors",)
-    for file in files:
-        if not file.is_file():
-            raise RequestError(
-                f"{directory} has no {file.name}; give a directory with safetensors weights, or --from-config for random weights"
-            )
-        check_safetensors(file)
-    return files
-
-
-def check_safetensors(file: Path) -> None:
-    size = file.stat().st_size
-    with file.open("rb") as handle:
-        prefix = handle.read(8)
-        header_size = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
-        header = handle.read(header_size) if 8 + header_size <= size else b""
-    try:
-        tensors = json.loads(header)
-    except (UnicodeDecodeError, json.JSONDecodeError):
-        raise RequestError(f"{file} has no whole safetensors header ({size} bytes); copy or save the file again") from None
-    ends = [entry["data_offsets"][1] for name, entry in tensors.items() if name != "__metadata__"]
-    expected = 8 + header_size + max(ends, default=0)
-    if size != expected:
-        raise RequestError(f"{file} is truncated: {size} bytes where its header says {expected}; copy or save the file again")

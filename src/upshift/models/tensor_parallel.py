@@ -21,6 +21,7 @@ DIVIDED_DIMENSION = {
     "rowwise": -1, "packed_rowwise": -1, "rowwise_split_input": -1, "rowwise_rep": -1,
     "embedding_rowwise": -2, "embedding_colwise": -1,
 }  # fmt: skip
+PACKED = ("packed_colwise", "packed_rowwise")  # two halves, each divided by itself: gates, then what they are multiplied with
 GATHERED = ("colwise_gather_output", "colwise_rep")  # their output is whole again on every rank
 WHOLE = (
     "replicated_with_grad_allreduce", "all_reduce", "sequence_parallel", "moe_tp_experts", "moe_identity_expert", "replicate",
@@ -36,11 +37,11 @@ def declared_plan(model: PreTrainedModel) -> dict[str, str]:
 def describe_tensor_parallel(model: PreTrainedModel) -> TensorParallel | str:
     """What the model's plan divides, or why that cannot be said. ``model`` may be on the meta device."""
     plan = declared_plan(model)
-    unknown = sorted({style for style in plan.values() if style not in (*DIVIDED_DIMENSION, *WHOLE)})
+    unknown = unknown_styles(plan)
     if not plan or set(plan.values()) <= set(GATHERED):
         return "the model declares no tensor-parallel plan for its layers"
-    if unknown:
-        return f"the model's tensor-parallel plan has {', '.join(unknown)}, which no plan of ours predicts"
+    if unknown is not None:
+        return f"the model's tensor-parallel plan has {unknown}, which no plan of ours predicts"
     divisor, layers, outside = _heads(model), 0, 0
     for name, parameter in model.named_parameters():
         style = _style_of(name, plan)
@@ -77,6 +78,18 @@ def _heads(model: PreTrainedModel) -> int:
     config = model.config.get_text_config()
     heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
     return gcd(*(count for count in heads if isinstance(count, int) and count > 0))
+
+
+def divided_dimension(name: str, parameter: nn.Parameter, plan: dict[str, str]) -> tuple[int, bool] | None:
+    """(the dimension of this weight or bias that ranks share, whether it is of two halves); None: each rank has all of it."""
+    style = _style_of(name, plan)
+    dimension = _divided(style, parameter)
+    return None if dimension is None else (dimension, style in PACKED and parameter.ndim > 1)
+
+
+def unknown_styles(plan: dict[str, str]) -> str | None:
+    """The styles that this file does not know, where there are such."""
+    return ", ".join(sorted({style for style in plan.values() if style not in (*DIVIDED_DIMENSION, *WHOLE)})) or None
 
 
 def _style_of(parameter: str, plan: dict[str, str]) -> str | None:

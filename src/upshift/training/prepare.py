@@ -13,13 +13,14 @@ from torch import nn
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.offload import recompute_offloaded
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, find_stacks, read_config
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.recompute import recompute_layers
-from upshift.models.source import ModelSource, check_weights, find_model
+from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
@@ -50,7 +51,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
         return complete_model(build_model(config, model_class, dtype=dtype), source)
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
-    check_weights(source.directory)
+    find_safetensors(source.directory)
     whole = complete_model(_from_files(source, config, model_class, plan, dtype=dtype), source)
     if source.adapter is not None:
         name_base(whole, source)

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.source import ModelSource, check_weights, fetch_weights, find_model, find_to_train
+from upshift.loading.checkpoint import find_safetensors
+from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
 from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
@@ -167,7 +168,7 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
         if source.directory is None:
             raise RequestError(f"{source.base_reference!r} is a config without weights; add --from-config for random weights")
         fetch_weights(source)
-        check_weights(source.directory)
+        find_safetensors(source.directory)
     elif source.adapter is not None:
         raise RequestError(
             "--from-config draws random weights, which are not saved with an adapter; leave it out, or train the whole model"

@@ -8,9 +8,10 @@ from typing import Literal
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 
+from upshift.loading.header import read_header
+from upshift.loading.tensors import read_tensor
 from upshift.planning.plan import Plan
 from upshift.training.batches.collated import Batch, CollatedRows
 from upshift.training.batches.cut import cut_rows, micro_batch_of
@@ -43,12 +44,12 @@ def write_rows(folder: Path, batches: list[Batch], how: StoredRows) -> Path:
 
 
 def read_rows(path: Path) -> tuple[CollatedRows, StoredRows]:
-    with safe_open(path, framework="pt") as file:
-        how = StoredRows.from_json((file.metadata() or {})["how"], origin=str(path))
-        batches: dict[int, dict[str, torch.Tensor]] = {}
-        for full_name in file.keys():  # noqa: SIM118 - not a dict
-            number, _, name = full_name.partition(".")
-            batches.setdefault(int(number), {})[name] = file.get_tensor(full_name)
+    header = read_header(path)
+    how = StoredRows.from_json(header.metadata["how"], origin=str(path))
+    batches: dict[int, dict[str, torch.Tensor]] = {}
+    for stored in header.tensors:
+        number, _, name = stored.name.partition(".")
+        batches.setdefault(int(number), {})[name] = read_tensor(stored)
     ordered = [batches[number] for number in sorted(batches)]
     return CollatedRows(ordered, encoder_decoder=how.encoder_decoder, shifts_labels=how.shifts_labels), how
 

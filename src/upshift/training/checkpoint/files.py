@@ -20,7 +20,9 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from upshift.errors import JobFailed, RequestError
-from upshift.models.source import ADAPTER_WEIGHTS, check_safetensors, check_weights
+from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.header import read_header
+from upshift.models.source import ADAPTER_WEIGHTS
 from upshift.training.checkpoint.state import STATE_NAME, Manifest, SavedState, read_manifest
 from upshift.units import format_bytes
 
@@ -66,9 +68,9 @@ def check_checkpoint(directory: Path) -> Manifest:
             problem = "is missing" if size is None else f"has {size} bytes, not {expected}"
             raise RequestError(f"{file} {problem}; resume from another checkpoint")
         if file.suffix == ".safetensors":
-            check_safetensors(file)
+            read_header(file)
     if isinstance(saved, SavedState) and ADAPTER_WEIGHTS not in saved.files:  # a Trainer may have saved adapters only
-        check_weights(directory)
+        find_safetensors(directory)
     return saved
 
 

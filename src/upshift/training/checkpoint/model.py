@@ -15,14 +15,15 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from upshift.errors import RequestError
-from upshift.models.source import ADAPTER_FILE, check_weights
+from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.header import StoredTensor
+from upshift.loading.tensors import dtype_of, read_into
+from upshift.models.source import ADAPTER_FILE
 from upshift.training.checkpoint.adapter import has_adapter, read_adapter, saved_state, write_adapter
 from upshift.training.checkpoint.files import check_room, file_sizes, replace_text, sync_tree, writing
 from upshift.training.checkpoint.optimizer import plain_name
@@ -148,11 +149,9 @@ def read_weights(directory: Path, model: nn.Module) -> None:
         return
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled: set[int] = set()
-    for path in check_weights(directory):
-        with safe_open(path, framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 - not a dict
-                _copy(file.get_tensor(name), name=name, targets=targets, directory=directory)
-                filled.add(targets[name].data_ptr())
+    for name, stored in find_safetensors(directory).tensors.items():
+        _copy(stored, targets=targets, directory=directory)
+        filled.add(targets[name].data_ptr())
     not_saved = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
     for name, tensor in targets.items():
         # A tied weight is saved under one of its names.
@@ -160,14 +159,13 @@ def read_weights(directory: Path, model: nn.Module) -> None:
             raise RequestError(f"{directory} has no weight {name}; resume with the model that the run was started with")
 
 
-def _copy(source: Tensor, *, name: str, targets: dict[str, Tensor], directory: Path) -> None:
-    target = targets.get(name)
+def _copy(stored: StoredTensor, *, targets: dict[str, Tensor], directory: Path) -> None:
+    name, target = stored.name, targets.get(stored.name)
     if target is None:
         raise RequestError(f"{directory} has weight {name}, which the model has not; resume with the model of that run")
-    if source.shape != target.shape or source.dtype != target.dtype:
+    if stored.shape != tuple(target.shape) or dtype_of(stored) != target.dtype:
         raise RequestError(
-            f"{directory} has weight {name} as {tuple(source.shape)} {source.dtype}, the model as "
+            f"{directory} has weight {name} as {stored.shape} {dtype_of(stored)}, the model as "
             f"{tuple(target.shape)} {target.dtype}; resume with the model and precision of that run"
         )
-    with torch.no_grad():
-        target.copy_(source)
+    read_into(stored, target)

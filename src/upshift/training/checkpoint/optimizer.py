@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
+from upshift.loading.header import read_header
+from upshift.loading.tensors import read_tensor
 from upshift.planning.optimizers import OPTIMIZERS
 from upshift.training.checkpoint.plain_json import decode, encode
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedSubclass
@@ -171,17 +172,16 @@ def _read_tensors(directory: Path, saved: SavedOptimizer) -> Iterator[tuple[str,
     """(parameter name, state key, tensor), one at a time, subclasses put together again."""
     partial: dict[str, dict[str, Tensor]] = {full_name: {} for full_name in saved.subclasses}
     for path in sorted(directory.glob("optimizer*.safetensors")):
-        with safe_open(path, framework="pt") as file:
-            for full_name in file.keys():  # noqa: SIM118 - not a dict
-                tensor = file.get_tensor(full_name)
-                owner, _, part = full_name.rpartition(".")
-                if owner in partial:
-                    partial[owner][part] = tensor
-                    if len(partial[owner]) < len(saved.subclasses[owner].parts):
-                        continue
-                    full_name, tensor = owner, _put_together(saved.subclasses[owner], partial.pop(owner))
-                name, _, key = full_name.rpartition(".")
-                yield name, key, tensor
+        for stored in read_header(path).tensors:
+            full_name, tensor = stored.name, read_tensor(stored)
+            owner, _, part = full_name.rpartition(".")
+            if owner in partial:
+                partial[owner][part] = tensor
+                if len(partial[owner]) < len(saved.subclasses[owner].parts):
+                    continue
+                full_name, tensor = owner, _put_together(saved.subclasses[owner], partial.pop(owner))
+            name, _, key = full_name.rpartition(".")
+            yield name, key, tensor
 
 
 def _placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from safetensors import safe_open
 from safetensors.torch import save_file
+
+from upshift.loading.header import StoredTensor, read_header
+from upshift.loading.tensors import read_tensor
 
 RNG_NAME = "rng.safetensors"
 
@@ -100,18 +102,17 @@ def write_rngs(directory: Path, states: Sequence[RngState]) -> None:
 
 def read_rng(directory: Path, *, rank: int) -> RngState | None:
     """None when the checkpoint was saved by fewer processes."""
-    with safe_open(directory / RNG_NAME, framework="pt") as file:
-        return _read(file, str(rank))
+    header = read_header(directory / RNG_NAME)
+    return _read(header.by_name(), header.metadata, str(rank))
 
 
-def _read(file: Any, name: str) -> RngState | None:
-    texts, names = file.metadata() or {}, set(file.keys())
-    if f"{name}.cpu" not in names:
+def _read(tensors: Mapping[str, StoredTensor], texts: Mapping[str, str], name: str) -> RngState | None:
+    if f"{name}.cpu" not in tensors:
         return None
     return RngState(
-        cpu=file.get_tensor(f"{name}.cpu"),
-        cuda=file.get_tensor(f"{name}.cuda") if f"{name}.cuda" in names else None,
+        cpu=read_tensor(tensors[f"{name}.cpu"]),
+        cuda=read_tensor(tensors[f"{name}.cuda"]) if f"{name}.cuda" in tensors else None,
         python=texts[f"{name}.python"],
         numpy=texts[f"{name}.numpy"],
-        ahead=_read(file, f"{name}.ahead"),
+        ahead=_read(tensors, texts, f"{name}.ahead"),
     )

@@ -11,8 +11,8 @@ from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
+from upshift.loading.checkpoint import find_safetensors
 from upshift.models.profile import num_sides
-from upshift.models.source import check_weights
 from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
@@ -76,7 +76,7 @@ def _check(job: Job, data: TrainingData) -> None:
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
     if not job.from_config and source.directory is not None:
-        check_weights(source.directory)
+        find_safetensors(source.directory)
     schedule = job.arguments.lr_scheduler_type
     if schedule not in SCHEDULES:
         raise RequestError(f"lr_scheduler_type={schedule!r} is not one of {', '.join(SCHEDULES)}")

@@ -15,6 +15,8 @@ from upshift.errors import JobFailed, RequestError
 from upshift.inference.generation.engines.gguf_form import describe, family_of, rope_factors
 from upshift.inference.generation.engines.llamacpp_library import llamacpp
 from upshift.inference.weights import weight_files
+from upshift.loading.header import StoredTensor, read_header
+from upshift.loading.tensors import read_tensor
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
@@ -42,7 +44,6 @@ def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
 def _write(source: ModelSource, text: Any, path: Path) -> None:
     import gguf
     import torch
-    from safetensors import safe_open
 
     family = family_of(text)
     architecture = next(known for known, name in gguf.MODEL_ARCH_NAMES.items() if name == family.architecture)
@@ -54,27 +55,27 @@ def _write(source: ModelSource, text: Any, path: Path) -> None:
         _add(writer, FACTORS, factors.shape)
     with ExitStack() as stack:
         stack.callback(writer.close)
-        files = [stack.enter_context(safe_open(file, framework="pt")) for file in weight_files(source)]
-        tensors = list(_stored(files, text))
-        for file, name in tensors:
+        tensors = list(_stored(weight_files(source), text))
+        for tensor in tensors:
+            name = tensor.name
             known = names.get_name(name, try_suffixes=(".weight", ".bias"))
             if known is None:
                 raise RequestError(f"GGUF has no name for {name!r} of a {text.model_type!r}")
-            _add(writer, known, family.change(name, torch.empty(file.get_slice(name).get_shape(), device="meta"), text).shape)
+            _add(writer, known, family.change(name, torch.empty(tensor.shape, device="meta"), text).shape)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
         if factors is not None:
             writer.write_tensor_data(factors.numpy())
-        for file, name in tensors:
-            writer.write_tensor_data(family.change(name, file.get_tensor(name).float(), text).contiguous().numpy())
+        for tensor in tensors:
+            writer.write_tensor_data(family.change(tensor.name, read_tensor(tensor).float(), text).contiguous().numpy())
 
 
-def _stored(files: list[Any], text: Any) -> Iterator[tuple[Any, str]]:
+def _stored(files: list[Path], text: Any) -> Iterator[StoredTensor]:
     for file in files:
-        for name in file.keys():  # noqa: SIM118
-            if not name.endswith(MASKS) and not (name == HEAD and text.tie_word_embeddings):
-                yield file, name
+        for tensor in read_header(file).tensors:
+            if not tensor.name.endswith(MASKS) and not (tensor.name == HEAD and text.tie_word_embeddings):
+                yield tensor
 
 
 def _add(writer: Any, name: str, shape: Any) -> None:

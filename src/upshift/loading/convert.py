@@ -1,0 +1,105 @@
+"""``upshift convert``: the same weights in another dtype, as transformers has them after it loads them in that dtype."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from upshift.errors import RequestError
+from upshift.loading.checkpoint import Checkpoint, find_checkpoint
+from upshift.loading.fill import Filling
+from upshift.loading.gguf_file import SUFFIX, convert_gguf
+from upshift.loading.header import StoredTensor
+from upshift.loading.load import build_empty, class_of
+from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
+from upshift.loading.names import map_names
+from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
+from upshift.loading.tensors import DTYPES
+from upshift.loading.writing import NewTensor, copy_of, stored_pieces
+from upshift.models.build import read_config
+from upshift.models.source import ModelSource
+
+CHOICES = ("bfloat16", "float16", "float32")
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+DTYPE_KEYS = ("dtype", "torch_dtype")  # in a config.json: the name of today, and the one before
+
+
+def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
+    """Tensors of whole numbers stay as they are. So do, in fp32, those that the model's class keeps in fp32."""
+    if dtype not in CHOICES:
+        raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(CHOICES)}")
+    if Path(model).suffix == SUFFIX:
+        return convert_gguf(Path(model), output, dtype=dtype, progress=progress)
+    source, folder = find_model_folder(model)
+    if "quantization_config" in source.config:
+        raise RequestError(f"the weights of {model!r} are quantized, which is no dtype; give the model that they were made from")
+    checkpoint = find_checkpoint(folder)
+    chosen = _chosen(source, checkpoint, getattr(torch, dtype))
+    noted: dict[str, int] = {}
+    copies = small_files(folder)
+    config = copies.pop(CONFIG)
+    job = Rewrite(
+        words=f"convert {model} to {dtype}",
+        folder=folder,
+        tensors=[_converted(tensor, chosen[name], noted) for name, tensor in checkpoint.tensors.items()],
+        sources=(*checkpoint.files, config),
+        metadata={**METADATA, **checkpoint.metadata},
+        copies=copies,
+        documents={CONFIG: said_in(source.config, dtype)},
+        noted=noted,
+    )
+    return rewrite(job, output, progress)
+
+
+def said_in(config: Mapping[str, Any], dtype: str) -> bytes:
+    """config.json with this dtype at its top and wherever a part of it names one."""
+
+    def said(part: Any) -> Any:
+        if not isinstance(part, dict):
+            return part
+        return {key: dtype if key in DTYPE_KEYS and value is not None else said(value) for key, value in part.items()}
+
+    found = said(dict(config))
+    if not any(found.get(key) for key in DTYPE_KEYS):
+        found[DTYPE_KEYS[0]] = dtype
+    return (json.dumps(found, indent=2) + "\n").encode()
+
+
+def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """Of every stored tensor. A class that transformers does not have keeps nothing in fp32 that could be known."""
+    chosen = {name: dtype if DTYPES[tensor.dtype].is_floating_point else DTYPES[tensor.dtype] for name, tensor in checkpoint.tensors.items()}
+    if source.config["model_type"] in transformers.CONFIG_MAPPING:
+        config = read_config(source)
+        model = build_empty(class_of(config, source), config, dtype)
+        names = map_names(model, checkpoint.tensors)
+        filling = Filling(model, checkpoint.tensors, names, dtype=dtype)
+        for group in names.groups:
+            for _, name in group.sources:
+                if chosen[name].is_floating_point:
+                    chosen[name] = filling.dtype_of(group.target)
+    return chosen
+
+
+def _converted(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> NewTensor:
+    if DTYPES[stored.dtype] == dtype:
+        return copy_of(stored)
+    return NewTensor(stored.name, NAMES[dtype], stored.shape, partial(_pieces, stored, dtype, noted))
+
+
+def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> Iterator[memoryview]:
+    """``noted``: how many numbers became infinite, which fp16 makes of what is above 65,504."""
+    infinite = 0
+    for piece in stored_pieces(stored):
+        before = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])
+        after = before.to(dtype)
+        if dtype == torch.float16:
+            infinite += int(after.isinf().sum() - before.float().isinf().sum())
+        yield memoryview(after.view(torch.uint8).numpy())
+    if infinite:
+        noted[stored.name] = infinite

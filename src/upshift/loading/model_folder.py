@@ -1,0 +1,59 @@
+"""A model's folder, and what lies in it beside its weights: config, tokenizer, chat template, generation settings, model card."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+from upshift.errors import RequestError
+from upshift.loading.output_folder import MANIFEST
+from upshift.models.source import ModelSource, fetch_weights, find_model
+
+CONFIG = "config.json"
+METADATA = {"format": "pt"}  # whose tensors; transformers asks for it
+# Weights of any library, and what pickle wrote: no small file of a model.
+WEIGHTS = (
+    ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data",
+    ".tflite", ".npz", ".npy", ".mlmodel", ".engine",
+)  # fmt: skip
+MODULES = "modules.json"  # of Sentence Transformers: names folders with a small file or weights each
+
+
+def find_model_folder(reference: str) -> tuple[ModelSource, Path]:
+    """A model with weights of its own, fetched where it is the hub's."""
+    source = find_model(reference)
+    if source.adapter is not None:
+        raise RequestError(f"{reference!r} is an adapter; run  upshift merge {reference} --output DIR  first")
+    fetch_weights(source)
+    if source.directory is None:
+        raise RequestError(f"{reference!r} is a config without weights; give a directory written by save_pretrained")
+    return source, source.directory
+
+
+def small_files(folder: Path) -> dict[str, Path]:
+    """By name in the folder. Links are followed: what is copied is what they lead to."""
+    found = {file.name: file for file in _files(folder)}
+    for name in _modules(folder):
+        if any(file.suffix in WEIGHTS for file in (folder / name).iterdir()):
+            raise RequestError(f"{folder} has weights in {name}, too, as {MODULES} says; only a model of one set can be rewritten")
+        found |= {f"{name}/{file.name}": file for file in _files(folder / name)}
+    return found
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    for file in sorted(folder.iterdir()):
+        is_weights = file.suffix in WEIGHTS or file.name.endswith(".index.json")
+        if file.is_file() and not is_weights and not file.name.startswith(".") and file.name != MANIFEST:
+            yield file
+
+
+def _modules(folder: Path) -> list[str]:
+    file = folder / MODULES
+    if not file.is_file():
+        return []
+    try:
+        names = [str(entry["path"]) for entry in json.loads(file.read_text(encoding="utf-8"))]
+    except (ValueError, TypeError, KeyError) as error:
+        raise RequestError(f"{file} is not a list of modules ({error}); save the model again") from None
+    return [name for name in names if name and "/" not in name and not name.startswith(".") and (folder / name).is_dir()]

@@ -1,0 +1,153 @@
+"""The folder that a checkpoint is rewritten into: whose it is, what in it is whole, and what a failure leaves there.
+
+A file has its final name only when it is whole and on the disk. The manifest says which shards are, so that the same request
+goes on where it was stopped, and another one is refused.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.loading.writing import write_all
+from upshift.units import MIB, format_bytes
+from upshift.value import Value
+
+MANIFEST = "upshift_manifest.json"
+PARTIAL = ".partial"  # behind a file's name until it is whole
+SPARE_BYTES = MIB  # of the disk: for index and manifest, and what a file system takes for itself
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+class Manifest(Value):
+    """Lies beside the shards."""
+
+    request: str
+    made_of: str  # the same for the same request on the same files
+    shards: dict[str, dict[str, str]]  # of those that are whole: the SHA-256 of each tensor's bytes
+    noted: dict[str, int]  # what a user must hear of a tensor
+
+
+class OutputFolder:
+    """Of one request, and of one process while it is open."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.manifest: Manifest
+
+    @contextmanager
+    def claimed(self, *, request: str, made_of: str) -> Iterator[None]:
+        """Reads the manifest, or begins one. Raises RequestError where the folder is not for this request."""
+        descriptor = self._opened()
+        try:
+            _lock(descriptor, self.path)
+            self._begin(request, made_of)
+            yield
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)  # the system lets go of the lock, also where the process is killed
+
+    def _opened(self) -> int:
+        if not self.path.absolute().parent.is_dir():
+            raise RequestError(f"--output {self.path}: the folder {self.path.parent} does not exist; make it first")
+        if self.path.exists() and not self.path.is_dir():
+            raise RequestError(f"--output {self.path} is a file; give a folder that is empty or does not exist")
+        try:
+            self.path.mkdir(exist_ok=True)
+            if not os.access(self.path, os.W_OK | os.X_OK):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            return os.open(self.path, os.O_RDONLY)
+        except OSError as error:
+            raise RequestError(f"--output {self.path} cannot be used: {error.strerror}; give another folder") from None
+
+    def _begin(self, request: str, made_of: str) -> None:
+        file = self.path / MANIFEST
+        inside = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL)
+        if not file.is_file():
+            if inside:
+                raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give a folder that is empty or does not exist")
+            self.manifest = Manifest(request=request, made_of=made_of, shards={}, noted={})
+        else:
+            self.manifest = Manifest.from_file(file)
+            if self.manifest.made_of != made_of:
+                raise RequestError(
+                    f"--output {self.path} holds what another request made ({self.manifest.request}), or its input has changed "
+                    "since; give another folder, or remove this one"
+                )
+        for entry in self.path.rglob(f"*{PARTIAL}"):  # of a run that was killed
+            entry.unlink()
+
+    def drop(self, name: str) -> None:
+        """A shard that is not there as the manifest says."""
+        shards = {shard: hashes for shard, hashes in self.manifest.shards.items() if shard != name}
+        self.manifest = self.manifest.changed(shards=shards)
+
+    def add(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
+        """A shard that is whole, from here on also for a later run."""
+        shards = {**self.manifest.shards, name: hashes}
+        self.manifest = self.manifest.changed(shards=shards, noted={**self.manifest.noted, **noted})
+        self.save()
+
+    def save(self) -> None:
+        self.write(MANIFEST, self.manifest.to_json(indent=1).encode())
+
+    def check_room(self, need: int) -> None:
+        free = shutil.disk_usage(self.path).free
+        if need and free < need + SPARE_BYTES:
+            raise RequestError(
+                f"--output {self.path} needs {format_bytes(need + SPARE_BYTES)} more and its disk has {format_bytes(free)} free; "
+                "free some, or give a folder on another disk"
+            )
+
+    @contextmanager
+    def new(self, name: str) -> Iterator[Path]:
+        """Where to write a file until the block ends; then it has its name. It must be on the disk by then."""
+        (self.path / name).parent.mkdir(exist_ok=True)
+        partial = self.path / f"{name}{PARTIAL}"
+        try:
+            yield partial
+            partial.replace(self.path / name)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
+
+    def write(self, name: str, content: bytes) -> None:
+        with self.new(name) as partial, partial.open("wb", buffering=0) as file:
+            write_all(file.fileno(), memoryview(content))
+            os.fsync(file.fileno())
+
+    def copy(self, name: str, source: Path) -> None:
+        with self.new(name) as partial:
+            shutil.copyfile(source, partial)
+            with partial.open("rb") as file:
+                os.fsync(file.fileno())
+
+    @contextmanager
+    def stoppable(self, num_shards: int) -> Iterator[None]:
+        """A failed write, or a person, ends the request with a line on what is safe."""
+        try:
+            yield
+        except OSError as error:
+            reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
+            raise JobFailed(f"{self.path} could not be written: {reason}; {self._safe(num_shards)}") from error
+        except KeyboardInterrupt:
+            raise Interrupted(f"interrupted; {self._safe(num_shards)}") from None
+
+    def _safe(self, num_shards: int) -> str:
+        whole = len(self.manifest.shards)
+        return f"{whole} of {num_shards} files of weights in it are whole, and the same command goes on from there"
+
+
+def _lock(descriptor: int, path: Path) -> None:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise RequestError(f"--output {path} is being written by another process; wait for it, or give another folder") from None
+    except OSError:
+        return  # a network file system without locks

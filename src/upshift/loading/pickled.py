@@ -1,0 +1,107 @@
+"""PyTorch's own files, pytorch_model.bin: rewritten as safetensors in the cache, once, by a process of their own.
+
+A pickle is a program. It is read by nothing but torch's weights-only loader, and that in a process that may use little memory
+and time and has no network where the system lets it go without; a file that needs more than weights is refused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from upshift.errors import JobFailed, RequestError
+from upshift.loading.checkpoint import INDEX, PICKLED_INDEX, PICKLED_WEIGHTS, check_names, find_safetensors, inside, read_index
+from upshift.loading.header import read_header
+from upshift.settings import read_settings
+from upshift.units import format_bytes
+
+PROCESS = "upshift.loading.pickled_process"
+
+
+def rewritten(folder: Path) -> Path:
+    """The folder of its weights as safetensors. Raises RequestError for a pickle that is not one of weights alone, JobFailed
+    where the disk is full."""
+    names = {PICKLED_WEIGHTS: None} if os.path.isfile(folder / PICKLED_WEIGHTS) else dict(read_index(folder / PICKLED_INDEX))
+    files = {inside(folder, name): tensors for name, tensors in names.items()}
+    place = read_settings().cache_dir / "checkpoints" / _identity(files)
+    place.parent.mkdir(parents=True, exist_ok=True)
+    with _alone(place):
+        if not place.is_dir():
+            _check_room(place.parent, sum(file.stat().st_size for file in files))
+            _make(place, folder, files)
+    return place
+
+
+def _make(place: Path, folder: Path, files: dict[Path, set[str] | None]) -> None:
+    temporary = place.with_name(f"{place.name}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)  # of one that was killed
+    temporary.mkdir()
+    try:
+        index: dict[str, str] = {}
+        for file, tensors in files.items():
+            made = temporary / _new_name(file.relative_to(folder))
+            made.parent.mkdir(parents=True, exist_ok=True)
+            _rewrite(file, made)
+            found = read_header(made).by_name()
+            if tensors is not None:
+                check_names(file, found.keys(), tensors, PICKLED_INDEX)
+            index |= dict.fromkeys(found, made.relative_to(temporary).as_posix())
+        if len(files) > 1 or None not in files.values():
+            (temporary / INDEX).write_text(json.dumps({"metadata": {}, "weight_map": index}), encoding="utf-8")
+        find_safetensors(temporary)
+        temporary.rename(place)
+    except BaseException:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise
+
+
+def _new_name(name: Path) -> Path:
+    return name.with_name(f"{name.stem.replace('pytorch_model', 'model', 1)}.safetensors")
+
+
+def _rewrite(file: Path, made: Path) -> None:
+    command = [sys.executable, "-P", "-m", PROCESS, str(file), str(made)]
+    done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
+    if done.returncode == 0:
+        return
+    said = done.stdout.splitlines()
+    if said and said[-1].startswith("{"):
+        answer = json.loads(said[-1])
+        raise JobFailed(answer["failed"]) if "failed" in answer else RequestError(answer["refused"])
+    reason = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+    if done.returncode == -signal.SIGXCPU:
+        reason = "it took more time than any weights of that size"
+    raise RequestError(f"{file} was refused: the process that reads it ended ({reason[:200]}); save the model as safetensors")
+
+
+def _check_room(folder: Path, need: int) -> None:
+    free = shutil.disk_usage(folder).free
+    if free < need:
+        raise JobFailed(
+            f"rewriting pickled weights takes {format_bytes(need)} and {folder} has {format_bytes(free)} free; free some, or set "
+            "UPSHIFT_CACHE to a folder on another disk"
+        )
+
+
+def _identity(files: dict[Path, set[str] | None]) -> str:
+    """Of files as they are now: paths, sizes and times of change."""
+    said = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
+    return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
+
+
+@contextmanager
+def _alone(place: Path) -> Iterator[None]:
+    """Another process that rewrites the same waits until this one has."""
+    import fcntl
+
+    with place.with_name(f"{place.name}.lock").open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -1,0 +1,67 @@
+"""Fills a model that is divided between devices and the disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+from transformers.core_model_loading import set_param_for_module
+
+from upshift.errors import RequestError
+from upshift.loading.checkpoint import Checkpoint
+from upshift.loading.fill import Filling, Progress
+from upshift.loading.layout import place_model
+from upshift.loading.offload import Mapped, dispatch
+from upshift.loading.offload_store import check_placed_together, stored_on_disk
+from upshift.loading.place import CPU, DISK, Placement
+
+DeviceMap = str | int | Mapping[str, str | int]
+
+
+@dataclass(frozen=True)
+class Where:
+    """What a user says of devices, and of the work that needs room beside the weights."""
+
+    device_map: DeviceMap
+    max_memory: Mapping[str | int, str | int] | None = None
+    offload_folder: Path | None = None
+    batch: int = 1
+    sequence_length: int = 512
+
+
+def fill_placed(
+    filling: Filling, checkpoint: Checkpoint, where: Where, finish: Callable[[dict[str, str]], None], progress: Progress | None
+) -> None:
+    """``finish``: what follows when all weights are there, by the devices of modules."""
+    model = filling.model
+    placement = placed(model, checkpoint, where)
+    check_placed_together(filling, placement)
+    stored = stored_on_disk(filling, placement, where.offload_folder)
+    filling.run(lambda name: _device(placement, name), progress)
+    mapped = Mapped()
+    for name, tensor in stored.items():
+        set_param_for_module(model, name, mapped.tensor(tensor), filling.info, None)
+    finish({"": placement.main} | {name: device for name, device in placement.device_map.items() if device not in (CPU, DISK)})
+    dispatch(model, placement, stored)
+
+
+def placed(
+    model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where, memory_bytes_per_second: float | None = None
+) -> Placement:
+    return place_model(
+        model, device_map=where.device_map, max_memory=where.max_memory, checkpoint=checkpoint, batch=where.batch,
+        sequence_length=where.sequence_length, memory_bytes_per_second=memory_bytes_per_second,
+    )  # fmt: skip
+
+
+def _device(placement: Placement, name: str) -> torch.device | None:
+    device = placement.device_of(name)
+    return None if device == DISK else torch.device(device)
+
+
+def check_not_quantized(quantize: str | None, device_map: DeviceMap | None) -> None:
+    if quantize is not None and device_map is not None:
+        raise RequestError(f"quantize={quantize!r} is for models that are loaded whole; leave out device_map, or quantize")

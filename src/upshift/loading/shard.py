@@ -1,0 +1,29 @@
+"""``upshift shard``: the same tensors in other files."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from upshift.loading.checkpoint import find_checkpoint
+from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
+from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
+from upshift.loading.writing import copy_of
+
+
+def shard(model: str, output: Path, *, max_shard_bytes: int, progress: Progress) -> Rewritten:
+    """In the order in which they are stored. A tied weight is there once or twice, as it was."""
+    _, folder = find_model_folder(model)
+    checkpoint = find_checkpoint(folder)
+    copies = small_files(folder)
+    config = copies.pop(CONFIG)
+    job = Rewrite(
+        words=f"shard {model}",
+        folder=folder,
+        tensors=[copy_of(tensor) for tensor in checkpoint.tensors.values()],
+        sources=checkpoint.files,
+        metadata={**METADATA, **checkpoint.metadata},
+        copies=copies,
+        documents={CONFIG: config.read_bytes()},
+        max_shard_bytes=max_shard_bytes,
+    )
+    return rewrite(job, output, progress)

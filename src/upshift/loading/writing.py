@@ -1,0 +1,124 @@
+"""A safetensors file written piece by piece: its header comes first and is known before, so no tensor is held whole.
+
+To the byte as the safetensors library writes the same tensors, which it must hold all at once: by dtype, the widest first, then
+by name.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+from upshift.errors import JobFailed
+from upshift.loading.header import BITS, LENGTH_BYTES, METADATA, StoredTensor, read_header, shown
+from upshift.units import MIB
+
+PIECE_BYTES = 16 * MIB
+ORDER = {dtype: -place for place, dtype in enumerate(BITS)}  # the library's own; BITS goes from narrow to wide
+
+Told = Callable[[int], None]  # of bytes that were written, or read again
+
+
+@dataclass(frozen=True)
+class NewTensor:
+    name: str
+    dtype: str  # a key of BITS
+    shape: tuple[int, ...]
+    pieces: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece is done with before the next one is asked for
+
+    @property
+    def nbytes(self) -> int:
+        return BITS[self.dtype] * prod(self.shape) // 8
+
+
+def copy_of(stored: StoredTensor) -> NewTensor:
+    return NewTensor(stored.name, stored.dtype, stored.shape, lambda: stored_pieces(stored))
+
+
+def stored_pieces(stored: StoredTensor, *, offset: int = 0, nbytes: int | None = None) -> Iterator[memoryview]:
+    """Its bytes from ``offset`` on, all in the same buffer. Raises JobFailed where the file has become shorter."""
+    left = stored.nbytes - offset if nbytes is None else nbytes
+    buffer = memoryview(bytearray(min(PIECE_BYTES, left)))
+    try:
+        with stored.file.open("rb", buffering=0) as file:
+            file.seek(stored.offset + offset)
+            while left:
+                piece = buffer[: min(PIECE_BYTES, left)]
+                fill_from(file, piece)
+                yield piece
+                left -= len(piece)
+    except (OSError, EOFError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise JobFailed(f"cannot read tensor {shown(stored.name)} of {stored.file}: {reason}; copy the file again") from error
+
+
+def header_of(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
+    """Of a file with the tensors in this order, with the length before it."""
+    entries: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
+    end = 0
+    for tensor in tensors:
+        entries[tensor.name] = {"dtype": tensor.dtype, "shape": tensor.shape, "data_offsets": (end, end + tensor.nbytes)}
+        end += tensor.nbytes
+    text = json.dumps(entries, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % LENGTH_BYTES)
+    return len(text).to_bytes(LENGTH_BYTES, "little") + text
+
+
+def in_order(tensors: Iterable[NewTensor]) -> list[NewTensor]:
+    return sorted(tensors, key=lambda tensor: (ORDER[tensor.dtype], tensor.name))
+
+
+def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: Told) -> dict[str, str]:
+    """The SHA-256 of each tensor's bytes, by its name. The file is on the disk when this returns, not in memory only."""
+    hashes = {}
+    with path.open("wb", buffering=0) as file:
+        write_all(file.fileno(), memoryview(header_of(tensors, metadata)))
+        for tensor in tensors:
+            digest, written = hashlib.sha256(), 0
+            for piece in tensor.pieces():
+                digest.update(piece)
+                write_all(file.fileno(), piece)
+                written += len(piece)
+                told(len(piece))
+            assert written == tensor.nbytes, f"{tensor.name}: {written} bytes of {tensor.nbytes}"
+            hashes[tensor.name] = digest.hexdigest()
+        os.fsync(file.fileno())
+        with suppress(AttributeError, OSError):  # so that reading it again asks the disk; not every system can
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    return hashes
+
+
+def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:
+    """Reads all of it again. Raises JobFailed where a tensor is not what was written."""
+    stored = {tensor.name: tensor for tensor in read_header(path).tensors}
+    for name in hashes.keys() | stored.keys():
+        if name not in stored or name not in hashes:
+            raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk")
+    for tensor in stored.values():
+        digest = hashlib.sha256()
+        for piece in stored_pieces(tensor):
+            digest.update(piece)
+            told(len(piece))
+        if digest.hexdigest() != hashes[tensor.name]:
+            raise JobFailed(
+                f"{path} was read again and tensor {shown(tensor.name)} is not what was written; check the disk and the memory"
+            )
+
+
+def write_all(descriptor: int, content: memoryview) -> None:
+    while content:
+        content = content[os.write(descriptor, content) :]
+
+
+def fill_from(file: object, piece: memoryview) -> None:
+    while piece:
+        count = file.readinto(piece)  # type: ignore[attr-defined]
+        if not count:
+            raise EOFError("the file is shorter than its header says")
+        piece = piece[count:]
