@@ -103,7 +103,8 @@ def test_speed_is_that_of_the_slowest_way() -> None:
     assert whole.tokens_per_second == pytest.approx((host.gpu.peak.memory_bytes_per_second or 0) / (10 * GIB))
     half = place(units, {"cuda:0": 8 * GIB, CPU: 20 * GIB}, Work(1, 8))
     assert predict(half, host).bound == "the link to the GPU"
-    disk = predict(place(units, {"cuda:0": 4 * GIB, CPU: 4 * GIB}, Work(1, 8)), host, disk_bytes_per_second=1e9, stored_bytes=10 * GIB)
+    little = place(units, {"cuda:0": 4 * GIB, CPU: 4 * GIB}, Work(1, 8))
+    disk = predict(little, host, disk_bytes_per_second=1e9, stored_bytes=10 * GIB)
     assert disk.bound == "the disk" and disk.tokens_per_second == pytest.approx(1e9 / disk.disk_read, rel=0.01)
     assert disk.load_seconds == pytest.approx((10 * GIB - disk.disk_bytes) / 1e9)
 

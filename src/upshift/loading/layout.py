@@ -1,4 +1,4 @@
-"""What of a model can be placed: its layers and leaves with their bytes, read off the model on the meta device; and its placement."""
+"""What of a model can be placed: its layers and leaves with their bytes, read off the model on the meta device."""
 
 from __future__ import annotations
 
@@ -46,8 +46,10 @@ def place_model(
     host: Host | None = None,
     memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Of a model on the meta device in its final dtypes; the rate is the CPU's, to predict tokens per second. Raises RequestError for a device_map that does not fit the model, and
-    NothingFits."""
+    """Of a model on the meta device in its final dtypes. The rate is the CPU's, to predict tokens per second.
+
+    Raises RequestError for a device_map that does not fit the model, and NothingFits.
+    """
     host = host or detect(visible_devices=read_settings().cuda_visible_devices)
     limits = memory_limits(host, max_memory)
     if device_map == "auto":
@@ -173,7 +175,8 @@ def work_of(
     """The units with what their layers keep of ``batch`` sequences, the limits as they are, and the memory beside the weights."""
     kept = cache_bytes(model, sequence_length)
     if kept is not None:
-        units = tuple(replace(unit, cache=batch * sum(kept.get(number, 0) for number in _layers_in(model, unit))) for unit in units)
+        inside = [sum(kept.get(number, 0) for number in _layers_in(model, unit)) for unit in units]
+        units = tuple(replace(unit, cache=batch * size) for unit, size in zip(units, inside, strict=True))
     work = Work(
         batch=batch,
         sequence=sequence_length,

@@ -40,10 +40,10 @@ def load_model(
     max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
     quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the CPU;
-    "auto" or a map as transformers takes it, under ``max_memory``; weights on the disk are read when their turn comes, from the files
-    themselves, or from ``offload_folder`` where they are converted. ``model_class``: of transformers, an Auto class too; None: what
-    the config names.
+    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the
+    CPU; "auto" or a map as transformers takes it, under ``max_memory``. Weights on the disk are read when their turn comes, from
+    the files themselves, or from ``offload_folder`` where they are converted. ``model_class``: of transformers, an Auto class
+    too; None: what the config names.
 
     Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:

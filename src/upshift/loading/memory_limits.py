@@ -20,7 +20,7 @@ def read_size(size: str | int) -> int:
         return size
     found = SIZE.fullmatch(size) if isinstance(size, str) else None
     if found is None or found[2].lower() not in UNITS:
-        raise RequestError(f"{size!r} is no size of memory; give bytes, or a number with KiB, MiB, GiB, KB, MB or GB, such as 8GiB")
+        raise RequestError(f"{size!r} is no size of memory; give bytes, or a number with KiB, MiB, GiB, KB, MB or GB: 8GiB")
     return int(float(found[1]) * UNITS[found[2].lower()])
 
 

@@ -156,8 +156,8 @@ def dispatch(
 ) -> None:
     """Leave on the disk what the placement has there; everything else has its weights already.
 
-    ``stored``: for each such parameter, where bytes of its dtype and shape lie. ``buffer_bytes``: of what is read ahead, else as the
-    placement says.
+    ``stored``: for each such parameter, where bytes of its dtype and shape lie. ``buffer_bytes``: of what is read ahead, else as
+    the placement says.
     """
     weights = _on_disk(model, placement, stored)
     if not weights:

@@ -95,8 +95,8 @@ def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
         raise RequestError(f"offload_folder {path.parent} cannot be written to: {error.strerror}; give another one") from None
     if need > free:
         raise JobFailed(
-            f"the weights that stay on the disk take {format_bytes(need)} converted, and {path.parent} has {format_bytes(free)} left; "
-            "nothing was written: give an offload_folder on another disk"
+            f"the weights that stay on the disk take {format_bytes(need)} converted, and {path.parent} has {format_bytes(free)} "
+            "left; nothing was written: give an offload_folder on another disk"
         )
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
@@ -127,4 +127,4 @@ def check_placed_together(filling: Filling, placement: Placement) -> None:
         devices = {placement.device_of(name): name for name in filled(group, shapes, filling.model)}
         if len(devices) > 1:
             apart = " and ".join(f"{name} on {device}" for device, name in devices.items())
-            raise RequestError(f"device_map divides weights that are made of the same stored ones ({apart}); give them one device")
+            raise RequestError(f"device_map divides what is made of the same stored weights ({apart}); give them one device")

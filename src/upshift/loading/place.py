@@ -1,10 +1,10 @@
 """Which part of a model goes to which device: GPUs first, then the CPU, and what is left stays on the disk.
 
-What is on the CPU of a machine with GPUs, and what is on the disk, is brought to the device that computes when its turn comes, into
-buffers that are used again; these buffers, the buffers of the model, the activations and the keys and values of the workload count
-against the limits as weights do. The least bytes are left on the disk that way: for every size that the largest streamed part may
-have, larger parts must stay in memory, and the others follow in their order while they fit. An embedding goes last, as only the rows
-of its tokens are read. Ignored: what the page cache of the system keeps of the disk, and the memory of the libraries.
+What is on the CPU of a machine with GPUs, and what is on the disk, is brought to the device that computes when its turn comes,
+into buffers that are used again. These, the buffers of the model, the activations and the keys and values of the workload count
+against the limits as weights do. The least bytes are left on the disk that way: for every size that the largest streamed part
+may have, larger parts must stay in memory, and the others follow in their order while they fit. An embedding goes last, as only
+the rows of its tokens are read. Ignored: what the page cache of the system keeps of the disk, and the memory of the libraries.
 """
 
 from __future__ import annotations

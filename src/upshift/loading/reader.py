@@ -1,8 +1,8 @@
 """Reads groups of stored tensors into memory that is used again, ahead of the one who asks, in the order of the last time.
 
-A group is what one module needs. It is read in pieces of whole tensors, so that a part of the next group is on its way where there is
-no room for all of it. Files are read with pread into memory of our own: mapped pages would count as ours until the system takes them
-back, and are read in smaller steps.
+A group is what one module needs. It is read in pieces of whole tensors, so that a part of the next group is on its way where
+there is no room for all of it. Files are read with pread into memory of our own: mapped pages would count as ours until the
+system takes them back, and are read in smaller steps.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class _Slot:
     def fill(self, piece: Piece, files: dict[Path, int], *, keep: bool) -> None:
         self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
         view = memoryview(self.memory)
-        for number, run in enumerate(_runs(piece)):
+        for run in _runs(piece):
             stored = piece.tensors[run.start]
             views = [view[piece.starts[i] : piece.starts[i] + piece.tensors[i].nbytes] for i in run]
             _read(files[stored.file], views, stored)
@@ -207,7 +207,7 @@ class Reader:
         return None
 
     def _upcoming(self) -> list[Group]:
-        """What is asked for now, then what followed the last time, as far as the buffers reach; before the first time in order."""
+        """What is waited for, then what followed the last time, as far as the buffers reach; at first in their order."""
         found = list(self._waited)
         before, number = self._last
         held = sum(group.nbytes for group in self.groups if group.users)

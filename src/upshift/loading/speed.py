@@ -1,8 +1,8 @@
 """What a placement costs: the time of loading, and of a forward pass that gives every sequence one token.
 
 A pass reads every weight once: from the memory of the device that computes, over the link from the host, and from the disk. The
-three go on at the same time where the buffers hold two of the largest part; where they hold one, a part that is streamed is computed
-while nothing is read. Ignored: products that are slower than memory, which large batches have, and what the page cache keeps.
+three go on at the same time where the buffers hold two of the largest part; where they hold one, a part that is streamed is
+computed while nothing is read. Ignored: products slower than memory, which large batches have, and what the page cache keeps.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ def predict(
     placement: Placement, host: Host, *, memory_bytes_per_second: float | None = None, disk_bytes_per_second: float | None = None,
     stored_bytes: int | None = None,
 ) -> Placement:  # fmt: skip
-    """``memory_bytes_per_second``: of the CPU; a GPU's is the host's. ``stored_bytes``: of the files, None where there are none."""
+    """``memory_bytes_per_second``: the CPU's; a GPU's is the host's. ``stored_bytes``: of the files; None: there are none."""
     load = _load_bytes(placement, stored_bytes)
     written = 0 if stored_bytes is None or stored_bytes == sum(placement.totals.values()) else placement.disk_bytes
     seconds, bound = _pass(placement, host, memory_bytes_per_second, disk_bytes_per_second)
@@ -68,8 +68,8 @@ def _pass(
 
 
 def _overlaps(placement: Placement) -> bool:
-    largest = max((place.bytes for place in placement.modules if place.device == DISK and place.streams and place.read), default=0)
-    return placement.stream_bytes.get(CPU, 0) >= 2 * largest
+    streamed = (place.bytes for place in placement.modules if place.device == DISK and place.streams and place.read)
+    return placement.stream_bytes.get(CPU, 0) >= 2 * max(streamed, default=0)
 
 
 def _gpu_rate(host: Host) -> float | None:
