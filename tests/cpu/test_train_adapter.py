@@ -18,9 +18,13 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 import upshift
-from upshift.errors import Interrupted, RequestError
+from upshift.errors import Interrupted, NothingFits, RequestError
 from upshift.models.source import find_model, find_to_train
+from upshift.planning.cost.resident import USABLE_SHARE
 from upshift.planning.plan import Plan
+from upshift.planning.planner import find_host, plan_training
+from upshift.planning.rank import Candidate, cost_plan
+from upshift.planning.workload import Workload
 from upshift.record import Record
 from upshift.training.arguments import Arguments
 from upshift.training.data.tokenizer import train_byte_level_bpe
@@ -182,3 +186,58 @@ def test_frozen_weights_on_the_disk_train_bit_for_bit(
     assert elsewhere.measured.peak_gib < there.measured.peak_gib  # type: ignore[operator]
     trained = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("there", "elsewhere")]
     assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items())
+
+
+def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
+    source = find_to_train(str(home / "model"), lora_rank=4)
+    workload = Workload(sequence_length=LENGTH, global_batch=GLOBAL_BATCH)
+    host = find_host(None).one_device().changed(disk_bytes_per_second=1e6)
+    roomy = plan_training(source, host, workload, fixed=CHEAP)
+    plans = [*roomy.ranking.candidates, *roomy.ranking.too_big]
+    assert {candidate.plan.weight_offload for candidate in plans} == {"none"}
+    least = min(plans, key=lambda candidate: candidate.resident * candidate.plan.num_processes)
+
+    def offloaded(plan: Plan) -> Candidate:
+        found = cost_plan(plan.changed(weight_offload="disk"), host=host, profile=roomy.profile, workload=workload)
+        assert isinstance(found, Candidate)
+        return found
+
+    moved = offloaded(least.plan)
+    layers = sum(parameter.nbytes for parameter in LlamaForCausalLM.from_pretrained(home / "model").model.layers.parameters())
+    rows = 320 * 64 * 4
+    parts = [candidate.memory.phases["forward"].parts["weights"] for candidate in (least, moved)]
+    assert parts[0] - parts[1] == layers / 3 + rows, "all but two of three layers, and the embedding"
+    steps = least.plan.gradient_accumulation_steps
+    computed = least.time.total - least.time.terms["update"]
+    assert moved.time.total == pytest.approx(least.time.terms["update"] + max(2 * steps * layers / 1e6, computed))
+
+    free = int((least.resident + moved.resident) / 2 / USABLE_SHARE)
+    assert host.cpu is not None
+    short = host.changed(cpu=host.cpu.changed(free_memory_bytes=free))
+    planning = plan_training(source, short, workload, fixed=CHEAP)
+    assert {candidate.plan.weight_offload for candidate in planning.ranking.candidates} == {"disk"}
+    assert planning.default.plan.weight_offload == "disk"
+    assert "weights on disk" in planning.best.label() and planning.numbers(planning.ranking.candidates[0]).tokens_per_second
+    no_disk = short.changed(disk_bytes_per_second=None)  # and files that are too small to measure it on
+    with pytest.raises(NothingFits):
+        plan_training(source, no_disk, workload, fixed=CHEAP)
+    for fixed, words in (
+        (("weight_offload=host",), "from files on a disk whose rate was measured"),
+        (("weight_offload=disk", "torch_compile=layer", "num_processes=1"), "use torch_compile=off"),
+        (("weight_offload=disk", "num_processes=2"), "use num_processes=1"),
+        (("weight_offload=disk", "activation_checkpointing=2", "recompute_granularity=selective"), "use recompute_granularity=full"),
+    ):
+        plain = () if any("torch_compile" in one for one in fixed) else CHEAP
+        with pytest.raises(RequestError, match=words):
+            plan_training(source, host, workload, fixed=(*plain, "attention=sdpa", *fixed))
+
+
+def test_only_frozen_weights_wait_elsewhere(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    whole = a_job(home, tmp_path / "out", plan=ELSEWHERE, lora_rank=None)
+    with pytest.raises(RequestError, match="is for frozen weights; add an adapter"):
+        run_job(whole, data)
+    random = a_job(home, tmp_path / "out", plan=ELSEWHERE, from_config=True)
+    with pytest.raises(RequestError, match="--from-config has none"):
+        run_job(random.changed(overwrite=True), data)
+    with pytest.raises(RequestError, match="is not possible in the Trainer"):
+        upshift.Trainer(LlamaForCausalLM.from_pretrained(home / "model"), fixed=("weight_offload=disk",))
