@@ -150,7 +150,7 @@ def test_ctranslate2_has_every_head_of_what_it_converts(family: str, ending: str
 def test_engines_race_with_models_that_they_have() -> None:
     electra, bert = (ModelSource(reference="m", directory=MINILM, config={"model_type": kind}) for kind in ("electra", "bert"))
     with pytest.raises(RequestError, match="--engine ctranslate2 has no 'electra'; it has bert, camembert, distilbert"):
-        engines.check_engine("encode", "ctranslate2", electra)
+        engines.check_engine("encode", "ctranslate2", electra, detect().cpu_alone())
     raced = [
         {setup.engine for setup in engines.contestants("encode", source, detect(), exact=True, batch=1, hint="throughput")}
         for source in (electra, bert)

@@ -250,7 +250,7 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     """Contestants that are made up: each batch twice as fast, and twice as slow for who waits, as the one before."""
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(race_module, "is_installed", lambda name: name != "onnxruntime")
-    monkeypatch.setattr(race_module, "check_room", lambda source, host: None)
+    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
 
     def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
         for setup in entrants.setups:
@@ -284,7 +284,7 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
     """Expected to be twice as fast as 1 text a second and 1.6 times, after compiling for 30 s: it saves 75 s of 200, 0.4 of 1."""
     (tmp_path / "model.safetensors").touch()
     monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "torch-compiled", "openvino"))
-    monkeypatch.setattr(race_module, "check_room", lambda source, host: None)
+    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     speeds = {"torch": 1.0, "openvino": 1.0, "torch-compiled": 1.6, "nothing": 9.0}
 

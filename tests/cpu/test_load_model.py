@@ -139,6 +139,7 @@ def assert_same(ours: PreTrainedModel, theirs: PreTrainedModel) -> None:
         assert found[name].is_contiguous() == tensor.is_contiguous() and torch.equal(found[name], tensor), name
     assert ties(ours) == ties(theirs)
     assert ours.config.to_dict() == theirs.config.to_dict()
+    assert ours.config._attn_implementation == theirs.config._attn_implementation
     generation = [model.generation_config.to_dict() if model.can_generate() else None for model in (ours, theirs)]
     assert generation[0] == generation[1]
 

@@ -7,8 +7,11 @@ import json
 import os
 import resource
 import signal
+import subprocess
+import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -36,6 +39,7 @@ from upshift.loading.load import load_source
 from upshift.loading.offload import is_offloaded
 from upshift.loading.place import CPU, DISK, Work, place
 from upshift.loading.placed import Where
+from upshift.loading.writing import NewTensor, header_of
 from upshift.models.source import find_model
 
 SMALL = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 500}
@@ -277,6 +281,60 @@ def test_no_more_is_read_from_the_disk_than_accelerate_leaves_there(name: str) -
             if any(device == DISK and (f"{path}.".startswith(f"{module}.") or not module) for module, device in theirs.items())
         )  # fmt: skip
         assert place(units, {CPU: limit}, Work(1, 1)).disk_read <= left
+
+
+# --- a model of one and a half times its memory -----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def two_gigabytes(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama in fp32 and shards of 500 MB; its weights are parts of the same 64 MiB of random numbers."""
+    folder = tmp_path_factory.mktemp("large")
+    config = LlamaConfig(hidden_size=2048, intermediate_size=5632, num_hidden_layers=9, num_attention_heads=16, vocab_size=16_000)
+    config.architectures = ["LlamaForCausalLM"]
+    config.save_pretrained(folder)
+    with init_empty_weights():
+        model = AutoModelForCausalLM.from_config(config)
+    numbers = memoryview((0.02 * torch.randn(2**24, generator=torch.Generator().manual_seed(0))).numpy()).cast("B")
+    shards: list[list[NewTensor]] = [[]]
+    for name, weight in model.named_parameters():
+        start = 4096 * len(name) * sum(map(len, shards))
+        pieces = partial(cut, numbers, start % 2**25, 4 * weight.numel())
+        if sum(tensor.nbytes for tensor in shards[-1]) > 450_000_000:
+            shards.append([])
+        shards[-1].append(NewTensor(name, "F32", tuple(weight.shape), pieces))
+    names = [f"model-{number + 1:05}-of-{len(shards):05}.safetensors" for number in range(len(shards))]
+    for name, tensors in zip(names, shards, strict=True):
+        with (folder / name).open("wb", buffering=0) as file:
+            file.write(header_of(tensors, {"format": "pt"}))
+            for tensor in tensors:
+                for piece in tensor.pieces():
+                    file.write(piece)
+    of = {tensor.name: name for name, tensors in zip(names, shards, strict=True) for tensor in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": of}))
+    return folder
+
+
+def cut(numbers: memoryview, start: int, nbytes: int) -> Iterator[memoryview]:
+    while nbytes:
+        piece = numbers[start : start + nbytes]
+        yield piece
+        nbytes, start = nbytes - len(piece), 0
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="RLIMIT_DATA limits memory on Linux only")
+def test_a_model_larger_than_its_memory_says_the_same(two_gigabytes: Path) -> None:
+    checkpoint = find_checkpoint(two_gigabytes)
+    assert checkpoint.total_bytes > 1_900_000_000
+    limit = int(checkpoint.total_bytes / 1.5)
+    command = [sys.executable, str(Path(__file__).with_name("larger_than_memory.py")), str(two_gigabytes), str(limit)]
+    found = json.loads(subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout.splitlines()[-1])
+    assert found["limited"] == found["unlimited"]
+    assert found["read"] > checkpoint.total_bytes  # five passes
+    largest_shard = max(file.stat().st_size for file in checkpoint.files)
+    assert found["loading"] <= largest_shard + 300_000_000
+    assert found["running"] <= found["buffers"] + 300_000_000
+    assert found["buffers"] <= limit // 2
 
 
 # --- the command line -------------------------------------------------------------------------------------------------------

@@ -281,7 +281,7 @@ def test_the_hubs_cache_may_link_to_its_blobs(shared: bool, tmp_path: Path) -> N
 
 def test_where_only_safetensors_will_do_a_pickle_is_not_read(tmp_path: Path) -> None:
     (tmp_path / "pytorch_model.bin").write_bytes(b"no pickle")
-    assert "upshift convert" in refused(lambda: find_safetensors(tmp_path))
+    assert "upshift shard" in refused(lambda: find_safetensors(tmp_path))
 
 
 # Against the safetensors library

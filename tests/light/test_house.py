@@ -61,8 +61,11 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.tracker",
     "upshift.hardware.base_process",
     "upshift.hardware.probe",
+    "upshift.loading.convert",
     "upshift.loading.fill",
     "upshift.loading.load",
+    "upshift.loading.lora",
+    "upshift.loading.merge",
     "upshift.loading.names",
     "upshift.loading.gguf_file",
     "upshift.loading.layout",
@@ -71,6 +74,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.placed",
     "upshift.loading.reader",
     "upshift.loading.slices",
+    "upshift.loading.staging",
     "upshift.loading.tensors",
 }
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported

@@ -22,7 +22,7 @@ def command(
     with show.step("Importing torch"):
         from upshift.loading.convert import convert
 
-    with byte_bar("Writing, and reading again") as update:
+    with byte_bar(model) as update:
         written = convert(model, output, dtype=dtype, progress=update)
     for name, count in written.noted.items():
         dim(f"{name}: {count:,} numbers are beyond what {dtype} holds, and became infinite; bfloat16 would keep them", show.err)

@@ -14,7 +14,7 @@ from upshift.errors import RequestError
 Placement = Annotated[bool, typer.Option("--placement", help="what goes to GPUs, CPU and disk, what loading and a token cost")]
 MaxMemory = Annotated[
     list[str] | None,
-    typer.Option("--max-memory", help="with --placement: DEVICE=SIZE, as cpu=8GiB or 0=20GiB (repeatable); default: what is free"),
+    typer.Option("--max-memory", help="with --placement: DEVICE=SIZE, as cpu=8GiB, 0=20GiB (repeatable); default: what is free"),
 ]
 Dtype = Annotated[str | None, typer.Option("--dtype", help="with --placement: float32, bfloat16 or float16; default: as stored")]
 Batch = Annotated[int, typer.Option("--batch", min=1, help="with --placement: sequences at a time")]

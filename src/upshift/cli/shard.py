@@ -20,6 +20,6 @@ def command(
     from upshift.loading.memory_limits import read_size
     from upshift.loading.shard import shard
 
-    with byte_bar("Writing, and reading again") as update:
+    with byte_bar(model) as update:
         written = shard(model, output, max_shard_bytes=read_size(max_shard_size), progress=update)
     tell(written, as_json=as_json)

@@ -188,10 +188,13 @@ class Host(Value):
         return self.num_nodes * max(1, self.gpus_per_node)
 
     def one_device(self) -> Host:
-        """The same machine with a single GPU, for jobs that use no more."""
-        if self.num_devices == 1:
+        """The same machine with a single GPU, for jobs that use no more; where they differ, with the first."""
+        if self.num_devices == 1 and not self.mixed_gpus:
             return self
-        return self.changed(num_nodes=1, gpus_per_node=min(self.gpus_per_node, 1), intra_node=None, inter_node=None)
+        gpu = self.gpu or next(iter(self.mixed_gpus), None)
+        return self.changed(
+            num_nodes=1, gpus_per_node=min(self.gpus_per_node, 1), gpu=gpu, mixed_gpus=(), intra_node=None, inter_node=None
+        )
 
     def cpu_alone(self) -> Host:
         """One such machine without its GPUs, for what computes on the CPU."""

@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.setup import QUANTIZED, ROUNDED, EngineName, EngineSetup, Hint, Precision, Task
+from upshift.inference.setup import QUANTIZED, ROUNDED, Device, EngineName, EngineSetup, Hint, Precision, Task
 from upshift.models.source import ModelSource
 
 
 class Door(NamedTuple):
     name: str  # module and class, in the task's folder of engines
-    precisions: tuple[Precision, ...]
+    precisions: tuple[Precision, ...]  # on a CPU
+    on_gpu: tuple[Precision, ...] = ()
     kinds: str = ""  # module and name of the models that it has, by their configs' model_type; empty: of all
+
+    def on(self, device: Device) -> tuple[Precision, ...]:
+        return self.on_gpu if device == "cuda" else self.precisions
 
 
 class Entry(NamedTuple):
@@ -31,14 +35,19 @@ PACKAGES: dict[Task, str] = {
     "generate": "upshift.inference.generation",
     "seq2seq": "upshift.inference.generation",
 }
+ON_GPU: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
 ENGINES: dict[EngineName, Entry] = {
     "torch": Entry(
         ("torch",), "",
         {
-            "encode": Door("torch_engine:TorchEngine", ("fp32", "tf32", "bf16")),
-            "generate": Door("torch_decoder:TorchDecoder", ("fp32", "bf16")),
-            "seq2seq": Door("torch_seq2seq:TorchSeq2Seq", ("fp32", "bf16")),
+            "encode": Door("torch_engine:TorchEngine", ("fp32", "tf32", "bf16"), ON_GPU),
+            "generate": Door("torch_decoder:TorchDecoder", ("fp32", "bf16"), ON_GPU),
+            "seq2seq": Door("torch_seq2seq:TorchSeq2Seq", ("fp32", "bf16"), ON_GPU),
         },
+    ),
+    "torch-graphs": Entry(
+        ("torch",), "",
+        {"generate": Door("torch_graphs_decoder:TorchGraphsDecoder", (), ON_GPU)},
     ),
     "onnxruntime": Entry(
         ("onnxruntime", "onnx", "onnxscript"), "onnx",
@@ -54,11 +63,11 @@ ENGINES: dict[EngineName, Entry] = {
     ),
     "ctranslate2": Entry(
         ("ctranslate2",), "ctranslate2",
-        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), "ctranslate2_engine:CONVERTED")},
+        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), kinds="ctranslate2_engine:CONVERTED")},
     ),
     "llamacpp": Entry(
         ("llama_cpp", "gguf"), "llamacpp",
-        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), "gguf_form:FAMILIES")},
+        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), kinds="gguf_form:FAMILIES")},
     ),
     "torch-compiled": Entry(
         ("torch",), "",
@@ -94,34 +103,44 @@ def install_line(name: EngineName) -> str:
 
 
 def contestants(
-    task: Task, source: ModelSource, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None
-) -> list[EngineSetup]:
-    """Of all engines that have such models, installed or not; the reference first. ``exact``: nothing that rounds to fewer bits
-    can win then. ``stored``: weights are quantized already, and this engine alone loads them."""
+    task: Task, source: ModelSource, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None,
+    reference: Precision = "fp32",
+) -> list[EngineSetup]:  # fmt: skip
+    """Of all engines that have such models, installed or not; transformers in ``reference`` first. ``exact``: nothing that
+    rounds to fewer bits than it can win then. ``stored``: weights are quantized already, and this engine alone loads them."""
+    device = _device(host)
     threads = host.cpu.usable_cores if host.cpu is not None else 1
+    some = EngineSetup(engine=stored or "torch", precision="stored", device=device, threads=threads, batch=batch, hint=hint)
     if stored is not None:
-        return [EngineSetup(engine=stored, precision="stored", threads=threads, batch=batch, hint=hint)]
-    unfit = "bf16" if host.supports("bf16") is False else "fp16-weights"  # as few bytes; of the two, what the CPU computes in
+        return [some if ENGINES[stored].doors[task].on(device) else some.changed(device="cpu")]
+    unfit = {"bf16"} if host.supports("bf16") is False else {"fp16-weights"}  # as few bytes; of the two, what the CPU computes in
+    unfit |= {precision for precision in ROUNDED if exact} | ({"fp32", "tf32"} if reference != "fp32" else set())
     found = []
     for name, entry in ENGINES.items():
-        able = task in entry.doors and _has(task, entry.doors[task], source)
-        for precision in entry.doors[task].precisions if able else ():
-            if (exact and precision in ROUNDED) or precision == unfit:
-                continue
-            found.append(EngineSetup(engine=name, precision=precision, threads=threads, batch=batch, hint=hint))
-    return found
+        door = entry.doors.get(task)
+        able = () if door is None else door.on(device)
+        kept = [precision for precision in able if precision == reference or precision not in unfit]
+        if door is not None and kept and _has(task, door, source):
+            found += [some.changed(engine=name, precision=precision) for precision in kept]
+    return sorted(found, key=lambda setup: setup != some.changed(precision=reference))
 
 
-def check_engine(task: Task, name: str, source: ModelSource) -> EngineName:
-    able = [known for known, entry in ENGINES.items() if task in entry.doors]
+def check_engine(task: Task, name: str, source: ModelSource, host: Host) -> EngineName:
+    device = _device(host)
+    able = [known for known, entry in ENGINES.items() if task in entry.doors and entry.doors[task].on(device)]
     if name not in able:
-        raise RequestError(f"--engine {name!r} is none for {task}; use one of {', '.join(able)}")
+        what = "GPU; an empty CUDA_VISIBLE_DEVICES hides it" if device == "cuda" else "CPU"
+        raise RequestError(f"--engine {name!r} is none for {task}; use one of {', '.join(able)} (on this machine's {what})")
     if not is_installed(name):
         raise RequestError(f"--engine {name} is not installed: {install_line(name)}")
     door = ENGINES[name].doors[task]
     if not _has(task, door, source):
         raise RequestError(f"--engine {name} has no {_kind(source)!r}; it has {', '.join(sorted(_named(task, door.kinds)))}")
     return name
+
+
+def _device(host: Host) -> Device:
+    return "cuda" if host.device == "cuda" else "cpu"
 
 
 def _has(task: Task, door: Door, source: ModelSource) -> bool:

@@ -26,7 +26,7 @@ from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_install
 from upshift.inference.forecast import Forecast
 from upshift.inference.payback import FEW, Entering, entering, fastest, pays
 from upshift.inference.setup import EngineName, EngineSetup
-from upshift.inference.weights import check_room, stored_for, weights_identity
+from upshift.inference.weights import check_room, reference_precision, stored_for, weights_identity
 from upshift.installed import installed_versions
 from upshift.settings import read_settings
 from upshift.value import Value
@@ -76,7 +76,10 @@ def race(
     tokens to generate, which compiling is to pay for. Remembered by contest, weights, hardware, versions and lengths."""
     stored, batch = stored_for(contest.source), contest.batches[0]
     exact = quality == "exact"
-    able = contestants(contest.task, contest.source, host, exact=exact, batch=batch, hint=contest.hint, stored=stored)
+    reference = reference_precision(contest.source, host)
+    able = contestants(
+        contest.task, contest.source, host, exact=exact, batch=batch, hint=contest.hint, stored=stored, reference=reference
+    )
     setups = [setup for setup in able if is_installed(setup.engine)]
     asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
     kept = _kept(contest, host, sample, asked)
@@ -85,7 +88,7 @@ def race(
         best = fastest(found.runs, quality)
         if not any(pays(rate, best, amount) for rate in found.left_out.values()):
             return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
-    check_room(contest.source, host)
+    check_room(contest.source, host, reference)
     absent = [setup for setup in able if setup not in setups]
     plain = [setup for setup in asked if engine is not None or not ENGINES[setup.engine].uncompiled]
     if len(plain) == 1 and not limits:

@@ -9,7 +9,10 @@ from pydantic import Field
 from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
-EngineName = Literal["torch", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing"]
+EngineName = Literal[
+    "torch", "torch-graphs", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing"
+]  # fmt: skip
+Device = Literal["cpu", "cuda"]
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"]
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")
@@ -21,6 +24,7 @@ class EngineSetup(Value):
     precision: Precision = Field(
         description="of matrix products; ...-weights: weights alone are rounded, else activations, too; stored: as the files are"
     )
+    device: Device = Field("cpu", description="what computes; cuda: the first GPU that torch sees, of NVIDIA or AMD")
     threads: int = Field(gt=0)
     batch: int = Field(gt=0, description="tokens of a batch of texts, padding included; or sequences that are generated at once")
     hint: Hint = Field("throughput", description="several batches share the cores, or one has them all")

@@ -9,10 +9,16 @@ import torch
 from torch import nn
 
 from upshift.errors import RequestError
-from upshift.inference.setup import EngineSetup
+from upshift.inference.setup import Device, EngineSetup, Precision
 from upshift.models.build import find_stacks
 
-MATMUL = {"tf32": "medium"}  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
+MATMUL: dict[Device, str] = {  # of "tf32"
+    "cpu": "medium",  # oneDNN's fp32 products in place of MKL's, on CPUs without AMX of the same precision
+    "cuda": "high",
+}
+DTYPES: dict[Precision, torch.dtype] = {
+    "fp32": torch.float32, "tf32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16,
+}  # fmt: skip
 UNLIKE = (11, 13)  # rows and tokens to compile with: torch takes sizes that are equal then, of heads too, to be always equal
 
 
@@ -21,7 +27,7 @@ def computing(setup: EngineSetup) -> Iterator[None]:
     """Without gradients, by the setup's threads and kind of fp32 products; afterwards as it was."""
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_num_threads(setup.threads)
-    torch.set_float32_matmul_precision(MATMUL.get(setup.precision, "highest"))
+    torch.set_float32_matmul_precision(MATMUL[setup.device] if setup.precision == "tf32" else "highest")
     try:
         with torch.inference_mode():
             yield

@@ -7,15 +7,16 @@ from math import prod
 from pathlib import Path
 
 from upshift.errors import NothingFits, RequestError
+from upshift.hardware import detect
 from upshift.hardware.spec import Host
-from upshift.inference.setup import EngineName, Task
+from upshift.inference.setup import EngineName, Precision, Task
 from upshift.loading.header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
 from upshift.units import format_bytes
 
 OPENVINO_FILE = "openvino_model.xml"  # as its own tools name it
-FP32_ROOM = 1.5  # over the weights: exporting a Llama of 134 M parameters for OpenVINO held 1.26 of them beside the libraries
+ROOM = 1.5  # over the weights: exporting a Llama of 134 M parameters for OpenVINO held 1.26 of them beside the libraries
 
 
 def find_weights(model: str) -> ModelSource:
@@ -57,15 +58,44 @@ def weights_size(source: ModelSource) -> int:
     return sum(path.stat().st_size for path in weight_files(source))
 
 
-def check_room(source: ModelSource, host: Host) -> None:
-    """Raises NothingFits where the model in fp32, which every race begins with, does not fit into free memory."""
-    free = None if host.cpu is None else host.cpu.free_memory_bytes
-    needed = FP32_ROOM * (4 * _parameters(source) if stored_for(source) is None else weights_size(source))
+def computing_host(stored: EngineName | None = None) -> Host:
+    """This machine with the GPU that torch computes on, else with its CPU alone; so, too, for weights that another loads."""
+    import torch
+
+    host = detect()
+    if host.device == "cuda" and stored in (None, "torch") and torch.cuda.is_available():
+        return host.one_device()
+    return host.cpu_alone()
+
+
+def free_memory(host: Host) -> int | None:
+    """Of what computes."""
+    device = host.gpu or host.cpu
+    return None if device is None else device.free_memory_bytes
+
+
+def reference_precision(source: ModelSource, host: Host) -> Precision:
+    """What transformers computes in at the start of a race: fp32; on a GPU that has no room for it 16 bits."""
+    free = free_memory(host)
+    if host.gpu is None or free is None or _needed(source, "fp32") <= free:
+        return "fp32"
+    return "fp16" if host.supports("bf16") is False else "bf16"
+
+
+def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
+    """Raises NothingFits where what every race begins with does not fit into free memory."""
+    free, needed = free_memory(host), _needed(source, reference)
     if free is not None and needed > free:
         raise NothingFits(
-            f"running {source.reference!r} takes {format_bytes(needed)}, as a race begins with transformers in fp32, and "
+            f"running {source.reference!r} takes {format_bytes(needed)}, as a race begins with transformers in {reference}, and "
             f"{format_bytes(free)} of memory is free; free some, or look what fits where: upshift plan MODEL --generate"
         )
+
+
+def _needed(source: ModelSource, precision: Precision) -> int:
+    if stored_for(source) is not None:
+        return round(ROOM * weights_size(source))
+    return round(ROOM * (4 if precision == "fp32" else 2) * _parameters(source))
 
 
 def _parameters(source: ModelSource) -> int:

@@ -47,7 +47,7 @@ def find_safetensors(folder: Path) -> Checkpoint:
     """
     if isfile(folder / WEIGHTS) or not isfile(folder / INDEX):
         if not isfile(folder / WEIGHTS) and (pickles := pickles_in(folder)):
-            raise RequestError(f"{folder} has {pickles} and no {WEIGHTS}; write it once as safetensors: upshift convert")
+            raise RequestError(f"{folder} has {pickles} and no {WEIGHTS}; write it once as safetensors: upshift shard")
         return _gathered(folder, {inside(folder, WEIGHTS): None})
     shards = read_index(folder / INDEX)
     return _gathered(folder, {inside(folder, name): tensors for name, tensors in shards.items()})

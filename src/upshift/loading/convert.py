@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 import transformers
+from torch import Tensor
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
@@ -26,6 +27,7 @@ from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
 CHOICES = ("bfloat16", "float16", "float32")
+FRACTIONS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # what is converted
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DTYPE_KEYS = ("dtype", "torch_dtype")  # in a config.json: the name of today, and the one before
 
@@ -47,7 +49,7 @@ def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewr
     job = Rewrite(
         words=f"convert {model} to {dtype}",
         folder=folder,
-        tensors=[_converted(tensor, chosen[name], noted) for name, tensor in checkpoint.tensors.items()],
+        tensors=[_converted(tensor, chosen.get(name), noted) for name, tensor in checkpoint.tensors.items()],
         sources=(*checkpoint.files, config),
         metadata={**METADATA, **checkpoint.metadata},
         copies=copies,
@@ -72,22 +74,20 @@ def said_in(config: Mapping[str, Any], dtype: str) -> bytes:
 
 
 def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of every stored tensor. A class that transformers does not have keeps nothing in fp32 that could be known."""
-    chosen = {name: dtype if DTYPES[tensor.dtype].is_floating_point else DTYPES[tensor.dtype] for name, tensor in checkpoint.tensors.items()}
+    """Of every tensor that is converted. What a class keeps in fp32 that transformers does not have cannot be known."""
+    chosen = {name: dtype for name, tensor in checkpoint.tensors.items() if tensor.dtype in FRACTIONS}
     if source.config["model_type"] in transformers.CONFIG_MAPPING:
         config = read_config(source)
         model = build_empty(class_of(config, source), config, dtype)
         names = map_names(model, checkpoint.tensors)
         filling = Filling(model, checkpoint.tensors, names, dtype=dtype)
         for group in names.groups:
-            for _, name in group.sources:
-                if chosen[name].is_floating_point:
-                    chosen[name] = filling.dtype_of(group.target)
+            chosen |= {name: filling.dtype_of(group.target) for _, name in group.sources if name in chosen}
     return chosen
 
 
-def _converted(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> NewTensor:
-    if DTYPES[stored.dtype] == dtype:
+def _converted(stored: StoredTensor, dtype: torch.dtype | None, noted: dict[str, int]) -> NewTensor:
+    if dtype is None or DTYPES[stored.dtype] == dtype:
         return copy_of(stored)
     return NewTensor(stored.name, NAMES[dtype], stored.shape, partial(_pieces, stored, dtype, noted))
 
@@ -100,6 +100,11 @@ def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> 
         after = before.to(dtype)
         if dtype == torch.float16:
             infinite += int(after.isinf().sum() - before.float().isinf().sum())
-        yield memoryview(after.view(torch.uint8).numpy())
+        yield bytes_of(after)
     if infinite:
         noted[stored.name] = infinite
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Without a copy where it is contiguous."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

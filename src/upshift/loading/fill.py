@@ -19,6 +19,7 @@ from transformers.utils.loading_report import LoadStateDictInfo
 from upshift.errors import RequestError
 from upshift.loading.header import StoredTensor
 from upshift.loading.names import Group, Names, convert, filled
+from upshift.loading.staging import Staging
 from upshift.loading.tensors import dtype_of, read_into, read_tensor, shape_of
 
 READERS = 2  # one waits for the disk while another converts
@@ -35,7 +36,7 @@ class Filling:
         quantizer: Any = None,
     ) -> None:  # fmt: skip
         self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
-        self._empty = model.state_dict()
+        self._empty, self._staging = model.state_dict(), Staging()
         self._dtypes = model._get_dtype_plan(dtype)
         self._kept = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
         self.info = LoadStateDictInfo(
@@ -103,7 +104,10 @@ class Filling:
         if device.type == "cpu" and dtype_of(stored) == dtype:
             return read_tensor(stored)
         made = torch.empty(shape_of(stored), dtype=dtype, device=device)
-        read_into(stored, made)
+        if device.type == "cuda":
+            self._staging.read_into(stored, made)
+        else:
+            read_into(stored, made)
         return made
 
     def _is_plain(self, group: Group) -> bool:

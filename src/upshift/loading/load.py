@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import ExitStack
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
@@ -18,7 +19,7 @@ from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.auto_factory import _get_model_class
 from transformers.monkey_patching import patch_output_recorders
 
-from upshift.errors import RequestError
+from upshift.errors import MissingExtra, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.probe import memory_rate
 from upshift.loading.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
@@ -32,6 +33,10 @@ from upshift.models.build import choose_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
+QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of pip install 'upshift[...]'
+    "int8": ("torchao", "quant"),
+    "int4": ("bitsandbytes", "bitsandbytes"),  # torchao 0.18 packs 4 bits for GPUs alone
+}
 DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -47,7 +52,7 @@ def load_model(
 
     Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:
-        if (device_map, max_memory, quantize, model_class) != (None, None, None, None):
+        if (device_map, max_memory, offload_folder, quantize, model_class) != (None, None, None, None, None):
             raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
         return load_gguf(Path(model), dtype=dtype)
     source = find_model(model)
@@ -65,8 +70,8 @@ def load_source(
     source: ModelSource, *, dtype: str | torch.dtype | None = None, where: Where | None = None, quantize: Quantized | None = None,
     model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    if quantize not in (None, "int8", "int4"):
-        raise RequestError(f"quantize={quantize!r} is not known; use int8 or int4")
+    if quantize is not None and quantize not in QUANTIZERS:
+        raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
     check_not_quantized(quantize, where and where.device_map)
@@ -77,7 +82,7 @@ def load_source(
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
         if where is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
-        return kind.from_pretrained(source.directory, dtype=dtype or "auto", use_safetensors=True)
+        return _load_quantized(source, kind, dtype)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
     made = _set_dtype(config, dtype, checkpoint)
@@ -94,6 +99,14 @@ def load_source(
     filling.run(progress=progress)
     finish(filling, source, {"": "cpu"}, quantizer)
     return model
+
+
+def _load_quantized(source: ModelSource, kind: type[PreTrainedModel], dtype: str | torch.dtype | None) -> PreTrainedModel:
+    """How scales belong to codes is known to transformers and the library alone, for each of some twenty methods."""
+    try:
+        return kind.from_pretrained(source.directory, dtype=dtype or "auto", use_safetensors=True)
+    except ImportError as error:
+        raise RequestError(f"{source.reference!r} does not load: {' '.join(str(error).split())}") from None
 
 
 def place_source(source: ModelSource, *, dtype: str | None = None, where: Where) -> Placement:
@@ -167,13 +180,16 @@ def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkp
 def _quantizer(kind: Quantized) -> Any:
     from transformers.quantizers import AutoHfQuantizer
 
+    library, extra = QUANTIZERS[kind]
+    if find_spec(library) is None:
+        raise MissingExtra(library=library, extra=extra, purpose=f"quantize={kind}")
     quantizer = AutoHfQuantizer.from_config(quantized_config(kind), pre_quantized=False)
     quantizer.validate_environment(device_map={"": "cpu"})
     return quantizer
 
 
 def quantized_config(kind: Quantized) -> Any:
-    """8 bits by torchao, scaled by output; 4 bits by bitsandbytes (NF4), as torchao 0.18 packs 4 bits for GPUs only."""
+    """8 bits scaled by output; 4 bits as NF4."""
     if kind == "int4":
         from transformers import BitsAndBytesConfig
 

@@ -32,6 +32,7 @@ ADAPTER = "default"  # its name in the peft model
 BLOCK_BYTES = 32 * MIB  # of fp32: a merge holds up to four of them
 ROUND_ROWS = 64  # no block is a few rows only, of which matrix products are computed in another order
 
+Layers = defaultdict[int, list[Any]]
 Rows = Callable[[int, int], Tensor]  # of a base weight: from, to
 
 
@@ -79,7 +80,7 @@ class Adapted:
             warnings.simplefilter("ignore")  # said to people who train
             try:
                 model = PeftModel(self._model, config, ADAPTER, low_cpu_mem_usage=True)
-                model.register_load_state_dict_pre_hook(_make_room)
+                model.register_load_state_dict_pre_hook(_make_room)  # type: ignore[no-untyped-call]
                 result = model.load_adapter(str(folder), ADAPTER, torch_device="cpu")
             except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
                 raise _unfit(config, folder, " ".join(str(error).split())[:300]) from error
@@ -89,16 +90,18 @@ class Adapted:
         if left:
             raise _unfit(config, folder, f"the adapter lacks {left[0]}")
 
-    def _changes(self, slots: dict[tuple[nn.Module, str], int], folder: Path) -> tuple[dict[int, list[Any]], dict[int, list[Any]]]:
+    def _changes(self, slots: dict[tuple[nn.Module, str], int], folder: Path) -> tuple[Layers, Layers]:
         """peft's layers by the weight, and by the bias, that they change."""
-        layers: dict[int, list[Any]] = defaultdict(list)
-        biases: dict[int, list[Any]] = defaultdict(list)
+        layers: Layers = defaultdict(list)
+        biases: Layers = defaultdict(list)
         for name, layer in self._model.named_modules():
             if not isinstance(layer, BaseTunerLayer):
                 continue
             base: Any = layer.get_base_layer()
             if not isinstance(layer, Linear | Embedding | ParamWrapper | _ConvNd):
-                raise RequestError(f"{folder} adapts {name}, a {type(base).__name__}, which upshift merge does not; merge it with peft")
+                raise RequestError(
+                    f"{folder} adapts {name}, a {type(base).__name__}, which upshift merge does not know; merge it with peft"
+                )
             layers[slots[base, getattr(layer, "parameter_name", "weight")]].append(layer)
             if layer.lora_bias.get(ADAPTER):
                 if (base, "bias") not in slots:
@@ -114,15 +117,16 @@ class Adapted:
         for step in path:
             module = getattr(module, step)
             while isinstance(module, ModulesToSaveWrapper | BaseTunerLayer):
-                is_copy |= isinstance(module, ModulesToSaveWrapper)
-                module = module.modules_to_save[ADAPTER] if isinstance(module, ModulesToSaveWrapper) else module.base_layer
+                copies = getattr(module, "modules_to_save", None)
+                is_copy |= copies is not None
+                module = getattr(module, "base_layer", None) if copies is None else copies[ADAPTER]
         return getattr(module, last), is_copy
 
 
-def _make_room(model: nn.Module, state_dict: dict[str, Tensor], *_: object) -> None:
-    """For what is about to be read, adapter or not. peft's own way of reading into an empty model leaves it on the meta device."""
+def _make_room(model: nn.Module, state_dict: dict[str, Tensor], *_: Any) -> None:
+    """For what is about to be read. peft's own way of reading into an empty model leaves it on the meta device."""
     for name in state_dict:
-        path, _, last = name.rpartition(".")
+        path, last = name.rpartition(".")[::2]
         try:
             module = model.get_submodule(path)
         except AttributeError:
@@ -187,7 +191,8 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
     try:
         with torch.no_grad():
             layer.merge(adapter_names=[ADAPTER])
-        return getattr(base, name).detach()
+        merged: Tensor = getattr(base, name).detach()
+        return merged
     finally:
         setattr(base, name, empty)
         layer.lora_bias[ADAPTER] = has_bias

@@ -54,13 +54,13 @@ def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) 
 
 
 def _free(host: Host) -> dict[str, int | None]:
-    gpus = [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
+    gpus: list[Gpu | None] = [*host.mixed_gpus] or [host.gpu] * host.gpus_per_node
     found = {f"{host.device}:{number}": _usable(gpu) for number, gpu in enumerate(gpus)}
     return found | {"cpu": _usable(host.cpu)}
 
 
 def _usable(part: Gpu | Cpu | None) -> int | None:
-    num_bytes = part and (part.free_memory_bytes or part.memory_bytes)
+    num_bytes = None if part is None else part.free_memory_bytes or part.memory_bytes
     return None if num_bytes is None else int(USABLE_SHARE * num_bytes)
 
 

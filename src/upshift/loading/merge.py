@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
+from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,13 +18,14 @@ from transformers import PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
+from upshift.loading.convert import NAMES, bytes_of
 from upshift.loading.header import StoredTensor, read_header, shown
 from upshift.loading.load import build_empty, class_of
 from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
 from upshift.loading.names import Names, filled, map_names
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
-from upshift.loading.tensors import DTYPES, read_into
-from upshift.loading.writing import NewTensor, copy_of
+from upshift.loading.tensors import DTYPES, dtype_of, read_into
+from upshift.loading.writing import NewTensor, copy_of, stored_pieces
 from upshift.models.build import read_config
 from upshift.models.source import ADAPTER_FILE, ModelSource, find_model
 
@@ -36,7 +38,8 @@ ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece", "sentencepiece")
 CLASSES = {  # as peft's AutoPeftModel classes choose
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM", "SEQ_CLS": "AutoModelForSequenceClassification",
-    "TOKEN_CLS": "AutoModelForTokenClassification", "QUESTION_ANS": "AutoModelForQuestionAnswering", "FEATURE_EXTRACTION": "AutoModel",
+    "TOKEN_CLS": "AutoModelForTokenClassification", "QUESTION_ANS": "AutoModelForQuestionAnswering",
+    "FEATURE_EXTRACTION": "AutoModel",
 }  # fmt: skip
 PLAIN_STARTS = (True, False, "gaussian", "eva", "orthogonal")  # init_lora_weights that leave the base model as it is
 UNMERGEABLE = {  # fields of peft's LoraConfig
@@ -45,7 +48,13 @@ UNMERGEABLE = {  # fields of peft's LoraConfig
     "layer_replication": "makes layers that the base model has not",
     "trainable_token_indices": "trains some rows of the embedding, which upshift merge does not know",
 }
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Merged:
+    tensors: list[NewTensor]  # under the names that they are stored by
+    is_untied: bool  # weights that were tied are so no more
+    lost: dict[str, int]  # weights that neither the base model nor the adapter has, and their sizes
 
 
 def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
@@ -54,20 +63,21 @@ def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
     lora = _read_adapter(folder)
     source, base = find_model_folder(str(lora.base_model_name_or_path))
     if "quantization_config" in source.config:
-        raise RequestError(f"the weights of {source.reference!r} are quantized; name the model that they were made from in {ADAPTER_FILE}")
+        raise RequestError(f"the weights of {source.reference!r} are quantized; name what they were made from in {ADAPTER_FILE}")
     checkpoint = find_checkpoint(base)
     model = _build(source, lora, checkpoint)
-    tensors, untied = _merged(model, lora, folder, checkpoint)
+    merged = _merged(model, lora, folder, checkpoint)
     copies = small_files(base) | {name: file for name, file in small_files(folder).items() if name.startswith(TOKENIZER)}
     config = copies.pop(CONFIG)
     job = Rewrite(
         words=f"merge {adapter}",
         folder=base,
-        tensors=tensors,
+        tensors=merged.tensors,
         sources=(*checkpoint.files, config, folder / ADAPTER_WEIGHTS, folder / ADAPTER_FILE),
         metadata={**METADATA, **checkpoint.metadata},
         copies=copies,
-        documents={CONFIG: _config(source.config, model, untied)},
+        documents={CONFIG: _config(source.config, model, merged.is_untied)},
+        noted=merged.lost,
     )
     return rewrite(job, output, progress)
 
@@ -81,9 +91,9 @@ def _read_adapter(folder: Path) -> LoraConfig:
     except ImportError:
         raise MissingExtra(library="peft", extra="peft", purpose="upshift merge") from None
     if said.get("peft_type") != "LORA":
-        raise RequestError(f"{folder} is an adapter of the kind {said.get('peft_type')!r}; upshift merge takes LORA (with DoRA, rsLoRA)")
+        raise RequestError(f"{folder} is an adapter of the kind {said.get('peft_type')!r}; upshift merge takes LORA")
     if not (folder / ADAPTER_WEIGHTS).is_file():
-        raise RequestError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter again as safetensors, with peft's save_pretrained")
+        raise RequestError(f"{folder} has no {ADAPTER_WEIGHTS}; save the adapter again with peft, as safetensors")
     read_header(folder / ADAPTER_WEIGHTS)
     try:
         config: LoraConfig = LoraConfig.from_pretrained(str(folder))
@@ -94,8 +104,8 @@ def _read_adapter(folder: Path) -> LoraConfig:
             raise RequestError(f"{folder} cannot be merged: {name} {reason}")
     if config.init_lora_weights not in PLAIN_STARTS:
         raise RequestError(
-            f"{folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base model, too; save it with "
-            "peft's path_initial_model_for_weight_conversion, and merge that"
+            f"{folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base model, too; save it "
+            "with peft's path_initial_model_for_weight_conversion, and merge that"
         )
     config.init_lora_weights, config.inference_mode = False, True  # what is read need not be drawn before
     return config
@@ -109,88 +119,99 @@ def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> Pre
     mapping = getattr(asked, "_model_mapping", None)
     if mapping is not None and type(config) not in mapping:
         asked = None
-    bytes_of: Counter[torch.dtype] = Counter()
+    sizes: Counter[torch.dtype] = Counter()
     for tensor in checkpoint.tensors.values():
-        bytes_of[DTYPES[tensor.dtype]] += tensor.nbytes * DTYPES[tensor.dtype].is_floating_point
-    (dtype, _), *_ = bytes_of.most_common(1)
+        sizes[dtype_of(tensor)] += tensor.nbytes * dtype_of(tensor).is_floating_point
+    (dtype, _), *_ = sizes.most_common(1)
     return build_empty(class_of(config, source, asked), config, dtype)
 
 
-def _merged(
-    model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint
-) -> tuple[list[NewTensor], bool]:
-    """The tensors to write, under the names that they were stored by; whether weights that were tied are so no more."""
+def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> Merged:
     from upshift.loading.lora import Adapted
 
     names = map_names(model, checkpoint.tensors)
-    model.tie_weights()
-    parts = Adapted(model, lora, folder).parts
-    _check_fused(model, names, checkpoint, parts)
     targets = {group.sources[0][1]: group.target for group in names.groups if group.converter is None}
-    found, written, origins = [], set(), {}
+    parameters = {name for name, _ in model.named_parameters()}
+    _tie(model, {target: checkpoint.tensors[name] for name, target in targets.items()})
+    parts = Adapted(model, lora, folder).parts
+    fused = _check_fused(model, names, checkpoint, parts)
+    found: list[NewTensor] = []
+    written: set[int] = set()
+    origins: dict[int, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
         part = parts.get(targets.get(name, ""))
-        found.append(copy_of(stored) if part is None or part.is_base else _tensor(name, stored, part))
+        found.append(copy_of(stored) if part is None or part.is_base else _changed(name, stored, part))
         if part is not None:
-            _check_shape(stored, part)
             written.add(part.key)
             origins[part.origin] = stored
-    stored_targets = set(targets.values())
-    for name, part in parts.items():  # a head that the base model has not; a weight that was tied to one with a copy
-        if name not in stored_targets and part.key not in written and (part.given is not None or part.origin in origins):
-            found.append(_tensor(name, origins.get(part.origin), part))
+    lost = {}
+    for name, part in parts.items():
+        if name in targets.values() or name in fused:
+            continue
+        if part.key not in written and (part.given is not None or part.origin in origins):  # of the adapter, or tied no more
+            found.append(_changed(name, origins.get(part.origin), part))
             written.add(part.key)
-    keys: dict[int, set[int]] = {}
-    for part in parts.values():
-        keys.setdefault(part.origin, set()).add(part.key)
-    return found, any(len(different) > 1 for different in keys.values())
+        elif part.key not in written and name in parameters:
+            lost[name] = prod(part.shape)
+    tied = Counter(origin for origin, _ in {(part.origin, part.key) for part in parts.values()})
+    return Merged(found, max(tied.values()) > 1, lost)
 
 
-def _tensor(name: str, stored: StoredTensor | None, part: Part) -> NewTensor:
-    dtype = DTYPES[stored.dtype] if part.given is None and stored is not None else _given(part).dtype
-    return NewTensor(name, NAMES[dtype], part.shape, partial(_pieces, stored, part))
+def _check_fused(model: PreTrainedModel, names: Names, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> set[str]:
+    """The weights that are stored as several, or as parts of one. Raises RequestError where the adapter changes any of them."""
+    shapes = {name: torch.Size(tensor.shape) for name, tensor in checkpoint.tensors.items()}
+    found = set()
+    for group in names.groups:
+        for target in () if group.converter is None else filled(group, shapes, model):
+            if target in parts and not parts[target].is_base:
+                raise RequestError(
+                    f"the adapter changes {target}, which transformers puts together of {len(group.sources)} stored tensors "
+                    f"({group.sources[0][1]}, ...); merge it with peft's merge_and_unload"
+                )
+            found.add(target)
+    return found
 
 
-def _given(part: Part) -> Tensor:
-    assert part.given is not None
-    return part.given
+def _tie(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
+    """As from_pretrained does: weights that are both stored are one if they are the same. ``stored``: by the weight's name."""
+    missing = set(model.state_dict()) - stored.keys()
+    for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
+        if one in stored and other in stored and _are_same(stored[one], stored[other]):
+            missing.add(one)
+    model.tie_weights(missing_keys=missing)
 
 
-def _pieces(stored: StoredTensor | None, part: Part) -> Iterator[memoryview]:
+def _are_same(one: StoredTensor, other: StoredTensor) -> bool:
+    if (one.dtype, one.shape) != (other.dtype, other.shape):
+        return False
+    return all(first == second for first, second in zip(stored_pieces(one), stored_pieces(other), strict=True))
+
+
+def _changed(name: str, stored: StoredTensor | None, part: Part) -> NewTensor:
+    if part.given is not None:
+        return NewTensor(name, NAMES[part.given.dtype], part.shape, partial(_pieces, part, None))
+    assert stored is not None
+    if stored.shape != part.shape:
+        raise RequestError(
+            f"{stored.file}: tensor {shown(stored.name)} is {list(stored.shape)} where config.json says {list(part.shape)}; "
+            "take both from one model"
+        )
+    return NewTensor(name, stored.dtype, part.shape, partial(_pieces, part, stored))
+
+
+def _pieces(part: Part, stored: StoredTensor | None) -> Iterator[memoryview]:
     from upshift.loading.lora import merged_rows
 
     def rows(start: int, stop: int) -> Tensor:
         assert stored is not None
         row = stored.nbytes // stored.shape[0]
-        wanted = replace(stored, shape=(stop - start, *stored.shape[1:]), offset=stored.offset + start * row, nbytes=(stop - start) * row)
-        weight = torch.empty(wanted.shape, dtype=DTYPES[stored.dtype])
-        read_into(wanted, weight)
+        shape, offset, nbytes = (stop - start, *stored.shape[1:]), stored.offset + start * row, (stop - start) * row
+        weight = torch.empty(shape, dtype=DTYPES[stored.dtype])
+        read_into(replace(stored, shape=shape, offset=offset, nbytes=nbytes), weight)
         return weight
 
     for weight in merged_rows(part, rows):
-        yield memoryview(weight.contiguous().view(-1).view(torch.uint8).numpy())
-
-
-def _check_shape(stored: StoredTensor, part: Part) -> None:
-    if not part.is_base and part.given is None and stored.shape != part.shape:
-        raise RequestError(
-            f"{stored.file}: tensor {shown(stored.name)} is {list(stored.shape)} where its config.json says {list(part.shape)}; "
-            "take both from one model"
-        )
-
-
-def _check_fused(model: PreTrainedModel, names: Names, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> None:
-    """Weights that transformers makes of several stored tensors, or several of one, are not stored as the adapter knows them."""
-    shapes = {name: torch.Size(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-    for group in names.groups:
-        if group.converter is None:
-            continue
-        for target in filled(group, shapes, model):
-            if target in parts and not parts[target].is_base:
-                raise RequestError(
-                    f"the adapter changes {target}, which is stored as {len(group.sources)} tensors ({group.sources[0][1]} ...) and put "
-                    "together by transformers; merge it with peft's merge_and_unload"
-                )
+        yield bytes_of(weight)
 
 
 def _config(config: Mapping[str, Any], model: PreTrainedModel, untied: bool) -> bytes:

@@ -36,7 +36,7 @@ def small_files(folder: Path) -> dict[str, Path]:
     found = {file.name: file for file in _files(folder)}
     for name in _modules(folder):
         if any(file.suffix in WEIGHTS for file in (folder / name).iterdir()):
-            raise RequestError(f"{folder} has weights in {name}, too, as {MODULES} says; only a model of one set can be rewritten")
+            raise RequestError(f"{folder} has weights in {name}, too ({MODULES}); only one set of weights can be rewritten")
         found |= {f"{name}/{file.name}": file for file in _files(folder / name)}
     return found
 

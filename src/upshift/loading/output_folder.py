@@ -22,7 +22,7 @@ from upshift.value import Value
 MANIFEST = "upshift_manifest.json"
 PARTIAL = ".partial"  # behind a file's name until it is whole
 SPARE_BYTES = MIB  # of the disk: for index and manifest, and what a file system takes for itself
-FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Manifest(Value):
@@ -47,7 +47,7 @@ class OutputFolder:
         descriptor = self._opened()
         try:
             _lock(descriptor, self.path)
-            self._begin(request, made_of)
+            self._read(request, made_of)
             yield
             os.fsync(descriptor)
         finally:
@@ -66,12 +66,12 @@ class OutputFolder:
         except OSError as error:
             raise RequestError(f"--output {self.path} cannot be used: {error.strerror}; give another folder") from None
 
-    def _begin(self, request: str, made_of: str) -> None:
+    def _read(self, request: str, made_of: str) -> None:
         file = self.path / MANIFEST
         inside = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL)
         if not file.is_file():
             if inside:
-                raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give a folder that is empty or does not exist")
+                raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give an empty folder, or one to be made")
             self.manifest = Manifest(request=request, made_of=made_of, shards={}, noted={})
         else:
             self.manifest = Manifest.from_file(file)
@@ -91,11 +91,14 @@ class OutputFolder:
     def add(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
         """A shard that is whole, from here on also for a later run."""
         shards = {**self.manifest.shards, name: hashes}
-        self.manifest = self.manifest.changed(shards=shards, noted={**self.manifest.noted, **noted})
-        self.save()
+        self._save(self.manifest.changed(shards=shards, noted={**self.manifest.noted, **noted}))
 
-    def save(self) -> None:
-        self.write(MANIFEST, self.manifest.to_json(indent=1).encode())
+    def begin(self) -> None:
+        self._save(self.manifest)
+
+    def _save(self, manifest: Manifest) -> None:
+        self.write(MANIFEST, manifest.to_json(indent=1).encode())
+        self.manifest = manifest
 
     def check_room(self, need: int) -> None:
         free = shutil.disk_usage(self.path).free

@@ -56,7 +56,7 @@ class _Slot:
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
-        self.memory = mmap.mmap(-1, capacity)
+        self.memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.content: Tensor | None = None
 
     def fill(self, piece: Piece, files: dict[Path, int], *, keep: bool) -> None:

@@ -24,7 +24,7 @@ Progress = Callable[[int, int], None]  # bytes that were written or read again, 
 
 @dataclass(frozen=True)
 class Rewrite:
-    words: str  # the request, for messages, and to tell it from others
+    words: str  # the request, for messages
     folder: Path  # of the input
     tensors: Sequence[NewTensor]  # in the order in which they fill the shards
     sources: Sequence[Path]  # every file that their bytes come from
@@ -35,11 +35,11 @@ class Rewrite:
     noted: dict[str, int] = field(default_factory=dict)  # filled while pieces are made
 
     def identity(self) -> str:
-        """The same request on the same files. A file that was written again counts as another one."""
+        """The same for the same output of the same files. A file that was written again counts as another one."""
         stats = [(str(file.absolute()), file.stat()) for file in (*self.sources, *self.copies.values())]
         made_of = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors]
-        said = repr((self.words, self.max_shard_bytes, made_of, tensors, sorted(self.documents.items())))
+        said = repr((self.max_shard_bytes, made_of, tensors, sorted(self.documents.items())))
         return hashlib.sha256(said.encode()).hexdigest()
 
 
@@ -62,7 +62,7 @@ def rewrite(job: Rewrite, output: Path, progress: Progress) -> Rewritten:
     shards = split(job.tensors, job.max_shard_bytes)
     folder = OutputFolder(output)
     with folder.claimed(request=job.words, made_of=job.identity()):
-        kept = _check_kept(folder, shards, job.metadata)
+        kept = _check_kept(folder, shards, job.metadata, [*job.copies.values()])
         with folder.stoppable(len(shards)):
             _write(job, folder, shards, progress)
     return Rewritten(
@@ -94,7 +94,9 @@ def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTen
     return {f"{stem}-{number:05d}-of-{len(found):05d}{suffix}": in_order(part) for number, part in enumerate(found, start=1)}
 
 
-def _check_kept(folder: OutputFolder, shards: Mapping[str, list[NewTensor]], metadata: Mapping[str, str]) -> int:
+def _check_kept(
+    folder: OutputFolder, shards: Mapping[str, list[NewTensor]], metadata: Mapping[str, str], copies: Sequence[Path]
+) -> int:
     """How many shards need not be written again. They were read after they were written; now their headers are looked at."""
     need = 0
     for name, tensors in shards.items():
@@ -106,7 +108,7 @@ def _check_kept(folder: OutputFolder, shards: Mapping[str, list[NewTensor]], met
                     continue
         folder.drop(name)
         need += size
-    folder.check_room(need)
+    folder.check_room(need and need + sum(file.stat().st_size for file in copies))
     return len(folder.manifest.shards)
 
 
@@ -122,7 +124,7 @@ def _write(job: Rewrite, folder: OutputFolder, shards: Mapping[str, list[NewTens
         done += count
         progress(done, total)
 
-    folder.save()
+    folder.begin()
     for name, tensors in shards.items():
         if name in folder.manifest.shards:
             told(2 * _bytes(tensors))

@@ -73,7 +73,7 @@ def read_into(stored: StoredTensor, destination: Tensor) -> None:
     flat = destination.view(-1)
     if destination.dtype == dtype:
         stored, dtype, flat = replace(stored, dtype="U8", shape=(stored.nbytes,)), torch.uint8, flat.view(torch.uint8)
-    with _Open(stored) as source:
+    with OpenFile(stored) as source:
         if flat.dtype == dtype and flat.device.type == "cpu":
             source.fill(flat, stored.offset)
             return
@@ -86,11 +86,11 @@ def read_into(stored: StoredTensor, destination: Tensor) -> None:
             flat[start : start + size].copy_(read_tensor(part))  # a mapping converts faster than a copy of the bytes
 
 
-class _Open:
+class OpenFile:
     def __init__(self, stored: StoredTensor) -> None:
         self._stored = stored
 
-    def __enter__(self) -> _Open:
+    def __enter__(self) -> OpenFile:
         try:
             self._descriptor = os.open(self._stored.file, os.O_RDONLY)
         except OSError as error:

@@ -80,18 +80,24 @@ def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, 
     with path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(header_of(tensors, metadata)))
         for tensor in tensors:
-            digest, written = hashlib.sha256(), 0
+            digest, start = hashlib.sha256(), file.tell()
             for piece in tensor.pieces():
                 digest.update(piece)
                 write_all(file.fileno(), piece)
-                written += len(piece)
+                _let_go(file.fileno())
                 told(len(piece))
-            assert written == tensor.nbytes, f"{tensor.name}: {written} bytes of {tensor.nbytes}"
+            assert file.tell() - start == tensor.nbytes, f"{tensor.name}: {file.tell() - start} bytes of {tensor.nbytes}"
             hashes[tensor.name] = digest.hexdigest()
         os.fsync(file.fileno())
-        with suppress(AttributeError, OSError):  # so that reading it again asks the disk; not every system can
-            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        _let_go(file.fileno())
     return hashes
+
+
+def _let_go(descriptor: int) -> None:
+    """The system begins to write what it holds of the file, rather than at the end, and forgets what is written: reading the file
+    again asks the disk."""
+    with suppress(AttributeError, OSError):  # not every system, and not every file system, can
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:

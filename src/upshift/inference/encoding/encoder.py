@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, read_limit, read_quality
 from upshift.inference.contestant import Contest, Run
@@ -21,7 +20,7 @@ from upshift.inference.forecast import forecast_encoding
 from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
-from upshift.inference.weights import find_plain_weights
+from upshift.inference.weights import computing_host, find_plain_weights
 from upshift.models.build import read_config
 
 SAMPLE_TEXTS = 128  # of a race
@@ -51,9 +50,9 @@ class Encoder:
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-latency-ms", max_latency_ms))
         self.source = find_plain_weights(model)
-        self._engine = None if engine is None else check_engine("encode", engine, self.source)
+        self.host: Host = computing_host()
+        self._engine = None if engine is None else check_engine("encode", engine, self.source, self.host)
         recipe = read_recipe(self.source)
-        self.host: Host = detect().cpu_alone()
         self.tokens = Tokens(self.source, recipe)
         self.recipe: Recipe = recipe.changed(special=self.tokens.special()) if recipe.output == "token scores" else recipe
         self._on_run = on_run

@@ -8,7 +8,6 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.hardware import detect
 from upshift.inference.bounds import Limits, read_limit, read_quality
 from upshift.inference.contestant import Contest, Run
 from upshift.inference.engines import build_engine, check_engine
@@ -24,7 +23,7 @@ from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
-from upshift.inference.weights import engine_folder, find_weights, stored_for
+from upshift.inference.weights import computing_host, engine_folder, find_weights, free_memory, stored_for
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -64,15 +63,15 @@ class Generator:
         self.limits = Limits(ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms))
         self.source = find_weights(model)
         self.task = generation_task(self.source)
-        self._engine = None if engine is None else check_engine(self.task, engine, self.source)
         stored = stored_for(self.source)
+        self.host = computing_host(stored)
+        self._engine = None if engine is None else check_engine(self.task, engine, self.source, self.host)
         if stored is not None:
-            check_engine(self.task, stored, self.source)
+            check_engine(self.task, stored, self.source, self.host)
             if engine not in (None, stored):
                 raise RequestError(f"the weights of {model!r} are stored for {stored}; --engine {engine} cannot load them")
         self._start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
-        self.host = detect().cpu_alone()
         self.race: Race | None = None
         self._longest = positions(self.source)
         self._on_run = on_run
@@ -141,8 +140,8 @@ class Generator:
 
     def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
         """Sequences whose cache fits beside the model."""
-        cpu = detect().cpu
-        free = CACHE_SHARE * (cpu.free_memory_bytes if cpu is not None and cpu.free_memory_bytes is not None else math.inf)
+        known = free_memory(computing_host(stored_for(self.source)))
+        free = CACHE_SHARE * (math.inf if known is None else known)
         one = cache_bytes(self.source) * (max(len(prompt) for prompt in ids) + options.max_new_tokens)
         return max(min(len(ids), int(min(free / one, MANY))), 1)
 

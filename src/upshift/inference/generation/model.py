@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
 from upshift.errors import RequestError
-from upshift.inference.setup import Precision, Task
+from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
@@ -59,17 +60,14 @@ def cache_bytes(source: ModelSource) -> int:
     return 2 * 4 * int(text.num_hidden_layers * heads * width)
 
 
-def load_model(source: ModelSource, precision: Precision) -> Any:
-    import torch
+def load_model(source: ModelSource, precision: Precision, device: Device = "cpu") -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-    assert source.directory is not None
+    from upshift.inference.torch_computing import DTYPES
+    from upshift.loading.load import load_source
+
     kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
-    dtype = "auto" if precision == "stored" else torch.bfloat16 if precision == "bf16" else torch.float32
-    try:
-        return kind.from_pretrained(source.directory, dtype=dtype).eval()
-    except ImportError as error:  # of what quantized weights need
-        raise RequestError(f"{source.reference!r} does not load: {error}") from None
+    return load_source(source, dtype=DTYPES.get(precision, "auto"), model_class=kind).to(device)
 
 
 def weight_bytes(source: ModelSource, model: Any) -> int:
@@ -79,7 +77,7 @@ def weight_bytes(source: ModelSource, model: Any) -> int:
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
-def plain_cache(past: tuple[Any, ...] = ()) -> Any:
+def plain_cache(past: Sequence[Any] = ()) -> Any:
     """Keys and values of all tokens, also where a layer looks back less far: its mask says so. ``past``: keys and values of
     the first layer, then of the next."""
     from transformers.cache_utils import DynamicCache, DynamicLayer

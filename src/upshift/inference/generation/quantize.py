@@ -14,7 +14,7 @@ from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import detect
@@ -82,7 +82,7 @@ def choose_engine(source: ModelSource, bits: Bits, asked: str | None) -> EngineN
     """OpenVINO where it is installed, as it is what is fast on a CPU. Raises RequestError for what is not possible."""
     if asked is not None and asked not in WRITERS:
         raise RequestError(f"--engine {asked!r} writes no weights here; use one of {', '.join(WRITERS)}")
-    name = check_engine("generate", asked or ("openvino" if is_installed("openvino") else "torch"), source)
+    name = check_engine("generate", asked or ("openvino" if is_installed("openvino") else "torch"), source, detect().cpu_alone())
     library, extra = ("torchao", "quant") if bits == 8 else ("bitsandbytes", "bitsandbytes")
     if name == "torch" and find_spec(library) is None:
         raise MissingExtra(library=library, extra=extra, purpose=f"--engine torch --bits {bits}")
@@ -99,21 +99,11 @@ def check_output(output: Path, *, overwrite: bool) -> None:
 def _write_torch(source: ModelSource, fitted: list[list[int]], bits: Bits, folder: Path) -> int:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(source.directory, dtype="auto", quantization_config=_torch_config(bits))
-    model.save_pretrained(folder)
+    from upshift.loading.load import load_source
+
+    load_source(source, quantize="int4" if bits == 4 else "int8", model_class=AutoModelForCausalLM).save_pretrained(folder)
     _copy_beside(source, folder, leave=("config.json",))
     return 0
-
-
-def _torch_config(bits: Bits) -> Any:
-    if bits == 4:
-        from transformers import BitsAndBytesConfig
-
-        return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4")
-    from torchao.quantization import Int8WeightOnlyConfig
-    from transformers import TorchAoConfig
-
-    return TorchAoConfig(Int8WeightOnlyConfig())
 
 
 def _write_openvino(source: ModelSource, fitted: list[list[int]], bits: Bits, folder: Path) -> int:

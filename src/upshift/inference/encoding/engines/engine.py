@@ -50,9 +50,11 @@ def load_forward(source: ModelSource, recipe: Recipe) -> Any:
     import torch
     from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+    from upshift.loading.load import load_source
+
     kinds = {"class scores": AutoModelForSequenceClassification, "token scores": AutoModelForTokenClassification}
     kind: Any = kinds.get(recipe.output, AutoModel)
-    model = kind.from_pretrained(source.directory, dtype=torch.float32).eval()
+    model = load_source(source, dtype=torch.float32, model_class=kind)
 
     class Forward(torch.nn.Module):
         def __init__(self) -> None:

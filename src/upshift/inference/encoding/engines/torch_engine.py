@@ -9,18 +9,17 @@ import torch
 
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, load_forward
-from upshift.inference.torch_computing import computing
+from upshift.inference.torch_computing import DTYPES, computing
 
 
 class TorchEngine:
     def __init__(self, build: Build) -> None:
         self.setup = build.setup
-        self.forward = load_forward(build.source, build.recipe)
-        if build.setup.precision == "bf16":
-            self.forward = self.forward.to(torch.bfloat16)
+        self.forward = load_forward(build.source, build.recipe).to(build.setup.device, DTYPES[build.setup.precision])
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:
             with computing(self.setup):
-                found = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask))
-            yield batch, found.float().numpy()
+                ids, mask = (torch.from_numpy(array).to(self.setup.device) for array in (batch.ids, batch.mask))
+                found = self.forward(ids, mask)
+            yield batch, found.float().cpu().numpy()

@@ -20,7 +20,7 @@ class TorchDecoder:
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_model(build.source, build.setup.precision)
+        self.model = load_model(build.source, build.setup.precision, build.setup.device)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self.padding = Padding()
@@ -32,11 +32,12 @@ class TorchDecoder:
         if prefix:
             cache = plain_cache()
             self._compute(remainder([prefix], 0), cache)
-            self._prefix = [states.float().numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
+            self._prefix = [states.float().cpu().numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
 
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         left = remainder(prompts, self._prefix[0].shape[2] if self._prefix else 0)
-        cache = plain_cache(tuple(torch.from_numpy(left.place(states)).to(self.model.dtype) for states in self._prefix))
+        past = [torch.from_numpy(left.place(states)).to(self.model.device, self.model.dtype) for states in self._prefix]
+        cache = plain_cache(past)
         logits = self._compute(left, cache)
         if self.padding.rows:
             dropped, before, behind = self.padding.admit(left.mask)
@@ -55,7 +56,7 @@ class TorchDecoder:
     def keep(self, rows: list[int]) -> None:
         self.padding.keep(rows)
         if rows:
-            self.cache.batch_select_indices(torch.tensor(rows))
+            self.cache.batch_select_indices(torch.tensor(rows, device=self.model.device))
         else:
             self.cache = plain_cache()
 
@@ -65,17 +66,22 @@ class TorchDecoder:
         return logits
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any) -> np.ndarray:
-        given = {
-            "input_ids": torch.from_numpy(ids),
-            "attention_mask": torch.from_numpy(mask),
-            "position_ids": torch.from_numpy(places),
-            "past_key_values": cache,
-            "use_cache": True,
-            "logits_to_keep": 1,
-        }
+        given = [torch.from_numpy(array).to(self.model.device) for array in (ids, mask, places)]
         with computing(self.setup):
-            logits = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits
-        found: np.ndarray = logits[:, -1].float().numpy()
+            return self._told(self._logits(*given, cache))
+
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor, cache: Any) -> torch.Tensor:
+        """Of the last token of each row, [R, V]."""
+        given = {
+            "input_ids": ids, "attention_mask": mask, "position_ids": places,
+            "past_key_values": cache, "use_cache": True, "logits_to_keep": 1,
+        }  # fmt: skip
+        found: torch.Tensor = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits[:, -1]
+        return found
+
+    @staticmethod
+    def _told(logits: torch.Tensor) -> np.ndarray:
+        found: np.ndarray = logits.float().cpu().numpy()
         return found
 
 

@@ -21,7 +21,7 @@ class TorchSeq2Seq:
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_model(build.source, build.setup.precision)
+        self.model = load_model(build.source, build.setup.precision, build.setup.device)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._start = start_token(build.source)
         self.keep([])
@@ -29,24 +29,25 @@ class TorchSeq2Seq:
     def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
         """Encoders, too, may count positions from the first token: padding goes to the right."""
         ids, mask = padded_rows(prompts)
-        self._mask = torch.from_numpy(mask)
+        self._mask = torch.from_numpy(mask).to(self.model.device)
         with computing(self.setup):
-            found = self.model.get_encoder()(input_ids=torch.from_numpy(ids), attention_mask=self._mask)
+            found = self.model.get_encoder()(input_ids=torch.from_numpy(ids).to(self.model.device), attention_mask=self._mask)
         self._output, self._encoded = type(found), found.last_hidden_state
         return self.step(np.full(len(ids), self._start))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         with computing(self.setup):
+            ids = torch.from_numpy(tokens[:, None]).to(self.model.device)
             logits = self.model(
                 encoder_outputs=self._output(last_hidden_state=self._encoded), attention_mask=self._mask,
-                decoder_input_ids=torch.from_numpy(tokens)[:, None], past_key_values=self._cache, use_cache=True,
+                decoder_input_ids=ids, past_key_values=self._cache, use_cache=True,
             ).logits  # fmt: skip
-        found: np.ndarray = logits[:, -1].float().numpy()
+        found: np.ndarray = logits[:, -1].float().cpu().numpy()
         return found
 
     def keep(self, rows: list[int]) -> None:
         if rows:
-            kept = torch.tensor(rows)
+            kept = torch.tensor(rows, device=self.model.device)
             self._encoded, self._mask = self._encoded[kept], self._mask[kept]
             self._cache.batch_select_indices(kept)
             return
