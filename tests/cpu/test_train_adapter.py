@@ -225,7 +225,7 @@ def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
         (("weight_offload=host",), "from files on a disk whose rate was measured"),
         (("weight_offload=disk", "torch_compile=layer", "num_processes=1"), "use torch_compile=off"),
         (("weight_offload=disk", "num_processes=2"), "use num_processes=1"),
-        (("weight_offload=disk", "activation_checkpointing=2", "recompute_granularity=selective"), "use recompute_granularity=full"),
+        (("weight_offload=disk", "activation_checkpointing=2", "recompute_granularity=selective"), "recompute_granularity=full"),
     ):
         plain = () if any("torch_compile" in one for one in fixed) else CHEAP
         with pytest.raises(RequestError, match=words):

@@ -109,10 +109,8 @@ def prepare_run(
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     _check_trainable(source, from_config=from_config)
     of_model = {"model_reference": model, "from_config": from_config, "lora_rank": lora_rank, "load_in_4bit": load_in_4bit}
-    data = prepare_data(
-        source, data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column,
-        progress=watcher.tokenizing,
-    )  # fmt: skip
+    how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
+    data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
     host = find_host(None).one_device()  # several GPUs are planned for, not trained on yet
     given = _given_plan(plan_file, resume_from, host=host, source=source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
