@@ -14,7 +14,7 @@ from upshift.planning.cost.rates import host_link
 from upshift.planning.plan import Plan
 
 PASSES = 2  # forward and backward; what is recomputed is there already when its backward pass begins
-BUFFERS = 2
+BUFFERS = 2  # what is in them where a pass ends begins the next one, which goes the other way
 
 
 class Offloaded(NamedTuple):
@@ -64,5 +64,6 @@ def waiting_seconds(profile: ModelProfile, plan: Plan, host: Host, computed: flo
     rates = {"host": link, "disk": host.disk_bytes_per_second if plan.weight_offload == "disk" else None}
     known = {place: rate for place, rate in rates.items() if rate is not None}
     slowest = min(known, key=lambda place: known[place])  # the two go on at the same time
-    read = PASSES * plan.gradient_accumulation_steps * offloaded(profile, plan).layers / known[slowest]
+    of_plan = offloaded(profile, plan)
+    read = plan.gradient_accumulation_steps * (PASSES * of_plan.layers - of_plan.buffers) / known[slowest]
     return {f"weights from the {slowest}": max(read - computed, 0.0)}
