@@ -88,7 +88,8 @@ def command(
     if as_json:
         sys.stdout.write(json.dumps(planning.document() | answers.document()) + "\n")
         return
-    _print_adapter(lora_rank, load_in_4bit)
+    if lora_rank is not None:
+        show.out.print(adapter_line(lora_rank, load_in_4bit), highlight=False)
     _print(planning, rows=rows)
     answers.print()
 
@@ -106,10 +107,9 @@ def _workload(
     )  # fmt: skip
 
 
-def _print_adapter(lora_rank: int | None, load_in_4bit: bool) -> None:
-    if lora_rank is not None:
-        weights = ", whose weights are stored in NF4" if load_in_4bit else ""
-        show.out.print(f"LoRA of rank {lora_rank} around every linear layer but the head{weights}", highlight=False)
+def adapter_line(lora_rank: int, load_in_4bit: bool) -> str:
+    weights = ", whose weights are stored in NF4" if load_in_4bit else ""
+    return f"LoRA of rank {lora_rank} around every linear layer but the head{weights}"
 
 
 def _print(planning: Planning, *, rows: int) -> None:

@@ -9,7 +9,8 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import show
-from upshift.cli.plan import Allow, GlobalBatch, Json, Model, SequenceLength, Set, split
+from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
+from upshift.record import Record
 from upshift.units import GIB, format_bytes, format_seconds
 
 
@@ -32,6 +33,8 @@ def command(
     eval_steps: Annotated[int, typer.Option("--eval-steps", min=0)] = 0,
     save_steps: Annotated[int, typer.Option("--save-steps", min=0)] = 0,
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
+    lora_rank: LoraRank = None,
+    load_in_4bit: FourBits = False,
     text_column: Annotated[str | None, typer.Option("--text-column")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
     set_: Set = None,
@@ -46,7 +49,8 @@ def command(
     """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
     from upshift.training.run import train
 
-    with RunDisplay(quiet=as_json) as display:
+    adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
+    with RunDisplay(quiet=as_json, title=adapter) as display:
         record = train(
             model, data, output=output, sequence_length=sequence_length, global_batch=global_batch,
             overwrite=overwrite, resume=resume, watcher=display.watcher,
@@ -56,22 +60,26 @@ def command(
                 "eval_steps": eval_steps, "save_steps": save_steps,
             },
             epochs=epochs, plan_file=plan, fixed=tuple(set_ or ()), allow=split(allow), from_config=from_config,
-            text_column=text_column, trial_seconds=trial_seconds,
+            lora_rank=lora_rank, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
         )  # fmt: skip
+    _print(record, as_json=as_json)
+
+
+def _print(record: Record, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(record.to_json() + "\n")
     elif record.predicted is not None and record.measured is not None:
         show.out.print(show.prediction_table(record.predicted, record.measured))
-        show.out.print(f"Held-out loss {show.number(record.measured.evaluation_loss, 4)}. Model saved in {output}")
+        show.out.print(f"Held-out loss {show.number(record.measured.evaluation_loss, 4)}. Model saved in {record.checkpoint}")
 
 
 class RunDisplay:
     """Bars and lines of a run on standard error: tokenizing, tracing, trials, training."""
 
-    def __init__(self, *, quiet: bool = False) -> None:
+    def __init__(self, *, quiet: bool = False, title: str | None = None) -> None:
         from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
-        self.quiet = quiet
+        self.quiet, self.title = quiet, title
         columns = (
             TextColumn("{task.description}"),
             BarColumn(bar_width=24),
@@ -84,6 +92,8 @@ class RunDisplay:
 
     def __enter__(self) -> RunDisplay:
         self.progress.start()
+        if self.title is not None:
+            self._print(self.title)
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -162,6 +162,7 @@ class Host(Value):
     intra_node: Link | None = None  # between the GPUs of a node
     inter_node: Link | None = None  # per node, between nodes
     host_to_device: Link | None = None
+    disk_bytes_per_second: Rate | None = None  # of the disk that a model's weights are read from, where that was measured
     measured: Measured | None = None
     origin: dict[str, str] = {}
 

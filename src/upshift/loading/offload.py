@@ -11,9 +11,10 @@ from __future__ import annotations
 import mmap
 import warnings
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,7 @@ class _Unit:
             raise RequestError("weights on the disk are frozen and cannot be trained; train an adapter around them, such as LoRA")
         if self._inside == 0:
             pieces = self.offload.acquire(self.number)
-            with torch.inference_mode(False):
-                for weight, (piece, start) in zip(self.weights, self.offload.starts[self.number], strict=True):
-                    content = pieces[piece][start : start + weight.stored.nbytes]
-                    weight.parameter.data = content.view(weight.resting.dtype).view(weight.resting.shape)
+            self._place(pieces)
             self._pointers = {piece.data_ptr(): number for number, piece in enumerate(pieces)}
         self._inside += 1
         context: AbstractContextManager[Any] = torch.autograd.graph.saved_tensors_hooks(self._note, _look_up)
@@ -77,9 +75,29 @@ class _Unit:
         self._contexts.pop().__exit__(None, None, None)
         self._inside -= 1
         if self._inside == 0:
-            for weight in self.weights:
-                weight.parameter.data = weight.resting
+            self._rest()
             self.offload.release(self.number)
+
+    def _place(self, pieces: Sequence[Tensor]) -> None:
+        with torch.inference_mode(False):
+            for weight, (piece, start) in zip(self.weights, self.offload.starts[self.number], strict=True):
+                content = pieces[piece][start : start + weight.stored.nbytes]
+                weight.parameter.data = content.view(weight.resting.dtype).view(weight.resting.shape)
+
+    def _rest(self) -> None:
+        for weight in self.weights:
+            weight.parameter.data = weight.resting
+
+    def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
+        """A layer's forward that is made again in the backward pass, where no hook of the layer runs. What it saves are views of
+        the buffer, which is kept until another unit is asked for."""
+        if self._inside:
+            return function(*arguments)
+        self._place(self.offload.again(self.number))
+        try:
+            return function(*arguments)
+        finally:
+            self._rest()
 
     def _note(self, tensor: Tensor) -> Tensor | _Saved:
         piece = self._pointers.get(tensor.untyped_storage().data_ptr()) if tensor.device.type == "cpu" else None
@@ -110,6 +128,7 @@ class Offload:
             self.starts.append([found[weight.stored.name] for weight in unit])
         self.reader = Reader(groups, budget=budget, keep_cached=keep_cached)
         self.units = [_Unit(self, number, weights) for number, weights in enumerate(units)]
+        self.mapped_bytes = 0
         self._backward: tuple[int, list[Tensor]] | None = None
 
     def acquire(self, number: int) -> list[Tensor]:
@@ -155,13 +174,42 @@ def dispatch(
     for module, number in hooked:
         module.register_forward_pre_hook(offload.units[number].enter)
         module.register_forward_hook(offload.units[number].leave, always_call=True)
+        module._upshift_unit = offload.units[number]  # type: ignore[assignment]
     weakref.finalize(model, offload.reader.close)
+    offload.mapped_bytes = total
     model._upshift_offload = offload  # type: ignore[assignment]
+
+
+def recompute_offloaded(model: nn.Module) -> None:
+    """After activation checkpointing was switched on: transformers checkpoints a layer's forward inside of its hooks."""
+    for module in model.modules():
+        unit = getattr(module, "_upshift_unit", None)
+        if unit is not None and hasattr(module, "_gradient_checkpointing_func"):
+            module._gradient_checkpointing_func = partial(_checkpointed, unit, module._gradient_checkpointing_func)
+
+
+def _checkpointed(unit: _Unit, checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:
+    return checkpoint(partial(unit.compute, function), *arguments)
 
 
 def is_offloaded(model: nn.Module) -> bool:
     """Whether weights of it, or of a model inside it, are on the disk."""
     return any(hasattr(module, "_upshift_offload") for module in model.modules())
+
+
+def mapped_bytes(model: nn.Module) -> int:
+    """Of weights that are a file's pages between their turns."""
+    return sum(offload.mapped_bytes for offload in _offloads(model))
+
+
+def buffer_bytes(model: nn.Module) -> int:
+    """The most that the buffers held at once."""
+    return sum(offload.reader.most_held for offload in _offloads(model))
+
+
+def _offloads(model: nn.Module) -> list[Offload]:
+    found = (vars(module).get("_upshift_offload") for module in model.modules())
+    return [offload for offload in found if isinstance(offload, Offload)]
 
 
 def _on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, _Weight]:

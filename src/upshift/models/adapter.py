@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -39,6 +40,13 @@ def _attach(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Mo
         warnings.simplefilter("ignore")  # peft reads a property that transformers renamed, and knows few layer types by name
         attached: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
     return attached
+
+
+def name_base(model: Any, source: ModelSource) -> None:
+    """What the adapter's config will name: a hub id, or the directory from wherever it is read."""
+    name = source.base_reference
+    for config in model.peft_config.values():
+        config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:

@@ -21,7 +21,7 @@ QuantizedFrom = Literal["float32", "bfloat16", "float16"]
 # Of a peft config: where it came from, and how its first weights were drawn, which no plan depends on.
 ADAPTER_HISTORY = ("base_model_name_or_path", "revision", "peft_version", "auto_mapping")
 ADAPTER_INITIAL = "init_lora_weights"  # names schemes that need the real weights, or data
-ADAPTER_FILE = "adapter_config.json"
+ADAPTER_FILE, ADAPTER_WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 HEADS = {  # that peft trains whole beside the adapter, where it is told the task
     "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS", "ForQuestionAnswering": "QUESTION_ANS",
 }  # fmt: skip
@@ -40,11 +40,18 @@ class ModelSource(Value):
     config: dict[str, Any]
     adapter: dict[str, Any] | None = None  # the peft config; None: no adapter
     adapter_name: str = "default"
+    adapter_directory: Path | None = None  # of its weights; None: they are random
+    base: str | None = None  # the model inside an adapter, as the adapter or the user names it; None: ``reference``
     frozen: tuple[str, ...] | None = None  # modules and parameters without gradients; None: as class and adapter make them
     # Of the model inside an adapter, which no plan changes: the dtype of its weights, and that of weights that are quantized
     # before they were (None: none are).
     base_dtype: BaseDtype = "float32"
     quantized_from: QuantizedFrom | None = None
+
+    @property
+    def base_reference(self) -> str:
+        """Of the model itself, whatever is around it."""
+        return self.base or self.reference
 
     @property
     def model_hash(self) -> str:
@@ -92,33 +99,42 @@ def _with_adapter(directory: Path) -> ModelSource:
     kept = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
     if isinstance(kept.get(ADAPTER_INITIAL), str):
         kept[ADAPTER_INITIAL] = True
-    return _around(source.changed(reference=str(directory)), kept)
+    weights = directory if (directory / ADAPTER_WEIGHTS).is_file() else None
+    return _around(source.changed(reference=str(directory), base=source.reference, adapter_directory=weights), kept)
 
 
 def find_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
-    """``find_model``, with LoRA (arXiv:2106.09685) of this rank around every linear layer but the head. Below it are the weights
-    as they are stored, or in 4 bits, as QLoRA keeps them. Raises RequestError where the model has an adapter, or quantized
-    weights, already."""
+    """``find_model``, with LoRA (arXiv:2106.09685) of this rank around every linear layer but the head. Below it, or below the
+    adapter that the model has, are the weights as they are stored, or in 4 bits, as QLoRA keeps them. Raises RequestError where
+    the model has an adapter, or quantized weights, already."""
     source = find_model(reference)
     if lora_rank is not None:
-        return _with_lora(source, lora_rank, four_bits=load_in_4bit)
-    if load_in_4bit:
+        source = _with_lora(source, lora_rank)
+    if not load_in_4bit:
+        return source
+    if source.adapter is None:
         raise RequestError("weights in 4 bits are never trained themselves; add an adapter with --lora-rank, such as 16")
-    return source
+    _check_whole(source)
+    # Of float16 the weights are read as float32, which holds the same numbers.
+    return source.changed(config=source.config | {"quantization_config": QLORA}, quantized_from=source.base_dtype)
 
 
-def _with_lora(source: ModelSource, rank: int, *, four_bits: bool) -> ModelSource:
+def _with_lora(source: ModelSource, rank: int) -> ModelSource:
     if rank < 1:
         raise RequestError(f"--lora-rank {rank} is not possible; give 1 or more, such as 16")
     if source.adapter is not None:
         raise RequestError(f"{source.reference!r} has an adapter already; give the model that it was made for")
-    if "quantization_config" in source.config:
-        raise RequestError(f"the weights of {source.reference!r} are quantized already; give the model that it was made from")
+    _check_whole(source)
     classes = source.config.get("architectures") or [""]
     task = next((task for ending, task in HEADS.items() if str(classes[0]).endswith(ending)), None)
     adapter = {"peft_type": "LORA", "task_type": task, "r": rank, "lora_alpha": 2 * rank, "target_modules": "all-linear"}
-    config = source.config | ({"quantization_config": QLORA} if four_bits else {})
-    return _around(source.changed(config=config), adapter)
+    return _around(source, adapter)
+
+
+def _check_whole(source: ModelSource) -> None:
+    if "quantization_config" in source.config:
+        name = source.base_reference
+        raise RequestError(f"the weights of {name!r} are quantized already; give the model that it was made from")
 
 
 def _around(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
@@ -157,14 +173,12 @@ def _from_hub(reference: str) -> ModelSource:
 
 def fetch_weights(source: ModelSource) -> None:
     """Bring a hub model's weights and tokenizer beside its config, in the hub's own cache. A local model is left alone."""
-    if Path(source.reference).exists():
+    name = source.base_reference
+    if Path(name).exists():
         return
     from huggingface_hub import snapshot_download
 
-    _ask_hub(
-        source.reference,
-        lambda offline: snapshot_download(source.reference, allow_patterns=HUB_FILES, local_files_only=offline),
-    )
+    _ask_hub(name, lambda offline: snapshot_download(name, allow_patterns=HUB_FILES, local_files_only=offline))
 
 
 def _ask_hub(reference: str, ask: Callable[[bool], str]) -> Path:

@@ -33,6 +33,10 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
             "compiled; use torch_compile=off, or recompute_granularity=full"
         )
+    if plan.weight_offload != "none":
+        problem = _with_weights_elsewhere(plan)
+        if problem is not None:
+            return problem
     fused = _with_fused_kernels(plan)
     if fused is not None:
         return fused
@@ -64,6 +68,19 @@ def _with_packed_kernel(plan: Plan) -> str | None:
 
 def _chooses_operators(plan: Plan) -> bool:
     return plan.recompute_granularity != "full" and plan.activation_checkpointing > 0
+
+
+def _with_weights_elsewhere(plan: Plan) -> str | None:
+    asked = f"weight_offload={plan.weight_offload}"
+    if plan.num_processes > 1:
+        return f"{asked} reads each layer for one process, and several would read it as often; use num_processes=1"
+    if plan.torch_compile != "off":
+        return f"{asked} brings a layer's weights when it is called, and a compiled one does not wait; use torch_compile=off"
+    if _chooses_operators(plan):
+        return f"{asked} reads a layer's weights again where its operators are chosen from; use recompute_granularity=full"
+    if plan.precision == "fp8":
+        return f"{asked} reads weights as they are stored, and precision=fp8 converts them; use precision=bf16"
+    return None
 
 
 def _with_fused_kernels(plan: Plan) -> str | None:

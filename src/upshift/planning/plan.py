@@ -15,6 +15,7 @@ Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp8"]
 Attention = Literal["sdpa", "block", "eager", "flex_attention", "flash_attention_2", "flash_attention_3"]
 Compile = Literal["off", "layer", "model"]
 HostMemory = Literal["system", "keep"]
+WeightOffload = Literal["none", "host", "disk"]
 LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
@@ -68,6 +69,10 @@ class Plan(Value):
     optimizer_in_backward: bool = Field(False, description="each parameter is updated, its gradient freed, as it is born")
     optim_offload: bool = Field(False, description="the optimizer's state and its update are on the host (CUDA)")
     activation_offload: bool = Field(False, description="activations wait for the backward pass in host memory (CUDA)")
+    weight_offload: WeightOffload = Field(
+        "none",
+        description="frozen weights of the layers come when they are needed: from the memory of the host (CUDA), or from files",
+    )
     fused_kernels: bool = Field(
         False, description="one kernel each for norms, rotary embedding and gated activation, which keeps its input alone"
     )
@@ -143,6 +148,8 @@ class Plan(Value):
             parts.append("packed")
         if self.host_memory != "system":
             parts.append("keep memory")
+        if self.weight_offload != "none":
+            parts.append(f"weights on {self.weight_offload}")
         if self.activation_offload:
             parts.append("activations on host")
         parts.append(self.optim + (f" {self.optim_args}" if self.optim_args else ""))

@@ -17,6 +17,13 @@ from upshift.models.store import Variant, profile_model
 from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.explain import Reason, reasons, representative, shadow_price
+from upshift.planning.offloading import (
+    WEIGHT_OFFLOAD,
+    asks_where_weights_wait,
+    has_frozen_layers,
+    with_disk_rate,
+    with_room,
+)
 from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
@@ -166,21 +173,27 @@ def plan_training(
     a wrong request, NothingFits with the nearest plan that would."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
         raise RequestError(f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices")
+    host = with_disk_rate(host, source) if asks_where_weights_wait(fixed) and not described else host
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
 
-    def searched(*, selective: bool) -> tuple[ModelProfile, Ranking]:
-        profile, ranking = _search(source, host, workload, fixed, progress, selective=selective)
-        return profile, as_here(ranking, host, profile, workload, calibration)
+    def searched(fixed: tuple[str, ...]) -> tuple[ModelProfile, Ranking]:
+        profile, ranking = _search(source, host, workload, fixed, progress, calibration, selective=False)
+        free = not any(f.startswith(("recompute_granularity", "activation_checkpointing", WEIGHT_OFFLOAD)) for f in fixed)
+        short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
+        if short and free and profile.declares.gradient_checkpointing:
+            return _search(source, host, workload, fixed, progress, calibration, selective=True)
+        return profile, ranking
 
-    profile, ranking = searched(selective=False)
-    free = not {name for name in ("recompute_granularity", "activation_checkpointing") if any(f.startswith(name) for f in fixed)}
-    short = not ranking.candidates or ranking.candidates[0].plan.activation_checkpointing > 0
-    if short and free and profile.declares.gradient_checkpointing:
-        profile, ranking = searched(selective=True)
-    default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
+    profile, ranking = searched(fixed)
+    if not ranking.candidates and not asks_where_weights_wait(fixed) and has_frozen_layers(profile) and source.directory:
+        host = host if described else with_disk_rate(host, source)
+        found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in with_room(host, profile))
+        ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
     if not ranking.candidates:
         _refuse(ranking, host, workload.risk)
+    plain = plain_default(host, profile, workload).changed(weight_offload=ranking.candidates[0].plan.weight_offload)
+    default = cost_plan(plain, host=host, profile=profile, workload=workload)
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")
     return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
@@ -205,15 +218,17 @@ def as_here(
 
 
 def _search(
-    source: ModelSource, host: Host, workload: Workload, fixed: tuple[str, ...], progress: Progress, *, selective: bool
-) -> tuple[ModelProfile, Ranking]:
+    source: ModelSource, host: Host, workload: Workload, fixed: tuple[str, ...], progress: Progress, calibration: Calibration,
+    *, selective: bool,
+) -> tuple[ModelProfile, Ranking]:  # fmt: skip
     profile = profile_model(
         source,
         sequence_length=workload.sequence_length,
         variants=variants_for(host, workload, fixed, selective=selective),
         progress=progress,
     )
-    return profile, search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
+    ranking = search(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
+    return profile, as_here(ranking, host, profile, workload, calibration)
 
 
 def _refuse(ranking: Ranking, host: Host, risk: float | None) -> None:

@@ -17,7 +17,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.layouts import layouts
 from upshift.planning.legal import conflict, repeats
 from upshift.planning.plan import ALONE, Plan
-from upshift.planning.space import ONLY_WHEN_ASKED, choices
+from upshift.planning.space import STARTED_WITH, choices
 from upshift.planning.workload import Workload
 
 REPEATED = {"optim", "recompute_granularity"}  # asked for, a plan is kept that does what another one does
@@ -120,7 +120,7 @@ class Plans:
         return Plan(
             device=self.host.device, host=self.host.fingerprint, model=self.profile.model_hash,
             sequence_length=self.workload.sequence_length, per_device_train_batch_size=1,
-            **{name: self.fixed[name] for name in (*ONLY_WHEN_ASKED, "optim_args") if name in self.fixed},
+            **{name: self.fixed[name] for name in (*STARTED_WITH, "optim_args") if name in self.fixed},
         )  # fmt: skip
 
 

@@ -25,6 +25,7 @@ FIELD_WEIGHTS = {
     "torch_compile": 3.0,
     "attention": 3.0,
     "num_processes": 3.0,
+    "weight_offload": 3.0,
     "packing": 2.0,
     "activation_checkpointing": 1.0,
     "recompute_granularity": 1.0,

@@ -26,7 +26,7 @@ COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     "recompute_granularity", "attention", "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes",
     "layout", "host_memory", "threads_per_process", "optim_args", "optimizer_in_backward", "optim_offload", "activation_offload",
-    "fused_kernels", "loss_kernel",
+    "fused_kernels", "loss_kernel", "weight_offload",
 )  # fmt: skip
 
 

@@ -16,6 +16,7 @@ from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import check_layout
+from upshift.planning.offloading import WEIGHT_OFFLOAD, has_frozen_layers, places
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
 from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Compile, HostMemory, LossKernel, Plan, Precision
 from upshift.planning.workload import Workload
@@ -29,6 +30,7 @@ FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 OFFLOADS = ("optim_offload", "activation_offload")
 PLANNED_ONLY = ("fused_kernels", "loss_kernel")  # no engine here runs them
 ONLY_WHEN_ASKED = (*OFFLOADS, *PLANNED_ONLY)
+STARTED_WITH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # of a search: the last is asked for by the planner where nothing else fits
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
 WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which is not for those that are stored in 4 bits
 
@@ -111,7 +113,8 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
     """``choices``, and beside them what is legal and only taken when asked for."""
     here = _legal_here(host, workload, quantized=profile.parameters.quantized > 0)
     kernels = here["loss_kernel"] if profile.objective == "causal-lm" else ["eager"]
-    return {**choices(host, profile, workload), **here, "loss_kernel": kernels}
+    offloads = here[WEIGHT_OFFLOAD] if has_frozen_layers(profile) else ["none"]
+    return {**choices(host, profile, workload), **here, "loss_kernel": kernels, WEIGHT_OFFLOAD: offloads}
 
 
 def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
@@ -127,6 +130,7 @@ def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str,
         "num_processes": _process_counts(host, workload),
         "host_memory": _host_memory(host),
         **dict.fromkeys(OFFLOADS, moved),
+        WEIGHT_OFFLOAD: ["none"] if quantized else places(host),
         "fused_kernels": [False, True] if shared else [False],
         "loss_kernel": list(get_args(LossKernel)) if shared else ["eager"],
     }
@@ -166,6 +170,8 @@ def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Wor
         return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
+    if name == WEIGHT_OFFLOAD and not has_frozen_layers(profile):
+        return " (only weights that are not trained can be elsewhere; train an adapter, such as --lora-rank 16)"
     return _why_here(name, value, host, workload, quantized=profile.parameters.quantized > 0)
 
 
@@ -175,6 +181,8 @@ def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantize
         return " (the model's weights are stored in 4 bits)"
     if name in PLANNED_ONLY:
         return " (it is planned for several CUDA devices alone: no engine here runs it)"
+    if name == WEIGHT_OFFLOAD:
+        return " (frozen weights are read from the host of a CUDA device, or from files on a disk whose rate was measured)"
     if name in OFFLOADS:
         return " (it needs a CUDA device whose connection to the host is known)"
     if name == "optimizer_in_backward":

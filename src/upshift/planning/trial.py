@@ -25,6 +25,8 @@ class TrialRequest(Value):
 
     model_reference: str
     from_config: bool
+    lora_rank: int | None = None
+    load_in_4bit: bool = False
     plan: Plan
     global_batch: int
     seconds: float = Field(gt=0, description="timed work; loading and compiling come on top, up to ``limit_seconds``")

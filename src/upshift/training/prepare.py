@@ -6,24 +6,28 @@ import contextlib
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import find_safetensors
-from upshift.models.adapter import base_of, complete_model
+from upshift.loading.offload import recompute_offloaded
+from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, find_stacks, read_config
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.recompute import recompute_layers
-from upshift.models.source import ModelSource
+from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
+from upshift.training.checkpoint.adapter import read_adapter
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
+from upshift.training.weight_offload import load_elsewhere
 
 
 def set_process(plan: Plan) -> None:
@@ -36,29 +40,55 @@ def set_process(plan: Plan) -> None:
 
 
 def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
-    """The trainable model in the plan's weight precision, on the host; an adapter's weights are random in any case."""
+    """The trainable model in the plan's weight precision, on the host. What no file holds, such as a new adapter, is random."""
     dtype = torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
     config = read_config(source)
     model_class, _ = choose_class(config, source.reference)
+    torch.manual_seed(seed)  # the same weights on every rank
     if from_config:
-        torch.manual_seed(seed)
+        if plan.weight_offload != "none":
+            raise RequestError(f"weight_offload={plan.weight_offload} reads the model's files, and --from-config has none")
         return complete_model(build_model(config, model_class, dtype=dtype), source)
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
     find_safetensors(source.directory)
-    model: PreTrainedModel = model_class.from_pretrained(source.directory, dtype=dtype, use_safetensors=True)
-    return complete_model(model, source)
+    whole = complete_model(_from_files(source, config, model_class, plan, dtype=dtype), source)
+    if source.adapter is not None:
+        name_base(whole, source)
+    if source.adapter_directory is not None:
+        read_adapter(source.adapter_directory, whole)
+    return whole
+
+
+def _from_files(
+    source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    if plan.weight_offload != "none":
+        return load_elsewhere(source, config, model_class, plan, dtype=dtype)
+    model: PreTrainedModel = model_class.from_pretrained(
+        source.directory, dtype=dtype, use_safetensors=True, **_quantizing(source)
+    )
+    return model
+
+
+def _quantizing(source: ModelSource) -> dict[str, Any]:
+    """For from_pretrained, where the weights of the directory are whole and are to be in 4 bits: it converts them one by one."""
+    if source.quantized_from is None or "quantization_config" in find_model(str(source.directory)).config:
+        return {}
+    return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
 
 
 def prepare(model: nn.Module, plan: Plan) -> nn.Module:
     """Apply the plan to ``model`` (a transformers or a peft model) in place and move it to the plan's device."""
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
-    model.to(plan.device)
+    if plan.weight_offload == "none":
+        model.to(plan.device)
     base = base_of(model)
     if plan.attention != base.config._attn_implementation:
         set_attention(base, plan.attention)
     recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
+    recompute_offloaded(model)
     compile_layers(model, plan)
     return model
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import find_safetensors
-from upshift.models.source import ModelSource, fetch_weights, find_model
+from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
 from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
@@ -56,15 +56,14 @@ class Prepared:
     proof: Proof | None
     plan: Plan
     predicted: Numbers
-    from_config: bool
+    of_model: dict[str, Any]  # what says which model to train, in a Job and in a TrialRequest
     data_path: str
     text_column: str | None
 
     def job(self, arguments: Arguments, *, output: Path, overwrite: bool = False, resume: bool = False, **more: Any) -> Job:
         workload, default = self.planning.workload, self.proof.default if self.proof else None
         return Job(
-            model_reference=self.source.reference,
-            from_config=self.from_config,
+            **self.of_model,
             plan=self.plan,
             arguments=arguments,
             data=self.data_path,
@@ -93,16 +92,23 @@ def prepare_run(
     fixed: tuple[str, ...] = (),
     allow: tuple[str, ...] = (),
     from_config: bool = False,
+    lora_rank: int | None = None,
+    load_in_4bit: bool = False,
     text_column: str | None = None,
     tokenizer: Any = None,
     clips_gradients: bool = True,
     trial_seconds: float = TRIAL_SECONDS,
     watcher: Watcher | None = None,
 ) -> tuple[Prepared, int]:
-    """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan."""
+    """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan.
+
+    ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
+    """
     watcher = watcher or Watcher()
     check_allow(allow)
-    source = _trainable(model, from_config=from_config)
+    source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    _check_trainable(source, from_config=from_config)
+    of_model = {"model_reference": model, "from_config": from_config, "lora_rank": lora_rank, "load_in_4bit": load_in_4bit}
     how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
     host = find_host(None).one_device()  # several GPUs are planned for, not trained on yet
@@ -118,10 +124,10 @@ def prepare_run(
         _check_given(given, workload)
     proof = None
     if given is None and trial_seconds > 0:
-        proof = _prove(source, data, planning, fixed, from_config, trial_seconds, watcher)
+        proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher)
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
-    prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), from_config, data_path, text_column)
+    prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), of_model, data_path, text_column)
     return prepared, steps
 
 
@@ -154,15 +160,17 @@ def train(
     return record
 
 
-def _trainable(model: str, *, from_config: bool) -> ModelSource:
-    """The model's source, its weights whole unless they are to be random."""
-    source = find_model(model)
+def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
+    """Its weights are whole unless they are to be random."""
     if not from_config:
         if source.directory is None:
-            raise RequestError(f"{model!r} is a config without weights; add --from-config for random weights")
+            raise RequestError(f"{source.base_reference!r} is a config without weights; add --from-config for random weights")
         fetch_weights(source)
         find_safetensors(source.directory)
-    return source
+    elif source.adapter is not None:
+        raise RequestError(
+            "--from-config draws random weights, which are not saved with an adapter; leave it out, or train the whole model"
+        )
 
 
 def lengths_of(model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None) -> Any:
@@ -204,15 +212,14 @@ def _check_given(plan: Plan, workload: Workload) -> None:
 
 
 def _prove(
-    source: ModelSource,
+    of_model: dict[str, Any],
     data: TrainingData,
     planning: Planning,
     fixed: tuple[str, ...],
-    from_config: bool,
     seconds: float,
     watcher: Watcher,
 ) -> Proof:
-    path = proof_path(planning, fixed=fixed, from_config=from_config)
+    path = proof_path(planning, fixed=fixed, from_config=of_model["from_config"])
     known = known_proof(planning, path, tried=watcher.tried)
     if known is not None:
         return known
@@ -221,7 +228,7 @@ def _prove(
         sample = Path(folder) / "sample.npz"
         write_sample(data.training, sample, SAMPLE_BATCHES * global_batch)
         trial = TrialRequest(
-            model_reference=source.reference, from_config=from_config, plan=planning.default.plan, global_batch=global_batch,
+            **of_model, plan=planning.default.plan, global_batch=global_batch,
             seconds=seconds, limit_seconds=seconds, sample=str(sample), objective=data.objective.model_dump(),
         )  # fmt: skip
         return try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried)

@@ -10,10 +10,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes, tensor_bytes
+from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes
 from upshift.benchmarking.timer import time_once
 from upshift.models.profile import num_sides
-from upshift.models.source import ModelSource, find_model
+from upshift.models.source import ModelSource, find_to_train
 from upshift.planning.trial import TrialRequest, TrialResult, loosened
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
@@ -29,6 +29,7 @@ from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.step import Stepper
+from upshift.training.weight_offload import in_memory_bytes
 
 CHECK_SEQUENCES = 4
 MIN_SAMPLES, MAX_SAMPLES = 2, 24
@@ -53,7 +54,7 @@ def run_trial(request: TrialRequest) -> TrialResult:
     set_process(plan)
     base = resident_bytes()
     reset_resident_peak()
-    source = find_model(request.model_reference)
+    source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled)
     batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, rank)
@@ -113,7 +114,7 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         resident = resident_peak_bytes()
         peak_bytes = None
         if max(micro) <= EXPENSIVE * request.seconds:
-            with allocated_peak(device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
+            with allocated_peak(device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
                 for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]:
                     accumulate(micro_batch)
                 if plan.num_processes == 1:  # others need not come here, and an update waits for them

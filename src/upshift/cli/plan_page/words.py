@@ -41,6 +41,7 @@ def sentence(plan: Plan, num_layers: int) -> str:
         "fused kernels" * plan.fused_kernels,
         f"{plan.loss_kernel} loss" if plan.loss_kernel != "eager" else "",
         "the loss in chunks" if plan.loss_chunk_tokens else "",
+        f"weights on the {plan.weight_offload}" if plan.weight_offload != "none" else "",
         "activations on the host" if plan.activation_offload else "",
         plan.optim + (" in the backward pass" if plan.optimizer_in_backward else "") + (" on the host" * plan.optim_offload),
     ]

@@ -7,6 +7,7 @@ from typing import NamedTuple
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.divide import experts_of, layer_sizes
 from upshift.planning.cost.known import Known
+from upshift.planning.cost.offload import offloaded
 from upshift.planning.cost.optimizer import state_bytes, workspace_bytes
 from upshift.planning.plan import ALONE, Plan
 
@@ -195,7 +196,7 @@ def _beyond_the_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
     """Of a rank at ``stage``; the whole where one process does the job, or each has all of it."""
     parameters = profile.parameters
-    weights = float(parameters.weight_bytes(plan.parameter_bytes))
+    weights = float(parameters.weight_bytes(plan.parameter_bytes)) - offloaded(profile, plan).saved
     gradients = float(parameters.gradient_bytes(plan.parameter_bytes))
     state, workspace = state_bytes(profile, plan), workspace_bytes(profile, plan)
     layout = plan.layout
@@ -232,7 +233,7 @@ def shares(profile: ModelProfile, plan: Plan, known: Known) -> list[tuple[Stage,
     micro_batches = plan.gradient_accumulation_steps
     steps = micro_batches if layout.pipeline_parallel > 1 else micro_batches == 1
     pipeline = (layout.pipeline_parallel, layout.pipeline_schedule, layout.virtual_stages, steps, gradients_exist(plan))
-    held = (layout, plan.optim, plan.optim_args, plan.precision, plan.optim_offload)
+    held = (layout, plan.optim, plan.optim_args, plan.precision, plan.optim_offload, plan.weight_offload)
 
     def share(stage: Stage) -> Share:
         return known.get(("share", held, stage.first), lambda: share_of(profile, plan, stage))

@@ -15,6 +15,7 @@ from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, label
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.exchange import Computed, Exchange
 from upshift.planning.cost.known import Known
+from upshift.planning.cost.offload import waiting_seconds
 from upshift.planning.cost.optimizer import (
     compile_seconds,
     trained_elements,
@@ -133,6 +134,7 @@ def predict_time(
     micro_batches = full_micro_batches(plan, workload)
     of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host))
     terms = {name: seconds * micro_batches for name, seconds in of_one.items()}
+    terms |= waiting_seconds(profile, plan, host, sum(terms.values()))
     if plan.flattens and workload.lengths is not None:
         terms["attention"] *= workload.lengths.visible_share(BLOCK_QUERIES)
     update = _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients)
@@ -165,6 +167,7 @@ def _shared_time(
         if plan.packing and plan.attention in PACKED_KERNELS and workload.lengths is not None:
             terms["attention"] *= min(2.0 * workload.lengths.visible_share(BLOCK_QUERIES), 1.0)  # the trace counts half of all
         computed = Computed(total=sum(of_one.values()), attention=of_one["attention"])
+        terms |= waiting_seconds(profile, plan, host, sum(terms.values()))
         terms["update"] = update * share.updated
         if plan.layout.pipeline_parallel > 1:
             terms["pipeline idle"] = computed.total * idle_micro_batches(plan)

@@ -1,7 +1,7 @@
 """Checkpoints: a run that stops at any moment, killed or out of disk, continues from the newest whole one bit for bit.
 
-`checkpoint-<step>` is a Hugging Face directory (weights, config, tokenizer) and also holds optimizer.safetensors,
-rng.safetensors and upshift_state.json. Nothing is pickled. One process saves; every process loads.
+`checkpoint-<step>` is a Hugging Face directory (weights, or an adapter's; config, tokenizer) and also holds
+optimizer.safetensors, rng.safetensors and upshift_state.json. Nothing is pickled. One process saves; every process loads.
 """
 
 from __future__ import annotations

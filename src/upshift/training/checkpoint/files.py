@@ -22,6 +22,7 @@ from safetensors import SafetensorError
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.header import read_header
+from upshift.models.source import ADAPTER_WEIGHTS
 from upshift.training.checkpoint.state import STATE_NAME, Manifest, SavedState, read_manifest
 from upshift.units import format_bytes
 
@@ -68,7 +69,7 @@ def check_checkpoint(directory: Path) -> Manifest:
             raise RequestError(f"{file} {problem}; resume from another checkpoint")
         if file.suffix == ".safetensors":
             read_header(file)
-    if isinstance(saved, SavedState):  # a Trainer may have saved adapters only
+    if isinstance(saved, SavedState) and ADAPTER_WEIGHTS not in saved.files:  # a Trainer may have saved adapters only
         find_safetensors(directory)
     return saved
 

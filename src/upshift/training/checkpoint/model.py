@@ -1,4 +1,5 @@
-"""The model's part of a checkpoint, and the final model: plain Hugging Face directories, weights as safetensors.
+"""The model's part of a checkpoint, and the final model: plain Hugging Face directories, weights as safetensors; of a model with
+an adapter the adapter alone.
 
 Checkpoints keep the model's own tensor names, so that weights go back in place one by one; the final model is in the
 format that the architecture is published in. Both are read by from_pretrained.
@@ -22,6 +23,8 @@ from upshift.errors import RequestError
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.header import StoredTensor
 from upshift.loading.tensors import dtype_of, read_into
+from upshift.models.source import ADAPTER_FILE
+from upshift.training.checkpoint.adapter import has_adapter, read_adapter, saved_state, write_adapter
 from upshift.training.checkpoint.files import check_room, file_sizes, replace_text, sync_tree, writing
 from upshift.training.checkpoint.optimizer import plain_name
 from upshift.units import MIB
@@ -29,6 +32,7 @@ from upshift.units import MIB
 MODEL_LIST_NAME = "upshift_model.json"  # the files of the final model, so that only those are ever replaced
 MODEL_TEMPORARY = "model.tmp"
 MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host memory at once
+MARKS = ("config.json", ADAPTER_FILE)  # a directory without either is no model to any reader
 JSON_BYTES = MIB  # config, state and file headers
 TOKENIZER_ENTRY_BYTES = 128
 
@@ -36,7 +40,7 @@ TOKENIZER_ENTRY_BYTES = 128
 def save_model(directory: Path, model: PreTrainedModel, tokenizer: Any | None) -> None:
     """The final Hugging Face directory. Raises JobFailed when it cannot be written, RequestError over a user's file.
 
-    Files move into place one by one, config.json last: a directory without it is no model to any reader.
+    Files move into place one by one, the config last.
     """
     directory.mkdir(parents=True, exist_ok=True)
     check_room(directory, name="the final model", need=model_bytes(model) + extra_bytes(tokenizer))
@@ -55,11 +59,12 @@ def _move_into(directory: Path, temporary: Path) -> None:
     foreign = [name for name in names if (directory / name).exists() and name not in before]
     if foreign:
         raise RequestError(f"{directory / foreign[0]} is not from Upshift and stays; choose another output directory")
-    (directory / "config.json").unlink(missing_ok=True)
+    for mark in MARKS:
+        (directory / mark).unlink(missing_ok=True)
     replace_text(directory / MODEL_LIST_NAME, json.dumps(sorted({*names, *before})))
     for name in set(before) - set(names):
         (directory / name).unlink(missing_ok=True)
-    for name in sorted(names, key=lambda name: name == "config.json"):
+    for name in sorted(names, key=lambda name: name in MARKS):
         (directory / name).parent.mkdir(parents=True, exist_ok=True)
         (temporary / name).replace(directory / name)
     shutil.rmtree(temporary)
@@ -84,10 +89,14 @@ def write_model(
     original_names: bool,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """`weights`: a copy of the model's state_dict, where the model trains on meanwhile."""
+    """`weights`: a copy of the model's saved_state, where the model trains on meanwhile."""
     if getattr(model, "_hf_peft_config_loaded", False):
         raise RequestError("a model with adapters cannot be saved whole; merge the adapters first")
-    write_weights(directory, model, model.state_dict() if weights is None else weights, original_names=original_names)
+    weights = saved_state(model) if weights is None else weights
+    if has_adapter(model):
+        write_adapter(directory, model, weights)
+    else:
+        write_weights(directory, model, weights, original_names=original_names)
     if tokenizer is not None:
         write_tokenizer(directory, tokenizer)
 
@@ -125,7 +134,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 def model_bytes(model: nn.Module) -> int:
     """Of the weights on disk: tied tensors once."""
-    unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in model.state_dict().values()}
+    unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in saved_state(model).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
 
@@ -135,6 +144,9 @@ def extra_bytes(tokenizer: Any | None) -> int:
 
 def read_weights(directory: Path, model: nn.Module) -> None:
     """Copies the weights into the model's own tensors, bit for bit. Raises RequestError if the model is another one."""
+    if has_adapter(model):
+        read_adapter(directory, model)
+        return
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled: set[int] = set()
     for name, stored in find_safetensors(directory).tensors.items():

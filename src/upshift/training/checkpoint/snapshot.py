@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from upshift.benchmarking.meters import resident_bytes, resident_peak_bytes
 from upshift.hardware.cgroup import read_limits
+from upshift.training.checkpoint.adapter import saved_state
 
 SMALLEST_MAPPED_BYTES = 2**16
 USABLE_SHARE = 0.95  # of the free memory, as planning counts it
@@ -64,8 +65,9 @@ def _mapped_copy(tensor: Tensor) -> Tensor:
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
+    """Of what is saved of the model."""
     copies = HostCopies()
-    return {name: copies.of(tensor) for name, tensor in model.state_dict().items()}
+    return {name: copies.of(tensor) for name, tensor in saved_state(model).items()}
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

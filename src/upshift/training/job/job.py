@@ -13,7 +13,6 @@ from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.checkpoint import find_safetensors
 from upshift.models.profile import num_sides
-from upshift.models.source import find_model
 from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
@@ -75,7 +74,7 @@ def _check(job: Job, data: TrainingData) -> None:
         )
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
-    source = find_model(job.model_reference)
+    source = job.source()
     if not job.from_config and source.directory is not None:
         find_safetensors(source.directory)
     schedule = job.arguments.lr_scheduler_type
@@ -94,7 +93,7 @@ def _check(job: Job, data: TrainingData) -> None:
 def _record(job: Job, data: TrainingData, outcome: Outcome) -> Record:
     return Record(
         kind="train",
-        name=str(find_model(job.model_reference).config["model_type"]),
+        name=str(job.source().config["model_type"]),
         plan=job.plan.model_dump(),
         predicted=job.predicted,
         measured=outcome.measured,

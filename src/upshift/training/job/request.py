@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pydantic import Field
 
+from upshift.models.source import ModelSource, find_to_train
 from upshift.planning.plan import Plan
 from upshift.record import Numbers
 from upshift.training.arguments import Arguments
@@ -13,6 +14,8 @@ from upshift.value import Value
 class Job(Value):
     model_reference: str
     from_config: bool = Field(False, description="random weights instead of the model's own")
+    lora_rank: int | None = Field(None, gt=0, description="of an adapter that is put around the model; None: as it is")
+    load_in_4bit: bool = Field(False, description="below an adapter")
     plan: Plan
     arguments: Arguments
     data: str = Field(description="path, as the user gave it")
@@ -28,3 +31,6 @@ class Job(Value):
     stop_after_tokens: int | None = Field(None, gt=0, description="end early; the schedule stays that of max_steps")
     stop_after_seconds: float | None = Field(None, gt=0, description="of optimizer steps, in this process; end early")
     evaluate_at_tokens: tuple[int, ...] = Field((), description="evaluate as soon as that many tokens were seen")
+
+    def source(self) -> ModelSource:
+        return find_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)

@@ -91,8 +91,9 @@ class TrainingLoop:
 
     def _load(self) -> None:
         seed = self.arguments.seed
-        source = find_model(str(self.checkpoint) if self.checkpoint else self.job.model_reference)
-        from_config = self.job.from_config and self.checkpoint is None
+        source, from_config = self.job.source(), self.job.from_config
+        if self.checkpoint is not None and source.adapter is None:
+            source, from_config = find_model(str(self.checkpoint)), False
         model = prepare(load_or_build(source, self.plan, from_config=from_config, seed=seed), self.plan)
         self.stepper = Stepper(model, self.plan, self.arguments, on_halved=self._ran_out)
         self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step

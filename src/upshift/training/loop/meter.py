@@ -15,12 +15,12 @@ from upshift.benchmarking.meters import (
     reset_resident_peak,
     resident_bytes,
     resident_peak_bytes,
-    tensor_bytes,
 )
 from upshift.record import Spread
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.host_memory import give_back_free_memory
 from upshift.training.step import StepOutcome, Stepper
+from upshift.training.weight_offload import in_memory_bytes
 
 NUM_WARMUP = 2  # steps that allocate, compile and tune
 WINDOW_STEPS = 20
@@ -65,7 +65,7 @@ class StepMeter:
 
         @contextmanager
         def watch() -> Iterator[None]:
-            with allocated_peak(self.device, resident_bytes=tensor_bytes(stepper.model, stepper.optimizer)) as peak:
+            with allocated_peak(self.device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
                 seen.append(peak)
                 yield
 

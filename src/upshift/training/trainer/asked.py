@@ -15,7 +15,7 @@ OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pas
 
 def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
     """``field=value`` for the planner. ``optimizer_given``: an optimizer or its class came through Trainer's arguments."""
-    fixed = {"num_processes": "1", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
+    fixed = {"num_processes": "1", "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
     if arguments.bf16 or arguments.fp16:
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
@@ -41,6 +41,8 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
         name, _, value = assignment.partition("=")
         if name == "num_processes":
             raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: it trains in one process; leave it out")
+        if name == "weight_offload" and value != "none":
+            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: the model is in memory; use upshift train")
         if name not in ONLY_WHEN_ASKED or value.lower() not in ("true", "1", "yes", "on"):
             continue
         if optimizer_given:
@@ -54,7 +56,7 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
 
 def fields_of(plan: Plan) -> tuple[str, ...]:
     """What a given plan asks for that is only taken when asked for."""
-    return tuple(f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))
+    return (f"weight_offload={plan.weight_offload}", *(f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name)))
 
 
 def _against_updates(arguments: Any) -> str | None:

@@ -1,0 +1,47 @@
+"""A model whose frozen weights are read when they are needed, as a plan's ``weight_offload`` says: which modules' those are."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from upshift.benchmarking.meters import tensor_bytes
+from upshift.errors import RequestError
+from upshift.loading.load import load_model
+from upshift.loading.offload import buffer_bytes, mapped_bytes
+from upshift.models.build import build_model, find_stacks
+from upshift.models.source import ModelSource
+from upshift.planning.plan import Plan
+from upshift.settings import read_settings
+
+CONVERTED = "offload"  # the cache's folder of weights that are computed in another dtype than they are stored in
+
+
+def load_elsewhere(
+    source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
+) -> PreTrainedModel:
+    """Raises RequestError for a model without an adapter around it: what is on the disk is never trained."""
+    if source.adapter is None:
+        raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
+    with torch.device("meta"):
+        empty = build_model(config, model_class, dtype=dtype)
+    return load_model(
+        str(source.directory), dtype=dtype, model_class=model_class, device_map=device_map(empty, plan),
+        offload_folder=read_settings().cache_dir / CONVERTED,
+    )  # fmt: skip
+
+
+def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
+    """The layers are elsewhere, and an embedding on the disk where only rows of it are read; the rest is where it is computed."""
+    here, elsewhere = ("cpu" if plan.device == "cpu" else 0), ("disk" if plan.weight_offload == "disk" else "cpu")
+    found: dict[str, str | int] = {"": here} | dict.fromkeys((path for path, _ in find_stacks(model)), elsewhere)
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if elsewhere == "disk" and (head is None or head.weight is not embedding.weight):
+        found |= {path: elsewhere for path, module in model.named_modules(remove_duplicate=False) if module is embedding}
+    return found
+
+
+def in_memory_bytes(model: nn.Module, *others: object) -> int:
+    """``tensor_bytes`` of a model and others; of weights on the disk only the buffers that they are read into."""
+    return tensor_bytes(model, *others) - mapped_bytes(model) + buffer_bytes(model)

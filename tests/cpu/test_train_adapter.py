@@ -1,0 +1,244 @@
+"""Adapters through the training loop: put around a model, saved as peft saves them, resumed bit for bit, 4 bits below or not."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from peft import AutoPeftModelForCausalLM, PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+import upshift
+from upshift.errors import Interrupted, NothingFits, RequestError
+from upshift.models.source import find_model, find_to_train
+from upshift.planning.cost.resident import USABLE_SHARE
+from upshift.planning.plan import Plan
+from upshift.planning.planner import find_host, plan_training
+from upshift.planning.rank import Candidate, cost_plan
+from upshift.planning.workload import Workload
+from upshift.record import Record
+from upshift.training.arguments import Arguments
+from upshift.training.data.tokenizer import train_byte_level_bpe
+from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
+from upshift.training.loop.events import Event, StepDone
+
+LENGTH, GLOBAL_BATCH = 32, 4
+CHEAP = ("torch_compile=off", "precision=fp32", "attention=sdpa")  # little is traced
+FOUR_BITS = pytest.param(True, marks=pytest.mark.skipif(find_spec("bitsandbytes") is None, reason="needs bitsandbytes"))
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with weights and tokenizer, and text."""
+    folder = tmp_path_factory.mktemp("adapter")
+    words = "the quick brown fox jumps over lazy dogs while seven wizards watch the moon rise".split()  # noqa: SIM905
+    generator = np.random.default_rng(0)
+    texts = [" ".join(generator.choice(words, size=generator.integers(20, 60))) for _ in range(40)]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    tokenizer = train_byte_level_bpe(texts, 300)
+    config = LlamaConfig(
+        vocab_size=320, hidden_size=64, intermediate_size=128, num_hidden_layers=3, num_attention_heads=2, num_key_value_heads=1,
+        max_position_embeddings=64, tie_word_embeddings=False,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    LlamaForCausalLM(config).save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def data(home: Path) -> TrainingData:
+    return prepare_data(find_model(str(home / "model")), home / "data.jsonl", sequence_length=LENGTH)
+
+
+def a_job(home: Path, output: Path, *, model: Path | None = None, plan: dict[str, Any] | None = None, **fields: Any) -> Job:
+    options = {name: fields.pop(name) for name in list(fields) if name in Arguments.model_fields}
+    given = {"max_steps": 6, "learning_rate": 3e-3, "max_grad_norm": 0.5} | options
+    reference = str(model or home / "model")
+    rank = {"lora_rank": 4} if model is None else {}
+    plain = {
+        "device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": 2,
+    }  # fmt: skip
+    return Job(
+        model_reference=reference, plan=Plan.model_validate(plain | (plan or {})), arguments=Arguments(**given),
+        data=str(home / "data.jsonl"), global_batch=GLOBAL_BATCH, output=str(output), **(rank | fields),
+    )  # fmt: skip
+
+
+def losses(record: Record) -> list[float]:
+    return [loss for _, loss in record.details["loss_curve"]]
+
+
+def next_loss(model: Any, data: TrainingData) -> float:
+    held_out = data.evaluation
+    assert held_out is not None
+    ids = torch.from_numpy(held_out.tokens[None, : held_out.lengths[0]].astype(int))
+    with torch.no_grad():
+        return float(model(input_ids=ids, labels=ids).loss)
+
+
+def test_train_plans_proves_and_saves_an_adapter(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    record = upshift.train(
+        str(home / "model"), str(home / "data.jsonl"), output=tmp_path / "out", sequence_length=LENGTH, global_batch=GLOBAL_BATCH,
+        fixed=CHEAP, lora_rank=4, trial_seconds=4.0,
+        arguments={"max_steps": 6, "learning_rate": 3e-3},
+    )  # fmt: skip
+    assert losses(record)[-1] < losses(record)[0] - 0.02
+    assert record.baseline is not None and record.prediction_error("peak_gib") == pytest.approx(0.0, abs=0.1)
+    saved = {path.name for path in (tmp_path / "out").iterdir()}
+    assert {"adapter_config.json", "adapter_model.safetensors", "tokenizer.json"} <= saved
+    assert "model.safetensors" not in saved and "config.json" not in saved
+    assert all("lora_" in name for name in load_file(tmp_path / "out" / "adapter_model.safetensors"))
+    # As peft reads it: around the model that it names, and around one that the user has loaded.
+    attached = AutoPeftModelForCausalLM.from_pretrained(tmp_path / "out")
+    base = AutoModelForCausalLM.from_pretrained(home / "model")
+    before = next_loss(base, data)
+    assert next_loss(attached, data) == next_loss(PeftModel.from_pretrained(base, tmp_path / "out"), data) < before
+
+
+@pytest.mark.parametrize("four_bits", [False, FOUR_BITS])
+def test_interrupted_and_resumed_is_undisturbed(four_bits: bool, home: Path, data: TrainingData, tmp_path: Path) -> None:
+    undisturbed = run_job(a_job(home, tmp_path / "one", load_in_4bit=four_bits), data)
+
+    def stop(event: Event) -> None:
+        if isinstance(event, StepDone) and event.step == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(Interrupted, match="checkpoint-3"):
+        run_job(a_job(home, tmp_path / "two", load_in_4bit=four_bits), data, on_event=stop)
+    held = sum(file.stat().st_size for file in (tmp_path / "two" / "checkpoint-3").glob("*.safetensors"))
+    trained = sum(tensor.nbytes for tensor in load_file(tmp_path / "one" / "adapter_model.safetensors").values())
+    assert held < 3 * trained + 65536, "weights and two moments of the adapter, nothing of the model"
+    resumed = run_job(a_job(home, tmp_path / "two", load_in_4bit=four_bits, resume=True), data)
+    assert losses(resumed) == losses(undisturbed)
+    final = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("one", "two")]
+    assert final[0].keys() == final[1].keys()
+    assert all(torch.equal(tensor, final[1][name]) for name, tensor in final[0].items())
+
+
+def test_processes_have_the_same_adapter(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    """Its first weights are random: each rank draws the same."""
+    one = run_job(a_job(home, tmp_path / "one"), data)
+    two = run_job(a_job(home, tmp_path / "two", plan={"num_processes": 2, "gradient_accumulation_steps": 1}), data)
+    assert losses(two) == pytest.approx(losses(one), abs=1e-5)
+
+
+def test_an_adapter_directory_goes_on_from_its_weights(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    first = run_job(a_job(home, tmp_path / "first"), data)
+    second = run_job(a_job(home, tmp_path / "second", model=tmp_path / "first", max_steps=1), data)
+    assert first.measured and second.measured and first.measured.evaluation_loss
+    assert losses(second)[0] < losses(first)[0] - 0.02
+    foreign = tmp_path / "foreign"
+    shutil.copytree(tmp_path / "first", foreign)
+    config = json.loads((foreign / "adapter_config.json").read_text())
+    (foreign / "adapter_config.json").write_text(json.dumps(config | {"r": 8}))
+    with pytest.raises(RequestError, match="is of another adapter"):
+        run_job(a_job(home, tmp_path / "third", model=foreign), data)
+
+
+def test_a_damaged_adapter_checkpoint_is_passed_over(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    run_job(a_job(home, tmp_path / "out", save_steps=2, max_steps=4), data)
+    newest = tmp_path / "out" / "checkpoint-4" / "adapter_model.safetensors"
+    newest.write_bytes(newest.read_bytes()[:-8])
+    resumed = run_job(a_job(home, tmp_path / "out", max_steps=6, resume=True), data)
+    assert resumed.details["resumed_from_step"] == 2
+
+
+def test_what_cannot_be_trained_is_said(home: Path, tmp_path: Path) -> None:
+    model, text = str(home / "model"), str(home / "data.jsonl")
+    for options, words in (
+        ({"load_in_4bit": True}, "--lora-rank"),
+        ({"lora_rank": 4, "from_config": True}, "--from-config draws random weights"),
+        ({"lora_rank": 0}, "--lora-rank 0"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            upshift.train(model, text, output=tmp_path / "out", **options)  # type: ignore[arg-type]
+    four = find_to_train(model, lora_rank=4, load_in_4bit=True)
+    assert four.quantized_from == "float32" and "quantization_config" in four.config
+
+
+# Frozen weights that are on the disk
+
+ELSEWHERE = {"weight_offload": "disk"}
+
+
+@pytest.mark.parametrize(
+    "choices", [{}, {"activation_checkpointing": 2}, {"attention": "block", "packing": True}, {"loss_chunk_tokens": 16}], ids=str
+)
+def test_frozen_weights_on_the_disk_train_bit_for_bit(
+    choices: dict[str, Any], home: Path, data: TrainingData, tmp_path: Path
+) -> None:
+    there = run_job(a_job(home, tmp_path / "there", plan=choices, max_steps=3), data)
+    elsewhere = run_job(a_job(home, tmp_path / "elsewhere", plan=choices | ELSEWHERE, max_steps=3), data)
+    assert losses(elsewhere) == losses(there)
+    assert elsewhere.measured and there.measured
+    assert elsewhere.measured.evaluation_loss == there.measured.evaluation_loss
+    assert elsewhere.measured.peak_gib < there.measured.peak_gib  # type: ignore[operator]
+    trained = [load_file(tmp_path / name / "adapter_model.safetensors") for name in ("there", "elsewhere")]
+    assert all(torch.equal(tensor, trained[1][name]) for name, tensor in trained[0].items())
+
+
+def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
+    source = find_to_train(str(home / "model"), lora_rank=4)
+    workload = Workload(sequence_length=LENGTH, global_batch=GLOBAL_BATCH)
+    host = find_host(None).one_device().changed(disk_bytes_per_second=1e6)
+    roomy = plan_training(source, host, workload, fixed=CHEAP)
+    plans = [*roomy.ranking.candidates, *roomy.ranking.too_big]
+    assert {candidate.plan.weight_offload for candidate in plans} == {"none"}
+    least = min(plans, key=lambda candidate: candidate.resident * candidate.plan.num_processes)
+
+    def offloaded(plan: Plan) -> Candidate:
+        found = cost_plan(plan.changed(weight_offload="disk"), host=host, profile=roomy.profile, workload=workload)
+        assert isinstance(found, Candidate)
+        return found
+
+    moved = offloaded(least.plan)
+    layers = sum(parameter.nbytes for parameter in LlamaForCausalLM.from_pretrained(home / "model").model.layers.parameters())
+    rows = 320 * 64 * 4
+    parts = [candidate.memory.phases["forward"].parts["weights"] for candidate in (least, moved)]
+    assert parts[0] - parts[1] == layers / 3 + rows, "all but two of three layers, and the embedding"
+    steps = least.plan.gradient_accumulation_steps
+    computed = least.time.total - least.time.terms["update"]
+    read = steps * (2 * layers - 2 * layers / 3)  # two layers are still there where a pass turns round
+    assert moved.time.total == pytest.approx(least.time.terms["update"] + max(read / 1e6, computed))
+
+    free = int((least.resident + moved.resident) / 2 / USABLE_SHARE)
+    assert host.cpu is not None
+    short = host.changed(cpu=host.cpu.changed(free_memory_bytes=free))
+    planning = plan_training(source, short, workload, fixed=CHEAP)
+    assert {candidate.plan.weight_offload for candidate in planning.ranking.candidates} == {"disk"}
+    assert planning.default.plan.weight_offload == "disk"
+    assert "weights on disk" in planning.best.label() and planning.numbers(planning.ranking.candidates[0]).tokens_per_second
+    no_disk = short.changed(disk_bytes_per_second=None)  # and files that are too small to measure it on
+    with pytest.raises(NothingFits):
+        plan_training(source, no_disk, workload, fixed=CHEAP)
+    for fixed, words in (
+        (("weight_offload=host",), "from files on a disk whose rate was measured"),
+        (("weight_offload=disk", "torch_compile=layer", "num_processes=1"), "use torch_compile=off"),
+        (("weight_offload=disk", "num_processes=2"), "use num_processes=1"),
+        (("weight_offload=disk", "activation_checkpointing=2", "recompute_granularity=selective"), "recompute_granularity=full"),
+    ):
+        plain = () if any("torch_compile" in one for one in fixed) else CHEAP
+        with pytest.raises(RequestError, match=words):
+            plan_training(source, host, workload, fixed=(*plain, "attention=sdpa", *fixed))
+
+
+def test_only_frozen_weights_wait_elsewhere(home: Path, data: TrainingData, tmp_path: Path) -> None:
+    whole = a_job(home, tmp_path / "out", plan=ELSEWHERE, lora_rank=None)
+    with pytest.raises(RequestError, match="is for frozen weights; add an adapter"):
+        run_job(whole, data)
+    random = a_job(home, tmp_path / "out", plan=ELSEWHERE, from_config=True)
+    with pytest.raises(RequestError, match="--from-config has none"):
+        run_job(random.changed(overwrite=True), data)
+    with pytest.raises(RequestError, match="is not possible in the Trainer"):
+        upshift.Trainer(LlamaForCausalLM.from_pretrained(home / "model"), fixed=("weight_offload=disk",))
