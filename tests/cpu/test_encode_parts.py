@@ -350,7 +350,7 @@ def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setitem(race_module.PACKAGES, "generate", "of_a_race")
     monkeypatch.setattr(race_module, "is_installed", lambda name: True)
-    monkeypatch.setattr(race_module, "check_room", lambda source, host: None)
+    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
     made = [EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)]
     precisions: tuple[Precision, ...] = ("fp32", "int8-weights", "int8", "int4-weights", "int4")
     made += [made[0].changed(engine="openvino", precision=precision) for precision in precisions]

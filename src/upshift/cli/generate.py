@@ -17,6 +17,10 @@ from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
 from upshift.settings import wait_briefly
 
+MaxTtft = Annotated[
+    float | None, typer.Option("--max-ttft-ms", help="longest until the first tokens of prompts that are admitted together")
+]
+MaxTpot = Annotated[float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")]
 MaxMemory = Annotated[
     list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
 ]
@@ -39,12 +43,8 @@ def command(
     chat: Annotated[bool, typer.Option("--chat", help="prompts are what a user says, by the model's chat template")] = False,
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine of logits to transformers in fp32: 0.999")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
-    max_ttft_ms: Annotated[
-        float | None, typer.Option("--max-ttft-ms", help="longest until the first tokens of prompts that are admitted together")
-    ] = None,
-    max_tpot_ms: Annotated[
-        float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")
-    ] = None,
+    max_ttft_ms: MaxTtft = None,
+    max_tpot_ms: MaxTpot = None,
     max_memory: MaxMemory = None,
     race_seconds: RaceSeconds = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
