@@ -50,6 +50,7 @@ def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request:
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
+    os.setpgid(child, child)  # as the child itself does: whoever is first, the group is there before it is killed
     return child
 
 

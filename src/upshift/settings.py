@@ -38,6 +38,13 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def wait_briefly() -> None:
+    """Threads of torch and llama.cpp that wait for each other do so in a loop, for milliseconds: beside other work they take the
+    cores from whom they wait for. Called before either is loaded; so long a loop is as fast where nothing else runs, and none at
+    all is not (docs/log.md)."""
+    os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
 @contextmanager
 def without_telemetry() -> Iterator[None]:
     """OpenVINO's converter and NNCF send usage data unless they believe to run in somebody's continuous integration."""

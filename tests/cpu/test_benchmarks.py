@@ -47,6 +47,16 @@ def check_rows(path: Path) -> list[Record]:
     return rows
 
 
+def test_load(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one = ("--rounds", "1", "--settings", "bf16", "--caches", "cold", "--contenders", "dd,upshift", "--scratch", str(tmp_path))
+    answer = run(case("load"), tmp_path, capsys, *one)
+    rows = check_rows(tmp_path / "load.jsonl")
+    assert [row.name for row in rows] == ["load/bf16, cold/dd", "load/bf16, cold/upshift"]
+    ours = answer["results"]["bf16, cold/upshift"]
+    assert ours["load"] > 0 and ours["first forward"] > 0 and ours["checksum"] > 0
+    assert rows[1].details["over_dd"] > 0 and (rows[1].measured.resident_gib or 0) > 0  # type: ignore[union-attr]
+
+
 def test_memory(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "accuracy.md"
     answer = run(case("memory"), tmp_path, capsys, "--write", str(page))

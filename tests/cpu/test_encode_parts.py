@@ -29,7 +29,7 @@ from upshift.inference.encoding.token_scores import TokenScores, score_tokens, t
 from upshift.inference.lines import blocks, count_lines
 from upshift.inference.race import Race
 from upshift.inference.sample import spread_over
-from upshift.inference.setup import EngineName, EngineSetup
+from upshift.inference.setup import EngineName, EngineSetup, Precision
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
@@ -226,8 +226,9 @@ def test_a_setup_that_fails_takes_only_those_behind_it(
     (tmp_path / "of_a_test").mkdir()
     (tmp_path / "of_a_test" / "contest.py").write_text(
         "import os\n"
-        "from upshift.inference.contestant import Run, contend\n"
-        "def run(entrants, setup):\n"
+        "from upshift.inference.contestant import Run\n"
+        "from upshift.inference.standing import contend\n"
+        "def run(entrants, setup, standing):\n"
         "    print('a library says hello', flush=True)\n"
         "    if setup.precision == 'tf32':\n"
         "        " + ends + "\n"
@@ -305,7 +306,8 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
         return race, "torch-compiled" in {run.setup.engine for run in race.runs}, race.chosen.engine
 
     short, entered, chosen = raced(1.0)
-    assert (entered, chosen) == (False, "torch") and short.left_out == {"torch-compiled fp32": 2.0}
+    assert (entered, chosen) == (False, "torch")
+    assert [(out.setup.label(), out.rate) for out in short.left_out] == [("torch-compiled fp32", 2.0)]
     assert raced(79.0)[0].recalled  # half of it is 39.5 s
     assert raced(200.0)[1:] == (True, "torch-compiled")
     recalled, entered, chosen = raced(10.0)  # what ran is remembered, and would compile for longer than all else takes
@@ -320,6 +322,68 @@ def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.Mo
     monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "torch-compiled"))
     assert raced(500.0)[0].runs == () and raced(500.0)[0].chosen.engine == "torch"  # alone, and too little for a forecast
     assert raced(2000.0)[1:] == (True, "torch-compiled")
+
+
+RACED = """
+import json
+from upshift.inference.contestant import Run
+from upshift.inference.standing import contend
+from upshift.record import Spread
+COSINES = {"fp32": 1.0, "int8-weights": 0.9995, "int8": 0.998, "int4-weights": 0.97, "int4": 0.96}
+RATES = {"llamacpp": 1.0, "torch": 2.0, "openvino": 4.0}
+def run(entrants, setup, standing):
+    one = Run(setup=setup, largest_difference=0.0, worst_cosine=COSINES[setup.precision], seconds=Spread.of([1.0]))
+    one = one.changed(per_second=RATES[setup.engine])
+    return [one.changed(stopped=standing.stopped(one, 1.0))]
+def main(path, answer):
+    contend(path, answer, run)
+"""
+
+
+def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """8 bits lose 0.0005 of the cosine, so that 4 lose at least 16 times as much: 0.008. A race without time runs its reference
+    alone; one with other bounds goes by what it left out."""
+    (tmp_path / "of_a_race").mkdir()
+    (tmp_path / "of_a_race" / "contest.py").write_text(RACED)
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setitem(race_module.PACKAGES, "generate", "of_a_race")
+    monkeypatch.setattr(race_module, "is_installed", lambda name: True)
+    monkeypatch.setattr(race_module, "check_room", lambda source, host: None)
+    made = [EngineSetup(engine="torch", precision="fp32", threads=1, batch=1)]
+    precisions: tuple[Precision, ...] = ("fp32", "int8-weights", "int8", "int4-weights", "int4")
+    made += [made[0].changed(engine="openvino", precision=precision) for precision in precisions]
+    made.append(made[0].changed(engine="llamacpp"))
+    monkeypatch.setattr(race_module, "contestants", lambda *asked, **more: made)
+    source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "llama"})
+    contest = Contest(task="generate", source=source, asked="{}", pad=0, batches=(1,), hint="latency")
+
+    def raced(quality: Quality, seconds: float | None = None, **limits: float) -> Race:
+        return race_module.race(
+            contest, detect(), [[1]], quality, forecast=lambda: lambda setup: 1.0, limits=Limits(**limits), amount=1.0,
+            seconds=seconds,
+        )  # fmt: skip
+
+    late = raced(0.999, 1e-6)
+    assert [run.setup.engine for run in late.runs] == ["torch"] and late.chosen == made[0]
+    assert [(out.setup, out.reason) for out in late.left_out] == [(setup, "time") for setup in made[1:]]
+    assert raced(0.999, 1e-6).recalled
+    found = raced(0.999)  # with more time
+    assert not found.recalled and found.chosen.engine == "openvino" and 0.0 < found.seconds < found.allowed == 90.0
+    assert {run.setup.label(): run.stopped for run in found.runs} == {
+        "torch fp32": None, "openvino fp32": None, "openvino int8-weights": None, "openvino int8": "quality",
+        "llamacpp fp32": "behind",
+    }  # fmt: skip
+    assert [(out.setup.label(), out.reason) for out in found.left_out] == [
+        ("openvino int4-weights", "quality"), ("openvino int4", "quality"),
+    ]  # fmt: skip
+    assert found.left_out[0].cosine == pytest.approx(0.992) and found.left_out[0].by == found.runs[2].setup
+    assert raced(0.9991).recalled  # stricter
+    assert not raced(0.9991, ttft_ms=1e6).recalled  # what is slower could hold a limit
+    looser = raced(0.99)
+    assert not looser.recalled and {run.stopped for run in looser.runs if run.setup.precision == "int4-weights"} == {"quality"}
+    assert raced(0.99).recalled and raced(0.999).recalled
 
 
 SIGNALLED = """

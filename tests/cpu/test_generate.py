@@ -139,6 +139,25 @@ def run(
     return [sequence.tokens for sequence in sequences]
 
 
+@pytest.mark.parametrize("kind", ["llama", "t5"])
+def test_a_model_without_room_runs_from_the_disk(kind: str, tmp_path: Path, upshift: Command, made: dict[str, str]) -> None:
+    wide = {"vocab_size": 260, "num_heads": 4, "num_layers": 4, "d_model": 128, "d_ff": 512, "decoder_start_token_id": 0}
+    large = LlamaConfig(**{**SMALL, "hidden_size": 128, "num_hidden_layers": 8}, intermediate_size=512)
+    config, auto = (large, AutoModelForCausalLM) if kind == "llama" else (T5Config(**wide), AutoModelForSeq2SeqLM)
+    model = save(tmp_path, config, auto)
+    asked = ("generate", model, "--prompt", "one two", "--max-new-tokens", 6)
+    answer = upshift(*asked, "--max-memory", "cpu=2500KiB", "--json")
+    assert answer.code == 0, answer.err
+    said = json.loads(answer.out)
+    assert "on the disk" in said["race"]["divided"] and not said["race"]["runs"]
+    ids = torch.tensor(ids_of(["one two"], model))
+    expected = auto.from_pretrained(model).eval().generate(ids, max_new_tokens=6, do_sample=False)[0]
+    new = expected[len(ids[0]) if kind == "llama" else 1 :].tolist()
+    assert said["text"] == Prompts(find_weights(model), chat=False).text(new)
+    refused = upshift(*asked, "--max-memory", "cpu=300KiB")
+    assert refused.code == 3 and "one layer at a time" in refused.err
+
+
 @pytest.mark.parametrize(("engine", "kind"), RUN)
 def test_greedy_text_is_that_of_transformers(
     made: dict[str, str], kind: str, engine: str, monkeypatch: pytest.MonkeyPatch
@@ -348,7 +367,7 @@ def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:
         generator.generate("a text")
     with pytest.raises(RequestError, match="prompt 2 is empty"):
         generator.generate(["a", ""])
-    with pytest.raises(RequestError, match="onnxruntime.*use one of torch, openvino"):
+    with pytest.raises(RequestError, match="onnxruntime.*use one of torch, llamacpp, openvino"):
         upshift.Generator(model, engine="onnxruntime")
     BertModel(BertConfig(vocab_size=260, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)).save_pretrained(
         tmp_path / "bert"

@@ -9,15 +9,19 @@ import resource
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from random import Random
 
 import pytest
 import torch
 from accelerate import infer_auto_device_map, init_empty_weights
 from command import Command
+from hypothesis import given
+from hypothesis import strategies as st
 from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
@@ -34,11 +38,13 @@ import upshift
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.loading import offload_store
 from upshift.loading.checkpoint import find_checkpoint
+from upshift.loading.header import StoredTensor
 from upshift.loading.layout import place_model, units_of
 from upshift.loading.load import load_source
 from upshift.loading.offload import is_offloaded
 from upshift.loading.place import CPU, DISK, Work, place
 from upshift.loading.placed import Where
+from upshift.loading.reader import Reader, make_groups
 from upshift.loading.writing import NewTensor, header_of
 from upshift.models.source import find_model
 
@@ -238,6 +244,41 @@ def test_killed_while_it_converts(folder: Folder, tmp_path: Path, monkeypatch: p
     assert os.WIFSIGNALED(status) and [file.suffix for file in tmp_path.iterdir()] == [".part"]
     everything_on_disk(folder("untied"), "bfloat16", tmp_path)
     assert [file.suffix for file in tmp_path.iterdir()] == [".safetensors"]
+
+
+# --- the reader ------------------------------------------------------------------------------------------------------
+
+
+@given(st.integers(0, 10_000), st.integers(1_000, 400_000))
+def test_groups_in_any_order_and_held_together_are_what_the_file_has(seed: int, budget: int) -> None:
+    """A view that somebody keeps after the release stays what it was: its memory is not used again."""
+    random = Random(seed)
+    with tempfile.NamedTemporaryFile() as file:
+        content, groups, end = random.randbytes(1_000_000), [], 0
+        file.write(content)
+        file.flush()
+        for group in range(random.randint(1, 8)):
+            sizes = [random.randint(1, 20_000) for _ in range(random.randint(1, 6))]
+            groups.append([])
+            for number, size in enumerate(sizes):
+                groups[-1].append(StoredTensor(f"{group}.{number}", "U8", (size,), Path(file.name), end, size))
+                end += size + random.choice([0, 0, 17])
+        made = make_groups(groups, budget)
+        reader = Reader(made, budget=budget, keep_cached=random.random() < 0.5)
+        held, kept = [], []
+        for _ in range(30):
+            held.append(random.randrange(len(groups)))
+            for piece, memory in zip(made[held[-1]].pieces, reader.acquire(held[-1]), strict=True):
+                for stored, start in zip(piece.tensors, piece.starts, strict=True):
+                    view = memory[start : start + stored.nbytes]
+                    assert bytes(view.numpy()) == content[stored.offset : stored.offset + stored.nbytes]
+                    kept += [(view, stored)] if random.random() < 0.05 else []
+            while len(held) > random.randint(0, 2):
+                reader.release(held.pop(random.randrange(len(held))))
+        reader.close()
+        reader.thread.join(timeout=10)
+        assert not reader.thread.is_alive()
+        assert all(bytes(view.numpy()) == content[one.offset : one.offset + one.nbytes] for view, one in kept)
 
 
 # --- maps ---------------------------------------------------------------------------------------------------------------

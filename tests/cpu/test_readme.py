@@ -31,7 +31,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
         "MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained"),
         "texts.txt": str(folder / "text.txt"), "rows.npy": str(folder / "rows.npy"),
         "prompts.txt": str(folder / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
-        "small": str(folder / "small"),
+        "small": str(folder / "small"), "sharded": str(folder / "sharded"),
     }  # fmt: skip
 
 
@@ -41,7 +41,7 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_the_commands():
-    assert {line.split()[1] for line in commands()} == {"plan", "train", "inspect", "encode", "generate", "quantize"}
+    assert {line.split()[1] for line in commands()} == {"plan", "train", "inspect", "shard", "encode", "generate", "quantize"}
 
 
 @pytest.mark.parametrize("line", commands())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -168,6 +169,26 @@ def test_killed_at_any_moment_it_goes_on(wide, tmp_path):
     assert not list(output.glob(f"*{PARTIAL}"))
 
 
+def test_killed_while_converting(wide, tmp_path):
+    """In the middle of a file, by a child of this process, which has imported torch."""
+    from upshift.loading import convert
+
+    def stop(done: int, total: int) -> None:
+        if done > total // 3:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    output = tmp_path / "out"
+    arguments = {"dtype": "bfloat16", "progress": stop}
+    child = multiprocessing.get_context("fork").Process(target=convert.convert, args=(str(wide), output), kwargs=arguments)
+    child.start()
+    child.join(PATIENCE_SECONDS)
+    assert child.exitcode == -signal.SIGKILL
+    assert sorted(file.name for file in output.iterdir()) == [f"model.safetensors{PARTIAL}", MANIFEST]
+    convert.convert(str(wide), output, dtype="bfloat16", progress=lambda done, total: None)
+    assert sorted(file.name for file in output.iterdir()) == ["config.json", "model.safetensors", MANIFEST]
+    same(tensors_of(output), {name: tensor.bfloat16() for name, tensor in tensors_of(wide).items()})
+
+
 def test_interrupted_it_says_what_is_safe(wide, tmp_path):
     output = tmp_path / "out"
     command = [*COMMAND, "shard", str(wide), "-o", str(output), "--max-shard-size", "2MB"]
@@ -283,6 +304,7 @@ def test_refused(upshift, llama, tmp_path):
     one_line(upshift("shard", llama, "-o", tmp_path / "file"), "is a file")
     one_line(upshift("shard", llama, "-o", tmp_path), "is not empty (file)")
     one_line(upshift("shard", llama, "-o", tmp_path / "out", "--max-shard-size", "5 apples"), "5 apples")
+    one_line(upshift("shard", llama, "-o", tmp_path / "out", "--max-shard-size", "0"), "--max-shard-size 0", "5GB")
     one_line(upshift("convert", llama, "-o", tmp_path / "out", "--dtype", "int8"), "int8", "bfloat16, float16, float32")
     one_line(upshift("merge", llama, "-o", tmp_path / "out"), "adapter_config.json")
     shutil.copytree(llama, tmp_path / "quantized")

@@ -13,7 +13,8 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, table, teller
+from upshift.cli.race import RaceSeconds, dim, failures, table, teller
+from upshift.settings import wait_briefly
 
 
 def command(
@@ -23,10 +24,12 @@ def command(
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32, such as 0.99")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
     max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="longest that a batch may take, alone")] = None,
+    race_seconds: RaceSeconds = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
+    wait_briefly()
     from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
     from upshift.inference.encoding.files import check_files, check_form, read_texts
     from upshift.inference.lines import count_lines
@@ -34,7 +37,10 @@ def command(
 
     check_files(texts, output, overwrite=overwrite)
     with show.step("Racing the installed engines on a sample of the texts"):
-        encoder = Encoder(model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, on_run=teller("texts/s"))
+        encoder = Encoder(
+            model, quality=quality, engine=engine, max_latency_ms=max_latency_ms, race_seconds=race_seconds,
+            on_run=teller("texts/s"),
+        )  # fmt: skip
         check_form(output, encoder.recipe.output)
         total = count_lines(texts)
         encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS), total=total)

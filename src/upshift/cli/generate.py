@@ -13,9 +13,13 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.cli.plan import Json, Model
-from upshift.cli.race import dim, failures, table, teller
+from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
+from upshift.settings import wait_briefly
 
+MaxMemory = Annotated[
+    list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
+]
 WIDE = 90  # columns that the whole race takes
 
 
@@ -41,13 +45,17 @@ def command(
     max_tpot_ms: Annotated[
         float | None, typer.Option("--max-tpot-ms", help="longest mean time for a token more of each sequence")
     ] = None,
+    max_memory: MaxMemory = None,
+    race_seconds: RaceSeconds = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace an output that exists")] = False,
     as_json: Json = False,
 ) -> None:
     """Race the installed engines on some of the prompts, then generate with the winner."""
+    wait_briefly()
     from upshift.inference.generation.files import check_files
     from upshift.inference.generation.generator import Generator
     from upshift.inference.generation.options import unused
+    from upshift.loading.memory_limits import read_max_memory
 
     if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
@@ -57,7 +65,7 @@ def command(
     with show.step("Reading the model"):
         generator = Generator(
             model, quality=quality, engine=engine, max_ttft_ms=max_ttft_ms, max_tpot_ms=max_tpot_ms, chat=chat,
-            on_run=teller("tokens/s"),
+            max_memory=read_max_memory(max_memory), race_seconds=race_seconds, on_run=teller("tokens/s"),
         )  # fmt: skip
     for name, value in unused(generator.source).items():
         dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
@@ -95,6 +103,8 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
         sys.stdout.flush()
     sys.stdout.write("\n")
     chosen = generator.race.chosen
+    if generator.race.divided is not None:
+        dim(generator.race.divided, show.err)
     dim(f"{chosen.label()}; first text after {pieces - start:.1f} s with the race, loading included", show.err)
 
 
@@ -129,6 +139,8 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
     if generator.race.runs:
         show.out.print(_table(generator.race))
         _bound(generator)
+    if generator.race.divided is not None:
+        dim(generator.race.divided)
     failures(generator.race, "tokens/s")
     show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
     show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")

@@ -3,12 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.table import Table
 
 from upshift.cli import show
+
+RaceSeconds = Annotated[
+    float | None, typer.Option("--race-seconds", help="most of the race; default: 90, or a tenth of the run if that is more")
+]
+STOPPED = {
+    "quality": "the quality is not reached",
+    "behind": "the fastest is 1.5 times as fast or more",
+    "time": "the race's time was over",
+}
 
 
 def dim(text: str, console: Console = show.out) -> None:
@@ -53,12 +63,27 @@ def failures(race: Any, unit: str) -> None:
     for run in race.runs:
         if run.failure:
             dim(f"{run.setup.label()} did not run: {run.failure}")
-    for label, rate in race.left_out.items():
-        said = f"the planner expects at most {rate:,.0f} {unit}, which do not pay for compiling in a run of this length"
-        without = "nothing is expected of it without a C++ compiler, or of a model that the planner has no formulas for"
-        dim(f"{label} did not race: {said if rate else without}; --engine {label.split()[0]} races it")
+    for why, said in STOPPED.items():
+        names = [run.setup.label() for run in race.runs if run.stopped == why]
+        if names:
+            dim(f"Timed once only, as {said}: {', '.join(dict.fromkeys(names))}")
+    for out in race.left_out:
+        dim(f"{out.setup.label()} did not race: {_why(out, race, unit)}")
+    if race.seconds:
+        dim(f"The race took {race.seconds:.0f} s of at most {race.allowed:.0f} (--race-seconds)")
     if race.recalled:
         dim(f"remembered; delete {race.file} to race again")
     for name, rate in race.expected.items():
         brings = f"; the planner expects {rate:,.0f} {unit} of it" if rate else ""
         dim(f"{name} is not installed and did not race: {install_line(name)}{brings}")
+
+
+def _why(out: Any, race: Any, unit: str) -> str:
+    if out.reason == "time":
+        return f"the {race.allowed:.0f} s of the race were over; --race-seconds gives it more"
+    if out.reason == "quality":
+        return f"{out.by.label()}, which rounds less, leaves it a cosine of {out.cosine:.5f} at most"
+    said = "nothing is expected of it without a C++ compiler, or of a model that the planner has no formulas for"
+    if out.rate:
+        said = f"the planner expects at most {out.rate:,.0f} {unit}, which do not pay for compiling in a run of this length"
+    return f"{said}; --engine {out.setup.engine} races it"

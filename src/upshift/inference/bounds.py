@@ -40,3 +40,10 @@ def read_limit(name: str, milliseconds: float | None) -> float | None:
     if milliseconds is not None and not milliseconds > 0.0:
         raise RequestError(f"--{name} {milliseconds:g} is not possible; give milliseconds above 0")
     return milliseconds
+
+
+def read_seconds(seconds: float | None) -> float | None:
+    """Of a race."""
+    if seconds is not None and not seconds > 0.0:
+        raise RequestError(f"--race-seconds {seconds:g} is not possible; give seconds above 0")
+    return seconds

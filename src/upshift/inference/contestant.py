@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import gc
 import math
-from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
+
+from pydantic import Field
 
 from upshift.inference.bounds import Limits, Quality
 from upshift.inference.engines import ENGINES
@@ -15,6 +16,9 @@ from upshift.record import Spread
 from upshift.value import Value
 
 EXACT_DIFFERENCE = 1e-4
+Stopped = Literal["quality", "behind", "time"]
+Reason = Literal["compiling", "quality", "time"]
+UNBOUNDED = 1e9  # seconds
 
 
 class Contest(Value):
@@ -28,21 +32,13 @@ class Contest(Value):
     hint: Hint
 
 
-class Entrants(Value):
-    """What the process of one engine is asked: its setups, one after the other."""
-
-    contest: Contest
-    setups: tuple[EngineSetup, ...]
-    sample: Path  # JSON list of lists of token ids
-    reference: Path  # what the reference gave: written by the first setup of all, read by the others
-
-
 class Run(Value):
     """What came out of one contestant with one batch. Differences to the reference: of embeddings and scores as they are; of
     logits over the largest of them."""
 
     setup: EngineSetup
     failure: str | None = None
+    stopped: Stopped | None = Field(None, description="why nothing more of it was timed, larger batches included")
     load_seconds: float | None = None
     seconds: Spread | None = None  # of the whole sample
     per_second: float | None = None  # texts, or generated tokens
@@ -78,19 +74,32 @@ class Run(Value):
         return f"{1e3 * (self.first_seconds or 0.0):.1f} ms{step}"
 
 
+class LeftOut(Value):
+    """A contestant that did not race, and why. Of what compiles, ``rate``: texts or tokens a second that are expected of it;
+    of what rounds, ``cosine``: the highest that ``by``, which ran, leaves to it."""
+
+    setup: EngineSetup
+    reason: Reason
+    rate: float | None = None
+    cosine: float | None = None
+    by: EngineSetup | None = None
+
+
+class Entrants(Value):
+    """What the process of one engine is asked: its setups, one after the other."""
+
+    contest: Contest
+    setups: tuple[EngineSetup, ...]
+    sample: Path  # JSON list of lists of token ids
+    reference: Path  # what the reference gave: written by the first setup of all, read by the others
+    quality: Quality = Field(0.0, description="what does not reach it cannot win; 0: all can")
+    limited: bool = Field(False, description="what is slower can win where it makes nobody wait as long")
+    before: tuple[Run, ...] = Field((), description="of other engines")
+    seconds: float = Field(UNBOUNDED, description="that are left of the race; what has not begun then does not")
+
+
 class Runs(Value):
     """Of one contestant, with each batch."""
 
-    runs: tuple[Run, ...]
-
-
-def contend(path: Path, answer: Callable[[Runs], None], run: Callable[[Entrants, EngineSetup], list[Run]]) -> None:
-    """An engine's process: an answer for each setup of the Entrants in ``path``. An error is that setup's failure alone."""
-    entrants = Entrants.from_file(path)
-    for setup in entrants.setups:
-        try:
-            found = run(entrants, setup)
-        except Exception as error:  # whatever a library raises: it is told to the user as why this setup did not run
-            found = [Run(setup=setup, failure=f"{type(error).__name__}: {' '.join(str(error).split())[:400]}")]
-        answer(Runs(runs=tuple(found)))
-        gc.collect()  # before the next one is loaded
+    runs: tuple[Run, ...] = ()
+    left_out: LeftOut | None = None

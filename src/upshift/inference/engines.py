@@ -36,7 +36,7 @@ PACKAGES: dict[Task, str] = {
     "seq2seq": "upshift.inference.generation",
 }
 ON_GPU: tuple[Precision, ...] = ("fp32", "tf32", "bf16", "fp16")
-ENGINES: dict[EngineName, Entry] = {
+ENGINES: dict[EngineName, Entry] = {  # in the order of a race: the reference, then what converts a model soonest
     "torch": Entry(
         ("torch",), "",
         {
@@ -49,9 +49,13 @@ ENGINES: dict[EngineName, Entry] = {
         ("torch",), "",
         {"generate": Door("torch_graphs_decoder:TorchGraphsDecoder", (), ON_GPU)},
     ),
-    "onnxruntime": Entry(
-        ("onnxruntime", "onnx", "onnxscript"), "onnx",
-        {"encode": Door("onnxruntime_engine:OnnxRuntimeEngine", ("fp32", "int8"))},
+    "llamacpp": Entry(
+        ("llama_cpp", "gguf"), "llamacpp",
+        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), kinds="gguf_form:FAMILIES")},
+    ),
+    "ctranslate2": Entry(
+        ("ctranslate2",), "ctranslate2",
+        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), kinds="ctranslate2_engine:CONVERTED")},
     ),
     "openvino": Entry(
         ("openvino", "nncf"), "openvino",
@@ -61,13 +65,9 @@ ENGINES: dict[EngineName, Entry] = {
             "seq2seq": Door("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
     ),
-    "ctranslate2": Entry(
-        ("ctranslate2",), "ctranslate2",
-        {"encode": Door("ctranslate2_engine:CTranslate2Engine", ("fp32", "int8"), kinds="ctranslate2_engine:CONVERTED")},
-    ),
-    "llamacpp": Entry(
-        ("llama_cpp", "gguf"), "llamacpp",
-        {"generate": Door("llamacpp_decoder:LlamaCppDecoder", ("fp32", "fp16", "int8", "int4"), kinds="gguf_form:FAMILIES")},
+    "onnxruntime": Entry(
+        ("onnxruntime", "onnx", "onnxscript"), "onnx",
+        {"encode": Door("onnxruntime_engine:OnnxRuntimeEngine", ("fp32", "int8"))},
     ),
     "torch-compiled": Entry(
         ("torch",), "",

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache, partial
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.encoding.batches import by_length
 from upshift.inference.engines import ENGINES
 from upshift.inference.setup import EngineSetup, Precision
+from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
 from upshift.planning.inference.engine import Engine, build_engine
@@ -67,24 +69,29 @@ def _mean(lengths: Sequence[int]) -> int:
 
 
 def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Callable[[EngineSetup], Engine | None]:
-    """``host``: measured now where it was not. Nothing is forecast of a model that cannot be traced."""
+    """``host``: measured now where it was not, so call it while nothing else runs; the model is traced for the first setup.
+    Nothing is forecast of a model that cannot be traced."""
     from upshift.hardware.probe import measure
 
     measured = host if host.measured is not None else measure(host)
-    try:
-        profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=())
-    except RequestError:
-        return lambda setup: None
-    if profile.objective == "seq2seq-lm":  # two stacks: not planned yet
-        return lambda setup: None
+    traced = cache(partial(_profile, source))
 
     def found(setup: EngineSetup) -> Engine | None:
         if setup.precision not in FORMATS:  # quantized by others: in a form that is not known
             return None
         if ENGINES[setup.engine].uncompiled and not (measured.measured and measured.measured.compiler):
             return None
-        weights, cache = FORMATS[setup.precision]
+        weights, cached = FORMATS[setup.precision]
         execution = "eager" if setup.engine == "torch" else "graphs"
-        return build_engine(measured, profile, workload, ReplicaShape(weights, cache, 1, 1, execution))
+        profile = traced()
+        return profile and build_engine(measured, profile, workload, ReplicaShape(weights, cached, 1, 1, execution))
 
     return found
+
+
+def _profile(source: ModelSource) -> ModelProfile | None:
+    try:
+        profile = profile_model(source, sequence_length=PROFILE_LENGTH, variants=())
+    except RequestError:
+        return None
+    return None if profile.objective == "seq2seq-lm" else profile  # two stacks: not planned yet

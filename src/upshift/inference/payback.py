@@ -1,23 +1,27 @@
-"""Whether compiling pays: the seconds that it takes against those that it would save of the user's own texts."""
+"""What a race may cost: the seconds of compiling, and of the race itself, against those of the user's own texts."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
 from upshift.inference.bounds import Quality
-from upshift.inference.contestant import Run
+from upshift.inference.contestant import LeftOut, Run
 from upshift.inference.engines import ENGINES
 from upshift.inference.forecast import Forecast
 from upshift.inference.setup import EngineSetup
+from upshift.inference.standing import behind
 
 COMPILE_SECONDS = 40.0  # in the race, and before the run once more, from torch's own files; measured (docs/log.md)
+RACE_SECONDS, RACE_SHARE = 90.0, 0.1  # of a race, or of the run where that is longer
+LONGER = 1.5  # times as much time as a race had: what it left out for want of time may race
 FEW = 1000.0  # texts or tokens: compiling would have to save 40 ms of each, and no forecast is worth its time
 
 
 class Entering(NamedTuple):
     setups: tuple[EngineSetup, ...]
-    left_out: dict[str, float | None] = {}  # and the rate that is expected of it, by its label
+    left_out: tuple[LeftOut, ...] = ()
 
 
 def entering(
@@ -31,7 +35,7 @@ def entering(
     likely = max(setups, key=lambda setup: rates[setup] or 0.0)
     if pays(rates[likely], fastest(runs, quality), amount):
         return Entering((likely,))
-    return Entering((), {likely.label(): rates[likely]})
+    return Entering((), (LeftOut(setup=likely, reason="compiling", rate=rates[likely]),))
 
 
 def pays(rate: float | None, best: float | None, amount: float) -> bool:
@@ -39,6 +43,31 @@ def pays(rate: float | None, best: float | None, amount: float) -> bool:
     if not rate or not best:
         return False
     return amount / best - amount / rate > COMPILE_SECONDS
+
+
+def allowed(asked: float | None, runs: Sequence[Run], quality: Quality, amount: float) -> float:
+    """Seconds of a race, as they are asked for or by how long the run would take with what is fastest so far."""
+    return asked or max(RACE_SECONDS, RACE_SHARE * amount / (fastest(runs, quality) or math.inf))
+
+
+def settled(
+    runs: Sequence[Run], left_out: Sequence[LeftOut], quality: Quality, *, amount: float, limited: bool, longer: bool
+) -> bool:
+    """Whether nothing that was left out, or stopped, could win under bounds that may be others than those it raced under.
+    ``longer``: there is more time than there was."""
+    best = fastest(runs, quality)
+    said = {
+        "compiling": lambda out: not pays(out.rate, best, amount),
+        "quality": lambda out: quality != "exact" and (out.cosine or 0.0) < quality,
+        "time": lambda out: not longer,
+    }
+    known = {
+        "quality": lambda run: not run.within(quality),
+        "behind": lambda run: not limited and (not run.within(quality) or behind(run, runs, quality)),
+        "time": lambda run: not longer,
+        None: lambda run: True,
+    }
+    return all(said[out.reason](out) for out in left_out) and all(known[run.stopped](run) for run in runs)
 
 
 def fastest(runs: Sequence[Run], quality: Quality) -> float | None:

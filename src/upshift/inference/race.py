@@ -9,7 +9,8 @@ from __future__ import annotations
 import hashlib
 import json
 import tempfile
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import groupby
 from pathlib import Path
@@ -21,10 +22,10 @@ from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, Quality
-from upshift.inference.contestant import Contest, Entrants, Run, Runs
+from upshift.inference.contestant import Contest, Entrants, LeftOut, Run, Runs
 from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_installed
 from upshift.inference.forecast import Forecast
-from upshift.inference.payback import FEW, Entering, entering, fastest, pays
+from upshift.inference.payback import FEW, LONGER, Entering, allowed, entering, pays, settled
 from upshift.inference.setup import EngineName, EngineSetup
 from upshift.inference.weights import check_room, reference_precision, stored_for, weights_identity
 from upshift.installed import installed_versions
@@ -48,7 +49,10 @@ class Race(Value):
     expected: dict[EngineName, float | None] = Field(
         {}, description="of what is not installed and has such models: the forecast of its fastest setup"
     )
-    left_out: dict[str, float | None] = Field({}, description="what compiles for longer than it would save, and its forecast")
+    divided: str | None = Field(None, description="why nothing was raced: the model has no room, and runs partly from the disk")
+    left_out: tuple[LeftOut, ...] = Field((), description="what could not win, would not pay, or came after the race's time")
+    seconds: float = Field(0.0, description="that the race took")
+    allowed: float = Field(0.0, description="seconds that it might take; the reference runs to its end")
     ceiling: float | None = Field(None, description="texts or tokens a second where nothing is computed: no engine does more")
 
     def best(self) -> list[Run]:
@@ -70,10 +74,12 @@ def race(
     forecast: Callable[[], Forecast],
     limits: Limits,
     amount: float,
+    seconds: float | None = None,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
     """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. ``amount``: of all texts, or
-    tokens to generate, which compiling is to pay for. Remembered by contest, weights, hardware, versions and lengths."""
+    tokens to generate, which compiling is to pay for. ``seconds``: of the race; None: by the amount. Remembered by contest,
+    weights, hardware, versions and lengths."""
     stored, batch = stored_for(contest.source), contest.batches[0]
     exact = quality == "exact"
     reference = reference_precision(contest.source, host)
@@ -83,59 +89,95 @@ def race(
     setups = [setup for setup in able if is_installed(setup.engine)]
     asked = [setup for place, setup in enumerate(setups) if not place or engine in (None, setup.engine)]
     kept = _kept(contest, host, sample, asked)
-    if kept.is_file():
-        found = Race.from_file(kept)
-        best = fastest(found.runs, quality)
-        if not any(pays(rate, best, amount) for rate in found.left_out.values()):
-            return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
+    longest = partial(allowed, seconds, quality=quality, amount=amount)
+    found = _recalled(kept, quality, limits, amount, longest)
+    if found is not None:
+        return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
     check_room(contest.source, host, reference)
     absent = [setup for setup in able if setup not in setups]
-    plain = [setup for setup in asked if engine is not None or not ENGINES[setup.engine].uncompiled]
-    if len(plain) == 1 and not limits:
-        unknown = dict.fromkeys(setup.engine for setup in absent)
-        alone = Race(runs=(), chosen=plain[0].changed(batch=contest.batches[-1]), file=None, expected=unknown)
-        if len(asked) == 1 or amount < FEW:
-            return alone
-        best, *rates = map(forecast(), asked)
-        if not any(pays(rate, best, amount) for rate in rates):
-            return alone.changed(left_out={setup.label(): rate for setup, rate in zip(asked[1:], rates, strict=True)})
+    if not limits and (alone := _alone(asked, absent, contest.batches[-1], forecast, amount, named=engine is not None)):
+        return alone
     enter = partial(entering, quality=quality, amount=amount if engine is None else None)
-    run_all = _run_all(contest, sample, asked, absent, forecast, enter, on_run).changed(file=kept)
-    kept.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(kept, run_all.to_json())
+    nobody = Entrants(contest=contest, setups=(), sample=Path(), reference=Path(), quality=quality, limited=bool(limits))
+    run_all = _run_all(nobody, sample, asked, absent, forecast, enter, longest, on_run).changed(file=kept / f"{quality}.json")
+    kept.mkdir(parents=True, exist_ok=True)
+    write_whole(kept / f"{quality}.json", run_all.to_json())
     return run_all.changed(chosen=_choose(run_all, quality, limits, engine, amount))
 
 
+def _alone(
+    asked: list[EngineSetup],
+    absent: list[EngineSetup],
+    batch: int,
+    forecast: Callable[[], Forecast],
+    amount: float,
+    *,
+    named: bool,
+) -> Race | None:
+    """The reference, where nothing else is there to race with it, or only what compiles and does not pay."""
+    if len([setup for setup in asked if named or not ENGINES[setup.engine].uncompiled]) > 1:
+        return None
+    unknown = dict.fromkeys(setup.engine for setup in absent)
+    alone = Race(runs=(), chosen=asked[0].changed(batch=batch), file=None, expected=unknown)
+    if len(asked) == 1 or amount < FEW:
+        return alone
+    best, *rates = map(forecast(), asked)
+    if any(pays(rate, best, amount) for rate in rates):
+        return None
+    out = (LeftOut(setup=setup, reason="compiling", rate=rate) for setup, rate in zip(asked[1:], rates, strict=True))
+    return alone.changed(left_out=tuple(out))
+
+
+def _recalled(
+    kept: Path, quality: Quality, limits: Limits, amount: float, longest: Callable[[Sequence[Run]], float]
+) -> Race | None:
+    """The same race under this bound, or under another where nothing that was left out could win under this one."""
+    for file in (kept / f"{quality}.json", *sorted(kept.glob("*.json"))):
+        race = Race.from_file(file) if file.is_file() else None
+        longer = race is not None and longest(race.runs) > LONGER * race.allowed
+        if race and settled(race.runs, race.left_out, quality, amount=amount, limited=bool(limits), longer=longer):
+            return race
+    return None
+
+
 def _run_all(
-    contest: Contest, sample: list[list[int]], asked: list[EngineSetup], absent: list[EngineSetup],
-    forecast: Callable[[], Forecast], enter: Callable[..., Entering], on_run: Callable[[Run], None],
+    entrants: Entrants, sample: list[list[int]], asked: list[EngineSetup], absent: list[EngineSetup],
+    forecast: Callable[[], Forecast], enter: Callable[..., Entering], longest: Callable[[Sequence[Run]], float],
+    on_run: Callable[[Run], None],
 ) -> Race:  # fmt: skip
-    """``absent``: of engines that are not installed. ``enter``: which of an engine's setups run, by what ran before. What
-    computes nothing runs beside the first of them."""
-    runs, left_out, ceiling = list[Run](), dict[str, float | None](), 0.0
+    """``entrants``: without setups and files. ``absent``: of engines that are not installed. ``enter``: which of an engine's
+    setups run, by what ran before; ``longest``: seconds of the race, by the same. What computes nothing runs beside the
+    reference."""
+    start, contest = time.perf_counter(), entrants.contest
+    runs, left_out, ceiling = list[Run](), list[LeftOut](), 0.0
+    says = forecast()
     with tempfile.TemporaryDirectory(prefix="upshift-race-") as name, fork_server(f"{PACKAGES[contest.task]}.contest") as server:
-        says = forecast()
-        sample_file, reference = Path(name) / "sample.json", Path(name) / "reference.npy"
-        sample_file.write_text(json.dumps(sample))
-        for setups in (tuple(group) for _, group in groupby(asked, key=lambda setup: setup.engine)):
+        says(asked[0])  # the model is traced while the engines' process imports
+        entrants = entrants.changed(sample=Path(name) / "sample.json", reference=Path(name) / "reference.npy")
+        entrants.sample.write_text(json.dumps(sample))
+        for setups in (tuple(group) for _, group in groupby(asked, key=lambda setup: (setup == asked[0], setup.engine))):
             chosen = enter(setups, runs, says)
-            left_out |= chosen.left_out
+            left_out += chosen.left_out
             beside = () if runs else (asked[0].changed(engine="nothing", precision="fp32"),)
-            entrants = Entrants(contest=contest, setups=(*chosen.setups, *beside), sample=sample_file, reference=reference)
-            for run in runs_of(server, entrants) if entrants.setups else ():
-                if run.setup.engine == "nothing":
-                    ceiling = max(ceiling, run.per_second or 0.0)
-                    continue
-                runs.append(run if run.failure else run.changed(forecast_per_second=says(run.setup)))
-                on_run(runs[-1])
+            left = longest(runs) - (time.perf_counter() - start)
+            group = entrants.changed(setups=(*chosen.setups, *beside), before=tuple(runs), seconds=left)
+            for said in runs_of(server, group) if group.setups else ():
+                if isinstance(said, LeftOut):
+                    left_out.append(said)
+                elif said.setup.engine == "nothing":
+                    ceiling = max(ceiling, said.per_second or 0.0)
+                else:
+                    runs.append(said if said.failure else said.changed(forecast_per_second=says(said.setup)))
+                    on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
     expected = dict[EngineName, float | None]()
     for setup in absent:
         expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine) or 0.0) or None
     return Race(
-        runs=tuple(runs), chosen=runs[0].setup, file=None, expected=expected, left_out=left_out, ceiling=ceiling or None
-    )
+        runs=tuple(runs), chosen=runs[0].setup, file=None, expected=expected, left_out=tuple(left_out), ceiling=ceiling or None,
+        seconds=time.perf_counter() - start, allowed=longest(runs),
+    )  # fmt: skip
 
 
 def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | None, amount: float) -> EngineSetup:
@@ -159,27 +201,38 @@ def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | N
     return min(quick, key=lambda run: run.seconds_for(amount)).setup
 
 
-def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run | LeftOut]:
     """One of each setup and batch, as they come. What ends the process, or takes too long, is the failure of those that did not
-    run."""
+    run; the end of the race's time is none."""
     waiting = list(entrants.setups)
     limit = TIMEOUT_SECONDS * len(waiting)
+    if entrants.before:  # the reference runs to its end
+        limit = min(limit, entrants.seconds)
+    if limit <= 0.0:
+        yield from (LeftOut(setup=setup, reason="time") for setup in waiting)
+        return
     for said in server.ask(entrants, Runs, limit_seconds=limit):
         if isinstance(said, Runs):
             waiting.pop(0)
             yield from said.runs
+            if said.left_out is not None:
+                yield said.left_out
             continue
         for setup in waiting:
+            if said.timed_out and limit == entrants.seconds:
+                yield LeftOut(setup=setup, reason="time")
+                continue
             last = said.last_words or f"its process ended with exit {said.exit}, signal {said.signal}"
             yield Run(setup=setup, failure=f"took longer than {limit:.0f} s" if said.timed_out else last)
 
 
 def _kept(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:
-    """The lengths by their quantiles to an eighth of a power of two: other texts of such lengths are the same race."""
+    """A folder: a race leaves out what cannot win under its bound, so each bound has a file. The lengths by their quantiles to an
+    eighth of a power of two: other texts of such lengths are the same race."""
     lengths = np.quantile([len(row) for row in sample], (0.1, 0.5, 0.9)) if sample else np.zeros(3)
     shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths]
     labels = [setup.label() for setup in setups]
     weights = weights_identity(contest.source)
     said = (contest.to_json(), host.fingerprint, shape, labels, weights, installed_versions(LIBRARIES))
     key = hashlib.sha256(repr(said).encode()).hexdigest()[:16]
-    return read_settings().cache_dir / "races" / f"{contest.source.model_hash}-{key}.json"
+    return read_settings().cache_dir / "races" / f"{contest.source.model_hash}-{key}"

@@ -77,14 +77,14 @@ def free_memory(host: Host) -> int | None:
 def reference_precision(source: ModelSource, host: Host) -> Precision:
     """What transformers computes in at the start of a race: fp32; on a GPU that has no room for it 16 bits."""
     free = free_memory(host)
-    if host.gpu is None or free is None or _needed(source, "fp32") <= free:
+    if host.gpu is None or free is None or needed_memory(source, "fp32") <= free:
         return "fp32"
     return "fp16" if host.supports("bf16") is False else "bf16"
 
 
 def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
     """Raises NothingFits where what every race begins with does not fit into free memory."""
-    free, needed = free_memory(host), _needed(source, reference)
+    free, needed = free_memory(host), needed_memory(source, reference)
     if free is not None and needed > free:
         raise NothingFits(
             f"running {source.reference!r} takes {format_bytes(needed)}, as a race begins with transformers in {reference}, and "
@@ -92,7 +92,8 @@ def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
         )
 
 
-def _needed(source: ModelSource, precision: Precision) -> int:
+def needed_memory(source: ModelSource, precision: Precision) -> int:
+    """To run all of it in memory."""
     if stored_for(source) is not None:
         return round(ROOM * weights_size(source))
     return round(ROOM * (4 if precision == "fp32" else 2) * _parameters(source))

@@ -98,8 +98,8 @@ def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> 
     for piece in stored_pieces(stored):
         before = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])
         after = before.to(dtype)
-        if dtype == torch.float16:
-            infinite += int(after.isinf().sum() - before.float().isinf().sum())
+        if dtype == torch.float16 and before.itemsize > 1:  # what has 8 bits fits
+            infinite += int(after.isinf().sum() - before.isinf().sum())
         yield bytes_of(after)
     if infinite:
         noted[stored.name] = infinite

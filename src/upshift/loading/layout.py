@@ -46,7 +46,8 @@ def place_model(
     host: Host | None = None,
     memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Of a model on the meta device in its final dtypes. The rate is the CPU's, to predict tokens per second.
+    """Of a model on the meta device in its final dtypes. The rate is the CPU's: with it, the disk's is measured, and what loading
+    and a token cost is predicted.
 
     Raises RequestError for a device_map that does not fit the model, and NothingFits.
     """
@@ -59,9 +60,11 @@ def place_model(
         devices = check_device_map(model, said, host)
         units = units_of(model, inside=devices)
         placement = follow(devices, *work_of(model, units, limits, batch=batch, sequence_length=sequence_length))
-    rate = disk_rate(checkpoint.files) if checkpoint is not None else None
+    if memory_bytes_per_second is None:
+        return placement
     return predict(
-        placement, host, memory_bytes_per_second=memory_bytes_per_second, disk_bytes_per_second=rate,
+        placement, host, memory_bytes_per_second=memory_bytes_per_second,
+        disk_bytes_per_second=disk_rate(checkpoint.files) if checkpoint is not None else None,
         stored_bytes=checkpoint and checkpoint.total_bytes,
     )  # fmt: skip
 

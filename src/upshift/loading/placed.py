@@ -38,6 +38,12 @@ def fill_placed(
     """``finish``: what follows when all weights are there, by the devices of modules."""
     model = filling.model
     placement = placed(model, checkpoint, where)
+    used = {place.device for place in placement.modules}
+    if placement.main != CPU and used != {placement.main}:
+        raise RequestError(
+            f"the model would be divided between {', '.join(sorted(used))}, which runs on the CPU alone so far; give "
+            f'max_memory for the cpu only, or device_map="{placement.main}" for all of it'
+        )
     check_placed_together(filling, placement)
     stored = stored_on_disk(filling, placement, where.offload_folder)
     filling.run(lambda name: _device(placement, name), progress)

@@ -86,7 +86,7 @@ def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTen
             shard, size = [], 0
         shard.append(tensor)
         size += tensor.nbytes
-    if shard:
+    if shard or not found:
         found.append(shard)
     if len(found) == 1:
         return {WEIGHTS: in_order(found[0])}

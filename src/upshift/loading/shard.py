@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from upshift.errors import RequestError
 from upshift.loading.checkpoint import find_checkpoint
 from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
@@ -12,6 +13,8 @@ from upshift.loading.writing import copy_of
 
 def shard(model: str, output: Path, *, max_shard_bytes: int, progress: Progress) -> Rewritten:
     """In the order in which they are stored. A tied weight is there once or twice, as it was."""
+    if max_shard_bytes < 1:
+        raise RequestError(f"--max-shard-size {max_shard_bytes} leaves no room for a tensor; give a size such as 5GB")
     _, folder = find_model_folder(model)
     checkpoint = find_checkpoint(folder)
     copies = small_files(folder)

@@ -12,6 +12,7 @@ import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from io import FileIO
 from math import prod
 from pathlib import Path
 
@@ -41,21 +42,29 @@ def copy_of(stored: StoredTensor) -> NewTensor:
     return NewTensor(stored.name, stored.dtype, stored.shape, lambda: stored_pieces(stored))
 
 
-def stored_pieces(stored: StoredTensor, *, offset: int = 0, nbytes: int | None = None) -> Iterator[memoryview]:
-    """Its bytes from ``offset`` on, all in the same buffer. Raises JobFailed where the file has become shorter."""
-    left = stored.nbytes - offset if nbytes is None else nbytes
+def stored_pieces(stored: StoredTensor) -> Iterator[memoryview]:
+    """Its bytes, all in the same buffer. Raises JobFailed where the file cannot be read, or has become shorter."""
+    left = stored.nbytes
     buffer = memoryview(bytearray(min(PIECE_BYTES, left)))
     try:
         with stored.file.open("rb", buffering=0) as file:
-            file.seek(stored.offset + offset)
+            file.seek(stored.offset)
             while left:
                 piece = buffer[: min(PIECE_BYTES, left)]
-                fill_from(file, piece)
+                _fill(file, piece)
                 yield piece
                 left -= len(piece)
     except (OSError, EOFError) as error:
         reason = getattr(error, "strerror", None) or error
         raise JobFailed(f"cannot read tensor {shown(stored.name)} of {stored.file}: {reason}; copy the file again") from error
+
+
+def _fill(file: FileIO, piece: memoryview) -> None:
+    while piece:
+        count = file.readinto(piece)
+        if not count:
+            raise EOFError("the file is shorter than its header says")
+        piece = piece[count:]
 
 
 def header_of(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
@@ -103,9 +112,8 @@ def _let_go(descriptor: int) -> None:
 def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:
     """Reads all of it again. Raises JobFailed where a tensor is not what was written."""
     stored = {tensor.name: tensor for tensor in read_header(path).tensors}
-    for name in hashes.keys() | stored.keys():
-        if name not in stored or name not in hashes:
-            raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk")
+    if stored.keys() != hashes.keys():
+        raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk and the memory")
     for tensor in stored.values():
         digest = hashlib.sha256()
         for piece in stored_pieces(tensor):
@@ -121,10 +129,3 @@ def write_all(descriptor: int, content: memoryview) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
 
-
-def fill_from(file: object, piece: memoryview) -> None:
-    while piece:
-        count = file.readinto(piece)  # type: ignore[attr-defined]
-        if not count:
-            raise EOFError("the file is shorter than its header says")
-        piece = piece[count:]

@@ -9,7 +9,7 @@ import numpy as np
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.inference.bounds import Limits, read_limit, read_quality
+from upshift.inference.bounds import Limits, read_limit, read_quality, read_seconds
 from upshift.inference.contestant import Contest, Run
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe, read_recipe
@@ -34,8 +34,8 @@ class Encoder:
     """``model``: a Hugging Face or sentence-transformers directory, or a hub id.
 
     ``quality``: ``exact`` (fp32, within 1e-4 of transformers), or the lowest cosine to it that a text may have, such as 0.99.
-    ``engine``: only this one. ``max_latency_ms``: longest that a batch may take, alone. Raises RequestError for what is not
-    possible, with what is, and NothingFits where no setup is as quick.
+    ``engine``: only this one. ``max_latency_ms``: longest that a batch may take, alone. ``race_seconds``: of the race.
+    Raises RequestError for what is not possible, with what is, and NothingFits where no setup is as quick.
     """
 
     def __init__(
@@ -45,6 +45,7 @@ class Encoder:
         quality: str | float = "exact",
         engine: str | None = None,
         max_latency_ms: float | None = None,
+        race_seconds: float | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
@@ -56,6 +57,7 @@ class Encoder:
         self.tokens = Tokens(self.source, recipe)
         self.recipe: Recipe = recipe.changed(special=self.tokens.special()) if recipe.output == "token scores" else recipe
         self._on_run = on_run
+        self._race_seconds = read_seconds(race_seconds)
         self._encoding: Encoding | None = None
         self.race: Race | None = None
 
@@ -104,7 +106,8 @@ class Encoder:
             forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
             self.race = race(
                 contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits, amount=total or len(texts), on_run=self._on_run,
+                engine=self._engine, forecast=forecast, limits=self.limits, amount=total or len(texts),
+                seconds=self._race_seconds, on_run=self._on_run,
             )  # fmt: skip
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding

@@ -16,29 +16,31 @@ import transformers.modeling_utils  # noqa: F401  once for all engines
 
 from upshift.errors import JobFailed
 from upshift.inference.agreement import cosines
-from upshift.inference.contestant import Entrants, Run, Runs, contend
+from upshift.inference.contestant import Entrants, Run, Runs
 from upshift.inference.engines import build_engine
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.setup import EngineSetup
+from upshift.inference.standing import ALONE, Standing, contend
 from upshift.inference.weights import engine_folder
 from upshift.record import Spread
 
 FOLLOWED = 16  # tokens of each prompt
-TIMED, ENOUGH_SECONDS = 3, 4.0  # passes, and seconds after which no further one is begun
+TIMED, ENOUGH_SECONDS = 3, 2.5  # passes, and seconds after which no further one is begun
 
 
 class Pass(NamedTuple):
     logits: np.ndarray  # [tokens, N, V]
     first_seconds: float
     step_seconds: list[float]
+    cpu_seconds: float
 
     @property
     def seconds(self) -> float:
         return self.first_seconds + sum(self.step_seconds)
 
 
-def run(entrants: Entrants, setup: EngineSetup) -> list[Run]:
+def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]:
     contest, sample = entrants.contest, json.loads(entrants.sample.read_text())
     task = GenerationTask.from_json(contest.asked, origin="the race")
     followed = min(task.new_tokens, FOLLOWED)
@@ -54,36 +56,49 @@ def run(entrants: Entrants, setup: EngineSetup) -> list[Run]:
         first = _follow(decoder, sample, None, followed)
         expected = first.logits
         np.save(entrants.reference, expected)
-    tokens, found, width = expected.argmax(2), first.logits, expected.shape[-1]
-    agree = cosines(found.reshape(-1, width), expected.reshape(-1, width))
-    one = Run(
-        setup=setup, load_seconds=load, weight_bytes=decoder.weight_bytes,
-        largest_difference=float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1.0)),
-        worst_cosine=float(agree.min()), median_cosine=float(np.median(agree)),
-        same_tokens=float((found.argmax(2) == tokens).mean()),
-    )  # fmt: skip
-    runs = []
+    one = _agreeing(Run(setup=setup, load_seconds=load, weight_bytes=decoder.weight_bytes), first.logits, expected)
+    alone = _timed(one.changed(setup=setup.changed(batch=len(sample))), [first], task.new_tokens)
+    share = first.cpu_seconds / (first.seconds * setup.threads)
+    stopped = standing.stopped(alone, share)
+    if stopped is not None:
+        return [alone.changed(stopped=stopped)]
+    runs: list[Run] = []
     for rows in contest.batches:
+        if runs and standing.late:
+            return [*runs[:-1], runs[-1].changed(stopped="time")]
         places = list(islice(cycle(range(len(sample))), rows))
-        known = first if rows == len(sample) and first.seconds > ENOUGH_SECONDS else None
-        passes = _passes(decoder, [sample[place] for place in places], tokens[:, places], known)
+        larger = rows < contest.batches[-1] and not entrants.limited  # batches to come are timed; this one told who is behind
+        known = first if rows == len(sample) and (larger or first.seconds > ENOUGH_SECONDS) and share >= ALONE else None
+        passes = _passes(decoder, [sample[place] for place in places], expected.argmax(2)[:, places], known)
         runs.append(_timed(one.changed(setup=setup.changed(batch=rows)), passes, task.new_tokens))
     return runs
+
+
+def _agreeing(run: Run, found: np.ndarray, expected: np.ndarray) -> Run:
+    """With how far its logits, [tokens, N, V], are those of the reference."""
+    width = expected.shape[-1]
+    agree = cosines(found.reshape(-1, width), expected.reshape(-1, width))
+    return run.changed(
+        largest_difference=float(np.abs(found - expected).max() / max(float(np.abs(expected).max()), 1.0)),
+        worst_cosine=float(agree.min()), median_cosine=float(np.median(agree)),
+        same_tokens=float((found.argmax(2) == expected.argmax(2)).mean()),
+    )  # fmt: skip
 
 
 def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | None, count: int) -> Pass:
     """tokens [count, N]: what is generated; None: the likeliest."""
     decoder.keep([])
-    start = time.perf_counter()
+    computed, start = time.process_time(), time.perf_counter()
     logits = [decoder.admit(prompts)]
     ends = [time.perf_counter()]
     for place in range(count - 1):
         logits.append(decoder.step(logits[-1].argmax(1) if tokens is None else tokens[place]))
         ends.append(time.perf_counter())
+    computed = time.process_time() - computed
     found = np.stack(logits)
     if np.isnan(found).any():
         raise JobFailed("its logits are not numbers")
-    return Pass(found, ends[0] - start, list(np.diff(ends)))
+    return Pass(found, ends[0] - start, list(np.diff(ends)), computed)
 
 
 def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, known: Pass | None) -> list[Pass]:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
-from upshift.inference.bounds import Limits, read_limit, read_quality
+from upshift.inference.bounds import Limits, read_limit, read_quality, read_seconds
 from upshift.inference.contestant import Contest, Run
 from upshift.inference.engines import build_engine, check_engine
 from upshift.inference.forecast import forecast_generation
 from upshift.inference.generation.decode import decode
+from upshift.inference.generation.divided import divide, is_too_large, room
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.model import cache_bytes, generation_task, start_token
 from upshift.inference.generation.options import GenerationOptions, read_options
@@ -23,7 +24,7 @@ from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
-from upshift.inference.weights import computing_host, engine_folder, find_weights, free_memory, stored_for
+from upshift.inference.weights import computing_host, engine_folder, find_weights, stored_for
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -45,7 +46,11 @@ class Generator:
     ``quality``: ``exact`` (fp32; logits within 1e-4 of transformers'), or the lowest cosine of logits to it, such as 0.999.
     ``engine``: only this one. ``max_ttft_ms``: longest until the first tokens of prompts that are admitted together;
     ``max_tpot_ms``: longest for a token more of each sequence, in the mean. ``chat``: a text is what a user says, by the model's
-    chat template. Raises RequestError for what is not possible, with what is, and NothingFits where no setup is as quick.
+    chat template. ``race_seconds``: of the race.
+    ``max_memory``: such as {"cpu": "8GiB"}, else what is free; a model that is larger runs in transformers, as it is
+    stored, partly from the disk.
+
+    Raises RequestError for what is not possible, with what is, and NothingFits where no setup is as quick.
     """
 
     def __init__(
@@ -57,11 +62,14 @@ class Generator:
         max_ttft_ms: float | None = None,
         max_tpot_ms: float | None = None,
         chat: bool = False,
+        max_memory: Mapping[str | int, str | int] | None = None,
+        race_seconds: float | None = None,
         on_run: Callable[[Run], None] = lambda run: None,
     ) -> None:
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-ttft-ms", max_ttft_ms), tpot_ms=read_limit("max-tpot-ms", max_tpot_ms))
         self.source = find_weights(model)
+        self._max_memory = max_memory
         self.task = generation_task(self.source)
         stored = stored_for(self.source)
         self.host = computing_host(stored)
@@ -75,6 +83,7 @@ class Generator:
         self.race: Race | None = None
         self._longest = positions(self.source)
         self._on_run = on_run
+        self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
 
     def options(self, **given: Any) -> GenerationOptions:
@@ -114,6 +123,8 @@ class Generator:
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
         prompts there are, where these are some of them."""
+        if self.race is None and self._engine in (None, "torch") and is_too_large(self.source, self.host, self._max_memory):
+            self.race = self._divide(ids, options)
         if self.race is None:
             sample = spread(ids, max(min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids)), 1))
             task = GenerationTask.of(options)
@@ -126,12 +137,20 @@ class Generator:
             self.race = race(
                 contest, self.host, sample, self.quality,
                 engine=self._engine, forecast=forecast, limits=self.limits,
-                amount=(total or len(ids)) * options.max_new_tokens, on_run=self._on_run,
+                amount=(total or len(ids)) * options.max_new_tokens, seconds=self._race_seconds, on_run=self._on_run,
             )  # fmt: skip
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
             self._decoder = build_engine(self.task, self.race.chosen.engine, build)
         return self.race
+
+    def _divide(self, ids: list[list[int]], options: GenerationOptions) -> Race:
+        tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
+        rows = self._room(ids, options)
+        chosen, where, reason = divide(self.source, self.host, self.quality, self._max_memory, rows=rows, tokens=tokens)
+        folder = engine_folder(self.task, self.source, chosen.engine)
+        self._decoder = build_engine(self.task, chosen.engine, DecoderBuild(self.source, chosen, folder, where))
+        return Race(runs=(), chosen=chosen, file=None, divided=reason)
 
     def _batches(self, sampled: int, room: int) -> tuple[int, ...]:
         """Under a limit every power of two below what memory holds: more rows make each wait longer."""
@@ -140,7 +159,7 @@ class Generator:
 
     def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
         """Sequences whose cache fits beside the model."""
-        known = free_memory(computing_host(stored_for(self.source)))
+        known = room(computing_host(stored_for(self.source)), self._max_memory)
         free = CACHE_SHARE * (math.inf if known is None else known)
         one = cache_bytes(self.source) * (max(len(prompt) for prompt in ids) + options.max_new_tokens)
         return max(min(len(ids), int(min(free / one, MANY))), 1)

@@ -10,6 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_L
 from upshift.errors import RequestError
 from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
+from upshift.loading.placed import Where
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
@@ -60,13 +61,15 @@ def cache_bytes(source: ModelSource) -> int:
     return 2 * 4 * int(text.num_hidden_layers * heads * width)
 
 
-def load_model(source: ModelSource, precision: Precision, device: Device = "cpu") -> Any:
+def load_model(source: ModelSource, precision: Precision, device: Device = "cpu", *, where: Where | None = None) -> Any:
     from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
     from upshift.inference.torch_computing import DTYPES
     from upshift.loading.load import load_source
 
     kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
+    if where is not None:
+        return load_source(source, where=where, model_class=kind)
     return load_source(source, dtype=DTYPES.get(precision, "auto"), model_class=kind).to(device)
 
 

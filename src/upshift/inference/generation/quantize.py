@@ -27,6 +27,7 @@ from upshift.inference.generation.task import GenerationTask
 from upshift.inference.openvino_model import int8_weights, make
 from upshift.inference.sample import spread
 from upshift.inference.setup import EngineName, EngineSetup
+from upshift.inference.standing import Standing
 from upshift.inference.weights import OPENVINO_FILE, engine_folder, find_weights, weights_size
 from upshift.models.source import ModelSource
 from upshift.value import Value
@@ -145,5 +146,6 @@ def _compare(
     found = []
     for one, contestant in ((source, setup), (made, setup.changed(engine=engine, precision="stored"))):
         contest = Contest(task="generate", source=one, asked=asked, pad=0, batches=(rows,), hint="latency")
-        found += run(Entrants(contest=contest, setups=(contestant,), sample=sample, reference=reference), contestant)
+        entrants = Entrants(contest=contest, setups=(contestant,), sample=sample, reference=reference)
+        found += run(entrants, contestant, Standing(entrants))
     return found[0], found[1]

@@ -9,6 +9,7 @@ from typing import NamedTuple, Protocol
 import numpy as np
 
 from upshift.inference.setup import EngineSetup
+from upshift.loading.placed import Where
 from upshift.models.source import ModelSource
 
 NO_ROWS = np.zeros((0, 0), dtype=np.int64)
@@ -38,11 +39,12 @@ class Decoder(Protocol):
 
 
 class DecoderBuild(NamedTuple):
-    """What a decoder is built from. ``folder``: its own, kept between runs."""
+    """What a decoder is built from. ``folder``: its own, kept between runs. ``where``: of one that runs partly from the disk."""
 
     source: ModelSource
     setup: EngineSetup
     folder: Path
+    where: Where | None = None
 
 
 class Padding:

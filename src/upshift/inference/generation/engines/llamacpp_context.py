@@ -14,13 +14,14 @@ from upshift.errors import JobFailed
 from upshift.inference.generation.engines.llamacpp_library import llamacpp
 
 BATCH = 2048  # tokens of one call; llama.cpp computes them by 512
-PLACES = 512  # of the buffer, at least; llama.cpp rounds to 256
+PLACES = 256  # of the buffer, at least, and a multiple of it: a longer one makes every step slower (docs/log.md)
+LONG = 1024  # places from which on flash attention is as quick for one sequence
 
 
 class LlamaCppContext:
-    """``cache``: ggml's type of keys and values, such as F16."""
+    """``cache``: ggml's type of keys and values, such as F16. ``several``: sequences are to be there at once."""
 
-    def __init__(self, path: Path, cache: str, threads: int) -> None:
+    def __init__(self, path: Path, cache: str, threads: int, *, several: bool) -> None:
         self._library = llamacpp()
         self._api = self._library.api
         settings = self._api.llama_model_default_params()
@@ -29,6 +30,7 @@ class LlamaCppContext:
         weakref.finalize(self, self._api.llama_model_free, self._model)  # the context's is later, so that it runs before
         self._vocabulary = self._api.llama_vocab_n_tokens(self._api.llama_model_get_vocab(self._model))
         self._cache, self._threads = cache, threads
+        self._flash = several
         self._sequences = self._places = 0
         self._context: Any = None
         self._free: Any = None
@@ -38,7 +40,9 @@ class LlamaCppContext:
         if sequences <= self._sequences and places <= self._places:
             return
         held = None
-        if self._context is not None:
+        if self._context is None:
+            self._flash = self._flash or places > LONG  # for good: what is held has a form of its own with it
+        else:
             held = (c_uint8 * self._api.llama_state_get_size(self._context))()
             self._api.llama_state_get_data(self._context, held, len(held))
             self._free()  # before there is another
@@ -59,7 +63,7 @@ class LlamaCppContext:
         for start in range(0, len(tokens), BATCH):
             part = slice(start, start + BATCH)
             found.append(self._run(*(values[part] for values in (tokens, positions, sequences, asked))))
-        return np.concatenate(found)
+        return found[0] if len(found) == 1 else np.concatenate(found)
 
     def copy(self, one: int, other: int) -> None:
         self._api.llama_memory_seq_cp(self._memory, one, other, -1, -1)
@@ -74,7 +78,7 @@ class LlamaCppContext:
         settings.type_k = settings.type_v = getattr(self._api, f"GGML_TYPE_{self._cache}")
         settings.kv_unified = True
         settings.swa_full = True  # windows look back into what other engines keep, too
-        flash = "DISABLED" if self._cache == "F32" else "ENABLED"  # it rounds keys and values to 16 bits
+        flash = "ENABLED" if self._flash and self._cache != "F32" else "DISABLED"  # it rounds keys and values to 16 bits
         settings.flash_attn_type = getattr(self._api, f"LLAMA_FLASH_ATTN_TYPE_{flash}")
         return settings
 

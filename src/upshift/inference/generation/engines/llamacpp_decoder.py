@@ -46,7 +46,7 @@ class LlamaCppDecoder:
         kind = KINDS[build.setup.precision]
         path = make(build.source, build.folder, kind.weights, build.setup.threads)
         self.weight_bytes = path.stat().st_size
-        self._context = LlamaCppContext(path, kind.cache, build.setup.threads)
+        self._context = LlamaCppContext(path, kind.cache, build.setup.threads, several=build.setup.batch > 1)
         self._rows: list[Row] = []
         self._prefix_length = self._shared = 0  # tokens of the prefix; places of it and of those that rows may still use
 

@@ -20,7 +20,7 @@ class TorchDecoder:
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_model(build.source, build.setup.precision, build.setup.device)
+        self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self.padding = Padding()

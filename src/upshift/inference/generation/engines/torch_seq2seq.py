@@ -21,7 +21,7 @@ class TorchSeq2Seq:
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_model(build.source, build.setup.precision, build.setup.device)
+        self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._start = start_token(build.source)
         self.keep([])

@@ -1,0 +1,61 @@
+"""A model that has no room runs in transformers, as it is stored, with weights on the disk: nothing is raced."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from upshift.errors import NothingFits
+from upshift.hardware.spec import Host
+from upshift.inference.bounds import Quality
+from upshift.inference.setup import EngineSetup, Precision
+from upshift.inference.weights import free_memory, needed_memory, stored_for
+from upshift.loading.checkpoint import find_checkpoint
+from upshift.loading.load import place_source
+from upshift.loading.memory_limits import USABLE_SHARE, read_device, read_size
+from upshift.loading.placed import Where
+from upshift.models.source import ModelSource
+from upshift.units import format_bytes
+
+STORED: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
+
+
+def room(host: Host, max_memory: Mapping[str | int, str | int] | None) -> int | None:
+    """Bytes for the model and its work."""
+    if max_memory is not None:
+        said = {read_device(device, host): read_size(size) for device, size in max_memory.items()}
+        if "cpu" in said:
+            return said["cpu"]
+    return free_memory(host)
+
+
+def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int, str | int] | None) -> bool:
+    """Whether a race, which begins with transformers in fp32, has no room on the CPU, and its parts have some."""
+    free = room(host, max_memory)
+    return host.gpu is None and stored_for(source) is None and free is not None and needed_memory(source, "fp32") > free
+
+
+def divide(
+    source: ModelSource, host: Host, quality: Quality, max_memory: Mapping[str | int, str | int] | None, *, rows: int, tokens: int
+) -> tuple[EngineSetup, Where, str]:
+    """The setup, where its weights go, and why. Raises NothingFits where not even one layer at a time fits, or where the files'
+    dtype is not exact and that was asked for."""
+    assert source.directory is not None
+    stored = {STORED.get(tensor.dtype) for tensor in find_checkpoint(source.directory).tensors.values()} - {None}
+    precision = next((name for name in ("fp16", "bf16", "fp32") if name in stored), "fp32")
+    free = room(host, max_memory)
+    if quality == "exact" and precision != "fp32":
+        raise NothingFits(
+            f"{source.reference!r} in fp32 does not fit into {format_bytes(free or 0)}; in {precision}, as it is stored, it runs "
+            "partly from the disk, which is not exact: allow it with --quality 0.99, or free some memory"
+        )
+    limits = max_memory or {"cpu": int(USABLE_SHARE * free) if free is not None else 0}
+    where = Where("auto", limits, batch=rows, sequence_length=tokens)
+    placement = place_source(source, where=where)
+    speed = "unknown" if placement.tokens_per_second is None else f"{placement.tokens_per_second:,.2f}"
+    reason = (
+        f"no race: transformers in fp32 takes {format_bytes(needed_memory(source, 'fp32'))}, and {format_bytes(free or 0)} is "
+        f"there for it. It runs in {precision}, as it is stored, {format_bytes(placement.disk_bytes)} of it on the disk: {speed} "
+        f"tokens/s to expect, {rows} at once, bound by {placement.bound or 'what is not known'}"
+    )
+    threads = host.cpu.usable_cores if host.cpu is not None else 1
+    return EngineSetup(engine="torch", precision=precision, threads=threads, batch=rows, hint="latency"), where, reason
