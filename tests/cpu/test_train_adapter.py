@@ -192,7 +192,8 @@ def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
     source = find_to_train(str(home / "model"), lora_rank=4)
     workload = Workload(sequence_length=LENGTH, global_batch=GLOBAL_BATCH)
     host = find_host(None).one_device().changed(disk_bytes_per_second=1e6)
-    roomy = plan_training(source, host, workload, fixed=CHEAP)
+    # As of another machine: what ran on this one corrects nothing.
+    roomy = plan_training(source, host, workload, fixed=CHEAP, described=True)
     plans = [*roomy.ranking.candidates, *roomy.ranking.too_big]
     assert {candidate.plan.weight_offload for candidate in plans} == {"none"}
     least = min(plans, key=lambda candidate: candidate.resident * candidate.plan.num_processes)
@@ -215,13 +216,13 @@ def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
     free = int((least.resident + moved.resident) / 2 / USABLE_SHARE)
     assert host.cpu is not None
     short = host.changed(cpu=host.cpu.changed(free_memory_bytes=free))
-    planning = plan_training(source, short, workload, fixed=CHEAP)
+    planning = plan_training(source, short, workload, fixed=CHEAP, described=True)
     assert {candidate.plan.weight_offload for candidate in planning.ranking.candidates} == {"disk"}
     assert planning.default.plan.weight_offload == "disk"
     assert "weights on disk" in planning.best.label() and planning.numbers(planning.ranking.candidates[0]).tokens_per_second
-    no_disk = short.changed(disk_bytes_per_second=None)  # and files that are too small to measure it on
+    no_disk = short.changed(disk_bytes_per_second=None)
     with pytest.raises(NothingFits):
-        plan_training(source, no_disk, workload, fixed=CHEAP)
+        plan_training(source, no_disk, workload, fixed=CHEAP, described=True)
     for fixed, words in (
         (("weight_offload=host",), "from files on a disk whose rate was measured"),
         (("weight_offload=disk", "torch_compile=layer", "num_processes=1"), "use torch_compile=off"),
@@ -230,7 +231,7 @@ def test_weights_wait_on_the_disk_where_nothing_else_fits(home: Path) -> None:
     ):
         plain = () if any("torch_compile" in one for one in fixed) else CHEAP
         with pytest.raises(RequestError, match=words):
-            plan_training(source, host, workload, fixed=(*plain, "attention=sdpa", *fixed))
+            plan_training(source, host, workload, fixed=(*plain, "attention=sdpa", *fixed), described=True)
 
 
 def test_only_frozen_weights_wait_elsewhere(home: Path, data: TrainingData, tmp_path: Path) -> None:
