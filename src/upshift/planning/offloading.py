@@ -32,11 +32,10 @@ def has_frozen_layers(profile: ModelProfile) -> bool:
     return not parameters.quantized and parameters.layers > parameters.trainable_layers
 
 
-def with_room(host: Host, profile: ModelProfile) -> list[WeightOffload]:
-    """Of ``places``, those beside "none" that hold the weights."""
-    need = (2 if profile.parameters.always_bf16 else 4) * profile.parameters.layers
-    free = host.cpu.free_memory_bytes or host.cpu.memory_bytes if host.cpu else None
-    return [place for place in places(host)[1:] if place != "host" or free is None or need <= free]
+def unasked(host: Host) -> list[WeightOffload]:
+    """Of ``places``, those that a plan takes where nothing else fits. On a GPU they are planned when asked for, as other offloads
+    that have not run on one."""
+    return places(host)[1:] if host.device == "cpu" else []
 
 
 def places(host: Host) -> list[WeightOffload]:

@@ -21,8 +21,8 @@ from upshift.planning.offloading import (
     WEIGHT_OFFLOAD,
     asks_where_weights_wait,
     has_frozen_layers,
+    unasked,
     with_disk_rate,
-    with_room,
 )
 from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
@@ -188,7 +188,7 @@ def plan_training(
     profile, ranking = searched(fixed)
     if not ranking.candidates and not asks_where_weights_wait(fixed) and has_frozen_layers(profile) and source.directory:
         host = host if described else with_disk_rate(host, source)
-        found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in with_room(host, profile))
+        found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in unasked(host))
         ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
     if not ranking.candidates:
         _refuse(ranking, host, workload.risk)
