@@ -382,12 +382,13 @@ def test_wrong_requests(made: dict[str, str], tmp_path: Path) -> None:
 
 
 def test_a_model_that_does_not_fit_is_not_loaded(made: dict[str, str]) -> None:
-    generator = upshift.Generator(made["llama"], engine="torch")
-    cpu = generator.host.cpu
-    assert cpu is not None
-    generator.host = generator.host.changed(cpu=cpu.changed(free_memory_bytes=1000))
-    with pytest.raises(NothingFits, match="begins with transformers in fp32"):
-        generator.generate(["a text"])
+    for engine, said in (("torch", "one layer at a time takes"), ("openvino", "begins with transformers in fp32")):
+        generator = upshift.Generator(made["llama"], engine=engine)
+        cpu = generator.host.cpu
+        assert cpu is not None
+        generator.host = generator.host.changed(cpu=cpu.changed(free_memory_bytes=1000))
+        with pytest.raises(NothingFits, match=said):
+            generator.generate(["a text"])
 
 
 def test_the_models_own_file_says_how_text_is_chosen(tmp_path: Path) -> None:

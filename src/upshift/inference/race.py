@@ -75,11 +75,12 @@ def race(
     limits: Limits,
     amount: float,
     seconds: float | None = None,
+    no_room: Callable[[], Race] | None = None,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
     """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. ``amount``: of all texts, or
-    tokens to generate, which compiling is to pay for. ``seconds``: of the race; None: by the amount. Remembered by contest,
-    weights, hardware, versions and lengths."""
+    tokens to generate, which compiling is to pay for. ``seconds``: of the race; None: by the amount. ``no_room``: what is done
+    where none is remembered and the reference does not fit. Remembered by contest, weights, hardware, versions and lengths."""
     stored, batch = stored_for(contest.source), contest.batches[0]
     exact = quality == "exact"
     reference = reference_precision(contest.source, host)
@@ -93,6 +94,8 @@ def race(
     found = _recalled(kept, quality, limits, amount, longest)
     if found is not None:
         return found.changed(chosen=_choose(found, quality, limits, engine, amount), recalled=True)
+    if no_room is not None:
+        return no_room()
     check_room(contest.source, host, reference)
     absent = [setup for setup in able if setup not in setups]
     if not limits and (alone := _alone(asked, absent, contest.batches[-1], forecast, amount, named=engine is not None)):

@@ -123,7 +123,9 @@ class Generator:
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
         prompts there are, where these are some of them."""
-        if self.race is None and self._engine in (None, "torch") and is_too_large(self.source, self.host, self._max_memory):
+        asked = self.race is None and self._engine in (None, "torch")
+        too_large = asked and is_too_large(self.source, self.host, self._max_memory)
+        if too_large and self._max_memory is not None:
             self.race = self._divide(ids, options)
         if self.race is None:
             sample = spread(ids, max(min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids)), 1))
@@ -138,7 +140,9 @@ class Generator:
                 contest, self.host, sample, self.quality,
                 engine=self._engine, forecast=forecast, limits=self.limits,
                 amount=(total or len(ids)) * options.max_new_tokens, seconds=self._race_seconds, on_run=self._on_run,
+                no_room=partial(self._divide, ids, options) if too_large else None,
             )  # fmt: skip
+        if self._decoder is None:
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
             self._decoder = build_engine(self.task, self.race.chosen.engine, build)
