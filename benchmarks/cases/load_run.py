@@ -11,10 +11,17 @@ import json
 import os
 import subprocess
 import sys
-import threading
 import time
 from pathlib import Path
 from typing import Any
+
+from upshift.benchmarking.meters import (
+    MemoryRecorder,
+    anonymous_bytes,
+    reset_resident_peak,
+    resident_bytes,
+    resident_peak_bytes,
+)  # fmt: skip
 
 SAMPLE_SECONDS = 0.004
 
@@ -27,32 +34,19 @@ def evict(files: list[Path]) -> None:
         os.close(descriptor)
 
 
-def status(field: str) -> int:
-    """Bytes, of this process."""
-    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(field + ":"))
-    return 1024 * int(line.split()[1])
-
-
 class Memory:
     """The highest of a while, less what was there before it."""
 
     def __enter__(self) -> Memory:
-        self._base, self._highest, self._stop = status("RssAnon"), 0, threading.Event()
-        self._resident_base = status("VmRSS")
-        Path("/proc/self/clear_refs").write_text("5")  # VmHWM begins anew
-        self._thread = threading.Thread(target=self._watch, daemon=True)
-        self._thread.start()
+        self._base, self._resident_base = anonymous_bytes(), resident_bytes()
+        reset_resident_peak()
+        self._recorder = MemoryRecorder(interval_seconds=SAMPLE_SECONDS, measure=anonymous_bytes).__enter__()
         return self
 
-    def _watch(self) -> None:
-        while not self._stop.wait(SAMPLE_SECONDS):
-            self._highest = max(self._highest, status("RssAnon"))
-
     def __exit__(self, *_: object) -> None:
-        self._stop.set()
-        self._thread.join()
-        self.anonymous = max(self._highest, status("RssAnon")) - self._base
-        self.resident = status("VmHWM") - self._resident_base
+        self._recorder.__exit__()
+        self.anonymous = self._recorder.highest() - self._base
+        self.resident = resident_peak_bytes() - self._resident_base
 
 
 def read_with_dd(files: list[Path]) -> float:

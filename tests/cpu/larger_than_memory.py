@@ -9,36 +9,24 @@ from __future__ import annotations
 import json
 import resource
 import sys
-import threading
-from pathlib import Path
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from transformers import AutoModelForCausalLM
 
 import upshift
+from upshift.benchmarking.meters import MemoryRecorder, anonymous_bytes
 
 
-def anonymous_bytes() -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
-
-
-class Highest:
-    def __enter__(self) -> Highest:
-        self.before = self.most = anonymous_bytes()
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch)
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._done.set()
-        self._thread.join()
-
-    def _watch(self) -> None:
-        while not self._done.wait(0.01):
-            self.most = max(self.most, anonymous_bytes())
+@contextmanager
+def more_memory(found: dict[str, Any], name: str) -> Iterator[None]:
+    """Bytes that no file backs, at the highest moment of the block, above those before it."""
+    before = anonymous_bytes()
+    with MemoryRecorder(interval_seconds=0.01, measure=anonymous_bytes) as recorder:
+        yield
+        found[name] = recorder.highest() - before
 
 
 def said(model: Any) -> dict[str, Any]:
@@ -56,16 +44,15 @@ def main(folder: str, limit: int) -> None:
         raise AssertionError("the limit does not hold")
     except RuntimeError:
         pass
-    with Highest() as loading:
+    found: dict[str, Any] = {}
+    with more_memory(found, "loading"):
         model: Any = upshift.load_model(folder, device_map="auto", max_memory={"cpu": limit // 2})
-    with Highest() as running:
-        limited = said(model)
+    with more_memory(found, "running"):
+        found["limited"] = said(model)
     reader = model._upshift_offload.reader
     resource.setrlimit(resource.RLIMIT_DATA, (hard, hard))
-    found = {
-        "limited": limited, "unlimited": said(AutoModelForCausalLM.from_pretrained(folder)), "read": reader.bytes_read,
-        "loading": loading.most - loading.before, "running": running.most - running.before, "buffers": reader.most_held,
-    }  # fmt: skip
+    unlimited = said(AutoModelForCausalLM.from_pretrained(folder))
+    found |= {"unlimited": unlimited, "read": reader.bytes_read, "buffers": reader.most_held}
     print(json.dumps(found))
 
 

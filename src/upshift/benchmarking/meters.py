@@ -6,7 +6,7 @@ import resource
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -80,6 +80,12 @@ def resident_bytes() -> int:
     return int(psutil.Process().memory_info().rss)
 
 
+def anonymous_bytes() -> int:
+    """What of it no file backs (Linux)."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
+
+
 def reset_resident_peak() -> None:
     """Start a new peak where the kernel offers it (Linux)."""
     path = Path("/proc/self/clear_refs")
@@ -110,6 +116,7 @@ class MemoryRecorder:
     """Samples the process's memory in the background, labelled with the phase that runs."""
 
     interval_seconds: float = 0.25
+    measure: Callable[[], int] = resident_bytes
     samples: list[MemorySample] = field(default_factory=list)
     phase: str = "load"
 
@@ -128,4 +135,8 @@ class MemoryRecorder:
 
     def _run(self) -> None:
         while not self._stop.wait(self.interval_seconds):
-            self.samples.append(MemorySample(time.perf_counter() - self._start, self.phase, resident_bytes()))
+            self.samples.append(MemorySample(time.perf_counter() - self._start, self.phase, self.measure()))
+
+    def highest(self) -> int:
+        """Until now."""
+        return max(self.measure(), *(sample.resident for sample in self.samples))

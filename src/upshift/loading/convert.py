@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 import transformers
-from torch import Tensor
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
@@ -21,21 +20,19 @@ from upshift.loading.load import build_empty, class_of
 from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
 from upshift.loading.names import map_names
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
-from upshift.loading.tensors import DTYPES
+from upshift.loading.tensors import COMPUTED, DTYPES, NAMES, bytes_of
 from upshift.loading.writing import NewTensor, copy_of, stored_pieces
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
-CHOICES = ("bfloat16", "float16", "float32")
 FRACTIONS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # what is converted
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 DTYPE_KEYS = ("dtype", "torch_dtype")  # in a config.json: the name of today, and the one before
 
 
 def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
     """Tensors of whole numbers stay as they are. So do, in fp32, those that the model's class keeps in fp32."""
-    if dtype not in CHOICES:
-        raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(CHOICES)}")
+    if dtype not in COMPUTED:
+        raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(sorted(COMPUTED))}")
     if Path(model).suffix == SUFFIX:
         return convert_gguf(Path(model), output, dtype=dtype, progress=progress)
     source, folder = find_model_folder(model)
@@ -103,8 +100,3 @@ def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> 
         yield bytes_of(after)
     if infinite:
         noted[stored.name] = infinite
-
-
-def bytes_of(tensor: Tensor) -> memoryview:
-    """Without a copy where it is contiguous."""
-    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]

@@ -37,6 +37,7 @@ class Filling:
     ) -> None:  # fmt: skip
         self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
         self._empty, self._staging = model.state_dict(), Staging()
+        self._shapes = {name: torch.Size(shape_of(stored)) for name, stored in tensors.items()}
         self._dtypes = model._get_dtype_plan(dtype)
         self._kept = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
         self.info = LoadStateDictInfo(
@@ -56,6 +57,10 @@ class Filling:
             if progress is not None:
                 progress(done, total)
         self.model._weight_conversions = list(self.names.used)  # type: ignore[assignment]
+
+    def filled(self, group: Group) -> dict[str, torch.Size]:
+        """The weights that a group fills and their shapes, without reading anything."""
+        return filled(group, self._shapes, self.model)
 
     def read_group(self, group: Group, device: torch.device, pool: ThreadPoolExecutor | None = None) -> dict[str, Tensor]:
         """What a group fills, in the dtype that the model has it in. What it is made of is in memory only until it is made."""
@@ -118,8 +123,7 @@ class Filling:
 
     def _check_shapes(self) -> dict[str, tuple[str, ...]]:
         """The weights that each group fills, by the name of its first."""
-        shapes = {name: torch.Size(shape_of(stored)) for name, stored in self.tensors.items()}
-        fills = {group.target: filled(group, shapes, self.model) for group in self.names.groups}
+        fills = {group.target: self.filled(group) for group in self.names.groups}
         wrong = [
             f"{name} is {list(shape)} in the files and {list(self._empty[name].shape)} in the model"
             for found in fills.values()

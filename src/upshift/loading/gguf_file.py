@@ -22,11 +22,11 @@ from upshift.installed import installed_version
 from upshift.loading.header import shown
 from upshift.loading.model_folder import CONFIG, METADATA
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
-from upshift.loading.tensors import DTYPES as STORED
+from upshift.loading.tensors import COMPUTED, NAMES, bytes_of
 from upshift.loading.writing import NewTensor
+from upshift.models.build import named_class
 
 SUFFIX = ".gguf"
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 class GgufFile:
@@ -111,8 +111,8 @@ def open_gguf(file: Path) -> GgufFile:
 
 def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
     """The model, ready to evaluate, in fp32 unless asked. In memory are its weights and the few that are being read."""
-    if dtype not in (None, "auto", *DTYPES, *map(partial(getattr, torch), DTYPES)):
-        raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(DTYPES)}")
+    if dtype not in (None, "auto", *COMPUTED, *map(partial(getattr, torch), COMPUTED)):
+        raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTED)}")
     found = open_gguf(file)
     dtype = torch.float32 if dtype in (None, "auto") else dtype
     waiting = {name: _Waiting(found, name) for name in found.shapes}
@@ -125,7 +125,7 @@ def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) ->
     found = open_gguf(file)
     made: torch.dtype = getattr(torch, dtype)
     config = found.config.to_dict() | {"architectures": [found.model_class.__name__], "dtype": dtype}
-    stored = next(name for name, known in STORED.items() if known == made)
+    stored = NAMES[made]
     job = Rewrite(
         words=f"convert {file} to {dtype}",
         folder=file.parent,
@@ -139,16 +139,15 @@ def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) ->
 
 
 def _pieces(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[memoryview]:
-    yield memoryview(file.read(name).to(dtype).reshape(-1).view(torch.uint8).numpy())
+    yield bytes_of(file.read(name).to(dtype))
 
 
 def _empty(config: PretrainedConfig) -> PreTrainedModel:
     """Of the class that its metadata names, as for an encoder of T5, else the one that generates."""
-    named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
+    named = named_class(config)
     with torch.device("meta"):
         if named is not None:
-            model: PreTrainedModel = getattr(transformers, named)(config)
-            return model
+            return named(config)
         if config.is_encoder_decoder:
             return transformers.AutoModelForSeq2SeqLM.from_config(config)
         return transformers.AutoModelForCausalLM.from_config(config)

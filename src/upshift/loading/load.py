@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-import transformers
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_utils import LoadStateDictConfig
 from transformers.models.auto.auto_factory import _get_model_class
@@ -28,8 +27,8 @@ from upshift.loading.gguf_file import SUFFIX, load_gguf
 from upshift.loading.names import map_names
 from upshift.loading.place import Placement
 from upshift.loading.placed import Where, check_not_quantized, fill_placed, placed
-from upshift.loading.tensors import dtype_of
-from upshift.models.build import choose_class, read_config
+from upshift.loading.tensors import COMPUTED, dtype_of
+from upshift.models.build import choose_class, named_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
@@ -37,7 +36,6 @@ QUANTIZERS: dict[Quantized, tuple[str, str]] = {  # library, extra of pip instal
     "int8": ("torchao", "quant"),
     "int4": ("bitsandbytes", "bitsandbytes"),  # torchao 0.18 packs 4 bits for GPUs alone
 }
-DTYPES = ("float32", "bfloat16", "float16")
 
 
 def load_model(
@@ -150,8 +148,7 @@ def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], qu
 
 def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None = None) -> type[PreTrainedModel]:
     if asked is None:
-        named = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
-        return choose_class(config, source.reference)[0] if named is None else getattr(transformers, named)
+        return named_class(config) or choose_class(config, source.reference)[0]
     mapping = getattr(asked, "_model_mapping", None)
     if mapping is None:
         return asked
@@ -165,8 +162,8 @@ def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkp
     """As transformers chooses it: the config's, else that of the first stored number with a fraction."""
     if isinstance(asked, torch.dtype):
         asked = str(asked).removeprefix("torch.")
-    if asked not in (None, "auto", *DTYPES):
-        raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(DTYPES)}")
+    if asked not in (None, "auto", *COMPUTED):
+        raise RequestError(f"dtype {asked!r} is none that models are computed in; use one of auto, {', '.join(COMPUTED)}")
     stored = () if checkpoint is None else checkpoint.tensors.values()
     floats = (dtype for dtype in map(dtype_of, stored) if dtype.is_floating_point)
     said = getattr(config, "dtype", None) if asked in (None, "auto") else getattr(torch, str(asked))

@@ -18,23 +18,21 @@ from transformers import PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
-from upshift.loading.convert import NAMES, bytes_of
 from upshift.loading.header import StoredTensor, read_header, shown
 from upshift.loading.load import build_empty, class_of
 from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
 from upshift.loading.names import Names, filled, map_names
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
-from upshift.loading.tensors import DTYPES, dtype_of, read_into
+from upshift.loading.tensors import DTYPES, NAMES, bytes_of, dtype_of, read_into
 from upshift.loading.writing import NewTensor, copy_of, stored_pieces
 from upshift.models.build import read_config
-from upshift.models.source import ADAPTER_FILE, ModelSource, find_model
+from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model
 
 if TYPE_CHECKING:
     from peft import LoraConfig
 
     from upshift.loading.lora import Part
 
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 TOKENIZER = ("tokenizer", "special_tokens", "added_tokens", "vocab", "merges", "chat_template", "spiece", "sentencepiece")
 CLASSES = {  # as peft's AutoPeftModel classes choose
     "CAUSAL_LM": "AutoModelForCausalLM", "SEQ_2_SEQ_LM": "AutoModelForSeq2SeqLM", "SEQ_CLS": "AutoModelForSequenceClassification",

@@ -8,23 +8,20 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import psutil
-import torch
 from torch import Tensor
 
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.fill import CPU, Filling
 from upshift.loading.header import StoredTensor, read_header
-from upshift.loading.names import Group, filled
+from upshift.loading.names import Group
 from upshift.loading.place import DISK, Placement
-from upshift.loading.tensors import DTYPES, dtype_of, shape_of
+from upshift.loading.tensors import NAMES, bytes_of, dtype_of
 from upshift.loading.writing import NewTensor, write_file
 from upshift.units import format_bytes
-
-NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def stored_on_disk(filling: Filling, placement: Placement, folder: Path | None) -> dict[str, StoredTensor]:
@@ -62,9 +59,8 @@ class _Making:
     """Each group is made when the first of its tensors is written, and kept until the last one is."""
 
     def __init__(self, filling: Filling, groups: Sequence[Group]) -> None:
-        shapes = {name: torch.Size(shape_of(stored)) for name, stored in filling.tensors.items()}
         self._filling, self._made = filling, dict[str, Tensor]()
-        self._groups = {name: (group, shape) for group in groups for name, shape in filled(group, shapes, filling.model).items()}
+        self._groups = {name: (group, shape) for group in groups for name, shape in filling.filled(group).items()}
 
     def identity(self) -> str:
         used = {self._filling.tensors[name].file for group, _ in self._groups.values() for _, name in group.sources}
@@ -81,8 +77,7 @@ class _Making:
     def _pieces(self, name: str) -> Iterator[memoryview]:
         if name not in self._made:
             self._made |= self._filling.read_group(self._groups[name][0], CPU)
-        content = self._made.pop(name).to(self._filling.dtype_of(name)).contiguous()
-        yield memoryview(content.view(-1).view(torch.uint8).numpy())
+        yield bytes_of(self._made.pop(name).to(self._filling.dtype_of(name)))
 
 
 def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
@@ -120,11 +115,10 @@ def _drop_left_over(path: Path) -> None:
 
 def check_placed_together(filling: Filling, placement: Placement) -> None:
     """Raises RequestError where a map divides weights that are made of the same stored tensors."""
-    shapes: Mapping[str, torch.Size] = {name: torch.Size(shape_of(stored)) for name, stored in filling.tensors.items()}
     for group in filling.names.groups:
         if group.converter is None:
             continue
-        devices = {placement.device_of(name): name for name in filled(group, shapes, filling.model)}
+        devices = {placement.device_of(name): name for name in filling.filled(group)}
         if len(devices) > 1:
             apart = " and ".join(f"{name} on {device}" for device, name in devices.items())
             raise RequestError(f"device_map divides what is made of the same stored weights ({apart}); give them one device")

@@ -96,15 +96,15 @@ def _refusal(source: Path, said: str) -> str:
 def _new(source: Path, name: Any, tensor: Any) -> NewTensor:
     import torch
 
-    from upshift.loading.tensors import DTYPES
+    from upshift.loading.tensors import NAMES
 
     if not isinstance(name, str) or name == METADATA or not _is_text(name):
         raise RequestError(f"{source} has a tensor of the name {shown(name)}; names are text; save the model's state_dict()")
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter):
         kind = type(tensor).__name__
         raise RequestError(f"{source} has {shown(name)} of the type {kind}, and not a tensor; save the model's state_dict()")
-    dtype = next((key for key, known in DTYPES.items() if known == tensor.dtype and BITS[key] >= 8), None)
-    if dtype is None or tensor.layout != torch.strided or tensor.device.type != "cpu":
+    dtype = NAMES.get(tensor.dtype)
+    if dtype is None or BITS[dtype] < 8 or tensor.layout != torch.strided or tensor.device.type != "cpu":
         form = f"{tensor.dtype}, {tensor.layout} and {tensor.device.type}"
         raise RequestError(f"{source} has the tensor {shown(name)} in {form}, which safetensors does not store")
     return NewTensor(name, dtype, tuple(tensor.shape), lambda: _pieces(tensor.detach()))
@@ -119,9 +119,9 @@ def _is_text(name: str) -> bool:
 
 
 def _pieces(tensor: Any) -> Iterator[memoryview]:
-    import torch
+    from upshift.loading.tensors import bytes_of
 
-    content = memoryview(tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+    content = bytes_of(tensor)
     for start in range(0, len(content), PIECE_BYTES):
         yield content[start : start + PIECE_BYTES]
 

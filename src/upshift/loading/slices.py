@@ -22,7 +22,7 @@ from transformers.core_model_loading import Concatenate, MergeModulelist
 from upshift.errors import RequestError
 from upshift.loading.fill import Filling
 from upshift.loading.header import StoredTensor
-from upshift.loading.names import Group, convert, filled
+from upshift.loading.names import Group, convert
 from upshift.loading.tensors import dtype_of, read_tensor, shape_of
 from upshift.models.build import find_stacks
 from upshift.models.tensor_parallel import declared_plan, divided_dimension, unknown_styles
@@ -99,11 +99,10 @@ def rank_slices(filling: Filling, rank: Rank) -> list[Reading]:
             + (f"the tensor-parallel styles {unknown}, which are not known here" if unknown else "no tensor-parallel plan")
             + "; use pipeline stages or fully-shard"
         )
-    stored_shapes = {name: torch.Size(shape_of(stored)) for name, stored in filling.tensors.items()}
     stage_of = _stages(model, rank.stage.of)
     found = []
     for group in filling.names.groups:
-        shapes = filled(group, stored_shapes, model)
+        shapes = filling.filled(group)
         if rank.stage.number in stage_of(group.target):
             intervals = {name: _intervals(model, plan, name, size, rank) for name, size in shapes.items()}
             found.append(_reading(filling, group, intervals))

@@ -20,6 +20,8 @@ DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "F8_E8M0": torch.float8_e8m0fnu, "F8_E4M3FNUZ": torch.float8_e4m3fnuz,
     "F8_E5M2FNUZ": torch.float8_e5m2fnuz, "F4": torch.float4_e2m1fn_x2,
 }  # fmt: skip
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
+COMPUTED = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
 PIECE_BYTES = 16 * MIB
 
 
@@ -36,6 +38,11 @@ def shape_of(stored: StoredTensor) -> tuple[int, ...]:
     if not stored.shape or stored.shape[-1] % 2:
         raise RequestError(f"{stored.file}: tensor {shown(stored.name)} of F4 {stored.shape} has half a byte in a row")
     return (*stored.shape[:-1], stored.shape[-1] // 2)
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """Without a copy where it is contiguous."""
+    return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:

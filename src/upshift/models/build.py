@@ -41,6 +41,12 @@ def read_config(source: ModelSource) -> PretrainedConfig:
         raise RequestError(f"the config of {source.reference!r} is not valid for {model_type}: {_one_line(error)}") from error
 
 
+def named_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
+    """The first that the config names and transformers has."""
+    name = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
+    return None if name is None else getattr(transformers, name)
+
+
 def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrainedModel], Objective]:
     """The class that trains: the one the config names, else the first auto mapping that knows the config."""
     tables = {objective: getattr(modeling_auto, name) for objective, name in OBJECTIVES}
