@@ -22,9 +22,9 @@ from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve, stand_in
 from upshift.training.parallel.gradients import sum_loss
 from upshift.training.parallel.keep_pace import KeepPace
-from upshift.training.parallel.parts import agree_on_overflow, clip_all, division_of, sum_up
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
+from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
 WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
