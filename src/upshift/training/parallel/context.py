@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import inspect
 import math
+import sys
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -66,20 +66,20 @@ def reason_not_context(model: PreTrainedModel, plan: Plan) -> str | None:
     degree = plan.layout.context_parallel
     if degree == 1:
         return None
-    asked, instead = f"context_parallel={degree}", "; use fully_shard=weights and activation_checkpointing for long sequences"
+    asked, instead = f"context_parallel={degree}", "fully_shard=weights and activation_checkpointing for long sequences"
     if plan.layout.context_kind == "ring":
         return f"{asked} with context_kind=ring is not built; use context_kind=ulysses"
-    if plan.attention == "eager" or plan.attention.startswith("flash_attention"):
-        return f"{asked} exchanges heads around attention=sdpa, block or flex_attention, not attention={plan.attention}"
+    if plan.attention.startswith("flash_attention"):
+        return f"{asked} needs masks of whole sequences, which attention={plan.attention} does not take; use attention=sdpa"
     if plan.torch_compile == "model":
         return f"{asked} cuts each micro-batch before the model is called; use torch_compile=layer"
     reason = _mixes_elsewhere(model)
     if reason is not None:
-        return f"{asked} is not possible: {reason}{instead}"
+        return f"{asked} is not possible: {reason}; use {instead}"
     heads = model.config.get_text_config().num_attention_heads
     if heads % (degree * plan.layout.tensor_parallel):
-        valid = [number for number in range(2, heads + 1) if heads % (number * plan.layout.tensor_parallel) == 0]
-        return f"{asked} (ulysses) divides the model's {heads} attention heads; use one of {valid}{instead}"
+        valid = [str(number) for number in range(2, heads + 1) if heads % (number * plan.layout.tensor_parallel) == 0]
+        return f"{asked} (ulysses) divides the model's {heads} attention heads; use {', '.join(valid)}, or {instead}"
     return None
 
 
@@ -105,13 +105,29 @@ def _mixes_elsewhere(model: PreTrainedModel) -> str | None:
     return None
 
 
+class Regrouped:
+    """An attention module whose key heads were repeated."""
+
+    def __init__(self, module: nn.Module, num_key_value_groups: int) -> None:
+        self._module, self.num_key_value_groups = module, num_key_value_groups
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._module, name)
+
+
+def eager_of(module: nn.Module) -> Any:
+    """As transformers finds it: beside the module's class."""
+    return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+
+
 class SharedContext:
     """One rank's part of a model's sequences."""
 
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        self._inner: Any = ALL_ATTENTION_FUNCTIONS[model.config._attn_implementation]
-        self._inner_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[model.config._attn_implementation]
+        name = model.config._attn_implementation
+        self._inner: Any = ALL_ATTENTION_FUNCTIONS.get(name)  # None: eager, a function of each model's own
+        self._inner_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[name]
         self._shifts = model.loss_function is ForCausalLMLoss
         self.whole: Whole
         self._labels: torch.Tensor | None = None
@@ -174,10 +190,8 @@ class SharedContext:
         if repeated > keys:
             key, value = (tensor.repeat_interleave(repeated // keys, 1) for tensor in (key, value))
         query, key, value = (self._exchange(tensor, scattered=1, gathered=2) for tensor in (query, key, value))
-        groups = {"num_key_value_groups": heads // repeated} if hasattr(module, "num_key_value_groups") else {}
-        causal = getattr(module, "is_causal", True)
-        view: Any = SimpleNamespace(**groups, is_causal=causal, training=module.training)
-        out, _ = self._inner(view, query, key, value, mask, **settings)
+        seen: Any = module if repeated == keys else Regrouped(module, heads // repeated)
+        out, _ = (self._inner or eager_of(module))(seen, query, key, value, mask, **settings)
         return self._exchange(out, scattered=1, gathered=2), None
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
