@@ -1,4 +1,4 @@
-"""Ranks that share every sequence train as one process does: padding, windows and borders of packed sequences are where they were."""
+"""Ranks that share every sequence train as one process does; padding, windows and packed sequences stay where they were."""
 
 from __future__ import annotations
 
