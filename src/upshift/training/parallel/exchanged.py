@@ -1,7 +1,8 @@
 """What ranks of a group exchange of an activation, and of its gradient on the way back.
 
 Ranks of tensor parallelism meet where they begin to share a layer's matrices, and where they end to (Shoeybi et al. 2019,
-section 3); with sequence parallelism, to gather the tokens and to sum and share them again (Korthikanti et al. 2022, section 4.2).
+section 3); with sequence parallelism, to gather the tokens and to sum and share them again (Korthikanti et al. 2022, section
+4.2).
 Nothing is written over: what recomputation keeps of a product is what the product was.
 """
 

@@ -50,8 +50,8 @@ def _is_plain(name: str, part: nn.Module, styles: dict[str, str]) -> bool:
 
 
 def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: bool) -> None:
-    """What all ranks have enters a plain part as it is, and its gradient is summed; shared tokens are gathered, and their gradient
-    is summed and shared. Another part gives each rank the whole gradient, and a result that is whole."""
+    """What all ranks have enters a plain part as it is, and its gradient is summed; shared tokens are gathered, and their
+    gradient is summed and shared. Another part gives each rank the whole gradient, and a result that is whole."""
     there: Way = gathered if sequence else same
     back: Way = (sum_shared if sequence else summed) if plain else own
 
@@ -69,9 +69,15 @@ def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: b
     if plain or sequence:
         part.register_forward_pre_hook(arrive, with_kwargs=True)
     if sequence and not plain:
-        part.register_forward_hook(lambda module, args, output: of_hidden(output, lambda x: Exchanged.apply(x, group, own, gathered)))
+        part.register_forward_hook(leaving(group, own, gathered))
 
 
-def of_hidden(output: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """A layer's or a part's output with its hidden states changed: the first of several."""
-    return (change(output[0]), *output[1:]) if isinstance(output, tuple) else change(output)
+def leaving(group: dist.ProcessGroup, there: Way, back: Way) -> Callable[..., Any]:
+    """A hook on the output of a layer or of a part: hidden states, or several things of which they are the first."""
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (Exchanged.apply(output[0], group, there, back), *output[1:])
+        return Exchanged.apply(output, group, there, back)
+
+    return leave

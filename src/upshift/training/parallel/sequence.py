@@ -7,7 +7,6 @@ by itself (norms, sums, dropout) works on the rank's own, so its weights get a p
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import torch.distributed as dist
@@ -16,7 +15,7 @@ from torch import nn
 from upshift.planning.plan import Plan
 from upshift.training.parallel.exchanged import Exchanged, gathered, own
 from upshift.training.parallel.partial import mark_partial
-from upshift.training.parallel.parts import Part, enter, of_hidden
+from upshift.training.parallel.parts import Part, enter, leaving
 
 Stacks = list[nn.ModuleList]
 
@@ -34,7 +33,7 @@ def reason_not_sequence(model: nn.Module, plan: Plan, parts: dict[str, Part]) ->
     for layer in (layer for stack in stacks_of(model, parts) for layer in stack):
         for name, child in layer.named_children():
             if isinstance(child, nn.ModuleList | nn.ModuleDict) and any(True for _ in child.parameters()):
-                return f"sequence_parallel: this model's layers have a list of modules ({name}) that share no one input; {instead}"
+                return f"sequence_parallel: the model's layers have a list of modules ({name}), not one with one input; {instead}"
     return None
 
 
@@ -59,7 +58,7 @@ def share_tokens(model: nn.Module, parts: dict[str, Part], group: dist.ProcessGr
                 else:
                     enter(child, group, plain=False, sequence=True)
         stack[0].register_forward_pre_hook(_sharing(group), with_kwargs=True)
-        stack[-1].register_forward_hook(_gathering(group))
+        stack[-1].register_forward_hook(leaving(group, gathered, own))
 
 
 def _by_token(child: nn.Module) -> bool:
@@ -74,7 +73,3 @@ def _sharing(group: dist.ProcessGroup) -> Any:
         return args, kwargs | {"hidden_states": Exchanged.apply(kwargs["hidden_states"], group, own, gathered)}
 
     return share
-
-
-def _gathering(group: dist.ProcessGroup) -> Any:
-    return lambda layer, args, output: of_hidden(output, lambda hidden: Exchanged.apply(hidden, group, gathered, own))

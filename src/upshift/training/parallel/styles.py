@@ -15,9 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from upshift.training.parallel.exchanged import (
-    Exchanged, gathered, gathered_last, own_last, same, sum_shared, summed,
-)  # fmt: skip
+from upshift.training.parallel.exchanged import Exchanged, gathered, gathered_last, own_last, same, sum_shared, summed
 from upshift.training.parallel.partial import mark_partial
 
 Forward = Callable[..., torch.Tensor]

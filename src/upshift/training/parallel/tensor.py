@@ -9,13 +9,13 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from upshift.models.adapter import base_of
 from upshift.models.tensor_parallel import describe_tensor_parallel
 from upshift.planning.plan import Plan
+from upshift.training.parallel.divided import of_its_size
 from upshift.training.parallel.partial import mark_partial
 from upshift.training.parallel.parts import Part, enter, find_parts, part_of
 from upshift.training.parallel.place import Place
@@ -90,24 +90,8 @@ def _divide_weights(model: PreTrainedModel, styles: dict[str, str], parts: dict[
         module = model.get_submodule(path)
         if id(parameter) not in divided:
             ALL_PARALLEL_STYLES[style].shard_param(module, own, mesh)
-            divided[id(parameter)] = _of_its_size(module._parameters[own])
+            divided[id(parameter)] = of_its_size(module._parameters[own])
         module._parameters[own] = divided[id(parameter)]
-
-
-def _of_its_size(parameter: nn.Parameter | None) -> nn.Parameter:
-    """A part may be a view of the whole weight, which it would keep in memory."""
-    assert parameter is not None
-    if isinstance(parameter, DTensor):
-        local = parameter.to_local().detach()
-        if local.untyped_storage().nbytes() > local.nbytes:
-            return nn.Parameter(
-                DTensor.from_local(
-                    local.clone(), parameter.device_mesh, parameter.placements,
-                    run_check=False, shape=parameter.shape, stride=parameter.stride(),
-                ),
-                requires_grad=parameter.requires_grad,
-            )  # fmt: skip
-    return parameter
 
 
 def _install(
