@@ -168,9 +168,7 @@ class DeferredLogits:
         return own[function](*args, **(kwargs or {}))
 
 
-def _own_words(
-    weight: torch.Tensor, bias: torch.Tensor | None
-) -> tuple[torch.Tensor, torch.Tensor | None, OwnWords | None]:
+def _own_words(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, OwnWords | None]:
     """This rank's, where ranks share the vocabulary: a rank then has as many of the rows as any other."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
