@@ -23,6 +23,9 @@ CASES = {
     "of 4, fewer key heads": Case(world=4, layout=ULYSSES | {"context_parallel": 4}),
     "x data parallel": Case("gpt2", 4, ULYSSES),
     "x zero3": Case(world=4, layout=ULYSSES | {"fully_shard": "weights", "shard_size": 4}),
+    "x tensor": Case("qwen2 tied", 4, ULYSSES | {"tensor_parallel": 2}),
+    "x tensor, sequence": Case(world=4, layout=ULYSSES | {"tensor_parallel": 2, "sequence_parallel": True}, plan=PACKED),
+    "x experts": Case("mixture", 4, ULYSSES | {"expert_parallel": 4}),
     "x zero2, hybrid, packed": Case(world=4, layout=ULYSSES | {"fully_shard": "gradients", "shard_size": 2}, plan=PACKED),
 }
 

@@ -22,6 +22,7 @@ from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve
 from upshift.training.parallel.fully_shard import announce
 from upshift.training.parallel.gradients import clip, sum_gradients, sum_loss
+from upshift.training.parallel.partial import sum_partial_gradients
 from upshift.training.parallel.place import Place
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
@@ -113,6 +114,7 @@ class Stepper:
     def update(self, total: torch.Tensor, num_tokens: int) -> StepOutcome:
         if not self.plan.layout.gathers and self.plan.num_processes > 1:
             sum_gradients(self.model, self.place)
+        sum_partial_gradients(self.model, self.place)
         sum_loss(total, self.place)
         self.scaler.unscale_(self.optimizer)
         norm = None

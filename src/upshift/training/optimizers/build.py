@@ -40,7 +40,15 @@ def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Grou
     ]
     if plan.optim == "muon":
         groups = split_for_muon(model, groups)
-    return [group for group in groups if group["params"]]
+    return [part for group in groups for part in _by_mesh(group) if part["params"]]
+
+
+def _by_mesh(group: dict[str, Any]) -> Groups:
+    """Torch's fused and foreach kernels take tensors that the same ranks divide, or that none do."""
+    meshes: dict[Any, list[nn.Parameter]] = {}
+    for parameter in group["params"]:
+        meshes.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+    return [group | {"params": parameters} for parameters in meshes.values()]
 
 
 def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Groups], torch.optim.Optimizer]:

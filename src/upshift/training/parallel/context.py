@@ -28,6 +28,7 @@ from transformers.masking_utils import (
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upshift.errors import JobFailed
+from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.plan import Plan
 from upshift.training.batches.objective import IGNORED
@@ -53,7 +54,8 @@ def share_context(model: PreTrainedModel, place: Place) -> None:
     """``model`` is called with whole sequences and computes this rank's part of them. Its attention is set already."""
     if place.contexts is None:
         return
-    shared = SharedContext(model, place.contexts.get_group("context"))
+    layout = place.plan.layout
+    shared = SharedContext(model, place.contexts.get_group("context"), layout.tensor_parallel if layout.sequence_parallel else 1)
     AttentionInterface.register(NAME, shared.attend)
     AttentionMaskInterface.register(NAME, shared.mask)
     model.set_attn_implementation(NAME)
@@ -61,7 +63,7 @@ def share_context(model: PreTrainedModel, place: Place) -> None:
     model.register_forward_hook(shared.after)
 
 
-def reason_not_context(model: PreTrainedModel, plan: Plan) -> str | None:
+def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
     """Why ranks cannot share this model's sequences, and what they can do instead; None where they can."""
     degree = plan.layout.context_parallel
     if degree == 1:
@@ -73,10 +75,11 @@ def reason_not_context(model: PreTrainedModel, plan: Plan) -> str | None:
         return f"{asked} needs masks of whole sequences, which attention={plan.attention} does not take; use attention=sdpa"
     if plan.torch_compile == "model":
         return f"{asked} cuts each micro-batch before the model is called; use torch_compile=layer"
-    reason = _mixes_elsewhere(model)
+    base = base_of(model)
+    reason = _mixes_elsewhere(base)
     if reason is not None:
         return f"{asked} is not possible: {reason}; use {instead}"
-    heads = model.config.get_text_config().num_attention_heads
+    heads = base.config.get_text_config().num_attention_heads
     if heads % (degree * plan.layout.tensor_parallel):
         valid = [str(number) for number in range(2, heads + 1) if heads % (number * plan.layout.tensor_parallel) == 0]
         return f"{asked} (ulysses) divides the model's {heads} attention heads; use {', '.join(valid)}, or {instead}"
@@ -123,8 +126,10 @@ def eager_of(module: nn.Module) -> Any:
 class SharedContext:
     """One rank's part of a model's sequences."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup) -> None:
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, tensor_ranks: int) -> None:
+        """``tensor_ranks``: that share a rank's tokens in turn (sequence parallelism)."""
         self.group, self.ranks, self.rank = group, group.size(), group.rank()
+        self._multiple = self.ranks * tensor_ranks
         name = model.config._attn_implementation
         self._inner: Any = ALL_ATTENTION_FUNCTIONS.get(name)  # None: eager, a function of each model's own
         self._inner_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[name]
@@ -137,7 +142,7 @@ class SharedContext:
         """Of whole sequences, this rank's tokens; a width that ranks cannot divide is padded on the right."""
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.ndim >= 2}
         rows, width = (given["input_ids"] if "input_ids" in given else given["labels"]).shape[:2]
-        missing = -width % self.ranks
+        missing = -width % self._multiple
         if missing:
             tensors = {name: _widened(name, value, missing) for name, value in tensors.items() if value.shape[1] == width}
         mask = tensors.get("attention_mask")
