@@ -25,7 +25,7 @@ from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
-from upshift.training.checkpoint.adapter import read_adapter
+from upshift.training.checkpoint.adapter import has_adapter, read_adapter
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
 from upshift.training.parallel.divide import divide
@@ -45,7 +45,7 @@ def set_process(plan: Plan) -> None:
 
 def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
     """The trainable model in the plan's weight precision, on the host. What no file holds, such as a new adapter, is random."""
-    dtype = torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
+    dtype = _dtype_of(source, plan)
     config = read_config(source)
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
@@ -62,6 +62,10 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     if source.adapter_directory is not None:
         read_adapter(source.adapter_directory, whole)
     return whole
+
+
+def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
+    return torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
 
 
 def _from_files(
@@ -98,6 +102,18 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     if plan.layout.gathers:
         shard_weights(model, place)
     return model
+
+
+def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
+    """What the whole model is saved as, without weights, by a rank that has a part of it."""
+    if has_adapter(model):
+        return model
+    config = read_config(source)
+    model_class, _ = choose_class(config, source.reference)
+    with torch.device("meta"):
+        whole = build_model(config, model_class, dtype=_dtype_of(source, plan))
+    whole.generation_config = getattr(model, "generation_config", None)
+    return whole
 
 
 def compile_layers(model: nn.Module, plan: Plan) -> None:

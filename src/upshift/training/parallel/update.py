@@ -21,6 +21,9 @@ class DividedWeights:
     def part(self, parameter: Tensor) -> Tensor:
         return local(parameter.detach())
 
+    def rows(self, parameter: Tensor) -> None:
+        return None
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return None if parameter.grad is None else local(parameter.grad)
 
