@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from upshift.training.optimizers.on_parts import Division, OnParts
 from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients
+from upshift.training.parallel.partial import sum_partial_gradients
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.zero1 import DividedUpdate
 
@@ -46,10 +47,14 @@ def division_of(model: nn.Module, place: Place) -> Division | None:
 
 def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> None:
     """What the optimizer's parameters have for gradients is the job's from here on. fully_shard has summed its own."""
-    if isinstance(optimizer, OnParts) and isinstance(optimizer.division, DividedUpdate):
-        optimizer.division.reduce()
-    elif not place.plan.layout.gathers and place.mesh is not None:
-        sum_gradients(model, place)
+    division = optimizer.division if isinstance(optimizer, OnParts) else None
+    if isinstance(division, DividedUpdate):
+        sum_partial_gradients(model, place, division.whole_gradient)
+        division.reduce()
+    else:
+        if not place.plan.layout.gathers and place.mesh is not None:
+            sum_gradients(model, place)
+        sum_partial_gradients(model, place)
     if isinstance(optimizer, OnParts):
         optimizer.take_gradients()
 
