@@ -21,8 +21,8 @@ from upshift.training.optimizers.build import build_optimizer, build_schedule
 from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve
 from upshift.training.parallel.fully_shard import announce
-from upshift.training.parallel.gradients import clip, sum_gradients, sum_loss
-from upshift.training.parallel.partial import sum_partial_gradients
+from upshift.training.parallel.gradients import sum_loss
+from upshift.training.parallel.parts import agree_on_overflow, clip_all, division_of, sum_up
 from upshift.training.parallel.place import Place
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
@@ -51,7 +51,7 @@ class Stepper:
         if problem is not None:
             raise RequestError(problem)
         self.model, self.place, self.plan, self.arguments = model, place, plan, arguments
-        self.optimizer = build_optimizer(model, plan, arguments)
+        self.optimizer = build_optimizer(model, plan, arguments, division=division_of(model, place))
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
@@ -112,14 +112,13 @@ class Stepper:
         return share.detach()
 
     def update(self, total: torch.Tensor, num_tokens: int) -> StepOutcome:
-        if not self.plan.layout.gathers and self.plan.num_processes > 1:
-            sum_gradients(self.model, self.place)
-        sum_partial_gradients(self.model, self.place)
+        sum_up(self.optimizer, self.model, self.place)
         sum_loss(total, self.place)
         self.scaler.unscale_(self.optimizer)
+        agree_on_overflow(self.scaler, self.optimizer, self.place)
         norm = None
         if self.arguments.max_grad_norm:
-            norm = clip(list(self.model.parameters()), self.place, self.arguments.max_grad_norm)
+            norm = clip_all(self.optimizer, self.model, self.place, self.arguments.max_grad_norm)
         loss = float(total)
         check_finite(loss)
         self.scaler.step(self.optimizer)

@@ -1,83 +1,80 @@
-"""The parts of a layer whose matrices ranks share: its attention, its feed-forward network.
-
-A part with plain styles alone is entered once, however many matrices read its input, and left where its last matrix ends;
-transformers would sum the gradient of the input for every matrix. Other parts run as transformers has them.
-"""
+"""Which parts of the model's weights this rank updates, and the way there: from the last backward pass to clipped gradients."""
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
-from torch import nn
-from torch.utils._pytree import tree_map_only
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
-from upshift.training.parallel.exchanged import Exchanged, Way, gathered, own, same, sum_shared, summed
-
-PLAIN = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-_IN_PART = re.compile(r"((.*?\.\d+)\.[^.]+)\.")  # what a layer, known by its number, calls the part
-
-
-@dataclass(frozen=True)
-class Part:
-    """``plain``: every weight in it is of a module with a plain style."""
-
-    layer: str
-    module: nn.Module
-    plain: bool
+from upshift.training.optimizers.on_parts import Division, OnParts
+from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients
+from upshift.training.parallel.partial import partial_parameters, sum_partial
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.zero1 import DividedUpdate
 
 
-def find_parts(model: nn.Module, styles: dict[str, str]) -> dict[str, Part]:
-    modules = dict(model.named_modules())
-    found = {match[1]: match[2] for match in map(_IN_PART.match, styles) if match}
-    return {name: Part(layer, modules[name], _is_plain(name, modules[name], styles)) for name, layer in found.items()}
+class DividedWeights:
+    """A Division (optimizers/on_parts.py) of weights that are DTensors, or whole on every rank: what is here is updated here."""
+
+    def part(self, parameter: Tensor) -> Tensor:
+        return local(parameter.detach())
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return None if parameter.grad is None else local(parameter.grad)
+
+    def along(self, parameter: Tensor) -> Spread:
+        return spread(parameter)
+
+    def publish(self, parts: dict[Tensor, Tensor]) -> None:
+        pass  # it is the same memory
+
+    def forget(self) -> None:
+        pass
 
 
-def part_of(name: str, parts: dict[str, Part]) -> Part | None:
-    """The one that a module or weight is inside of."""
-    match = _IN_PART.match(name)
-    return parts.get(match[1]) if match else None
+def division_of(model: nn.Module, place: Place) -> Division | None:
+    """None where each rank updates all that it has, as one process does."""
+    if place.plan.layout.fully_shard == "optimizer":
+        return DividedUpdate(model, place)
+    return DividedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
-def _is_plain(name: str, part: nn.Module, styles: dict[str, str]) -> bool:
-    owners = {path.rpartition(".")[0] for path, _ in part.named_parameters()}
-    inside = [style for path, style in styles.items() if path.startswith(f"{name}.")]
-    return all(styles.get(f"{name}.{owner}") in PLAIN for owner in owners) and all(style in PLAIN for style in inside)
+def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> None:
+    """What the optimizer's parameters have for gradients is the job's from here on. fully_shard has summed its own."""
+    if isinstance(optimizer, OnParts) and isinstance(optimizer.division, DividedUpdate):
+        optimizer.division.reduce()
+    elif not place.plan.layout.gathers and place.mesh is not None:
+        sum_gradients(model, place)
+    division = optimizer.division if isinstance(optimizer, OnParts) else None
+    gradients = (one.grad if division is None else division.gradient(one) for one in partial_parameters(model))
+    sum_partial([gradient for gradient in gradients if gradient is not None], place)
+    if isinstance(optimizer, OnParts):
+        optimizer.take_gradients()
 
 
-def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: bool) -> None:
-    """What all ranks have enters a plain part as it is, and its gradient is summed; shared tokens are gathered, and their
-    gradient is summed and shared. Another part gives each rank the whole gradient, and a result that is whole."""
-    there: Way = gathered if sequence else same
-    back: Way = (sum_shared if sequence else summed) if plain else own
-
-    def arrive(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        entered = Exchanged.apply(hidden, group, there, back)
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor is hidden:
-                return entered
-            return Exchanged.apply(tensor, group, same, summed) if plain and tensor.requires_grad else tensor
-
-        return tree_map_only(torch.Tensor, moved, (args, kwargs))
-
-    if plain or sequence:
-        part.register_forward_pre_hook(arrive, with_kwargs=True)
-    if sequence and not plain:
-        part.register_forward_hook(leaving(group, own, gathered))
+def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, max_norm: float) -> float:
+    """The norm before clipping."""
+    if not isinstance(optimizer, OnParts) and place.plan.layout.pipeline_parallel == 1:
+        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    return clip(_gradients(optimizer, model), place, max_norm)
 
 
-def leaving(group: dist.ProcessGroup, there: Way, back: Way) -> Callable[..., Any]:
-    """A hook on the output of a layer or of a part: hidden states, or several things of which they are the first."""
+def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, Spread]]:
+    if isinstance(optimizer, OnParts):
+        for part, parameter in optimizer.parts.items():
+            if part.grad is not None:
+                yield part.grad, optimizer.division.along(parameter)
+    else:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad, ()
 
-    def leave(module: nn.Module, args: Any, output: Any) -> Any:
-        if isinstance(output, tuple):
-            return (Exchanged.apply(output[0], group, there, back), *output[1:])
-        return Exchanged.apply(output, group, there, back)
 
-    return leave
+def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Place) -> None:
+    """After ``unscale_``: when one rank's part overflowed, all skip the update (as torch's ShardedGradScaler does)."""
+    if place.mesh is not None and scaler.is_enabled():
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)
