@@ -28,7 +28,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
-    return run(with_references(CASES), tmp_path_factory.mktemp("parallel"))
+    return run(with_references(CASES | OUT_OF_MEMORY), tmp_path_factory.mktemp("parallel"))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -44,3 +44,26 @@ def test_a_layout_trains_as_one_process(name: str, results: dict[str, Result]) -
     divided = 1 / case.layout.get("shard_size", 1)
     assert ours.held == pytest.approx(divided if stage in ("gradients", "weights") else 1.0, rel=0.1)
     assert ours.state == pytest.approx(divided, rel=0.1)
+
+
+OUT_OF_MEMORY = {
+    "plain": Case(world=2, fails={"rank": 1, "step": 1, "tokens": 40}),
+    "at first": Case(world=2, layout=ZERO3, fails={"rank": 1, "step": 0, "tokens": 40}),
+    "twice": Case(world=2, layout=ZERO3, fails={"rank": 0, "step": 2, "tokens": 40}, micro_batch=4),
+    "in a backward pass": Case(world=2, layout=ZERO3, fails={"rank": 1, "step": 1, "tokens": 40, "where": "backward"}),
+    "zero2, in the second micro-batch": Case(
+        world=2, layout=ZERO2, lengths="equal", fails={"rank": 1, "step": 1, "tokens": 40, "micro_batch": 1}
+    ),
+    "hybrid, in a backward pass": Case(world=4, layout=ZERO3, fails={"rank": 2, "step": 1, "tokens": 40, "where": "backward"}),
+    "zero1": Case(world=2, layout=ZERO1, fails={"rank": 0, "step": 1, "tokens": 40}),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_out_of_memory_on_one_rank_changes_micro_batches_and_nothing_else(name: str, results: dict[str, Result]) -> None:
+    case = OUT_OF_MEMORY[name]
+    ours, theirs = results[name], results[reference_name(case)]
+    print(f"{name}: loss {ours.difference(theirs):.1e}, {ours.halvings} halvings")
+    assert ours.difference(theirs) < 1e-5
+    waits = case.layout.get("fully_shard") in ("gradients", "weights")
+    assert ours.halvings == (2 if name == "twice" else 1 if waits or case.fails["rank"] == 0 else 0)
