@@ -60,7 +60,8 @@ class Stepper:
         self._extra = extra_inputs(model)
         self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
-        self._pace = KeepPace(model, place, on_failure=self._look) if plan.layout.gathers else None
+        keeps_pace = plan.layout.gathers and plan.layout.ranks_per_replica == plan.layout.expert_parallel == 1
+        self._pace = KeepPace(model, place, on_failure=self._look) if keeps_pace else None
         self._halving = Halving[MicroBatch](
             halve=self._halve,
             size=lambda micro_batch: micro_batch.num_padded_tokens,

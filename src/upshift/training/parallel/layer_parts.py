@@ -57,7 +57,7 @@ def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: b
 
     def arrive(module: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = args[0] if args else kwargs["hidden_states"]
-        entered = Exchanged.apply(hidden, group, there, back)
+        entered = Exchanged.apply(_as_read(hidden) if plain else hidden, group, there, back)
 
         def moved(tensor: torch.Tensor) -> torch.Tensor:
             if tensor is hidden:
@@ -70,6 +70,12 @@ def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: b
         part.register_forward_pre_hook(arrive, with_kwargs=True)
     if sequence and not plain:
         part.register_forward_hook(leaving(group, own, gathered))
+
+
+def _as_read(hidden: torch.Tensor) -> torch.Tensor:
+    """In the dtype that autocast gives every matrix of a plain part: fewer bytes are exchanged, and kept once."""
+    device = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
 def leaving(group: dist.ProcessGroup, there: Way, back: Way) -> Callable[..., Any]:
