@@ -24,7 +24,7 @@ WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
     "updates in the backward pass": (
         Case(world=2, layout=TENSOR, plan={"optimizer_in_backward": True}, micro_batch=8), ("optimizer_in_backward=False",),
     ),
-    "no experts": (Case(world=2, layout=EXPERTS), ("expert_parallel=2", "declares no expert-parallel plan", "fully_shard=weights")),
+    "no experts": (Case(world=2, layout=EXPERTS), ("expert_parallel=2", "declares no expert-parallel plan", "fully_shard")),
     "too few experts": (Case("mixture", 8, {"expert_parallel": 8}, micro_batch=1), ("expert_parallel=8", "4 experts")),
     "too few experts for both": (
         Case("mixture", 8, {"expert_parallel": 4} | TENSOR, micro_batch=1), ("tensor_parallel=2", "4 experts"),
