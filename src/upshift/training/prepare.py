@@ -133,10 +133,12 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 @contextmanager
 def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
     """While open, the model's loss is computed the way the plan says; smoothed, where it is in chunks."""
-    if not plan.loss_chunk_tokens:
+    every_token = plan.sequence_length * plan.per_device_train_batch_size if plan.layout.vocabulary_parallel else 0
+    chunk_tokens = plan.loss_chunk_tokens or every_token
+    if not chunk_tokens:
         yield
         return
-    with chunked_head(base_of(model), chunk_tokens=plan.loss_chunk_tokens, label_smoothing=label_smoothing):
+    with chunked_head(base_of(model), chunk_tokens=chunk_tokens, label_smoothing=label_smoothing):
         yield
 
 

@@ -59,10 +59,8 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
     """Over the ranks that have the same weights: an expert's gradient is of the tokens of all that share experts already."""
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
-    _sum_flat(
-        born(parameter for parameter in model.parameters() if id(parameter) not in apart),
-        lambda flat: sum_over(flat, place, SAME_WEIGHTS),
-    )
+    shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
+    _sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
     if place.experts is not None:
         group = place.experts.get_group("replicas")
         _sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
