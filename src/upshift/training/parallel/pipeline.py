@@ -61,7 +61,8 @@ class PipelineStage(_PipelineStageBase):
         self._received: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
         self._dtype: torch.dtype | None = None  # of what is received, once known
-        self._told = False  # the next stage knows it
+        self._told = False  # the next stage knows what it receives
+        self._telling: dist.Work | None = None  # held while it is on its way: gloo drops what nobody holds
 
     def expect(self, shapes: list[tuple[int, int]], *, has_backward: bool) -> None:
         """Rows, and tokens a row, of the micro-batches to come."""
@@ -97,9 +98,8 @@ class PipelineStage(_PipelineStageBase):
             return []
         (hidden,), _ = self.fwd_cache[fwd_chunk_id]
         if not self._told:
-            self._telling = torch.tensor(DTYPES.index(hidden.dtype), device=self.device)  # held while it is on its way
-            dist.isend(self._telling, self._peer(1), self.group)
-            self._told = True
+            number = torch.tensor(DTYPES.index(hidden.dtype), device=self.device)
+            self._telling, self._told = dist.isend(number, self._peer(1), self.group), True
         return [dist.P2POp(dist.isend, hidden.detach().contiguous(), self._peer(1), self.group)]
 
     def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
@@ -125,6 +125,12 @@ class PipelineStage(_PipelineStageBase):
 
     def _retrieve_recv_grads(self, bwd_chunk_id: int) -> tuple[torch.Tensor, ...]:
         return (self._gradients.pop(bwd_chunk_id),)
+
+    def settle(self) -> None:
+        """After a run."""
+        if self._telling is not None:
+            self._telling.wait()
+            self._telling = None
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
@@ -178,6 +184,8 @@ class Pipeline:
         shares = [micro_batch.num_label_tokens / num_label_tokens for micro_batch in taken]
         with self._computing():
             schedule._step_microbatches(None, inputs, shares, return_outputs=False)
+        for stage in self.stages:
+            stage.settle()
 
     @contextlib.contextmanager
     def _computing(self) -> Iterator[None]:
