@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import builtins
 import json
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,7 +23,9 @@ from upshift.inference import engines
 from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import read_recipe
+from upshift.inference.encoding.rounding import rounding_of
 from upshift.inference.encoding.tokens import Tokens
+from upshift.inference.quantize import quantize
 from upshift.inference.setup import EngineSetup
 from upshift.models.source import ModelSource, find_model
 
@@ -237,3 +241,34 @@ def test_command_line(tmp_path: Path, expected: np.ndarray, upshift: Command) ->
     assert np.abs(rows - expected).max() < 2e-4
     wrong = upshift(*command, "--overwrite", "--quality", "best")
     assert wrong.code == 2 and "use exact, or a cosine" in wrong.err and "Traceback" not in wrong.err
+
+
+SENTENCES = sorted({doc.splitlines()[0] for thing in vars(builtins).values() if (doc := getattr(thing, "__doc__", None))})
+
+
+@pytest.mark.parametrize(
+    ("engine", "bits", "share", "cosine"),
+    [("openvino", 8, 0.3, LOWEST["int8"]), ("openvino", 4, 0.2, 0.9), ("torch", 8, 0.7, 0.98), ("torch", 4, 0.65, 0.9)],
+)
+def test_quantized_encoders(engine: Any, bits: Any, share: float, cosine: float, tmp_path: Path) -> None:
+    """A sentence-transformers directory stays one: pooling, normalization and longest text go with the weights."""
+    source, output = find_model(str(MINILM)), tmp_path / "small"
+    found = quantize(source, rounding_of(source, SENTENCES[::2]), output, bits=bits, engine=engine)
+    assert found.bytes_after < share * found.bytes_before
+    assert (found.calibrated_on > 0) is (engine == "openvino")
+    encoder = Encoder(str(output))
+    rows = encoder.encode(SENTENCES[1::16])
+    assert isinstance(rows, np.ndarray) and np.allclose(np.linalg.norm(rows, axis=1), 1.0, atol=1e-3)
+    assert (rows * by_hand(MINILM, SENTENCES[1::16])).sum(1).min() > cosine
+    assert encoder.race is not None and encoder.race.chosen.label() == f"{engine} stored"
+    with pytest.raises(RequestError, match=f"stored for {engine}"):
+        Encoder(str(output), engine="torch" if engine == "openvino" else "openvino")
+
+
+def test_quantize_an_encoder_on_the_command_line(tmp_path: Path, upshift: Command) -> None:
+    (tmp_path / "texts.txt").write_text("\n".join(text for text in TEXTS if text))
+    made = tmp_path / "small"
+    done = upshift("quantize", str(MINILM), "--bits", "8", "--texts", str(tmp_path / "texts.txt"), "-o", str(made))
+    assert done.code == 0 and "8 bits, openvino" in done.out and f"upshift encode {made}" in " ".join(done.out.split())
+    done = upshift("encode", str(made), "-i", str(tmp_path / "texts.txt"), "-o", str(tmp_path / "rows.npy"))
+    assert done.code == 0 and np.load(tmp_path / "rows.npy").shape[1] == 384

@@ -14,9 +14,12 @@ from upshift.cli.race import dim
 from upshift.errors import RequestError
 from upshift.units import format_bytes
 
+TRANSFORMERS = "transformers' from_pretrained"
 LOADS = {
-    "torch": "transformers' from_pretrained",
-    "openvino": "optimum-intel's OVModelForCausalLM and, beside a tokenizer by openvino_tokenizers, OpenVINO GenAI",
+    ("generate", "torch"): TRANSFORMERS,
+    ("generate", "openvino"): "optimum-intel's OVModelForCausalLM and, beside a tokenizer by openvino_tokenizers, OpenVINO GenAI",
+    ("encode", "torch"): TRANSFORMERS,
+    ("encode", "openvino"): "OpenVINO's read_model",
 }
 
 
@@ -31,11 +34,13 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what an earlier upshift quantize wrote")] = False,
     as_json: Json = False,
 ) -> None:
-    """Round a language model's weights, fitted to some of the texts, and compare its logits on others."""
+    """Round a language model's or an encoder's weights, fitted to some of the texts, and compare what it computes on others."""
+    from upshift.inference.encoding import rounding as encoding
+    from upshift.inference.encoding.recipe import is_encoder
+    from upshift.inference.generation import rounding as generation
     from upshift.inference.generation.files import check_prompts, read_prompts
-    from upshift.inference.generation.model import generation_task
-    from upshift.inference.generation.quantize import SAMPLE_TEXTS, check_output, choose_engine, quantize
     from upshift.inference.lines import count_lines
+    from upshift.inference.quantize import SAMPLE_TEXTS, check_output, choose_engine, quantize
     from upshift.inference.sample import spread_over
     from upshift.inference.weights import find_plain_weights
 
@@ -44,13 +49,13 @@ def command(
     check_prompts(texts, "--texts")
     check_output(output, overwrite=overwrite)
     source = find_plain_weights(model)
-    loads = choose_engine(source, bits, engine)
-    if generation_task(source) != "generate":
-        raise RequestError(f"{source.reference!r} is an encoder-decoder; upshift quantize takes causal language models")
+    encodes = is_encoder(source)
+    loads = choose_engine("encode" if encodes else "generate", source, bits, engine)
     taken = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
     said = [text for text in taken if isinstance(text, str)]
-    with show.step(f"Rounding weights to {bits} bits, and comparing logits"):
-        found = quantize(source, said, output, bits=bits, engine=loads)
+    rounding_of = encoding.rounding_of if encodes else generation.rounding_of
+    with show.step(f"Rounding weights to {bits} bits, and comparing what is computed"):
+        found = quantize(source, rounding_of(source, said), output, bits=bits, engine=loads)
     if as_json:
         sys.stdout.write(found.to_json() + "\n")
         return
@@ -58,16 +63,20 @@ def command(
 
 
 def _tell(found: Any, output: Path) -> None:
-    before, after = found.before, found.after
-    numbers = ("weights", "tokens/s", "same token", "cosine", "worst")
+    encodes = found.task == "encode"
+    per_second, of = ("texts/s", "vector or its scores") if encodes else ("tokens/s", "token's logits")
+    numbers = ("weights", per_second, *(() if encodes else ("same token",)), "cosine", "worst")
     table = show.new_table("Quality, on texts it was not fitted to", "", numbers=numbers)
     for name, run, size in (
-        ("fp32, transformers", before, found.bytes_before),
-        (f"{found.bits} bits, {found.engine}", after, found.bytes_after),
+        ("fp32, transformers", found.before, found.bytes_before),
+        (f"{found.bits} bits, {found.engine}", found.after, found.bytes_after),
     ):
-        quality = (f"{run.same_tokens:.1%}", f"{run.median_cosine:.5f}", f"{run.worst_cosine:.5f}")
+        same = () if encodes else (f"{run.same_tokens:.1%}",)
+        quality = (*same, f"{run.median_cosine:.5f}", f"{run.worst_cosine:.5f}")
         table.add_row(name, format_bytes(size), f"{run.per_second:,.0f}", *quality)
     show.out.print(table)
     fitted = f"fitted to {found.calibrated_on} texts" if found.calibrated_on else "rounded without texts"
-    dim(f"{fitted}; same token: the likeliest is that of before; cosine: of a token's logits, the median")
-    show.out.print(f"{output} loads with {LOADS[found.engine]}, and with: upshift generate {output}")
+    same_token = "" if encodes else "same token: the likeliest is that of before; "
+    dim(f"{fitted}; {same_token}cosine: of a {of}, the median")
+    command = "encode" if encodes else "generate"
+    show.out.print(f"{output} loads with {LOADS[found.task, found.engine]}, and with: upshift {command} {output}")

@@ -9,6 +9,7 @@ from pathlib import Path
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.hardware.spec import Host
+from upshift.inference.engines import check_engine
 from upshift.inference.setup import EngineName, Precision, Task
 from upshift.loading.header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
@@ -43,6 +44,14 @@ def stored_for(source: ModelSource) -> EngineName | None:
     if source.config.get("quantization_config"):
         return "torch"
     return None if weight_files(source)[0].suffix == ".safetensors" else "openvino"
+
+
+def check_asked(task: Task, source: ModelSource, engine: str | None, host: Host) -> EngineName | None:
+    """The engine that was asked for. Raises RequestError where it, or the one that the weights are quantized for, cannot run."""
+    asked, stored = (None if name is None else check_engine(task, name, source, host) for name in (engine, stored_for(source)))
+    if stored is not None and asked not in (None, stored):
+        raise RequestError(f"the weights of {source.reference!r} are stored for {stored}; --engine {engine} cannot load them")
+    return asked
 
 
 def weight_files(source: ModelSource) -> list[Path]:

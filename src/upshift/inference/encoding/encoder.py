@@ -15,12 +15,11 @@ from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_scores import TokenScores, token_counts
 from upshift.inference.encoding.tokens import Tokens
-from upshift.inference.engines import check_engine
 from upshift.inference.forecast import forecast_encoding
 from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
-from upshift.inference.weights import computing_host, find_plain_weights
+from upshift.inference.weights import check_asked, computing_host, find_weights, stored_for
 from upshift.models.build import read_config
 
 SAMPLE_TEXTS = 128  # of a race
@@ -33,6 +32,7 @@ TOKEN_BUDGETS: dict[Hint, tuple[int, ...]] = {  # of a batch: caches against ove
 class Encoder:
     """``model``: a Hugging Face or sentence-transformers directory, or a hub id.
 
+    Weights that are quantized already, by transformers or by ``upshift quantize``, are loaded by the engine that they are for.
     ``quality``: ``exact`` (fp32, within 1e-4 of transformers), or the lowest cosine to it that a text may have, such as 0.99.
     ``engine``: only this one. ``max_latency_ms``: longest that a batch may take, alone. ``race_seconds``: of the race.
     Raises RequestError for what is not possible, with what is, and NothingFits where no setup is as quick.
@@ -50,9 +50,9 @@ class Encoder:
     ) -> None:
         self.quality = read_quality(str(quality))
         self.limits = Limits(ttft_ms=read_limit("max-latency-ms", max_latency_ms))
-        self.source = find_plain_weights(model)
-        self.host: Host = computing_host()
-        self._engine = None if engine is None else check_engine("encode", engine, self.source, self.host)
+        self.source = find_weights(model)
+        self.host: Host = computing_host(stored_for(self.source))
+        self._engine = check_asked("encode", self.source, engine, self.host)
         recipe = read_recipe(self.source)
         self.tokens = Tokens(self.source, recipe)
         self.recipe: Recipe = recipe.changed(special=self.tokens.special()) if recipe.output == "token scores" else recipe

@@ -22,7 +22,7 @@ class Encoding:
 
     def __init__(self, source: ModelSource, recipe: Recipe, setup: EngineSetup, sample: list[list[int]], *, pad: int) -> None:
         self.recipe, self.setup, self.pad = recipe, setup, pad
-        build = Build(source, recipe, setup, engine_folder("encode", source, setup.engine), _examples(sample, pad))
+        build = Build(source, recipe, setup, engine_folder("encode", source, setup.engine), examples(sample, pad))
         self.engine: Engine = build_engine("encode", setup.engine, build)
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:
@@ -44,7 +44,7 @@ class Encoding:
         return output if self.recipe.output == "class scores" else score_tokens(output, batch.mask, self.recipe)
 
 
-def _examples(sample: list[list[int]], pad: int) -> list[Batch]:
+def examples(sample: list[list[int]], pad: int) -> list[Batch]:
     ordered = sorted((row for row in sample if row), key=len) or [[pad, pad]]
     step = max(len(ordered) // CALIBRATION_BATCHES, 1)
     chosen = ordered[::step][:CALIBRATION_BATCHES]

@@ -59,6 +59,15 @@ def read_recipe(source: ModelSource) -> Recipe:
     return Recipe(output="embeddings", pooling=pooling, normalize=normalize, max_length=longest, said_by="modules.json")
 
 
+def is_encoder(source: ModelSource) -> bool:
+    """Whether its files say that texts become vectors or scores: sentence-transformers' do so of language models, too."""
+    if source.directory is not None and (source.directory / "modules.json").is_file():
+        return True
+    names = source.config.get("architectures") or ()
+    generates = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
+    return not generates and not source.config.get("is_encoder_decoder")
+
+
 def _pooling(path: Path) -> Pooling:
     config = _read(path)
     named = config.get("pooling_mode")

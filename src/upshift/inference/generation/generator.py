@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from upshift.errors import RequestError
 from upshift.inference.bounds import Limits, read_limit, read_quality, read_seconds
 from upshift.inference.contestant import Contest, Run
-from upshift.inference.engines import build_engine, check_engine
+from upshift.inference.engines import build_engine
 from upshift.inference.forecast import forecast_generation
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.divided import divide, is_too_large, room
@@ -24,7 +24,7 @@ from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
-from upshift.inference.weights import computing_host, engine_folder, find_weights, stored_for
+from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -71,13 +71,8 @@ class Generator:
         self.source = find_weights(model)
         self._max_memory = max_memory
         self.task = generation_task(self.source)
-        stored = stored_for(self.source)
-        self.host = computing_host(stored)
-        self._engine = None if engine is None else check_engine(self.task, engine, self.source, self.host)
-        if stored is not None:
-            check_engine(self.task, stored, self.source, self.host)
-            if engine not in (None, stored):
-                raise RequestError(f"the weights of {model!r} are stored for {stored}; --engine {engine} cannot load them")
+        self.host = computing_host(stored_for(self.source))
+        self._engine = check_asked(self.task, self.source, engine, self.host)
         self._start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None

@@ -12,6 +12,7 @@ import numpy as np
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.setup import EngineSetup
+from upshift.inference.weights import stored_for
 from upshift.models.source import ModelSource
 
 
@@ -46,15 +47,13 @@ def in_order(
 
 
 def load_forward(source: ModelSource, recipe: Recipe) -> Any:
-    """The model in fp32 as a module from (ids, mask) to token states, class scores or logits of tokens."""
+    """The model in fp32, or as it is quantized: a module from (ids, mask) to token states, class scores or logits of tokens."""
     import torch
-    from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
     from upshift.loading.load import load_source
 
-    kinds = {"class scores": AutoModelForSequenceClassification, "token scores": AutoModelForTokenClassification}
-    kind: Any = kinds.get(recipe.output, AutoModel)
-    model = load_source(source, dtype=torch.float32, model_class=kind)
+    dtype: Any = torch.float32 if stored_for(source) is None else "auto"
+    model = load_source(source, dtype=dtype, model_class=model_class(recipe))
 
     class Forward(torch.nn.Module):
         def __init__(self) -> None:
@@ -66,3 +65,11 @@ def load_forward(source: ModelSource, recipe: Recipe) -> Any:
             return result
 
     return Forward().eval()
+
+
+def model_class(recipe: Recipe) -> Any:
+    """Of transformers."""
+    from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+
+    kinds = {"class scores": AutoModelForSequenceClassification, "token scores": AutoModelForTokenClassification}
+    return kinds.get(recipe.output, AutoModel)

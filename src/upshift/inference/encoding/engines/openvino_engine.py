@@ -9,21 +9,38 @@ from typing import Any
 
 import numpy as np
 
+from upshift.errors import RequestError
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, in_order, load_forward
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import int8_weights, make
 from upshift.inference.setup import QUANTIZED
+from upshift.inference.weights import OPENVINO_FILE
 
-HINTS = {"fp32": "f32", "bf16": "bf16", "int8-weights": "f32", "int8": "f32"}
-NAMES = ("ids", "mask")
+HINTS = {"fp32": "f32", "bf16": "bf16", "int8-weights": "f32", "int8": "f32", "stored": "f32"}
+NAMES = ("ids", "mask")  # of models made here for a race
+GIVEN: dict[str, Callable[[Batch], np.ndarray]] = {
+    "ids": lambda batch: batch.ids,
+    "input_ids": lambda batch: batch.ids,
+    "mask": lambda batch: batch.mask,
+    "attention_mask": lambda batch: batch.mask,
+    "token_type_ids": lambda batch: np.zeros_like(batch.ids),
+}
 
 
 class OpenVinoEngine:
     def __init__(self, build: Build) -> None:
-        path = build.folder / f"{build.setup.precision if build.setup.precision in QUANTIZED else 'fp32'}.xml"
-        make(path, partial(_export, build), partial(_rounded, build))
+        if build.setup.precision == "stored":
+            assert build.source.directory is not None
+            path = build.source.directory / OPENVINO_FILE
+        else:
+            path = build.folder / f"{build.setup.precision if build.setup.precision in QUANTIZED else 'fp32'}.xml"
+            make(path, partial(export, build), partial(_rounded, build))
         model = core().read_model(path)
+        self.names = [port.any_name for port in model.inputs]
+        unknown = [name for name in self.names if name not in GIVEN]
+        if unknown:
+            raise RequestError(f"{path} takes {', '.join(unknown)}, which no text gives; export the model of transformers again")
         settings = {
             "INFERENCE_PRECISION_HINT": HINTS[build.setup.precision],
             "PERFORMANCE_HINT": build.setup.hint.upper(),
@@ -40,7 +57,7 @@ class OpenVinoEngine:
 
         def start(batch: Batch) -> Callable[[], np.ndarray]:
             request = next(requests)
-            request.start_async(dict(zip(NAMES, (batch.ids, batch.mask), strict=True)))
+            request.start_async([GIVEN[name](batch) for name in self.names])
             return partial(_result, request)
 
         return in_order(batches, start, at_once=len(self.requests))
@@ -52,7 +69,7 @@ def _result(request: Any) -> np.ndarray:
     return found
 
 
-def _export(build: Build) -> Any:
+def export(build: Build) -> Any:
     import openvino
     import torch
 
@@ -62,11 +79,15 @@ def _export(build: Build) -> Any:
 
 
 def _rounded(build: Build, model: Any) -> Any:
+    return int8_weights(model) if build.setup.precision == "int8-weights" else calibrated(model, build.examples)
+
+
+def calibrated(model: Any, examples: list[Batch]) -> Any:
+    """Weights and what they are multiplied with in 8 bits."""
     import nncf
 
-    if build.setup.precision == "int8-weights":
-        return int8_weights(model)
-    data = nncf.Dataset(build.examples, lambda batch: {"ids": batch.ids, "mask": batch.mask})
+    names = [port.any_name for port in model.inputs]
+    data = nncf.Dataset(examples, lambda batch: {name: GIVEN[name](batch) for name in names})
     return nncf.quantize(
-        model, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(build.examples), preset=nncf.QuantizationPreset.MIXED
+        model, data, model_type=nncf.ModelType.TRANSFORMER, subset_size=len(examples), preset=nncf.QuantizationPreset.MIXED
     )

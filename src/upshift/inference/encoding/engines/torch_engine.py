@@ -15,7 +15,7 @@ from upshift.inference.torch_computing import DTYPES, computing
 class TorchEngine:
     def __init__(self, build: Build) -> None:
         self.setup = build.setup
-        self.forward = load_forward(build.source, build.recipe).to(build.setup.device, DTYPES[build.setup.precision])
+        self.forward = load_forward(build.source, build.recipe).to(build.setup.device, DTYPES.get(build.setup.precision))
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
         for batch in batches:

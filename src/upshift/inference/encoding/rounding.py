@@ -1,0 +1,43 @@
+"""How encoders are rounded: OpenVINO's 8 bits of weights and of what they are multiplied with, calibrated on the user's own
+texts; 4 bits of weights by groups, fitted to them."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+from upshift.inference.encoding.contest import run
+from upshift.inference.encoding.encoding import examples
+from upshift.inference.encoding.engines.engine import Build, model_class
+from upshift.inference.encoding.engines.openvino_engine import calibrated, export
+from upshift.inference.encoding.recipe import read_recipe
+from upshift.inference.encoding.tokens import Tokens
+from upshift.inference.generation.engines.openvino_export import int4_weights
+from upshift.inference.quantize import Bits, Rounding
+from upshift.inference.setup import EngineSetup
+from upshift.inference.weights import engine_folder
+from upshift.models.source import ModelSource
+
+HELD_OUT_TOKENS, BATCH_TOKENS = 512, 1024
+
+
+def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
+    recipe = read_recipe(source)
+    tokens = Tokens(source, recipe)
+    if recipe.output == "token scores":
+        recipe = recipe.changed(special=tokens.special())
+    ids = tokens.of(texts)
+    setup = EngineSetup(engine="openvino", precision="fp32", threads=1, batch=BATCH_TOKENS)
+    build = Build(source, recipe, setup, engine_folder("encode", source, "openvino"), examples(ids, tokens.pad))
+    return Rounding(
+        task="encode", ids=ids, held_out_tokens=HELD_OUT_TOKENS, asked=recipe.to_json(), pad=tokens.pad, batch=BATCH_TOKENS,
+        run=run, model_class=model_class(recipe), export=partial(export, build), rounded=partial(_rounded, tokens.pad),
+        fitted=(4, 8),
+    )  # fmt: skip
+
+
+def _rounded(pad: int, bits: Bits, model: Any, texts: list[list[int]]) -> Any:
+    """With the names that transformers' inputs and outputs have."""
+    for port, name in zip(model.inputs, ("input_ids", "attention_mask"), strict=True):
+        port.get_tensor().set_names({name})
+    return int4_weights(model, texts) if bits == 4 else calibrated(model, examples(texts, pad))
