@@ -6,7 +6,7 @@ Each rank has its share of the gradient of the global batch's mean loss, so sums
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from upshift.training.parallel.experts import expert_modules
 from upshift.training.parallel.place import Place
 
 BUCKET_ELEMENTS = 2**23  # gradients summed over ranks in flat buckets of this size
@@ -55,12 +56,22 @@ def born(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def sum_gradients(model: nn.Module, place: Place) -> None:
-    """Over the ranks that have the same weights, in flat buckets."""
-    for bucket in buckets((gradient, gradient) for gradient in born(model.parameters())):
-        gradients = [gradient for gradient, _ in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        sum_over(flat, place, SAME_WEIGHTS)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+    """Over the ranks that have the same weights: an expert's gradient is of the tokens of all that share experts already."""
+    experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
+    apart = set(map(id, experts))
+    shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
+    _sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
+    if place.experts is not None:
+        group = place.experts.get_group("replicas")
+        _sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
+
+
+def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
+    for bucket in buckets((gradient, gradient) for gradient in gradients):
+        known = [gradient for gradient, _ in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in known])
+        sum_up(flat)
+        for gradient, summed in zip(known, flat.split([g.numel() for g in known]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 

@@ -5,21 +5,23 @@ from __future__ import annotations
 from torch import nn
 
 from upshift.planning.plan import ALONE, Plan
+from upshift.training.parallel.experts import reason_not_experts
+from upshift.training.parallel.tensor import reason_not_tensor
 
 
 def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
     """Why, or None. Without ``model``, before it is loaded: what no model could run."""
     if plan.layout == ALONE:
         return None
-    return _not_yet(plan)
+    problem = _not_yet(plan)
+    if problem is None and model is not None:
+        problem = reason_not_tensor(model, plan) or reason_not_experts(model, plan)
+    return problem
 
 
 def _not_yet(plan: Plan) -> str | None:
     layout = plan.layout
-    shared = {
-        "tensor_parallel": layout.tensor_parallel, "context_parallel": layout.context_parallel,
-        "pipeline_parallel": layout.pipeline_parallel, "expert_parallel": layout.expert_parallel,
-    }  # fmt: skip
+    shared = {"context_parallel": layout.context_parallel, "pipeline_parallel": layout.pipeline_parallel}
     for name, degree in shared.items():
         if degree > 1:
             return f"this version plans for {name}={degree} and does not train so yet; use {name}=1, and fully_shard=weights"

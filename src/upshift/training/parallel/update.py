@@ -11,6 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from upshift.training.optimizers.on_parts import Division, OnParts
 from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients
+from upshift.training.parallel.partial import partial_parameters, sum_partial
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.zero1 import DividedUpdate
 
@@ -47,6 +48,9 @@ def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> 
         optimizer.division.reduce()
     elif not place.plan.layout.gathers and place.mesh is not None:
         sum_gradients(model, place)
+    division = optimizer.division if isinstance(optimizer, OnParts) else None
+    gradients = (one.grad if division is None else division.gradient(one) for one in partial_parameters(model))
+    sum_partial([gradient for gradient in gradients if gradient is not None], place)
     if isinstance(optimizer, OnParts):
         optimizer.take_gradients()
 
