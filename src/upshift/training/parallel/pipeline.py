@@ -21,8 +21,8 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
-from upshift.training.parallel.place import Place
-from upshift.training.parallel.stage import Stage, stages_in
+from upshift.training.parallel.gradients import local
+from upshift.training.parallel.stage import Stage, modules_of
 from upshift.training.prepare import autocast, computing, extra_inputs
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
@@ -51,9 +51,9 @@ OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
 class PipelineStage(_PipelineStageBase):
     """A stage of torch's schedules that makes room for hidden states when they come."""
 
-    def __init__(self, module: nn.Module, plan: Plan, group: dist.ProcessGroup) -> None:
+    def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.own: Stage = module.pipeline_stage  # type: ignore[assignment]
-        super().__init__(module, self.own.index, self.own.count, torch.device(plan.device), group)
+        super().__init__(module, self.own.index, self.own.count, torch.device(plan.device), self.own.group)
         self._plan, self._extra = plan, extra_inputs(module)
         self._stage_meta.inputs = () if self.is_first else (None,)  # type: ignore[assignment]
         self.args_recv_info = {0: ()}
@@ -149,12 +149,11 @@ class PipelineStage(_PipelineStageBase):
 class Pipeline:
     """The stages of this rank, run together with those of the other ranks of its pipeline."""
 
-    def __init__(self, model: nn.Module, plan: Plan, place: Place) -> None:
-        """``model``: of ``stage_of``."""
-        assert place.mesh is not None
-        self.plan, self.modules = plan, stages_in(model)
-        self.group = place.mesh.get_group("pipeline")
-        self.stages = [PipelineStage(module, plan, self.group) for module in self.modules]
+    def __init__(self, model: nn.Module, plan: Plan) -> None:
+        """``model``: of ``stage_of``, and prepared."""
+        self.plan, self.modules = plan, modules_of(model)
+        self.stages = [PipelineStage(module, plan) for module in self.modules]
+        self.has_loss = self.stages[-1].is_last
         self._schedules: dict[int, Any] = {}
         self._scale: Scale = lambda loss: loss
         self._total = torch.zeros((), device=plan.device)
@@ -200,7 +199,7 @@ class Pipeline:
         taken = list(micro_batches)
         if self.plan.layout.pipeline_schedule not in OF_ONE_STAGE:
             filling = replace(min(taken, key=lambda micro_batch: micro_batch.num_padded_tokens), num_label_tokens=0)
-            while len(taken) % max(1, len(taken) // self.group.size()):
+            while len(taken) % max(1, len(taken) // self.plan.layout.pipeline_parallel):
                 taken.append(filling)
         return taken
 
@@ -218,22 +217,22 @@ class Pipeline:
 
     def _sum_shared(self) -> None:
         """Gradients of weights that the first and the last stage both have, summed between the two."""
-        for stage in self.stages:
-            other = {0: stage.num_stages - 1, stage.num_stages - 1: 0}.get(stage.stage_index)
-            for weight in stage.own.shared if other is not None else ():
-                assert weight.grad is not None
-                peer, own = stage._resolve_peer_global_rank(other), weight.grad.contiguous()
-                received = torch.empty_like(own)
-                works = dist.batch_isend_irecv(
-                    [dist.P2POp(dist.isend, own, peer, self.group), dist.P2POp(dist.irecv, received, peer, self.group)]
-                )
-                for work in works:
+        for module, stage in zip(self.modules, self.stages, strict=True):
+            for name in stage.own.shared:
+                gradient = module.get_parameter(name).grad
+                assert gradient is not None
+                peer = stage._resolve_peer_global_rank(stage.num_stages - 1 if stage.is_first else 0)
+                own = local(gradient)
+                sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+                exchanged = [dist.P2POp(dist.isend, sent, peer, stage.group), dist.P2POp(dist.irecv, received, peer, stage.group)]
+                for work in dist.batch_isend_irecv(exchanged):
                     work.wait()
-                weight.grad = own + received
+                own.add_(received)
 
 
 def _labelled(micro_batch: MicroBatch) -> MicroBatch:
     """One without labels keeps ranks in step: its loss counts nothing, but must be a number."""
     if micro_batch.num_label_tokens:
         return micro_batch
-    return replace(micro_batch, arrays={**micro_batch.arrays, "labels": micro_batch.arrays["input_ids"]})
+    labels = micro_batch.arrays["labels"]
+    return replace(micro_batch, arrays={**micro_batch.arrays, "labels": labels * 0})

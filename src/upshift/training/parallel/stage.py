@@ -15,9 +15,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from upshift.errors import JobFailed, RequestError
+from upshift.errors import JobFailed
 from upshift.models.build import find_stacks
 from upshift.planning.layout import divisors
 from upshift.planning.plan import Plan
@@ -103,14 +104,16 @@ class Bound:
 class Stage:
     """What one of ``count`` stages is, and the hidden states that its next forward pass is given."""
 
-    def __init__(self, model: nn.Module, parts: Parts, index: int, count: int) -> None:
-        self.index, self.count, self.hidden_shape = index, count, parts.hidden_shape
+    def __init__(self, model: nn.Module, parts: Parts, index: int, count: int, group: dist.ProcessGroup) -> None:
+        self.index, self.count, self.group, self.hidden_shape = index, count, group, parts.hidden_shape
         self.is_first, self.is_last = index == 0, index == count - 1
         self.received: torch.Tensor | None = None
         self.rows_and_width = (0, 0)
-        self.shared: list[nn.Parameter] = []  # weights that the first and the last stage both have
+        tied = parts.tied(model)
         self._forward = model.forward
         self._layers = self._cut(model, parts)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # that the first and the last stage have
 
     def _cut(self, model: nn.Module, parts: Parts) -> StageLayers:
         parent_path, _, name = parts.stack.rpartition(".")
@@ -118,14 +121,10 @@ class Stage:
         whole: nn.ModuleList = getattr(parent, name)
         each = len(whole) // self.count
         first, last = self.index * each, (self.index + 1) * each
-        tied = parts.tied(model)
         for path in parts.after if not self.is_last else ():
             _replace(model, path, None)
         for path, shape in parts.before.items() if not self.is_first else ():
             _replace(model, path, Absent(shape, self))
-        if self.is_first or self.is_last:
-            held = {id(parameter) for parameter in model.parameters()}
-            self.shared = [parameter for parameter in tied if id(parameter) in held and self.count > 1]
         layers = StageLayers({str(number): whole[number] for number in range(first, last)})
         setattr(parent, name, layers)
         config = getattr(parent, "config", None)
@@ -170,24 +169,25 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
     """
     layout = place.plan.layout
     ranks = layout.pipeline_parallel
-    if ranks == 1:
+    if place.mesh is None or ranks == 1:
         return model
-    reason = reason_not_pipeline(model, place.plan)
-    if reason is not None:
-        raise RequestError(reason)
-    parts = find_parts(model)
-    count = ranks * layout.virtual_stages
+    parts, group, count = find_parts(model), place.mesh.get_group("pipeline"), ranks * layout.virtual_stages
     own = range(place.stage, count, ranks)
     if len(own) == 1:
-        return _as_stage(model, parts, place.stage, count)
-    return Stages([_as_stage(_with_own_path(model, parts.stack), parts, index, count) for index in own])
+        return _as_stage(model, Stage(model, parts, place.stage, count, group))
+    copies = [_with_own_path(model, parts.stack) for _ in own]
+    return Stages([_as_stage(copy, Stage(copy, parts, index, count, group)) for copy, index in zip(copies, own, strict=True)])
 
 
-def stages_in(model: nn.Module) -> list[nn.Module]:
-    """The stages of a rank, first to last; none where there is no pipeline."""
-    if isinstance(model, Stages):
-        return list(model)
-    return [model] if hasattr(model, "pipeline_stage") else []
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """What of ``model`` runs as a model of its own: each stage of a rank, or all of it."""
+    return list(model) if isinstance(model, Stages) else [model]
+
+
+def copies_in(model: nn.Module) -> set[nn.Parameter]:
+    """Weights of the last stage that the first has too, with the same gradients."""
+    stages = [(module, module.pipeline_stage) for module in modules_of(model) if hasattr(module, "pipeline_stage")]
+    return {module.get_parameter(name) for module, stage in stages if stage.is_last for name in stage.shared}
 
 
 def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
@@ -205,14 +205,15 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
         each = f" with virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         valid = ", ".join(str(degree) for degree in divisors(layers) if degree > 1)
         return f"{asked}{each} does not divide {layers} layers; stages times ranks can be {valid}"
+    if getattr(model.config, "output_router_logits", False):
+        return f"{asked}: the loss of the model's router (output_router_logits) is taken over all layers; {instead}"
     if plan.torch_compile == "model":
         return f"{asked} runs a part of the model's forward pass, which torch_compile=model makes one; use torch_compile=layer"
     return None
 
 
-def _as_stage(model: nn.Module, parts: Parts, index: int, count: int) -> nn.Module:
-    stage = Stage(model, parts, index, count)
-    model.forward = functools.update_wrapper(functools.partial(stage.forward), model.forward)  # type: ignore[method-assign]
+def _as_stage(model: nn.Module, stage: Stage) -> nn.Module:
+    model.forward = functools.update_wrapper(functools.partial(stage.forward), model.forward)
     model.pipeline_stage = stage  # type: ignore[assignment]
     return model
 
