@@ -16,7 +16,7 @@ from upshift.training.prepare import computing, extra_inputs, loss_of
 
 def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
     """Mean loss over all label tokens of all ranks, dropout off; the model is left in training mode. Ranks of one replica count
-    the same labels, or each its own, and so does their sum."""
+    the same labels, or each its own, and so does their sum; those that share sequences have their share of the mean."""
     extra = extra_inputs(model)
     total, num_labels = 0.0, 0
     model.train(False)
@@ -24,7 +24,8 @@ def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch])
         with torch.no_grad(), computing(model, plan):
             for micro_batch in (m for batch in batches for m in batch.micro_batches):
                 if micro_batch.num_label_tokens or plan.layout.exchanges:
-                    total += float(loss_of(model, plan, micro_batch, extra)) * micro_batch.num_label_tokens
+                    mean = float(loss_of(model, plan, micro_batch, extra)) * plan.layout.context_parallel
+                    total += mean * micro_batch.num_label_tokens
                     num_labels += micro_batch.num_label_tokens
     finally:
         model.train()

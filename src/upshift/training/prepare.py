@@ -28,6 +28,7 @@ from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.checkpoint.adapter import read_adapter
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
+from upshift.training.parallel.context import share_context
 from upshift.training.parallel.divide import divide
 from upshift.training.parallel.fully_shard import shard_weights
 from upshift.training.parallel.place import Place
@@ -92,6 +93,7 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     base = base_of(model)
     if plan.attention != base.config._attn_implementation:
         set_attention(base, plan.attention)
+    share_context(base, place)
     recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
     recompute_offloaded(model)
     compile_layers(model, plan)
