@@ -21,7 +21,6 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
-from upshift.training.parallel.gradients import local
 from upshift.training.parallel.stage import Stage, modules_of
 from upshift.training.prepare import autocast, computing, extra_inputs
 
@@ -163,7 +162,6 @@ class Pipeline:
         zero in the others. ``scale``: what is done to a loss before its backward pass."""
         self._scale = scale
         self._run(micro_batches, num_label_tokens, has_backward=True)
-        self._sum_shared()
         return self._total
 
     def losses(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
@@ -214,20 +212,6 @@ class Pipeline:
         counted = loss.float() * share
         self._total += counted.detach()
         return self._scale(counted)
-
-    def _sum_shared(self) -> None:
-        """Gradients of weights that the first and the last stage both have, summed between the two."""
-        for module, stage in zip(self.modules, self.stages, strict=True):
-            for name in stage.own.shared:
-                gradient = module.get_parameter(name).grad
-                assert gradient is not None
-                peer = stage._resolve_peer_global_rank(stage.num_stages - 1 if stage.is_first else 0)
-                own = local(gradient)
-                sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
-                exchanged = [dist.P2POp(dist.isend, sent, peer, stage.group), dist.P2POp(dist.irecv, received, peer, stage.group)]
-                for work in dist.batch_isend_irecv(exchanged):
-                    work.wait()
-                own.add_(received)
 
 
 def _labelled(micro_batch: MicroBatch) -> MicroBatch:

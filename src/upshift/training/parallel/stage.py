@@ -38,6 +38,8 @@ class Ended(Exception):
 class StageLayers(nn.ModuleList):
     """Layers of one stage under their numbers in the whole model; while a stage runs, in wrappers that hidden states go through."""
 
+    is_stack = True  # of one layer too
+
     def __init__(self, layers: dict[str, nn.Module]) -> None:
         super().__init__()
         self._modules.update(layers)
@@ -135,6 +137,10 @@ class Stage:
             parent.config = PartOfConfig(config, lists)  # type: ignore[assignment]
         return layers
 
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The first layer's arguments, with the hidden states that were received."""
         received, self.received = self.received, None
@@ -175,8 +181,8 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
     own = range(place.stage, count, ranks)
     if len(own) == 1:
         return _as_stage(model, Stage(model, parts, place.stage, count, group))
-    copies = [_with_own_path(model, parts.stack) for _ in own]
-    return Stages([_as_stage(copy, Stage(copy, parts, index, count, group)) for copy, index in zip(copies, own, strict=True)])
+    alike = [_with_own_path(model, parts.stack) for _ in own]
+    return Stages([_as_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -184,10 +190,17 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
     return list(model) if isinstance(model, Stages) else [model]
 
 
-def copies_in(model: nn.Module) -> set[nn.Parameter]:
-    """Weights of the last stage that the first has too, with the same gradients."""
-    stages = [(module, module.pipeline_stage) for module in modules_of(model) if hasattr(module, "pipeline_stage")]
-    return {module.get_parameter(name) for module, stage in stages if stage.is_last for name in stage.shared}
+def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
+    """Of so many of the whole model's ``layers``, those that fall to each of these stages: a rank has its part, its first ones."""
+    stages = [getattr(module, "pipeline_stage", None) for module in modules]
+    if stages[0] is None:
+        return [layers]
+    each, count = stages[0].num_layers, stages[0].count
+    left, found = -(-layers * len(modules) // count), []
+    for _ in modules:
+        found.append(min(left, each))
+        left -= found[-1]
+    return found
 
 
 def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
@@ -226,7 +239,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module | None) -> None:
 def _with_own_path(model: nn.Module, path: str) -> nn.Module:
     """A copy of the modules from ``model`` down to ``path``, whose other children are the same."""
     own = copy.copy(model)
-    own._modules = dict(model._modules)
+    own.__dict__.update({key: copy.copy(value) for key, value in vars(model).items() if isinstance(value, dict)})
     name, _, rest = path.partition(".")
     if rest:
         own._modules[name] = _with_own_path(model.get_submodule(name), rest)

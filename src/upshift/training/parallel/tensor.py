@@ -48,7 +48,7 @@ def reason_not_tensor(model: nn.Module, plan: Plan) -> str | None:
 
 def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     """Every module and weight that the ranks share, to its style. Experts that are shared whole have a plan of their own; a
-    tied weight is divided where all that have it are."""
+    tied weight is divided where all that have it are, and none of it is in another pipeline stage."""
     found = model._expand_parallel_plan(model.tp_plan)
     if plan.layout.expert_parallel > 1:
         experts = tuple(f"{name}." for name in model._expand_parallel_plan(model.ep_plan))
@@ -57,6 +57,7 @@ def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     whole = {name for names in owners.values() if not found.keys() >= set(names) for name in names} & found.keys()
+    whole |= found.keys() & (model.pipeline_stage.shared if hasattr(model, "pipeline_stage") else [])
     whole |= {name.rpartition(".")[0] for name in whole}
     return {name: style for name, style in found.items() if name not in whole}
 
