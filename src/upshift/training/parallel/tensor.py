@@ -20,6 +20,7 @@ from upshift.training.parallel.layer_parts import Part, enter, find_parts, part_
 from upshift.training.parallel.partial import mark_partial
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.sequence import reason_not_sequence, share_tokens
+from upshift.training.parallel.stage import Absent
 from upshift.training.parallel.styles import STYLES
 
 INSTEAD = "use fully_shard=weights, which divides the weights of any model, or tensor_parallel=1"
@@ -72,7 +73,7 @@ def divide_tensors(model: nn.Module, place: Place) -> None:
     _divide_weights(base, styles, parts, mesh)
     modules = dict(base.named_modules())
     for name, style in styles.items():
-        if name in modules:
+        if name in modules and not isinstance(modules[name], Absent):
             _install(name, modules[name], style, base, parts, mesh, sequence=sequence)
     for part in parts.values():
         enter(part.module, mesh.get_group(), plain=part.plain, sequence=sequence)
