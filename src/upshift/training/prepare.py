@@ -91,12 +91,14 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     model = divide(model, place)
     if plan.weight_offload == "none" and not plan.layout.gathers:
         model.to(plan.device)
-    modules, layers = modules_of(model), plan.activation_checkpointing
-    for module, recomputed in zip(modules, layers_of_stages(layers, modules), strict=True):
-        base = base_of(module)
+    modules = modules_of(model)
+    bases = [base_of(module) for module in modules]
+    for base in bases:
         if plan.attention != base.config._attn_implementation:
             set_attention(base, plan.attention)
-        share_context(base, place)
+    share_context(bases, place)
+    recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
+    for module, recomputed in zip(modules, recomputed_layers, strict=True):
         recompute_layers(module, recomputed, plan.recompute_granularity)
         recompute_offloaded(module)
         compile_layers(module, plan)

@@ -21,6 +21,7 @@ from torch.distributed.pipelining.stage import _PipelineStageBase
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
+from upshift.training.parallel.context import padded_width
 from upshift.training.parallel.stage import Stage, modules_of
 from upshift.training.prepare import autocast, computing, extra_inputs
 
@@ -67,7 +68,9 @@ class PipelineStage(_PipelineStageBase):
         """Rows, and tokens a row, of the micro-batches to come."""
         self.clear_runtime_states()
         self.chunks, self.has_backward = len(shapes), has_backward
-        self._shapes = [self.own.hidden_shape(*shape) for shape in shapes]
+        layout = self._plan.layout
+        widths = [padded_width(width, layout) // layout.context_parallel for _, width in shapes]
+        self._shapes = [self.own.hidden_shape(rows, width) for (rows, _), width in zip(shapes, widths, strict=True)]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Loss in the last stage, hidden states in the others."""
