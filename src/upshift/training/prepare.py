@@ -32,6 +32,7 @@ from upshift.training.parallel.context import share_context
 from upshift.training.parallel.divide import divide
 from upshift.training.parallel.fully_shard import shard_weights
 from upshift.training.parallel.place import Place
+from upshift.training.parallel.stage import layers_of_stages, modules_of
 from upshift.training.weight_offload import load_elsewhere
 
 
@@ -94,15 +95,19 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     model = divide(model, place)
     if plan.weight_offload == "none" and not plan.layout.gathers:
         model.to(plan.device)
-    base = base_of(model)
-    if plan.attention != base.config._attn_implementation:
-        set_attention(base, plan.attention)
-    share_context(base, place)
-    recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
-    recompute_offloaded(model)
-    compile_layers(model, plan)
-    if plan.layout.gathers:
-        shard_weights(model, place)
+    modules = modules_of(model)
+    bases = [base_of(module) for module in modules]
+    for base in bases:
+        if plan.attention != base.config._attn_implementation:
+            set_attention(base, plan.attention)
+    share_context(bases, place)
+    recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
+    for module, recomputed in zip(modules, recomputed_layers, strict=True):
+        recompute_layers(module, recomputed, plan.recompute_granularity)
+        recompute_offloaded(module)
+        compile_layers(module, plan)
+        if plan.layout.gathers:
+            shard_weights(module, place)
     return model
 
 

@@ -15,6 +15,7 @@ from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.parallel.divided import of_its_size
 from upshift.training.parallel.place import Place
+from upshift.training.parallel.stage import modules_of
 
 EXCHANGED, DIVIDED = "ep_dispatch_experts", "grouped_gemm"
 INSTEAD = "use fully_shard=weights, which divides all weights among all ranks, or expert_parallel=1"
@@ -64,5 +65,6 @@ def expert_modules(model: nn.Module, place: Place) -> list[nn.Module]:
     """Those of which this rank has its own experts alone: empty where ranks share none."""
     if place.experts is None:
         return []
-    base = base_of(model)
-    return [base.get_submodule(name) for name, style in base._expand_parallel_plan(base.ep_plan).items() if style == EXCHANGED]
+    bases = [base_of(module) for module in modules_of(model)]
+    plans = [(base, base._expand_parallel_plan(base.ep_plan)) for base in bases]
+    return [base.get_submodule(name) for base, plan in plans for name, style in plan.items() if style == EXCHANGED]

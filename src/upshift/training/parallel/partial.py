@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from upshift.training.parallel.place import Place
 
@@ -43,3 +44,9 @@ def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
     named = [(module, name) for module in model.modules() for name in getattr(module, NAMES, ())]
     found = [module._parameters[name] for module, name in named]
     return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -20,6 +20,7 @@ from upshift.training.parallel.layer_parts import Part, enter, enter_and_let_go,
 from upshift.training.parallel.partial import mark_partial
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.sequence import reason_not_sequence, share_tokens
+from upshift.training.parallel.stage import Absent
 from upshift.training.parallel.styles import STYLES
 
 INSTEAD = "use fully_shard=weights, which divides the weights of any model, or tensor_parallel=1"
@@ -51,7 +52,7 @@ def reason_not_tensor(model: nn.Module, plan: Plan) -> str | None:
 
 def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     """Every module and weight that the ranks share, to its style. Experts that are shared whole have a plan of their own; a
-    tied weight is divided where all that have it are."""
+    tied weight is divided where all that have it are, and none of it is in another pipeline stage."""
     found = _of_vocabulary(model, plan) | model._expand_parallel_plan(model.tp_plan)
     if plan.layout.expert_parallel > 1:
         experts = tuple(f"{name}." for name in model._expand_parallel_plan(model.ep_plan))
@@ -60,6 +61,7 @@ def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     whole = {name for names in owners.values() if not found.keys() >= set(names) for name in names} & found.keys()
+    whole |= found.keys() & (model.pipeline_stage.shared if hasattr(model, "pipeline_stage") else [])
     whole |= {name.rpartition(".")[0] for name in whole}
     return {name: style for name, style in found.items() if name not in whole}
 
@@ -93,7 +95,7 @@ def divide_tensors(model: nn.Module, place: Place) -> None:
     _divide_weights(base, styles, parts, mesh)
     modules = dict(base.named_modules())
     for name, style in styles.items():
-        if name in modules:
+        if name in modules and not isinstance(modules[name], Absent):
             _install(name, modules[name], style, base, parts, mesh, sequence=sequence)
     for part in parts.values():
         if part.plain and place.plan.layout.gather_again:
