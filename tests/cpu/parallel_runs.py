@@ -58,8 +58,8 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
 
 @dataclass(frozen=True)
 class Case:
-    """``plan``: fields of Plan, but for those of ``layout``. ``lengths``: of sequences, mixed or equal. ``fails``: rank, step and
-    passes that run out of memory there."""
+    """``plan``: fields of Plan, but for those of ``layout``. ``lengths``: of sequences, mixed or equal. ``fails``: a rank that
+    has memory for so many tokens at once from some step and micro-batch on, forward or backward."""
 
     model: str = "llama"
     world: int = 1
@@ -69,7 +69,7 @@ class Case:
     lengths: str = "mixed"
     micro_batch: int = 2
     steps: int = STEPS
-    fails: tuple[int, int, int] | None = None
+    fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
 
     @property
     def alone(self) -> Case:
@@ -175,8 +175,8 @@ def train(case: Case) -> Result:
     batches = source.batches()
     outcomes = []
     for step in range(case.steps):
-        if case.fails is not None and (place.rank, step) == case.fails[:2]:
-            run_out_of_memory(model, times=case.fails[2])
+        if case.fails is not None and (place.rank, step) == (case.fails["rank"], case.fails["step"]):
+            run_out_of_memory(model, **{name: value for name, value in case.fails.items() if name not in ("rank", "step")})
         outcomes.append(stepper.step(next(batches)))
     seven = some_sequences(7, "mixed", seed=9)
     held_out = evaluation_batches(seven, global_batch=GLOBAL_BATCH, layout=layout, objective=objective)
@@ -196,21 +196,26 @@ def elements_of(tensor: Any) -> int:
     return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel())
 
 
-def run_out_of_memory(model: Any, *, times: int) -> None:
-    """The last layer's forward pass finds no memory, so many times."""
+def run_out_of_memory(model: Any, *, tokens: int, micro_batch: int = 0, where: str = "forward") -> None:
+    """In the last layer."""
     import torch
 
     from upshift.models.build import find_stacks
 
-    layer, left = find_stacks(model)[-1][1][-1], [times]
+    passes = [0]
 
-    def refuse(module: Any, given: Any) -> None:
-        if left[0] == 1:
-            hook.remove()
-        left[0] -= 1
+    def refuse(*_: Any) -> None:
         raise torch.OutOfMemoryError("made up by the test")
 
-    hook = layer.register_forward_pre_hook(refuse)
+    def look(module: Any, given: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        passes[0] += 1
+        if hidden.shape[:2].numel() > tokens and passes[0] > micro_batch and hidden.requires_grad:
+            if where == "forward":
+                refuse()
+            hidden.register_hook(refuse)
+
+    find_stacks(model)[-1][1][-1].register_forward_hook(look)
 
 
 def run_world(cases: dict[str, Case]) -> dict[str, Any]:
@@ -259,7 +264,7 @@ def main(given: Path, output: Path) -> None:
     import_all()
     worlds: dict[int, dict[str, Case]] = {}
     for name, described in json.loads(given.read_text()).items():
-        case = Case(**(described | {"fails": tuple(described["fails"]) if described["fails"] else None}))
+        case = Case(**described)
         worlds.setdefault(case.world, {})[name] = case
     results: dict[str, Any] = {}
     for size, cases in sorted(worlds.items()):

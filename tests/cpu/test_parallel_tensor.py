@@ -9,6 +9,7 @@ TENSOR = {"tensor_parallel": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 EXPERTS = {"expert_parallel": 2}
 ZERO3 = {"fully_shard": "weights", "shard_size": 2}
+SAVING = {"activation_checkpointing": 2, "recompute_granularity": "selective", "loss_chunk_tokens": 16}
 BF16 = {"precision": "bf16"}
 EAGER = {"attention": "eager"}
 DECLARING = {"llama": {}, "qwen2 tied": {}, "gpt neox": {}, "gemma2": EAGER, "phi3": {}, "mixture": {}}
@@ -18,7 +19,7 @@ CASES = {
     "tensor bf16": Case(world=2, layout=TENSOR, plan=BF16),
     "sequence bf16": Case(world=2, layout=SEQUENCE, plan=BF16),
     "sequence recomputed, loss in chunks": Case(
-        "qwen2 tied", 2, SEQUENCE, plan={"activation_checkpointing": 2, "recompute_granularity": "selective", "loss_chunk_tokens": 16}
+        "qwen2 tied", 2, SEQUENCE, plan=SAVING
     ),
     "sequence, fused": Case(world=2, layout=SEQUENCE, plan={"optim": "adamw_torch_fused"}),
     "experts": Case("mixture", 2, EXPERTS),

@@ -126,9 +126,9 @@ def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> 
 
 def autocast(plan: Plan) -> torch.autocast:
     """For the forward pass only: the backward pass runs in the precisions that the forward pass chose. What ranks gather is in
-    the lower precision already (parallel/fully_shard.py)."""
+    the lower precision already (parallel/fully_shard.py), and so are weights beside master weights (parallel/zero1.py)."""
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    casts = plan.precision in ("bf16", "fp16", "fp8") and not plan.layout.gathers
+    casts = plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
     return torch.autocast(plan.device, dtype=dtype, enabled=casts)
 
 

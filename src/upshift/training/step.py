@@ -19,11 +19,12 @@ from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.optimizers.build import build_optimizer, build_schedule
 from upshift.training.optimizers.in_backward import update_in_backward
-from upshift.training.out_of_memory import Halving, halve
-from upshift.training.parallel.fully_shard import announce
-from upshift.training.parallel.gradients import clip, sum_gradients, sum_loss
-from upshift.training.parallel.partial import sum_partial_gradients
+from upshift.training.out_of_memory import Halving, halve, stand_in
+from upshift.training.parallel.gradients import sum_loss
+from upshift.training.parallel.keep_pace import KeepPace
 from upshift.training.parallel.place import Place
+from upshift.training.parallel.ranks import highest
+from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
 WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
@@ -51,7 +52,7 @@ class Stepper:
         if problem is not None:
             raise RequestError(problem)
         self.model, self.place, self.plan, self.arguments = model, place, plan, arguments
-        self.optimizer = build_optimizer(model, plan, arguments)
+        self.optimizer = build_optimizer(model, plan, arguments, division=division_of(model, place))
         self.schedule = build_schedule(self.optimizer, arguments)
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
@@ -59,13 +60,28 @@ class Stepper:
         self._extra = extra_inputs(model)
         self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
+        self._pace = KeepPace(model, place, on_failure=self._look) if plan.layout.gathers else None
         self._halving = Halving[MicroBatch](
-            halve=halve if not plan.optimizer_in_backward else lambda micro_batch: None,
+            halve=self._halve,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
             restart=self._drop_gradients,
             on_failure=self._look,
             on_halved=lambda old, new, why: on_halved(old.shape, new.shape, why),
+            level=self._level,
         )
+
+    def _halve(self, micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
+        """None too where there is no going back: with the optimizer in the backward pass some weights may have moved, and ranks
+        that share a layer or a sequence wait for one that ran out, in the middle of it."""
+        if self.plan.optimizer_in_backward or (self.plan.layout.exchanges and self._pace is None):
+            return None
+        return halve(micro_batch)
+
+    def _level(self, micro_batches: list[MicroBatch]) -> list[MicroBatch]:
+        if self._pace is None:
+            return micro_batches
+        missing = highest(len(micro_batches), self.plan) - len(micro_batches)
+        return micro_batches + [stand_in(micro_batches[-1])] * missing
 
     def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepOutcome:
         """Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout.
@@ -78,17 +94,23 @@ class Stepper:
 
     def _gradients(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
         def work(micro_batches: list[MicroBatch]) -> torch.Tensor:
+            last = len(micro_batches) - 1
             with computing(self.model, self.plan):
                 total = torch.zeros((), device=self.plan.device)
-                last = micro_batches[-1]
                 with watch():
-                    for micro_batch in micro_batches[:WATCHED_MICRO_BATCHES]:
-                        total += self.accumulate(micro_batch, batch.num_label_tokens, last=micro_batch is last)
-                for micro_batch in micro_batches[WATCHED_MICRO_BATCHES:]:
-                    total += self.accumulate(micro_batch, batch.num_label_tokens, last=micro_batch is last)
+                    for number, micro_batch in enumerate(micro_batches[:WATCHED_MICRO_BATCHES]):
+                        total += self.accumulate(micro_batch, batch.num_label_tokens, last=number == last)
+                for number, micro_batch in enumerate(micro_batches[WATCHED_MICRO_BATCHES:], WATCHED_MICRO_BATCHES):
+                    total += self.accumulate(micro_batch, batch.num_label_tokens, last=number == last)
+            self.agree()
             return total
 
         return self._halving.run(batch.micro_batches, work)
+
+    def agree(self) -> None:
+        """After the last micro-batch. Raises on all ranks where one of those that wait for each other ran out of memory."""
+        if self._pace is not None:
+            self._pace.agree()
 
     def _look(self) -> None:
         self.scene = read_scene(self.plan.device)
@@ -103,7 +125,11 @@ class Stepper:
         loss. A stand-in for one runs where other ranks exchange with this one meanwhile."""
         if micro_batch.num_label_tokens == 0 and not self.plan.layout.exchanges:
             return torch.zeros((), device=self.plan.device)
-        announce(self.model, self.plan, last=last)
+        if self._pace is None:
+            return self._pass(micro_batch, num_label_tokens)
+        return self._pace.run(micro_batch, lambda one: self._pass(one, num_label_tokens), last=last)
+
+    def _pass(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
         loss = loss_of(self.model, self.plan, micro_batch, self._extra)
         share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
         if self.plan.optimizer_in_backward:
@@ -112,14 +138,13 @@ class Stepper:
         return share.detach()
 
     def update(self, total: torch.Tensor, num_tokens: int) -> StepOutcome:
-        if not self.plan.layout.gathers and self.plan.num_processes > 1:
-            sum_gradients(self.model, self.place)
-        sum_partial_gradients(self.model, self.place)
+        sum_up(self.optimizer, self.model, self.place)
         sum_loss(total, self.place)
         self.scaler.unscale_(self.optimizer)
+        agree_on_overflow(self.scaler, self.optimizer, self.place)
         norm = None
         if self.arguments.max_grad_norm:
-            norm = clip(list(self.model.parameters()), self.place, self.arguments.max_grad_norm)
+            norm = clip_all(self.optimizer, self.model, self.place, self.arguments.max_grad_norm)
         loss = float(total)
         check_finite(loss)
         self.scaler.step(self.optimizer)

@@ -27,6 +27,7 @@ from upshift.training.evaluate import evaluate
 from upshift.training.host_memory import limited_memory
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.parallel.place import find_place
+from upshift.training.parallel.ranks import slowest
 from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes
 from upshift.training.step import Stepper
@@ -92,12 +93,14 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
     """Optimizer state first, then the longest micro-batch, more while time lasts, an update, and at last the allocator's
     meter, whose own memory is not the plan's. ``check_loss`` is what compiling multiplied the loss by."""
     plan, device = request.plan, request.plan.device
-    chosen = _spread(batch.micro_batches)
+    chosen = _spread(batch.micro_batches, with_stand_ins=plan.layout.exchanges)
 
     def accumulate(micro_batch: MicroBatch) -> float:
         if plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
             stepper.optimizer.zero_grad(set_to_none=True)
-        return time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
+        seconds = time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
+        stepper.agree()
+        return slowest(seconds, plan) if plan.layout.exchanges else seconds  # so that all go on, or none
 
     def update() -> float:
         return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
@@ -143,6 +146,7 @@ def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -
     start = time.perf_counter()
     compile_layers(stepper.model, stepper.plan)
     share = float(stepper.accumulate(micro_batch, num_label_tokens))
+    stepper.agree()
     stepper.optimizer.zero_grad(set_to_none=True)
     ratio = share * num_label_tokens / micro_batch.num_label_tokens / eager
     tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
@@ -174,9 +178,9 @@ def _time_micro_batches(
     return samples, padded
 
 
-def _spread(micro_batches: tuple[MicroBatch, ...] | list[MicroBatch]) -> list[MicroBatch]:
+def _spread(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> list[MicroBatch]:
     """At most four micro-batches: the largest first, then evenly through the sizes."""
-    ordered = sorted((m for m in micro_batches if m.num_label_tokens), key=lambda m: -m.num_padded_tokens)
+    ordered = sorted((m for m in micro_batches if m.num_label_tokens or with_stand_ins), key=lambda m: -m.num_padded_tokens)
     if len(ordered) <= 4:
         return ordered
     return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]

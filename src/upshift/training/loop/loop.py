@@ -33,11 +33,12 @@ from upshift.training.evaluate import evaluate
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone
 from upshift.training.loop.meter import StepMeter
-from upshift.training.loop.ranks import gather, highest, on_rank_0, out_of_memory_in_words
+from upshift.training.loop.ranks import gather, on_rank_0, out_of_memory_in_words
 from upshift.training.loop.run import RUN_NAME, Run
 from upshift.training.loop.saves import Saves
 from upshift.training.loop.stop import StopRequest
 from upshift.training.parallel.place import find_place
+from upshift.training.parallel.ranks import highest
 from upshift.training.prepare import load_or_build, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Shape, Stepper

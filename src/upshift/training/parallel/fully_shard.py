@@ -35,6 +35,7 @@ def shard_weights(model: nn.Module, place: Place) -> None:
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
+    model.set_reduce_scatter_unused_params(True)  # ranks' micro-batches may use different ones
 
 
 def policy_of(plan: Plan) -> MixedPrecisionPolicy:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from upshift.training.parallel.place import Place
 
 BUCKET_ELEMENTS = 2**23  # gradients summed over ranks in flat buckets of this size
 SAME_WEIGHTS = ("replicas", "shard")  # dimensions of the mesh: ranks along them have gradients of the same weights
+Key = TypeVar("Key")
 Spread = tuple[tuple[DeviceMesh, int], ...]  # dimensions of meshes along which ranks have different parts of a tensor
 
 
@@ -57,57 +59,51 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
     """Over the ranks that have the same weights: an expert's gradient is of the tokens of all that share experts already."""
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
-    _sum_flat(
-        born(parameter for parameter in model.parameters() if id(parameter) not in apart),
-        lambda flat: sum_over(flat, place, SAME_WEIGHTS),
-    )
+    shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
+    _sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
     if place.experts is not None:
         group = place.experts.get_group("replicas")
         _sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
 
 
 def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
-    for bucket in buckets(gradients):
-        flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+    for bucket in buckets((gradient, gradient) for gradient in gradients):
+        known = [gradient for gradient, _ in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in known])
         sum_up(flat)
-        for gradient, summed in zip(bucket, flat.split([g.numel() for g in bucket]), strict=True):
+        for gradient, summed in zip(known, flat.split([g.numel() for g in known]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 
-def buckets(tensors: list[torch.Tensor]) -> Iterator[list[torch.Tensor]]:
+def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[Key, torch.Tensor]]]:
     """Of one dtype each."""
-    open_buckets: dict[torch.dtype, list[torch.Tensor]] = defaultdict(list)
-    for tensor in tensors:
-        bucket = open_buckets[tensor.dtype]
-        bucket.append(tensor)
-        if sum(one.numel() for one in bucket) >= BUCKET_ELEMENTS:
-            yield open_buckets.pop(tensor.dtype)
-    yield from open_buckets.values()
+    opened: dict[torch.dtype, list[tuple[Key, torch.Tensor]]] = defaultdict(list)
+    for key, tensor in tensors:
+        bucket = opened[tensor.dtype]
+        bucket.append((key, tensor))
+        if sum(one.numel() for _, one in bucket) >= BUCKET_ELEMENTS:
+            yield opened.pop(tensor.dtype)
+    yield from opened.values()
 
 
-def clip(parameters: list[nn.Parameter], place: Place, max_norm: float) -> float:
-    """Scales the gradients to a norm of at most ``max_norm``; returns what it was, of all ranks' parts together."""
-    if place.mesh is None or not (place.plan.layout.gathers or _is_divided(parameters, place)):
-        return float(torch.nn.utils.clip_grad_norm_(parameters, max_norm))
-    norm = total_norm(parameters, place)
-    gradients = [local(parameter.grad) for parameter in parameters if parameter.grad is not None]
-    torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))  # as clip_grad_norm_ does
+def clip(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place, max_norm: float) -> float:
+    """Scales this rank's parts of the gradients to a norm of all ranks' parts of at most ``max_norm``; returns what it was."""
+    known = list(gradients)
+    norm = total_norm(known, place)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
+    for gradient, _ in known:
+        gradient.mul_(factor.to(gradient.dtype))
     return float(norm)
 
 
-def _is_divided(parameters: list[nn.Parameter], place: Place) -> bool:
-    return place.plan.layout.pipeline_parallel > 1 or any(isinstance(parameter, DTensor) for parameter in parameters)
-
-
-def total_norm(parameters: Iterable[nn.Parameter], place: Place) -> torch.Tensor:
-    """Of all gradients of the job: what ranks have in parts is summed over them, what they have whole counts once."""
+def total_norm(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place) -> torch.Tensor:
+    """What ranks have in parts is summed over them, what they all have counts once."""
     parts: dict[Spread, list[torch.Tensor]] = defaultdict(list)
-    for parameter in parameters:
-        if parameter.grad is not None:
-            parts[spread(parameter.grad)].append(local(parameter.grad))
+    for gradient, along in gradients:
+        parts[along].append(gradient)
     total = torch.zeros((), device=place.plan.device)
-    for along, gradients in parts.items():
-        squares = torch.stack([norm.square() for norm in torch._foreach_norm(gradients)]).float().sum()
+    for along, found in parts.items():
+        squares = torch.stack([norm.float().square() for norm in torch._foreach_norm(found)]).sum()
         for mesh, dimension in along:
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares
@@ -116,9 +112,10 @@ def total_norm(parameters: Iterable[nn.Parameter], place: Place) -> torch.Tensor
 
 
 def spread(tensor: torch.Tensor) -> Spread:
+    """Of a parameter or a gradient."""
     if not isinstance(tensor, DTensor):
         return ()
     if any(isinstance(placement, Partial) for placement in tensor.placements):
-        raise RuntimeError(f"a gradient is not summed yet: {tensor.placements}")
+        raise ValueError(f"every rank has a summand, none a part: {tensor.placements}")
     mesh = tensor.device_mesh
     return tuple((mesh, number) for number, one in enumerate(tensor.placements) if not isinstance(one, Replicate))

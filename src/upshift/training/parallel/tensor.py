@@ -16,8 +16,8 @@ from upshift.models.adapter import base_of
 from upshift.models.tensor_parallel import describe_tensor_parallel
 from upshift.planning.plan import Plan
 from upshift.training.parallel.divided import of_its_size
+from upshift.training.parallel.layer_parts import Part, enter, find_parts, part_of
 from upshift.training.parallel.partial import mark_partial
-from upshift.training.parallel.parts import Part, enter, find_parts, part_of
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.sequence import reason_not_sequence, share_tokens
 from upshift.training.parallel.styles import STYLES
