@@ -33,7 +33,8 @@ OPERATORS = {
     "_c10d_functional::reduce_scatter_tensor": ("reduce_scatter", 0),
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
 }
-UNCOUNTED = {"c10d::barrier", "c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::wait_tensor"}
+UNCOUNTED = {"c10d::barrier", "c10d::recv_", "c10d::recv_any_source_", "_c10d_functional::wait_tensor",
+             "_c10d_functional::_wrap_tensor_autograd"}  # fmt: skip
 
 
 class ExchangedBytes(TorchDispatchMode):
