@@ -1,7 +1,8 @@
 """Run as a script by the probe: the memory of a process that imported torch and transformers, whether compiling works, and how
 fast gloo exchanges tensors between this process and another one.
 
-Prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a small one, bytes per second]}}. A process of its own, because that is what a trial is; and free of
+Prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a small one, bytes per second]}}.
+A process of its own, because that is what a trial is; and free of
 upshift's other modules, so that it runs wherever this interpreter does.
 """
 
@@ -17,6 +18,7 @@ import sys
 import sysconfig
 import tempfile
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
@@ -75,7 +77,7 @@ def other_process(port: int) -> int | None:
 
 
 def exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
-    """Of each operation, seconds for a small tensor and bytes of a large one per second; medians. Empty where gloo does not work."""
+    """Of each operation, seconds for a small tensor and bytes of a large one per second; medians. Empty without gloo."""
     import torch.distributed as dist
 
     try:
@@ -94,9 +96,10 @@ def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
 
     whole, other = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
     half = torch.zeros(num_bytes // 8)
-    operations = {
+    operations: dict[str, Callable[[], object]] = {
         "all_gather": lambda: dist.all_gather_into_tensor(whole, half),
-        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, whole), "all_reduce": lambda: dist.all_reduce(whole), "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, whole), "all_reduce": lambda: dist.all_reduce(whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
         "send": lambda: dist.recv(whole, 0) if rank else dist.send(whole, 1),
     }  # fmt: skip
     found = {}
@@ -120,8 +123,8 @@ def _free_port() -> int:
 if __name__ == "__main__":
     port = _free_port()
     child = other_process(port)
-    answer = {"resident_bytes": resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
-    answer["exchanges"] = exchanges(0, port) if child is not None else {}
+    alone = {"resident_bytes": resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
+    together = {"exchanges": {} if child is None else exchanges(0, port)}
     if child is not None:
         os.waitpid(child, 0)
-    sys.stdout.write(json.dumps(answer) + "\n")
+    sys.stdout.write(json.dumps(alone | together) + "\n")

@@ -2,8 +2,8 @@
 
 What hides what: fully_shard gathers a layer's weights while the one before computes, and reduces its gradients while the next
 one does; data parallelism reduces during the last backward pass; keys go round while attention computes. Tensor parallelism
-and experts wait for their exchange, and CPUs for all of it. Volumes: Megatron-LM (Korthikanti et al. 2022), ZeRO (Rajbhandari et al. 2020), ring
-attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
+and experts wait for their exchange, and CPUs for all of it. Volumes: Megatron-LM (Korthikanti et al. 2022), ZeRO (Rajbhandari
+et al. 2020), ring attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
