@@ -18,6 +18,8 @@ VIRTUAL_STAGES = (2, 4)
 ASKED_LAYOUTS = ("master_weights", "gather_again", "vocabulary_parallel", "overlap")  # never chosen unasked
 DEEPEST_PIPELINE = 64
 MOST_A_CORE = 4  # processes that take turns; more than one for each core is for trying layouts out
+DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+LARGEST_NAMED = 16  # of the degrees of processes on CPUs that a message names
 PLAIN = Layout()
 
 
@@ -40,7 +42,7 @@ def rank_counts(host: Host, fixed: dict[str, Any]) -> list[int]:
     asked = PLAIN.model_copy(update={name: value for name, value in fixed.items() if name in Layout.model_fields})
     divided = max(asked.shard_size, 1 if asked.fully_shard == "no" else 2)
     sharing = lcm(asked.context_parallel, divided, asked.expert_parallel)
-    least = max(lcm(asked.tensor_parallel * asked.pipeline_parallel * sharing, host.num_nodes), 2)
+    least = max(asked.tensor_parallel * lcm(asked.pipeline_parallel * sharing, host.num_nodes), 2)
     sockets = host.num_nodes * ((host.cpu.numa_nodes if host.cpu else None) or 1)
     return sorted({least, sockets if sockets % least == 0 else least})
 
@@ -171,21 +173,27 @@ def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workl
         return
     asked = {name: value for name, value in fixed.items() if name in Layout.model_fields}
 
-    def known(asked: dict[str, Any], name: str) -> list[Any]:
-        """Its values in the layouts that have what is asked for."""
-        counts = rank_counts(host, fixed)
-        found = (getattr(one, name) for n in counts for _, one in layouts(host, profile, workload, fixed=asked, ranks=n))
-        return sorted({*found})
+    def known(asked: dict[str, Any], name: str, *, looked_for: bool = False) -> list[Any]:
+        """Its values in the layouts that have what is asked for. ``looked_for``: as many processes as they need, on CPUs."""
+        counts, found = fixed if "num_processes" in fixed else asked, [asked]
+        if looked_for and name in DEGREES and host.device == "cpu":
+            found = [asked | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
+        return sorted({
+            getattr(layout, name)
+            for one in found
+            for ranks in rank_counts(host, {**one, **counts})
+            for _, layout in layouts(host, profile, workload, fixed=one, ranks=ranks)
+        })  # fmt: skip
 
     for name, value in asked.items():
         if not known({name: value}, name):
-            valid = ", ".join(map(str, known({}, name)))
+            valid = ", ".join(map(str, known({}, name, looked_for=True)))
             on = f"of {fixed['num_processes']} processes on {host.name}" if "num_processes" in fixed else f"on {host.name}"
             raise RequestError(f"--set {name}={value} is not possible {on}; use one of {valid}{_why(name, profile)}")
     if known(asked, "tensor_parallel"):
         return
     together = " ".join(f"--set {name}={value}" for name, value in asked.items())
-    for name, value in asked.items():
+    for name, value in sorted(asked.items(), key=lambda item: item[0] in DEGREES):
         others = {other: given for other, given in asked.items() if other != name}
         if valid_with_them := known(others, name):
             one_of = ", ".join(map(str, valid_with_them))
