@@ -26,6 +26,7 @@ from upshift.training.fp8 import convert_to_fp8
 from upshift.training.optimizers.build import build_optimizer, build_schedule, parameter_groups
 from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.optimizers.on_host import OnHost
+from upshift.training.parallel.place import Place
 from upshift.training.prepare import activations_on_host
 from upshift.training.step import Stepper
 
@@ -346,6 +347,6 @@ def test_in_backward_refuses_what_it_cannot_do() -> None:
         ({"precision": "fp16"}, {"max_grad_norm": 0.0}, "cannot skip a step"),
     ):
         with pytest.raises(RequestError, match=words):
-            Stepper(llama(), a_plan(optimizer_in_backward=True, **choices), arguments(**given))
+            Stepper(llama(), Place(a_plan(optimizer_in_backward=True, **choices)), arguments(**given))
     with pytest.raises(RequestError, match="rounds its updates of bf16 weights to the nearest"):
-        Stepper(llama(), a_plan(optim="sgd", precision="bf16-weights"), arguments())
+        Stepper(llama(), Place(a_plan(optim="sgd", precision="bf16-weights")), arguments())

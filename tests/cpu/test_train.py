@@ -379,8 +379,8 @@ def test_out_of_memory_at_step_3_changes_the_micro_batch_and_nothing_else(
     limit = 4 * LENGTH
     accumulate = Stepper.accumulate
 
-    def refuse(stepper: Stepper, micro_batch: Any, labels: int) -> torch.Tensor:
-        share = accumulate(stepper, micro_batch, labels)
+    def refuse(stepper: Stepper, micro_batch: Any, labels: int, *, last: bool) -> torch.Tensor:
+        share = accumulate(stepper, micro_batch, labels, last=last)
         if int(stepper.schedule.last_epoch) >= 2 and micro_batch.num_padded_tokens > limit:
             raise torch.OutOfMemoryError("simulated")
         return share
@@ -422,8 +422,8 @@ def test_optimizer_in_backward_goes_back_on_nothing(
     plan = a_plan(**WHOLE, optimizer_in_backward=True)
     accumulate, loss_of = Stepper.accumulate, step_module.loss_of
 
-    def refuse(stepper: Stepper, *given: Any) -> torch.Tensor:
-        accumulate(stepper, *given)
+    def refuse(stepper: Stepper, *given: Any, last: bool) -> torch.Tensor:
+        accumulate(stepper, *given, last=last)
         raise torch.OutOfMemoryError("simulated")
 
     with monkeypatch.context() as patch, pytest.raises(JobFailed, match="out of memory"):
@@ -456,7 +456,7 @@ def test_processes_round_and_update_alike(
 def test_what_cannot_be_halved_fails_in_words(
     home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: Any) -> torch.Tensor:
+    def refuse(*_: Any, last: bool) -> torch.Tensor:
         raise torch.OutOfMemoryError("simulated")
 
     monkeypatch.setattr(Stepper, "accumulate", refuse)

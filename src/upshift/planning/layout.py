@@ -44,6 +44,11 @@ class Layout(Value):
         """Whether weights are whole only where they are needed, and gradients are divided layer by layer (fully_shard)."""
         return self.fully_shard in ("gradients", "weights")
 
+    @property
+    def exchanges(self) -> bool:
+        """Whether ranks wait for each other within a micro-batch, so that all must run it."""
+        return self.gathers or self.ranks_per_replica > 1 or self.expert_parallel > 1
+
     def label(self) -> str:
         """``zero3 8 · tp 4 sp · pp 2 1f1b``; empty on one rank."""
         stages = {"no": "", "optimizer": "zero1", "gradients": "zero2", "weights": "zero3"}

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.objective import IGNORED
 
+FEW_TOKENS = 8
 Part = TypeVar("Part")
 Result = TypeVar("Result")
 
@@ -57,6 +58,27 @@ def _part(micro_batch: MicroBatch, rows: slice, columns: slice) -> MicroBatch:
     )
 
 
+def fewest_tokens(micro_batch: MicroBatch) -> MicroBatch:
+    """One short row of it, for its shapes alone."""
+    few = _part(micro_batch, slice(0, 1), slice(0, FEW_TOKENS))
+    return replace(few, num_tokens=0)
+
+
+def stand_in(micro_batch: MicroBatch) -> MicroBatch:
+    """A micro-batch without labels, for a rank that has fewer of them than others."""
+    few = fewest_tokens(micro_batch)
+    labels = np.full_like(few.arrays["labels"], IGNORED)
+    return replace(few, arrays={**few.arrays, "labels": labels}, num_label_tokens=0)
+
+
+class Agreed(MemoryError):
+    """All ranks know that one of them ran out of memory. ``final``: its micro-batch cannot be halved."""
+
+    def __init__(self, words: str, *, final: bool) -> None:
+        super().__init__(words)
+        self.final = final
+
+
 class Halving(Generic[Part]):
     """Does the work of a step in parts; when memory runs out, again from the start in smaller parts, and so from then on.
 
@@ -71,10 +93,12 @@ class Halving(Generic[Part]):
         restart: Callable[[], None],
         on_failure: Callable[[], None] = lambda: None,
         on_halved: Callable[[Part, Part, str], None],
+        level: Callable[[list[Part]], list[Part]] = lambda parts: parts,
     ) -> None:
         """``on_failure`` may look at memory as it failed; ``restart`` then drops what the try left. ``on_halved``: the largest
-        part before and after, the allocator's words."""
+        part before and after, the allocator's words. ``level``: halved parts as all ranks run them, as many on each."""
         self.count = 0
+        self._level = level
         self._halve, self._size, self._restart, self._on_halved = halve, size, restart, on_halved
         self._on_failure = on_failure
 
@@ -85,10 +109,11 @@ class Halving(Generic[Part]):
                 return work(now)
             except (MemoryError, RuntimeError) as error:
                 largest = max(now, key=self._size)
-                if not is_out_of_memory(error) or self._halve(largest) is None:
+                if not is_out_of_memory(error) or self._is_final(error, largest):
                     raise
                 refusal = str(error)
-                self._on_failure()
+                if not isinstance(error, Agreed):
+                    self._on_failure()
             # Here and not above: the exception held the tensors of the try that failed.
             self._restart()
             self.count += 1
@@ -98,4 +123,7 @@ class Halving(Generic[Part]):
         cut = list(parts)
         for _ in range(self.count):
             cut = [half for part in cut for half in self._halve(part) or (part,)]
-        return cut
+        return self._level(cut) if self.count else cut
+
+    def _is_final(self, error: BaseException, largest: Part) -> bool:
+        return error.final if isinstance(error, Agreed) else self._halve(largest) is None

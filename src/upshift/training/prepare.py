@@ -1,4 +1,5 @@
-"""Turns a model into one that runs the way the plan says. One function, one order: attention, recompute, compile."""
+"""Turns a model into one that runs the way the plan says. One function, one order: what the rank has of it, attention, recompute,
+compile, and what ranks divide of all that (parallel/)."""
 
 from __future__ import annotations
 
@@ -27,6 +28,9 @@ from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.checkpoint.adapter import read_adapter
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
+from upshift.training.parallel.divide import divide
+from upshift.training.parallel.fully_shard import shard_weights
+from upshift.training.parallel.place import Place
 from upshift.training.weight_offload import load_elsewhere
 
 
@@ -78,11 +82,12 @@ def _quantizing(source: ModelSource) -> dict[str, Any]:
     return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
 
 
-def prepare(model: nn.Module, plan: Plan) -> nn.Module:
-    """Apply the plan to ``model`` (a transformers or a peft model) in place and move it to the plan's device."""
+def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
+    """Apply the plan to ``model`` (a transformers or a peft model) in place and move the rank's part to the plan's device."""
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
-    if plan.weight_offload == "none":
+    model = divide(model, place)
+    if plan.weight_offload == "none" and not plan.layout.gathers:
         model.to(plan.device)
     base = base_of(model)
     if plan.attention != base.config._attn_implementation:
@@ -90,6 +95,8 @@ def prepare(model: nn.Module, plan: Plan) -> nn.Module:
     recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
     recompute_offloaded(model)
     compile_layers(model, plan)
+    if plan.layout.gathers:
+        shard_weights(model, place)
     return model
 
 
@@ -116,9 +123,11 @@ def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> 
 
 
 def autocast(plan: Plan) -> torch.autocast:
-    """For the forward pass only: the backward pass runs in the precisions that the forward pass chose."""
+    """For the forward pass only: the backward pass runs in the precisions that the forward pass chose. What ranks gather is in
+    the lower precision already (parallel/fully_shard.py), and so are weights beside master weights (parallel/zero1.py)."""
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    return torch.autocast(plan.device, dtype=dtype, enabled=plan.precision in ("bf16", "fp16", "fp8"))
+    casts = plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
+    return torch.autocast(plan.device, dtype=dtype, enabled=casts)
 
 
 def extra_inputs(model: nn.Module) -> dict[str, bool]:
@@ -127,8 +136,10 @@ def extra_inputs(model: nn.Module) -> dict[str, bool]:
 
 
 def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch, extra: dict[str, bool]) -> torch.Tensor:
-    """Mean loss of a micro-batch's labels. ``extra``: of ``extra_inputs``, asked once."""
+    """Mean loss of a micro-batch's labels; of any label, where it has none. ``extra``: of ``extra_inputs``, asked once."""
     inputs = to_tensors(micro_batch, plan.device)
+    if not micro_batch.num_label_tokens:
+        inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients
     offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
     with autocast(plan), offloading:
         loss: torch.Tensor = model(**inputs, **extra).loss

@@ -26,8 +26,10 @@ from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequenc
 from upshift.training.evaluate import evaluate
 from upshift.training.host_memory import limited_memory
 from upshift.training.out_of_memory import is_out_of_memory
+from upshift.training.parallel.place import find_place
+from upshift.training.parallel.ranks import slowest
 from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
-from upshift.training.processes import join_processes, rank_environment
+from upshift.training.processes import join_processes
 from upshift.training.step import Stepper
 from upshift.training.weight_offload import in_memory_bytes
 
@@ -49,30 +51,30 @@ def main(path: Path, answer: Callable[[TrialResult], None]) -> None:
 
 
 def run_trial(request: TrialRequest) -> TrialResult:
-    rank, world_size = rank_environment()
     plan = request.plan
+    place = find_place(plan)
     set_process(plan)
     base = resident_bytes()
     reset_resident_peak()
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
-    model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled)
-    batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, rank)
+    model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, place)
+    batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, place.data_rank)
     checked = list(checked)
     check = evaluate(model, plan, checked)
     torch.manual_seed(request.seed)
     clipping = {"max_grad_norm": 0.0} if plan.optimizer_in_backward else {}
-    stepper = Stepper(model, plan, Arguments(max_steps=1000, seed=request.seed, **clipping))
+    stepper = Stepper(model, place, Arguments(max_steps=1000, seed=request.seed, **clipping))
     result = _measure(stepper, batch, request)
     labels = sum(m.num_label_tokens for b in checked for m in b.micro_batches)
     return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0), check_labels=max(labels, 1))
 
 
-def _token_batches(request: TrialRequest, source: ModelSource, rank: int) -> tuple[GlobalBatch, Iterator[GlobalBatch]]:
+def _token_batches(request: TrialRequest, source: ModelSource, data_rank: int) -> tuple[GlobalBatch, Iterator[GlobalBatch]]:
     """(what is timed, the few sequences whose loss is checked)"""
     objective = Objective.model_validate(request.objective) if request.objective else objective_of(source)
     sequences = _sequences(request, objective)
-    layout = layout_for(request.plan, objective, rank=rank)
+    layout = layout_for(request.plan, objective, data_rank=data_rank)
     whole = BatchSource(
         sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
     )
@@ -91,12 +93,14 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
     """Optimizer state first, then the longest micro-batch, more while time lasts, an update, and at last the allocator's
     meter, whose own memory is not the plan's. ``check_loss`` is what compiling multiplied the loss by."""
     plan, device = request.plan, request.plan.device
-    chosen = _spread(batch.micro_batches)
+    chosen = _spread(batch.micro_batches, with_stand_ins=plan.layout.exchanges)
 
     def accumulate(micro_batch: MicroBatch) -> float:
         if plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
             stepper.optimizer.zero_grad(set_to_none=True)
-        return time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
+        seconds = time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
+        stepper.agree()
+        return slowest(seconds, plan) if plan.layout.exchanges else seconds  # so that all go on, or none
 
     def update() -> float:
         return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
@@ -142,6 +146,7 @@ def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -
     start = time.perf_counter()
     compile_layers(stepper.model, stepper.plan)
     share = float(stepper.accumulate(micro_batch, num_label_tokens))
+    stepper.agree()
     stepper.optimizer.zero_grad(set_to_none=True)
     ratio = share * num_label_tokens / micro_batch.num_label_tokens / eager
     tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
@@ -173,9 +178,9 @@ def _time_micro_batches(
     return samples, padded
 
 
-def _spread(micro_batches: tuple[MicroBatch, ...] | list[MicroBatch]) -> list[MicroBatch]:
+def _spread(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> list[MicroBatch]:
     """At most four micro-batches: the largest first, then evenly through the sizes."""
-    ordered = sorted((m for m in micro_batches if m.num_label_tokens), key=lambda m: -m.num_padded_tokens)
+    ordered = sorted((m for m in micro_batches if m.num_label_tokens or with_stand_ins), key=lambda m: -m.num_padded_tokens)
     if len(ordered) <= 4:
         return ordered
     return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]

@@ -12,15 +12,16 @@ from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective, objective_for
 
 
-def layout_for(plan: Plan, objective: Objective, *, rank: int = 0) -> Layout:
+def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layout:
+    """Of one of the ranks, or groups of ranks, with sequences of their own."""
     return Layout(
         micro_batch=plan.per_device_train_batch_size,
         packing=plan.packing,
         flatten=plan.flattens,
         pad_multiple=plan.pad_multiple,
         mask_padding=objective.kind != "causal-lm",  # causal attention never looks at padding on its right
-        rank=rank,
-        world_size=plan.num_processes,
+        rank=data_rank,
+        world_size=plan.data_parallel,
     )
 
 

@@ -13,7 +13,6 @@ from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.checkpoint import find_safetensors
 from upshift.models.profile import num_sides
-from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
@@ -24,6 +23,7 @@ from upshift.training.loop.events import Event, OnEvent
 from upshift.training.loop.loop import Outcome, train
 from upshift.training.loop.run import OWN_FILES, open_run
 from upshift.training.loop.stop import StopRequest
+from upshift.training.parallel.refusals import cannot_run
 from upshift.units import FLOP_CONVENTION
 
 __all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job", "write_sample"]
@@ -67,11 +67,9 @@ def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest)
 
 def _check(job: Job, data: TrainingData) -> None:
     """All that can be known to be wrong before files are touched."""
-    if job.plan.layout != ALONE:
-        raise RequestError(
-            f"this version plans for ranks that share the model ({job.plan.layout.label()}) and does not train on them yet; "
-            "train with a plan of one device, or of processes of one CPU host"
-        )
+    problem = cannot_run(job.plan)
+    if problem is not None:
+        raise RequestError(problem)
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()

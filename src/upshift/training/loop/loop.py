@@ -33,10 +33,12 @@ from upshift.training.evaluate import evaluate
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone
 from upshift.training.loop.meter import StepMeter
-from upshift.training.loop.ranks import gather, highest, on_rank_0, out_of_memory_in_words
+from upshift.training.loop.ranks import gather, on_rank_0, out_of_memory_in_words
 from upshift.training.loop.run import RUN_NAME, Run
 from upshift.training.loop.saves import Saves
 from upshift.training.loop.stop import StopRequest
+from upshift.training.parallel.place import find_place
+from upshift.training.parallel.ranks import highest
 from upshift.training.prepare import load_or_build, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Shape, Stepper
@@ -75,7 +77,8 @@ class TrainingLoop:
         self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
         self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
         self._on_event = on_event
-        self.layout = layout_for(self.plan, data.objective, rank=rank)
+        self.place = find_place(self.plan)
+        self.layout = layout_for(self.plan, data.objective, data_rank=self.place.data_rank)
         self.source = BatchSource(
             sequences=data.training, global_batch=job.global_batch, layout=self.layout,
             objective=data.objective, seed=self.arguments.seed,
@@ -94,13 +97,13 @@ class TrainingLoop:
         source, from_config = self.job.source(), self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
             source, from_config = find_model(str(self.checkpoint)), False
-        model = prepare(load_or_build(source, self.plan, from_config=from_config, seed=seed), self.plan)
-        self.stepper = Stepper(model, self.plan, self.arguments, on_halved=self._ran_out)
+        model = prepare(load_or_build(source, self.plan, from_config=from_config, seed=seed), self.plan, self.place)
+        self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out)
         self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
         self.losses: list[float] = []
         self.evaluations = list(self.run_file.evaluations)
         if self.checkpoint is None:
-            seed_rng(seed, 0, self.rank)
+            seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)  # its ranks drop out the same of what they all have
             return
         state = load_checkpoint(
             self.checkpoint, model=model, optimizer=self.stepper.optimizer, scheduler=self.stepper.schedule,

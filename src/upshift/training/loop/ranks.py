@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 import torch.distributed as dist
 
 from upshift.errors import JobFailed, UpshiftError
@@ -16,14 +15,6 @@ from upshift.training.checkpoint.files import still_loadable
 from upshift.training.out_of_memory import is_out_of_memory
 
 T = TypeVar("T")
-
-
-def highest(number: int, plan: Plan) -> int:
-    if plan.num_processes == 1:
-        return number
-    decision = torch.tensor(number, device=plan.device)
-    dist.all_reduce(decision, op=dist.ReduceOp.MAX)
-    return int(decision)
 
 
 def gather(value: T, plan: Plan) -> list[T]:

@@ -16,20 +16,28 @@ from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.optimizers.muon import MuonWithAdamW, split_for_muon
 from upshift.training.optimizers.on_host import OnHost
+from upshift.training.optimizers.on_parts import Division, OnParts
 from upshift.training.optimizers.stochastic import StochasticAdamW
 
 Groups = list[dict[str, Any]]
 
 
-def build_optimizer(model: nn.Module, plan: Plan, arguments: Arguments) -> torch.optim.Optimizer:
+def build_optimizer(
+    model: nn.Module, plan: Plan, arguments: Arguments, *, division: Division | None = None
+) -> torch.optim.Optimizer:
     """As transformers.Trainer builds the one of that name; muon, which it does not have, takes AdamW's learning rate.
 
-    No weight decay on biases and norms (vectors). Raises MissingExtra where the optimizer's library is not installed.
+    No weight decay on biases and norms (vectors). ``division``: how ranks divide the parameters; this one updates its parts.
+    Raises MissingExtra where the optimizer's library is not installed.
     """
+
+    def build(groups: Groups) -> torch.optim.Optimizer:
+        if plan.optim_offload:
+            return OnHost(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
+        return _builder(plan, arguments, device=plan.device)(groups)
+
     groups = parameter_groups(model, plan, arguments)
-    if plan.optim_offload:
-        return OnHost(groups, lambda host_groups: _builder(plan, arguments, device="cpu")(host_groups))
-    return _builder(plan, arguments, device=plan.device)(groups)
+    return build(groups) if division is None else OnParts(groups, build, division)
 
 
 def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Groups:

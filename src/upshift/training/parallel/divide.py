@@ -1,0 +1,21 @@
+"""Makes a model one rank's: in which order the ways to share a model are applied, before it is set up to run.
+
+By depth first, then within layers; what data-parallel ranks divide comes last of all (fully_shard.py), when layers recompute and
+are compiled already (prepare.py).
+"""
+
+from __future__ import annotations
+
+from torch import nn
+
+from upshift.errors import RequestError
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.refusals import cannot_run
+
+
+def divide(model: nn.Module, place: Place) -> nn.Module:
+    """What this rank has of ``model``, which every rank built alike. Raises RequestError for what cannot be shared so."""
+    problem = cannot_run(place.plan, model)
+    if problem is not None:
+        raise RequestError(problem)
+    return model

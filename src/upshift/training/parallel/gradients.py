@@ -1,0 +1,110 @@
+"""What ranks do with gradients between the last backward pass and the update: their sum, their norm, clipping.
+
+Each rank has its share of the gradient of the global batch's mean loss, so sums need no division. fully_shard has summed its own.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Partial, Replicate
+
+from upshift.training.parallel.place import Place
+
+BUCKET_ELEMENTS = 2**23  # gradients summed over ranks in flat buckets of this size
+SAME_WEIGHTS = ("replicas", "shard")  # dimensions of the mesh: ranks along them have gradients of the same weights
+Key = TypeVar("Key")
+Spread = tuple[tuple[DeviceMesh, int], ...]  # dimensions of meshes along which ranks have different parts of a tensor
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def sum_over(tensor: torch.Tensor, place: Place, names: Iterable[str]) -> None:
+    """In place, over dimensions of the mesh."""
+    if place.mesh is None:
+        return
+    for name in names:
+        if place.mesh[name].size() > 1:
+            dist.all_reduce(tensor, group=place.mesh.get_group(name))
+
+
+def sum_loss(total: torch.Tensor, place: Place) -> None:
+    """Of the whole job, from each rank's share. Tensor-parallel ranks have the same one; stages without a loss have zero."""
+    sum_over(total, place, ("pipeline", *SAME_WEIGHTS))
+
+
+def born(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
+    """This rank's part of every gradient, zeros where this rank's micro-batches did not use a weight."""
+    found = []
+    for parameter in parameters:
+        if parameter.requires_grad:
+            if parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
+            found.append(local(parameter.grad))
+    return found
+
+
+def sum_gradients(model: nn.Module, place: Place) -> None:
+    """Over the ranks that have the same weights, in flat buckets."""
+    for bucket in buckets((gradient, gradient) for gradient in born(model.parameters())):
+        gradients = [gradient for gradient, _ in bucket]
+        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
+        sum_over(flat, place, SAME_WEIGHTS)
+        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+            gradient.copy_(summed.view_as(gradient))
+
+
+def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[Key, torch.Tensor]]]:
+    """Of one dtype each."""
+    opened: dict[torch.dtype, list[tuple[Key, torch.Tensor]]] = defaultdict(list)
+    for key, tensor in tensors:
+        bucket = opened[tensor.dtype]
+        bucket.append((key, tensor))
+        if sum(one.numel() for _, one in bucket) >= BUCKET_ELEMENTS:
+            yield opened.pop(tensor.dtype)
+    yield from opened.values()
+
+
+def clip(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place, max_norm: float) -> float:
+    """Scales this rank's parts of the gradients to a norm of all ranks' parts of at most ``max_norm``; returns what it was."""
+    known = list(gradients)
+    norm = total_norm(known, place)
+    factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
+    for gradient, _ in known:
+        gradient.mul_(factor.to(gradient.dtype))
+    return float(norm)
+
+
+def total_norm(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place) -> torch.Tensor:
+    """What ranks have in parts is summed over them, what they all have counts once."""
+    parts: dict[Spread, list[torch.Tensor]] = defaultdict(list)
+    for gradient, along in gradients:
+        parts[along].append(gradient)
+    total = torch.zeros((), device=place.plan.device)
+    for along, found in parts.items():
+        squares = torch.stack([norm.float().square() for norm in torch._foreach_norm(found)]).sum()
+        for mesh, dimension in along:
+            dist.all_reduce(squares, group=mesh.get_group(dimension))
+        total += squares
+    sum_over(total, place, ("pipeline",))
+    return total.sqrt()
+
+
+def spread(tensor: torch.Tensor) -> Spread:
+    """Of a parameter or a gradient."""
+    if not isinstance(tensor, DTensor):
+        return ()
+    if any(isinstance(placement, Partial) for placement in tensor.placements):
+        raise ValueError(f"every rank has a summand, none a part: {tensor.placements}")
+    mesh = tensor.device_mesh
+    return tuple((mesh, number) for number, one in enumerate(tensor.placements) if not isinstance(one, Replicate))

@@ -1,0 +1,120 @@
+"""A rank of fully_shard runs out of memory in a micro-batch: how it keeps pace, so that no other rank waits for it forever.
+
+The others wait in the next gather or sum. The rank begins the micro-batch anew with a few tokens of it, leaves out the exchanges
+that were done, and takes part in those that were not. What comes of it is worth nothing: at the end of the step all ranks learn
+of it, drop their gradients and do the step again in smaller micro-batches.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
+
+from upshift.training.batches.fill import MicroBatch
+from upshift.training.out_of_memory import Agreed, fewest_tokens, halve, is_out_of_memory
+from upshift.training.parallel.fully_shard import announce, sharded_modules
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.ranks import highest
+
+WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
+
+
+class Counted:
+    """Exchanges of one kind in a micro-batch: how many are done, and how many of a second try are left out."""
+
+    def __init__(self, *, on_caught_up: Callable[[], None] = lambda: None) -> None:
+        self.done, self.left_out = 0, 0
+        self._on_caught_up = on_caught_up
+
+    def begin(self) -> None:
+        self.done = self.left_out = 0
+
+    def begin_again(self, *, exchanges: bool = True) -> None:
+        """``exchanges``: others do, but for those of the first try."""
+        self.done, self.left_out = 0, self.done if exchanges else sys.maxsize
+        if not self.left_out:
+            self._on_caught_up()
+
+    def leaves_out(self) -> bool:
+        self.done += 1
+        if self.done > self.left_out:
+            self.left_out = 0
+            return False
+        if self.done == self.left_out:
+            self._on_caught_up()
+        return True
+
+
+class Gathers(DefaultAllGather):
+    def __init__(self, counted: Counted) -> None:
+        self.counted = counted
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if self.counted.leaves_out():
+            output_tensor.zero_()  # any numbers would do, but not a number
+            return None
+        return super().__call__(output_tensor, input_tensor, *args, **options)
+
+
+class Sums(DefaultReduceScatter):
+    def __init__(self, counted: Counted) -> None:
+        self.counted = counted
+
+    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
+        if self.counted.leaves_out():
+            output_tensor.zero_()
+            return None
+        return super().__call__(output_tensor, input_tensor, *args, **options)
+
+
+class KeepPace:
+    """Of one rank."""
+
+    def __init__(self, model: nn.Module, place: Place, *, on_failure: Callable[[], None]) -> None:
+        self.model, self.place, self._on_failure = model, place, on_failure
+        self.words: str | None = None  # the allocator's, when this rank ran out in this step
+        self._outcome = WENT_WELL
+        self._number, self._last = 0, False  # of the micro-batch in its step
+        self._gathers = Counted()
+        self._sums = Counted(on_caught_up=lambda: announce(model, place.plan, last=self._last))
+        for module in sharded_modules(model):
+            module.set_custom_all_gather(Gathers(self._gathers))
+            module.set_custom_reduce_scatter(Sums(self._sums))
+
+    def run(self, micro_batch: MicroBatch, compute: Callable[[MicroBatch], torch.Tensor], *, last: bool) -> torch.Tensor:
+        """``compute`` does the forward and the backward pass."""
+        self._number, self._last = self._number + 1, last
+        self._gathers.begin()
+        self._sums.begin()
+        announce(self.model, self.place.plan, last=last)
+        if self.words is not None:
+            return compute(fewest_tokens(micro_batch))
+        try:
+            return compute(micro_batch)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            self.words = str(error)
+            self._outcome = RAN_OUT if halve(micro_batch) is not None else INDIVISIBLE
+            self._on_failure()
+        # Here and not above: the exception held the tensors of the try that failed.
+        self.model.reset_iter_state()
+        self.model.set_requires_all_reduce(False)
+        keeps = self.place.plan.layout.fully_shard == "gradients"  # since the first micro-batch others have all weights
+        self._gathers.begin_again(exchanges=self._number == 1 or not keeps)
+        self._sums.begin_again()
+        return compute(fewest_tokens(micro_batch))
+
+    def agree(self) -> None:
+        """At the end of a step. Raises Agreed on all ranks where one of them ran out."""
+        worst = highest(self._outcome, self.place.plan)
+        words, self.words, self._outcome = self.words, None, WENT_WELL
+        if worst != WENT_WELL:
+            if words is None:
+                self._on_failure()
+            raise Agreed(words or "another rank ran out of memory", final=worst == INDIVISIBLE)

@@ -1,0 +1,76 @@
+"""Which parts of the model's weights this rank updates, and the way there: from the last backward pass to clipped gradients."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from upshift.training.optimizers.on_parts import Division, OnParts
+from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.zero1 import DividedUpdate
+
+
+class DividedWeights:
+    """A Division (optimizers/on_parts.py) of weights that are DTensors, or whole on every rank: what is here is updated here."""
+
+    def part(self, parameter: Tensor) -> Tensor:
+        return local(parameter.detach())
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return None if parameter.grad is None else local(parameter.grad)
+
+    def along(self, parameter: Tensor) -> Spread:
+        return spread(parameter)
+
+    def publish(self, parts: dict[Tensor, Tensor]) -> None:
+        pass  # it is the same memory
+
+    def forget(self) -> None:
+        pass
+
+
+def division_of(model: nn.Module, place: Place) -> Division | None:
+    """None where each rank updates all that it has, as one process does."""
+    if place.plan.layout.fully_shard == "optimizer":
+        return DividedUpdate(model, place)
+    return DividedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
+
+
+def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> None:
+    """What the optimizer's parameters have for gradients is the job's from here on. fully_shard has summed its own."""
+    if isinstance(optimizer, OnParts) and isinstance(optimizer.division, DividedUpdate):
+        optimizer.division.reduce()
+    elif not place.plan.layout.gathers and place.mesh is not None:
+        sum_gradients(model, place)
+    if isinstance(optimizer, OnParts):
+        optimizer.take_gradients()
+
+
+def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, max_norm: float) -> float:
+    """The norm before clipping."""
+    if not isinstance(optimizer, OnParts) and place.plan.layout.pipeline_parallel == 1:
+        return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
+    return clip(_gradients(optimizer, model), place, max_norm)
+
+
+def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, Spread]]:
+    if isinstance(optimizer, OnParts):
+        for part, parameter in optimizer.parts.items():
+            if part.grad is not None:
+                yield part.grad, optimizer.division.along(parameter)
+    else:
+        for parameter in model.parameters():
+            if parameter.grad is not None:
+                yield parameter.grad, ()
+
+
+def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Place) -> None:
+    """After ``unscale_``: when one rank's part overflowed, all skip the update (as torch's ShardedGradScaler does)."""
+    if place.mesh is not None and scaler.is_enabled():
+        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+            dist.all_reduce(found, op=dist.ReduceOp.MAX)

@@ -1,0 +1,105 @@
+"""ZeRO 1: every rank has all weights and gradients, and updates its rows of each weight. Gradients are reduced and scattered to
+the ranks that update them, updated weights gathered (Rajbhandari et al. 2020, section 5).
+
+Rows are those that fully_shard would give the rank: ceil(rows / ranks) each, the last ranks fewer or none.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from upshift.training.parallel.gradients import Spread, buckets, local, spread, sum_over
+from upshift.training.parallel.place import Place
+
+
+class DividedUpdate:
+    """A Division (optimizers/on_parts.py) of all trained parameters. ``master_weights``: parts are fp32 copies, and the model is
+    bf16 from here on, but for the sums of its gradients."""
+
+    def __init__(self, model: nn.Module, place: Place) -> None:
+        assert place.mesh is not None
+        self.place, self.group = place, place.mesh.get_group("shard")
+        self.ranks, self.rank = place.mesh["shard"].size(), place.mesh.get_local_rank("shard")
+        self.masters = place.plan.layout.master_weights
+        self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self._parts = {parameter: self._own(local(parameter.data)) for parameter in self.trained}
+        self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, where weights are bf16
+        self._reduced: dict[Tensor, Tensor] = {}
+        if self.masters:
+            self._parts = {parameter: part.float().clone() for parameter, part in self._parts.items()}
+            for parameter in model.parameters():
+                if parameter.is_floating_point():
+                    parameter.data = parameter.data.to(torch.bfloat16)
+            for parameter in self.trained:
+                parameter.register_post_accumulate_grad_hook(self._add)
+
+    def _own(self, whole: Tensor) -> Tensor:
+        """This rank's rows."""
+        rows = whole if whole.ndim else whole.view(1)
+        each = -(-len(rows) // self.ranks)
+        return rows[min(self.rank * each, len(rows)) : min((self.rank + 1) * each, len(rows))]
+
+    def _add(self, parameter: Tensor) -> None:
+        assert parameter.grad is not None
+        gradient = local(parameter.grad)
+        if parameter in self._sums:
+            self._sums[parameter].add_(gradient)
+        else:
+            self._sums[parameter] = gradient.float()
+        parameter.grad = None
+
+    def part(self, parameter: Tensor) -> Tensor:
+        return self._parts[parameter]
+
+    def reduce(self) -> None:
+        """Gradients, bucket by bucket; the whole ones go."""
+        wholes = {}
+        for parameter in self.trained:
+            whole = self._sums.pop(parameter, None) if self.masters else parameter.grad
+            like = torch.zeros_like(local(parameter.data), dtype=self._parts[parameter].dtype)
+            wholes[parameter] = like if whole is None else local(whole)
+            parameter.grad = None
+        for bucket in buckets(wholes.items()):
+            sizes = [self._padded(whole) for _, whole in bucket]
+            sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
+            torch._chunk_cat([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
+            received = torch.empty_like(sent[0])
+            dist.reduce_scatter_tensor(received, sent.view(-1), group=self.group)
+            sum_over(received, self.place, ("replicas",))
+            for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):
+                part = self._parts[parameter]
+                self._reduced[parameter] = piece[: part.numel()].view_as(part)
+
+    def gradient(self, parameter: Tensor) -> Tensor | None:
+        return self._reduced.get(parameter)
+
+    def along(self, parameter: Tensor) -> Spread:
+        assert self.place.mesh is not None
+        return (*spread(parameter), (self.place.mesh["shard"], 0))
+
+    def publish(self, parts: dict[Tensor, Tensor]) -> None:
+        """Into the weights of all ranks."""
+        for bucket in buckets((parameter, local(parameter.data)) for parameter in self.trained):
+            sizes = [self._padded(whole) for _, whole in bucket]
+            sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
+            for (parameter, _), piece in zip(bucket, sent.split(sizes), strict=True):
+                piece[: parts[parameter].numel()].copy_(parts[parameter].reshape(-1))
+            received = torch.empty(self.ranks * len(sent), dtype=sent.dtype, device=sent.device)
+            dist.all_gather_into_tensor(received, sent, group=self.group)
+            for (_, whole), pieces in zip(bucket, received.view(self.ranks, -1).split(sizes, dim=1), strict=True):
+                whole.view(-1).copy_(pieces.reshape(-1)[: whole.numel()])
+
+    def forget(self) -> None:
+        self._reduced.clear()
+        self._sums.clear()
+
+    def _padded(self, whole: Tensor) -> int:
+        """Elements of a rank's part, had all ranks as many rows."""
+        rows = _rows(whole)
+        return -(-len(rows) // self.ranks) * rows[:1].numel()
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor if tensor.ndim else tensor.view(1)

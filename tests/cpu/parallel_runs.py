@@ -1,0 +1,278 @@
+"""Real gloo ranks that train a tiny model in some layout, through upshift's own Stepper, and one process that trains the same.
+
+A test asks for ``run(cases)``: one Python process imports everything once and forks a world for each number of ranks; every
+world runs its cases one after the other. Cases and what they gave cross the border as JSON.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import traceback
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS = 8, 32, 96, 8
+TIMEOUT_SECONDS = 280
+OPTIONS = {"max_steps": STEPS, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
+WIDTHS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+SMALL = WIDTHS | {"vocab_size": VOCABULARY, "max_position_embeddings": 64}
+GLU = SMALL | {"intermediate_size": 64, "num_key_value_heads": 2}
+CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GLU),
+    "llama with dropout": ("LlamaConfig", GLU | {"attention_dropout": 0.1}),
+    "qwen2 tied": ("Qwen2Config", GLU | {"tie_word_embeddings": True}),
+    "gpt2": (
+        "GPT2Config",
+        {"n_embd": 32, "n_layer": 4, "n_head": 4, "n_positions": 64, "vocab_size": VOCABULARY}
+        | dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0),
+    ),
+    "bert": (
+        "BertConfig",
+        SMALL | {"intermediate_size": 64} | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    ),
+    "t5": (
+        "T5Config",
+        {"d_model": 32, "d_ff": 64, "d_kv": 8, "num_layers": 2, "num_heads": 4, "vocab_size": VOCABULARY, "dropout_rate": 0.0,
+         "decoder_start_token_id": 0},
+    ),
+    "mixture": (
+        "Qwen3MoeConfig",
+        GLU | {"moe_intermediate_size": 32, "head_dim": 8, "num_experts": 4, "num_experts_per_tok": 2, "mlp_only_layers": []},
+    ),
+    "opt": (  # declares no plan
+        "OPTConfig",
+        SMALL | {"ffn_dim": 64, "word_embed_proj_dim": 32, "dropout": 0.0, "attention_dropout": 0.0},
+    ),
+    # Nothing was made with these in mind.
+    "gpt neox": ("GPTNeoXConfig", SMALL | {"intermediate_size": 64}),
+    "gemma2": ("Gemma2Config", GLU | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}),
+    "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY}
+              | dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)),
+    "phi3": ("Phi3Config", GLU | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Case:
+    """``plan``: fields of Plan, but for those of ``layout``. ``lengths``: of sequences, mixed or equal. ``fails``: a rank that
+    has memory for so many tokens at once from some step and micro-batch on, forward or backward."""
+
+    model: str = "llama"
+    world: int = 1
+    layout: dict[str, Any] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # fields of Arguments
+    lengths: str = "mixed"
+    micro_batch: int = 2
+    steps: int = STEPS
+    fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
+
+    @property
+    def alone(self) -> Case:
+        """The same job of one process."""
+        return replace(self, world=1, layout={}, fails=None)
+
+
+@dataclass(frozen=True)
+class Result:
+    losses: list[float]
+    norms: list[float]
+    evaluation: float
+    held: float = 0.0  # of the model's elements, what rank 0 has of weights
+    state: float = 0.0  # and of the optimizer's first moments
+    halvings: int = 0
+
+    def difference(self, other: Result) -> float:
+        """The largest, of losses."""
+        pairs = zip([*self.losses, self.evaluation], [*other.losses, other.evaluation], strict=True)
+        return max(abs(one - two) for one, two in pairs)
+
+    def norm_difference(self, other: Result) -> float:
+        """The largest, relative, of gradient norms."""
+        return max(abs(one - two) / two for one, two in zip(self.norms, other.norms, strict=True))
+
+
+def run(cases: dict[str, Case], folder: Path) -> dict[str, Result]:
+    """What rank 0 of each case gave. The machine must have the cores to itself."""
+    given, output = folder / "cases.json", folder / "results.json"
+    given.write_text(json.dumps({name: asdict(case) for name, case in cases.items()}))
+    command = [sys.executable, __file__, str(given), str(output)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_SECONDS, check=False)
+    assert ended.returncode == 0, ended.stderr[-5000:]
+    return {name: Result(**result) for name, result in json.loads(output.read_text()).items()}
+
+
+def with_references(cases: dict[str, Case]) -> dict[str, Case]:
+    """And the job of one process that each is held against, by ``reference_name``."""
+    return {reference_name(case): case.alone for case in cases.values()} | cases
+
+
+def reference_name(case: Case) -> str:
+    return "alone: " + json.dumps(asdict(case.alone), sort_keys=True)
+
+
+def a_config(model: str) -> Any:
+    import transformers
+
+    name, options = CONFIGS[model]
+    return getattr(transformers, name)(**options)
+
+
+def a_plan(case: Case) -> Any:
+    from upshift.planning.layout import Layout
+    from upshift.planning.plan import Plan
+
+    fields = {"device": "cpu", "host": "test", "model": "test", "sequence_length": LENGTH, "optim": "adamw_torch"}
+    fields |= {"num_processes": case.world, "layout": Layout(**case.layout), "per_device_train_batch_size": case.micro_batch}
+    plan = Plan(**(fields | case.plan))
+    return plan.changed(gradient_accumulation_steps=GLOBAL_BATCH // case.micro_batch // plan.data_parallel)
+
+
+def some_sequences(count: int, lengths: str, *, seed: int = 0) -> Any:
+    import numpy as np
+
+    from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
+
+    generator = np.random.default_rng(seed)
+    sizes = generator.integers(4, LENGTH + 1, count) if lengths == "mixed" else np.full(count, LENGTH)
+    documents = [generator.integers(3, VOCABULARY, int(size)).astype(np.int32) for size in sizes]
+    return cut_sequences(TokenizedCorpus.from_documents(documents), LENGTH)
+
+
+def train(case: Case) -> Result:
+    """As the training loop does it; on every rank."""
+    import torch
+
+    from upshift.models.build import build_model, choose_class
+    from upshift.training.arguments import Arguments
+    from upshift.training.batches.objective import Objective
+    from upshift.training.batches.of_plan import layout_for
+    from upshift.training.batches.source import BatchSource, evaluation_batches
+    from upshift.training.evaluate import evaluate
+    from upshift.training.parallel.place import find_place
+    from upshift.training.prepare import prepare
+    from upshift.training.step import Stepper
+
+    plan = a_plan(case)
+    place = find_place(plan)
+    config = a_config(case.model)
+    model_class, kind = choose_class(config, case.model)
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
+    built = build_model(config, model_class, dtype=dtype)
+    elements = sum(parameter.numel() for parameter in built.parameters())
+    model = prepare(built, plan, place)
+    stepper = Stepper(model, place, Arguments(**(OPTIONS | case.options)))
+    objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
+    layout = layout_for(plan, objective, data_rank=place.data_rank)
+    source = BatchSource(
+        sequences=some_sequences(24, case.lengths), global_batch=GLOBAL_BATCH, layout=layout, objective=objective, seed=1
+    )
+    batches = source.batches()
+    outcomes = []
+    for step in range(case.steps):
+        if case.fails is not None and (place.rank, step) == (case.fails["rank"], case.fails["step"]):
+            run_out_of_memory(model, **{name: value for name, value in case.fails.items() if name not in ("rank", "step")})
+        outcomes.append(stepper.step(next(batches)))
+    seven = some_sequences(7, "mixed", seed=9)
+    held_out = evaluation_batches(seven, global_batch=GLOBAL_BATCH, layout=layout, objective=objective)
+    return Result(
+        losses=[outcome.loss for outcome in outcomes],
+        norms=[outcome.gradient_norm or 0.0 for outcome in outcomes],
+        evaluation=evaluate(model, plan, held_out),
+        held=sum(elements_of(parameter) for parameter in model.parameters()) / elements,
+        state=sum(elements_of(state["exp_avg"]) for state in stepper.optimizer.state.values() if "exp_avg" in state) / elements,
+        halvings=stepper.halvings,
+    )
+
+
+def elements_of(tensor: Any) -> int:
+    from torch.distributed.tensor import DTensor
+
+    return int((tensor.to_local() if isinstance(tensor, DTensor) else tensor).numel())
+
+
+def run_out_of_memory(model: Any, *, tokens: int, micro_batch: int = 0, where: str = "forward") -> None:
+    """In the last layer."""
+    import torch
+
+    from upshift.models.build import find_stacks
+
+    passes = [0]
+
+    def refuse(*_: Any) -> None:
+        raise torch.OutOfMemoryError("made up by the test")
+
+    def look(module: Any, given: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        passes[0] += 1
+        if hidden.shape[:2].numel() > tokens and passes[0] > micro_batch and hidden.requires_grad:
+            if where == "forward":
+                refuse()
+            hidden.register_hook(refuse)
+
+    find_stacks(model)[-1][1][-1].register_forward_hook(look)
+
+
+def run_world(cases: dict[str, Case]) -> dict[str, Any]:
+    found = {}
+    for name, case in cases.items():
+        print(f"{name} ...", file=sys.stderr, flush=True)
+        found[name] = asdict(train(case))
+    return found
+
+
+def fork_world(size: int, cases: dict[str, Case], output: Path) -> None:
+    """In a process of its own: one that has computed cannot fork ranks any more."""
+    from upshift.training.processes import join_processes
+
+    child = os.fork()
+    if child:
+        code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+        if code:
+            sys.exit(f"world of {size}: exit code {code}")
+        return
+    code = 1
+    try:
+        found = join_processes(a_plan(Case(world=size)), run_world, cases)
+        output.write_text(json.dumps(found))
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def import_all() -> None:
+    """Before the forks: every rank then has it."""
+    import torch
+    import torch.distributed.fsdp
+    import torch.distributed.pipelining
+    import torch.distributed.tensor
+
+    import upshift.training.prepare
+    import upshift.training.step  # noqa: F401
+
+    torch.set_num_threads(1)
+
+
+def main(given: Path, output: Path) -> None:
+    import_all()
+    worlds: dict[int, dict[str, Case]] = {}
+    for name, described in json.loads(given.read_text()).items():
+        case = Case(**described)
+        worlds.setdefault(case.world, {})[name] = case
+    results: dict[str, Any] = {}
+    for size, cases in sorted(worlds.items()):
+        part = output.with_suffix(f".{size}")
+        fork_world(size, cases, part)
+        results |= json.loads(part.read_text())
+    output.write_text(json.dumps(results))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))

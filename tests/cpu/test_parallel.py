@@ -1,0 +1,69 @@
+"""Ranks that share a model train as one process does: every layout of data-parallel ranks, against the loss of one process."""
+
+from __future__ import annotations
+
+import pytest
+from parallel_runs import Case, Result, reference_name, run, with_references
+
+ZERO2, ZERO3 = ({"fully_shard": what, "shard_size": 2} for what in ("gradients", "weights"))
+ZERO1 = {"fully_shard": "optimizer", "shard_size": 2}
+MODELS = ("llama", "qwen2 tied", "gpt2", "bert", "t5", "mixture", "opt")
+CASES = {
+    "data parallel": Case(world=2),
+    **{f"zero3 {model}": Case(model, 2, ZERO3) for model in MODELS},
+    "zero1": Case(world=2, layout=ZERO1),
+    "zero1 qwen2 tied, fused": Case("qwen2 tied", world=2, layout=ZERO1, plan={"optim": "adamw_torch_fused"}),
+    "hybrid zero1 of t5": Case("t5", world=4, layout=ZERO1, micro_batch=1),
+    "zero1 bf16": Case(world=2, layout=ZERO1, plan={"precision": "bf16"}),
+    "zero1 with master weights": Case(world=2, layout=ZERO1 | {"master_weights": True}, plan={"precision": "bf16"}),
+    "zero3 bf16 weights": Case(world=2, layout=ZERO3, plan={"precision": "bf16-weights"}),
+    "zero3 fp16": Case(world=2, layout=ZERO3, plan={"precision": "fp16"}),
+    "zero2": Case(world=2, layout=ZERO2),
+    "zero3 of 4": Case(world=4, layout=ZERO3 | {"shard_size": 4}, micro_batch=1),
+    "hybrid": Case(world=4, layout=ZERO3, micro_batch=1),
+    "hybrid zero2": Case(world=4, layout=ZERO2, micro_batch=1),
+    "zero3 bf16": Case(world=2, layout=ZERO3, plan={"precision": "bf16"}),
+}
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    return run(with_references(CASES | OUT_OF_MEMORY), tmp_path_factory.mktemp("parallel"))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_layout_trains_as_one_process(name: str, results: dict[str, Result]) -> None:
+    case = CASES[name]
+    stage = case.layout.get("fully_shard", "no")
+    ours, theirs = results[name], results[reference_name(case)]
+    differences = f"loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}"
+    print(f"{name}: {differences}, holds {ours.held:.3f}, state {ours.state:.3f}")
+    fp32 = case.plan.get("precision", "fp32") == "fp32"
+    assert ours.difference(theirs) < (1e-5 if fp32 else 1e-3)
+    assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
+    divided = 1 / case.layout.get("shard_size", 1)
+    assert ours.held == pytest.approx(divided if stage in ("gradients", "weights") else 1.0, rel=0.1)
+    assert ours.state == pytest.approx(divided, rel=0.1)
+
+
+OUT_OF_MEMORY = {
+    "plain": Case(world=2, fails={"rank": 1, "step": 1, "tokens": 40}),
+    "at first": Case(world=2, layout=ZERO3, fails={"rank": 1, "step": 0, "tokens": 40}),
+    "twice": Case(world=2, layout=ZERO3, fails={"rank": 0, "step": 2, "tokens": 40}, micro_batch=4),
+    "in a backward pass": Case(world=2, layout=ZERO3, fails={"rank": 1, "step": 1, "tokens": 40, "where": "backward"}),
+    "zero2, in the second micro-batch": Case(
+        world=2, layout=ZERO2, lengths="equal", fails={"rank": 1, "step": 1, "tokens": 40, "micro_batch": 1}
+    ),
+    "hybrid, in a backward pass": Case(world=4, layout=ZERO3, fails={"rank": 2, "step": 1, "tokens": 40, "where": "backward"}),
+    "zero1": Case(world=2, layout=ZERO1, fails={"rank": 0, "step": 1, "tokens": 40}),
+}
+
+
+@pytest.mark.parametrize("name", OUT_OF_MEMORY)
+def test_out_of_memory_on_one_rank_changes_micro_batches_and_nothing_else(name: str, results: dict[str, Result]) -> None:
+    case = OUT_OF_MEMORY[name]
+    ours, theirs = results[name], results[reference_name(case)]
+    print(f"{name}: loss {ours.difference(theirs):.1e}, {ours.halvings} halvings")
+    assert ours.difference(theirs) < 1e-5
+    waits = case.layout.get("fully_shard") in ("gradients", "weights")
+    assert ours.halvings == (2 if name == "twice" else 1 if waits or case.fails["rank"] == 0 else 0)
