@@ -32,7 +32,8 @@ def measured(host: Host, **rates: float) -> Host:
     """Probed: gloo's rate of each operation."""
     return host.changed(
         measured=Measured(
-            torch_version="2", transformers_version="5", num_threads=host.cpu.usable_cores if host.cpu else 1, cpu=Rates(fp32=1e12, memory_bytes_per_second=1e11),
+            torch_version="2", transformers_version="5",
+            num_threads=host.cpu.usable_cores if host.cpu else 1, cpu=Rates(fp32=1e12, memory_bytes_per_second=1e11),
             dispatch_seconds=1e-6, first_touch_seconds_per_byte=None, base_resident_bytes=None, compiler=None, probe_seconds=1,
             exchanges={
                 name: Link(name=name, bytes_per_second=rate, latency_seconds=1e-3, measured=True)
