@@ -17,7 +17,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.distributed import _functional_collectives as functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.masking_utils import (
@@ -30,13 +29,17 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from upshift.errors import JobFailed
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
+from upshift.planning.layout import Layout
+from upshift.planning.packing import round_up
 from upshift.planning.plan import Plan
 from upshift.training.batches.objective import IGNORED
+from upshift.training.parallel.exchanged import Exchanged
 from upshift.training.parallel.place import Place
 
 NAME = "ulysses"
 WHOLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # they mix tokens in attention alone
 BY_HEAD = ("position_bias", "s_aux")  # tensors with an entry for every head of the whole model
+_ops = torch.ops._c10d_functional
 FILLED = {"labels": IGNORED, "attention_mask": 0}
 
 
@@ -50,17 +53,23 @@ class Whole:
     packed: torch.Tensor | None  # of each token, the number of its sequence in the row
 
 
-def share_context(model: PreTrainedModel, place: Place) -> None:
-    """``model`` is called with whole sequences and computes this rank's part of them. Its attention is set already."""
+def share_context(models: list[PreTrainedModel], place: Place) -> None:
+    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Their attention
+    is set already."""
     if place.contexts is None:
         return
-    layout = place.plan.layout
-    shared = SharedContext(model, place.contexts.get_group("context"), layout.tensor_parallel if layout.sequence_parallel else 1)
+    shared = SharedContext(models[0], place)
     AttentionInterface.register(NAME, shared.attend)
     AttentionMaskInterface.register(NAME, shared.mask)
-    model.set_attn_implementation(NAME)
-    model.register_forward_pre_hook(shared.before, with_kwargs=True)
-    model.register_forward_hook(shared.after)
+    for model in models:
+        model.set_attn_implementation(NAME)
+        model.register_forward_pre_hook(shared.before, with_kwargs=True)
+        model.register_forward_hook(shared.after)
+
+
+def padded_width(width: int, layout: Layout) -> int:
+    """Of sequences that ranks share: a multiple of these, and of those that share a rank's tokens in turn."""
+    return round_up(width, layout.context_parallel * (layout.tensor_parallel if layout.sequence_parallel else 1))
 
 
 def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
@@ -126,10 +135,10 @@ def eager_of(module: nn.Module) -> Any:
 class SharedContext:
     """One rank's part of a model's sequences."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, tensor_ranks: int) -> None:
-        """``tensor_ranks``: that share a rank's tokens in turn (sequence parallelism)."""
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        self._multiple = self.ranks * tensor_ranks
+    def __init__(self, model: PreTrainedModel, place: Place) -> None:
+        assert place.contexts is not None
+        self.group, self._layout = place.contexts.get_group("context"), place.plan.layout
+        self.ranks, self.rank = self.group.size(), self.group.rank()
         name = model.config._attn_implementation
         self._inner: Any = ALL_ATTENTION_FUNCTIONS.get(name)  # None: eager, a function of each model's own
         self._inner_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[name]
@@ -142,7 +151,7 @@ class SharedContext:
         """Of whole sequences, this rank's tokens; a width that ranks cannot divide is padded on the right."""
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.ndim >= 2}
         rows, width = (given["input_ids"] if "input_ids" in given else given["labels"]).shape[:2]
-        missing = -width % self._multiple
+        missing = padded_width(width, self._layout) - width
         if missing:
             tensors = {name: _widened(name, value, missing) for name, value in tensors.items() if value.shape[1] == width}
         mask = tensors.get("attention_mask")
@@ -194,19 +203,29 @@ class SharedContext:
             repeated = heads
         if repeated > keys:
             key, value = (tensor.repeat_interleave(repeated // keys, 1) for tensor in (key, value))
-        query, key, value = (self._exchange(tensor, scattered=1, gathered=2) for tensor in (query, key, value))
+        query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
         seen: Any = module if repeated == keys else Regrouped(module, heads // repeated)
         out, _ = (self._inner or eager_of(module))(seen, query, key, value, mask, **settings)
-        return self._exchange(out, scattered=1, gathered=2), None
+        return self._exchange(out), None
+
+    def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, heads, own tokens, D] -> [B, own heads, tokens, D], and [B, tokens, own heads, D] -> [B, own tokens, heads, D]."""
+        return Exchanged.apply(tensor, self.group, exchanged, exchanged_back)  # type: ignore[no-any-return]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(self.ranks, 1)[self.rank].contiguous() if tensor.shape[1] == self.whole.width else tensor
 
-    def _exchange(self, tensor: torch.Tensor, *, scattered: int, gathered: int) -> torch.Tensor:
-        """Ranks that had a part of one dimension of a tensor get a part of another one."""
-        sent = torch.stack(tensor.chunk(self.ranks, scattered))
-        received = functional.wait_tensor(functional.all_to_all_single(sent, None, None, self.group))
-        return torch.cat(received.unbind(0), gathered)
+
+def exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, scattered: int = 1, gathered: int = 2) -> torch.Tensor:
+    """Ranks that had a part of one dimension of a tensor get a part of another one."""
+    sent = torch.stack(tensor.chunk(group.size(), scattered))
+    sizes = [1] * group.size()
+    received = _ops.wait_tensor(_ops.all_to_all_single(sent, sizes, sizes, group.group_name))
+    return torch.cat(received.unbind(0), gathered)
+
+
+def exchanged_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return exchanged(tensor, group, scattered=2, gathered=1)
 
 
 def _widened(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:

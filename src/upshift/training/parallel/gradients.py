@@ -59,10 +59,8 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
     """Over the ranks that have the same weights: an expert's gradient is of the tokens of all that share experts already."""
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
-    _sum_flat(
-        born(parameter for parameter in model.parameters() if id(parameter) not in apart),
-        lambda flat: sum_over(flat, place, SAME_WEIGHTS),
-    )
+    shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
+    _sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
     if place.experts is not None:
         group = place.experts.get_group("replicas")
         _sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
@@ -87,12 +85,11 @@ def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[
     yield from opened.values()
 
 
-def clip(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place, max_norm: float) -> float:
-    """Scales this rank's parts of the gradients to a norm of all ranks' parts of at most ``max_norm``; returns what it was."""
-    known = list(gradients)
-    norm = total_norm(known, place)
+def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
+    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns what
+    it was."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
-    for gradient, _ in known:
+    for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
     return float(norm)
 

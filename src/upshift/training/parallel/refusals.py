@@ -5,9 +5,11 @@ from __future__ import annotations
 from torch import nn
 
 from upshift.planning.layout import divisors
+from upshift.planning.optimizers import OPTIMIZERS
 from upshift.planning.plan import ALONE, Plan
 from upshift.training.parallel.context import reason_not_context
 from upshift.training.parallel.experts import reason_not_experts
+from upshift.training.parallel.stage import reason_not_pipeline
 from upshift.training.parallel.tensor import reason_not_tensor
 
 WHOLE_MATRICES = ("muon", "adafactor")  # an update looks at rows and columns together
@@ -17,9 +19,11 @@ def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
     """Why, or None. Without ``model``, before it is loaded: what no model could run."""
     if plan.layout == ALONE:
         return None
-    problem = _impossible(plan) or _not_yet(plan)
+    problem = _impossible(plan)
     if problem is None and model is not None:
-        reasons = (reason_not_tensor, reason_not_experts, reason_not_context, reason_not_sharded)
+        reasons = (
+            reason_not_pipeline, reason_not_tensor, reason_not_experts, reason_not_context, reason_not_sharded,
+        )  # fmt: skip
         problem = next(filter(None, (reason(model, plan) for reason in reasons)), None)
     return problem
 
@@ -49,6 +53,16 @@ def _impossible(plan: Plan) -> str | None:
             f"optim={plan.optim} looks at whole matrices, and each rank updates its part of them; "
             "use optim=adamw_torch_fused, or ranks that divide nothing"
         )
+    if divides and OPTIMIZERS[plan.optim].library is not None:
+        return (
+            f"the quantized state of optim={plan.optim} cannot be saved in parts; "
+            "use optim=adamw_torch_fused, whose state the ranks divide, or ranks that divide nothing"
+        )
+    if layout.fully_shard == "optimizer" and layout.expert_parallel > 1:
+        return (
+            f"fully_shard=optimizer divides weights that all its ranks have, and expert_parallel={layout.expert_parallel} gives "
+            "them different experts; use fully_shard=weights"
+        )
     return None
 
 
@@ -59,13 +73,4 @@ def reason_not_sharded(model: nn.Module, plan: Plan) -> str | None:
             f"fully_shard={plan.layout.fully_shard} gathers weights to compute with, and some of this model are quantized; "
             "use fully_shard=optimizer"
         )
-    return None
-
-
-def _not_yet(plan: Plan) -> str | None:
-    layout = plan.layout
-    shared = {"pipeline_parallel": layout.pipeline_parallel}
-    for name, degree in shared.items():
-        if degree > 1:
-            return f"this version plans for {name}={degree} and does not train so yet; use {name}=1, and fully_shard=weights"
     return None
