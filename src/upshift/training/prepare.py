@@ -33,6 +33,7 @@ from upshift.training.parallel.divide import divide
 from upshift.training.parallel.fully_shard import shard_weights
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.stage import layers_of_stages, modules_of
+from upshift.training.processes import rank_environment
 from upshift.training.weight_offload import load_elsewhere
 
 
@@ -42,6 +43,8 @@ def set_process(plan: Plan) -> None:
         keep_freed_memory()
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads_per_process)
+    elif plan.num_processes > 1:  # ranks of a host are neighbours, one for each of its devices
+        torch.cuda.set_device(rank_environment()[0] % torch.cuda.device_count())
     torch.set_float32_matmul_precision(("high" if plan.device == "cuda" else "medium") if plan.precision == "tf32" else "highest")
 
 

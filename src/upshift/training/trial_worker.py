@@ -52,8 +52,8 @@ def main(path: Path, answer: Callable[[TrialResult], None]) -> None:
 
 def run_trial(request: TrialRequest) -> TrialResult:
     plan = request.plan
-    place = find_place(plan)
     set_process(plan)
+    place = find_place(plan)
     base = resident_bytes()
     reset_resident_peak()
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
