@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
@@ -154,8 +155,31 @@ def autocast(plan: Plan) -> torch.autocast:
     """For the forward pass only: the backward pass runs in the precisions that the forward pass chose. What ranks gather is in
     the lower precision already (parallel/fully_shard.py), and so are weights beside master weights (parallel/zero1.py)."""
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    casts = plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
-    return torch.autocast(plan.device, dtype=dtype, enabled=casts)
+    return torch.autocast(plan.device, dtype=dtype, enabled=casts(plan))
+
+
+def casts(plan: Plan) -> bool:
+    """Whether weights are cast when they are used."""
+    return plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
+
+
+@contextmanager
+def losses_in_fp32(plan: Plan) -> Iterator[None]:
+    """As autocast has them: where it is off because weights are in 16 bits, some models take the loss of logits in 16 bits, which
+    is then known to three digits. What is computed in chunks is in fp32 already."""
+    if plan.precision not in ("bf16", "fp16", "fp8") or casts(plan) or plan.loss_chunk_tokens:
+        yield
+        return
+    plain = functional.cross_entropy
+
+    def in_fp32(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return plain(logits.float(), *args, **options)
+
+    functional.cross_entropy = in_fp32
+    try:
+        yield
+    finally:
+        functional.cross_entropy = plain
 
 
 def extra_inputs(model: nn.Module) -> dict[str, bool]:
@@ -169,6 +193,6 @@ def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch, extra: dict[s
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients
     offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
-    with autocast(plan), offloading:
+    with autocast(plan), losses_in_fp32(plan), offloading:
         loss: torch.Tensor = model(**inputs, **extra).loss
     return loss

@@ -92,15 +92,18 @@ def _stored_batches(request: TrialRequest) -> tuple[GlobalBatch, Iterator[Global
 def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
     """Optimizer state first, then the longest micro-batch, more while time lasts, an update, and at last the allocator's
     meter, whose own memory is not the plan's. ``check_loss`` is what compiling multiplied the loss by."""
-    plan, device = request.plan, request.plan.device
-    chosen = _spread(batch.micro_batches, with_stand_ins=plan.layout.exchanges)
+    plan, device, waits = request.plan, request.plan.device, request.plan.layout.exchanges
+    chosen = _spread(batch.micro_batches, with_stand_ins=waits)
+
 
     def accumulate(micro_batch: MicroBatch) -> float:
         if plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
             stepper.optimizer.zero_grad(set_to_none=True)
-        seconds = time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
+        seconds = time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens, last=waits), device=device)
+        if not waits:
+            return seconds
         stepper.agree()
-        return slowest(seconds, plan) if plan.layout.exchanges else seconds  # so that all go on, or none
+        return slowest(seconds, plan)  # so that all go on, or none
 
     def update() -> float:
         return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
@@ -145,8 +148,10 @@ def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -
         eager = float(loss_of(stepper.model, stepper.plan, micro_batch, extra_inputs(stepper.model)))
     start = time.perf_counter()
     compile_layers(stepper.model, stepper.plan)
-    share = float(stepper.accumulate(micro_batch, num_label_tokens))
-    stepper.agree()
+    waits = stepper.plan.layout.exchanges
+    share = float(stepper.accumulate(micro_batch, num_label_tokens, last=waits))
+    if waits:
+        stepper.agree()
     stepper.optimizer.zero_grad(set_to_none=True)
     ratio = share * num_label_tokens / micro_batch.num_label_tokens / eager
     tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)

@@ -74,13 +74,15 @@ def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], ob
             gradient.copy_(summed.view_as(gradient))
 
 
-def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[Key, torch.Tensor]]]:
+def buckets(
+    tensors: Iterable[tuple[Key, torch.Tensor]], *, elements: int = BUCKET_ELEMENTS
+) -> Iterator[list[tuple[Key, torch.Tensor]]]:
     """Of one dtype each."""
     opened: dict[torch.dtype, list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for key, tensor in tensors:
         bucket = opened[tensor.dtype]
         bucket.append((key, tensor))
-        if sum(one.numel() for _, one in bucket) >= BUCKET_ELEMENTS:
+        if sum(one.numel() for _, one in bucket) >= elements:
             yield opened.pop(tensor.dtype)
     yield from opened.values()
 
