@@ -29,9 +29,6 @@ WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
     "too few experts for both": (
         Case("mixture", 8, {"expert_parallel": 4} | TENSOR, micro_batch=1), ("tensor_parallel=2", "4 experts"),
     ),
-    "experts and optimizer": (
-        Case("mixture", 2, EXPERTS | {"fully_shard": "optimizer", "shard_size": 2}), ("gradients or weights",),
-    ),
 }  # fmt: skip
 
 
