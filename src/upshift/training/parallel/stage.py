@@ -132,9 +132,7 @@ class Stage:
         config = getattr(parent, "config", None)
         if config is not None:
             lists = {
-                key: value[first:last]
-                for key, value in vars(config).items()
-                if isinstance(value, list) and len(value) == len(whole)
+                key: value[first:last] for key, value in vars(config).items() if isinstance(value, list) and len(value) == len(whole)
             }
             parent.config = PartOfConfig(config, lists)  # type: ignore[assignment]
         return layers
