@@ -18,7 +18,8 @@ CASES = {
     "tensor bf16": Case(world=2, layout=TENSOR, plan=BF16),
     "sequence bf16": Case(world=2, layout=SEQUENCE, plan=BF16),
     "sequence recomputed, loss in chunks": Case(
-        "qwen2 tied", 2, SEQUENCE, plan={"activation_checkpointing": 2, "recompute_granularity": "selective", "loss_chunk_tokens": 16}
+        "qwen2 tied", 2, SEQUENCE,
+        plan={"activation_checkpointing": 2, "recompute_granularity": "selective", "loss_chunk_tokens": 16},
     ),
     "sequence, fused": Case(world=2, layout=SEQUENCE, plan={"optim": "adamw_torch_fused"}),
     "experts": Case("mixture", 2, EXPERTS),
@@ -29,6 +30,10 @@ CASES = {
     "tensor x zero3": Case(world=4, layout=TENSOR | ZERO3),
     "sequence x zero3 tied": Case("qwen2 tied", 4, SEQUENCE | ZERO3),
     "sequence x zero2": Case(world=4, layout=SEQUENCE | ZERO3 | {"fully_shard": "gradients"}),
+    "sequence x zero1": Case(world=4, layout=SEQUENCE | ZERO3 | {"fully_shard": "optimizer"}),
+    "sequence x zero1, master weights": Case(
+        world=4, layout=SEQUENCE | ZERO3 | {"fully_shard": "optimizer", "master_weights": True}, plan=BF16
+    ),
     "sequence x zero3 bf16": Case(world=4, layout=SEQUENCE | ZERO3, plan=BF16),
     "experts x data": Case("mixture", 4, EXPERTS, micro_batch=1),
     "experts x zero3": Case("mixture", 4, EXPERTS | ZERO3 | {"shard_size": 4}, micro_batch=1),

@@ -21,7 +21,7 @@ from upshift.training.optimizers.build import build_optimizer, build_schedule
 from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve, stand_in
 from upshift.training.parallel.gradients import sum_loss
-from upshift.training.parallel.keep_pace import KeepPace
+from upshift.training.parallel.keep_pace import KeepPace, can_keep_pace
 from upshift.training.parallel.pipeline import Pipeline
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
@@ -61,9 +61,8 @@ class Stepper:
         self._extra = extra_inputs(model)
         self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
-        piped = plan.layout.pipeline_parallel > 1
-        self._pipeline = Pipeline(model, plan) if piped else None
-        self._pace = KeepPace(model, place, on_failure=self._look) if plan.layout.gathers and not piped else None
+        self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
+        self._pace = KeepPace(model, place, on_failure=self._look) if can_keep_pace(plan.layout) else None
         self._halving = Halving[MicroBatch](
             halve=self._halve,
             size=lambda micro_batch: micro_batch.num_padded_tokens,

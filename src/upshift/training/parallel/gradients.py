@@ -59,8 +59,10 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
     """Over the ranks that have the same weights: an expert's gradient is of the tokens of all that share experts already."""
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
-    shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
-    _sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
+    _sum_flat(
+        born(parameter for parameter in model.parameters() if id(parameter) not in apart),
+        lambda flat: sum_over(flat, place, SAME_WEIGHTS),
+    )
     if place.experts is not None:
         group = place.experts.get_group("replicas")
         _sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
@@ -68,10 +70,9 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
 
 def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
     for bucket in buckets((gradient, gradient) for gradient in gradients):
-        known = [gradient for gradient, _ in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in known])
+        flat = torch.cat([gradient.reshape(-1) for gradient, _ in bucket])
         sum_up(flat)
-        for gradient, summed in zip(known, flat.split([g.numel() for g in known]), strict=True):
+        for (gradient, _), summed in zip(bucket, flat.split([g.numel() for g, _ in bucket]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 

@@ -11,7 +11,7 @@ from torch.distributed.tensor import DTensor
 
 from upshift.training.optimizers.on_parts import Division, OnParts
 from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients, total_norm
-from upshift.training.parallel.partial import partial_parameters, sum_partial
+from upshift.training.parallel.partial import sum_partial_gradients
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.tied import copies_in, sum_tied
 from upshift.training.parallel.zero1 import DividedUpdate
@@ -24,7 +24,7 @@ class DividedWeights:
         return local(parameter.detach())
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return None if parameter.grad is None else local(parameter.grad)
+        return local_gradient(parameter)
 
     def along(self, parameter: Tensor) -> Spread:
         return spread(parameter)
@@ -45,20 +45,21 @@ def division_of(model: nn.Module, place: Place) -> Division | None:
 
 def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> None:
     """What the optimizer's parameters have for gradients is the job's from here on. fully_shard has summed its own."""
-    if isinstance(optimizer, OnParts) and isinstance(optimizer.division, DividedUpdate):
-        optimizer.division.reduce()
-    elif not place.plan.layout.gathers and place.mesh is not None:
-        sum_gradients(model, place)
     division = optimizer.division if isinstance(optimizer, OnParts) else None
-
-    def gradient_of(parameter: Tensor) -> Tensor | None:
-        return parameter.grad if division is None else division.gradient(parameter)
-
-    sum_tied(model, gradient_of)
-    gradients = map(gradient_of, partial_parameters(model))
-    sum_partial([gradient for gradient in gradients if gradient is not None], place)
+    if isinstance(division, DividedUpdate):
+        sum_partial_gradients(model, place, division.whole_gradient)
+        division.reduce()
+    else:
+        if not place.plan.layout.gathers and place.mesh is not None:
+            sum_gradients(model, place)
+        sum_partial_gradients(model, place)
+    sum_tied(model, local_gradient if division is None else division.gradient)
     if isinstance(optimizer, OnParts):
         optimizer.take_gradients()
+
+
+def local_gradient(parameter: Tensor) -> Tensor | None:
+    return None if parameter.grad is None else local(parameter.grad)
 
 
 def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, max_norm: float) -> float:

@@ -53,13 +53,21 @@ class DividedUpdate:
     def part(self, parameter: Tensor) -> Tensor:
         return self._parts[parameter]
 
+    def whole_gradient(self, parameter: Tensor) -> Tensor:
+        """This rank's own, of all of the parameter."""
+        if self.masters:
+            if parameter not in self._sums:
+                self._sums[parameter] = torch.zeros_like(local(parameter.data), dtype=torch.float32)
+            return self._sums[parameter]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return local(parameter.grad)
+
     def reduce(self) -> None:
         """Gradients, bucket by bucket; the whole ones go."""
-        wholes = {}
+        wholes = {parameter: self.whole_gradient(parameter) for parameter in self.trained}
+        self.forget()
         for parameter in self.trained:
-            whole = self._sums.pop(parameter, None) if self.masters else parameter.grad
-            like = torch.zeros_like(local(parameter.data), dtype=self._parts[parameter].dtype)
-            wholes[parameter] = like if whole is None else local(whole)
             parameter.grad = None
         for bucket in buckets(wholes.items()):
             sizes = [self._padded(whole) for _, whole in bucket]
