@@ -28,6 +28,10 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
             f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
         )
+    if layout.pipeline_parallel > 1 and layout.pipeline_schedule == "zero_bubble":
+        problem = _with_zero_bubble(plan)
+        if problem is not None:
+            return problem
     if _chooses_operators(plan) and plan.torch_compile != "off":
         return (
             f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
@@ -53,6 +57,20 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
 def divides_evenly(layout: Layout, micro_batches: int) -> bool:
     """Whether the pipeline's schedule takes so many micro-batches."""
     return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
+
+
+def _with_zero_bubble(plan: Plan) -> str | None:
+    """It runs a layer's backward pass in two: for its input, and later for its weights, without the hooks of a whole one."""
+    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+    if plan.layout.fully_shard == "weights":
+        return f"{asked} needs a layer's weights after its backward pass, when fully_shard=weights has let go of them; {instead}"
+    if plan.layout.master_weights:
+        return f"{asked} makes gradients where master_weights does not see them to sum them; {instead}"
+    if plan.loss_chunk_tokens:
+        return f"{asked} runs the loss's backward pass twice, and chunks of it are gone after once; {instead}, or loss_chunk_tokens=0"
+    if plan.torch_compile != "off":
+        return f"{asked} runs a part of a layer's backward pass, which is one piece when compiled; {instead}, or torch_compile=off"
+    return None
 
 
 def _with_packed_kernel(plan: Plan) -> str | None:

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.distributed import _functional_collectives as functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
