@@ -2,8 +2,8 @@
 
 What hides what: fully_shard gathers a layer's weights while the one before computes, and reduces its gradients while the next
 one does; data parallelism reduces during the last backward pass; keys go round while attention computes. Tensor parallelism
-and experts wait for their exchange. Volumes: Megatron-LM (Korthikanti et al. 2022), ZeRO (Rajbhandari et al. 2020), ring
-attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
+and experts wait for their exchange, and CPUs for all of it. Volumes: Megatron-LM (Korthikanti et al. 2022), ZeRO (Rajbhandari
+et al. 2020), ring attention (Liu et al. 2023), Ulysses (Jacobs et al. 2023).
 """
 
 from __future__ import annotations
@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from upshift.hardware.efficiency import Collective
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import Collective, Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.divide import experts_of, mixtures
 from upshift.planning.cost.known import Known
@@ -49,7 +48,7 @@ class UnknownLink(Exception):
 
 
 def groups_of(host: Host, plan: Plan) -> Groups:
-    layout, node = plan.layout, max(host.gpus_per_node, 1)
+    layout, node = plan.layout, host.ranks_per_node(plan.num_processes)
     tensor, context = layout.tensor_parallel, layout.context_parallel
     sharing = plan.data_parallel * context  # gradients are summed over these
     sharded = layout.shard_size if layout.fully_shard != "no" else 1
@@ -80,7 +79,7 @@ class Exchange:
 
     def _terms(self) -> Iterator[tuple[str, float]]:
         layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
-        groups = self.known.get(("groups", layout), lambda: groups_of(self.host, self.plan))
+        groups = self.known.get(("groups", layout, self.plan.num_processes), lambda: groups_of(self.host, self.plan))
         if layout.tensor_parallel > 1:
             yield "tensor parallel", count * self._tensor(groups.tensor)
         if layout.context_parallel > 1:
@@ -117,8 +116,8 @@ class Exchange:
 
     @property
     def _hides(self) -> float:
-        """The share of the computation that exchanges may run beside."""
-        return 1.0 if self.plan.layout.overlap else 0.0
+        """The share of the computation that exchanges may run beside. On CPUs the same cores do both."""
+        return 1.0 if self.plan.layout.overlap and self.plan.device != "cpu" else 0.0
 
     @property
     def _hidden_bytes(self) -> float:
@@ -171,7 +170,7 @@ class Exchange:
             passes = 2.0 + self._repeated
             return passes * self._layers * self._collective("all_to_all", 2.0 * own + keys_and_values, group)
         leaves = group.num_nodes > 1  # then the slowest of the ring's links is between nodes
-        around = (degree - 1) * self._to_next(keys_and_values, max(self.host.gpus_per_node, 1) if leaves else group.stride)
+        around = (degree - 1) * self._to_next(keys_and_values, group.node_ranks if leaves else group.stride)
         hidden = self._hides * self.computed.attention / max(self._layers, 1)
         # Backward: keys and values, and their gradients.
         return self._layers * max((3.0 + self._repeated) * around - hidden, 0.0)
@@ -227,7 +226,7 @@ class Exchange:
         return 2.0 * (layout.pipeline_parallel * layout.virtual_stages - 1) * one
 
     def _to_next(self, num_bytes: float, stride: int) -> float:
-        node = max(self.host.gpus_per_node, 1)
+        node = self.host.ranks_per_node(self.plan.num_processes)
         found = point_to_point_seconds(self.host, num_bytes, stride=stride, node_ranks=node)
         if found is None:
             raise UnknownLink("the rate between nodes is unknown")

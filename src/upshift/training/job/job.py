@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
 
 from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.checkpoint import find_safetensors
-from upshift.models.adapter import complete_model
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.measure import Tracer
 from upshift.models.profile import num_sides
-from upshift.models.source import ModelSource
 from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
@@ -74,12 +71,15 @@ def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest)
 
 def _check(job: Job, data: TrainingData) -> None:
     """All that can be known to be wrong before files are touched."""
-    problem = cannot_run(job.plan, _outline(job.source())) if job.plan.layout != ALONE else None
+    problem = cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
+    problem = None if job.plan.layout == ALONE else cannot_run(job.plan, Tracer(source).whole(torch.float32))
+    if problem is not None:
+        raise RequestError(problem)
     if not job.from_config and source.directory is not None:
         find_safetensors(source.directory)
     schedule = job.arguments.lr_scheduler_type
@@ -93,14 +93,6 @@ def _check(job: Job, data: TrainingData) -> None:
             f"the data has {len(data.training)} sequences of up to {prepared} tokens, one global batch takes "
             f"{job.global_batch}; use a smaller global batch or more data"
         )
-
-
-def _outline(source: ModelSource) -> nn.Module:
-    """The model without numbers in it."""
-    config = read_config(source)
-    with torch.device("meta"):
-        model = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
-        return model if source.quantized_from is not None else complete_model(model, source)
 
 
 def _record(job: Job, data: TrainingData, outcome: Outcome) -> Record:

@@ -16,7 +16,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed import _functional_collectives as functional
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
 from transformers.masking_utils import (
@@ -33,11 +32,13 @@ from upshift.planning.layout import Layout
 from upshift.planning.packing import round_up
 from upshift.planning.plan import Plan
 from upshift.training.batches.objective import IGNORED
+from upshift.training.parallel.exchanged import Exchanged
 from upshift.training.parallel.place import Place
 
 NAME = "ulysses"
 WHOLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # they mix tokens in attention alone
 BY_HEAD = ("position_bias", "s_aux")  # tensors with an entry for every head of the whole model
+_ops = torch.ops._c10d_functional
 FILLED = {"labels": IGNORED, "attention_mask": 0}
 
 
@@ -201,19 +202,29 @@ class SharedContext:
             repeated = heads
         if repeated > keys:
             key, value = (tensor.repeat_interleave(repeated // keys, 1) for tensor in (key, value))
-        query, key, value = (self._exchange(tensor, scattered=1, gathered=2) for tensor in (query, key, value))
+        query, key, value = (self._exchange(tensor) for tensor in (query, key, value))
         seen: Any = module if repeated == keys else Regrouped(module, heads // repeated)
         out, _ = (self._inner or eager_of(module))(seen, query, key, value, mask, **settings)
-        return self._exchange(out, scattered=1, gathered=2), None
+        return self._exchange(out), None
+
+    def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
+        """[B, heads, own tokens, D] -> [B, own heads, tokens, D], and [B, tokens, own heads, D] -> [B, own tokens, heads, D]."""
+        return Exchanged.apply(tensor, self.group, exchanged, exchanged_back)  # type: ignore[no-any-return]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(self.ranks, 1)[self.rank].contiguous() if tensor.shape[1] == self.whole.width else tensor
 
-    def _exchange(self, tensor: torch.Tensor, *, scattered: int, gathered: int) -> torch.Tensor:
-        """Ranks that had a part of one dimension of a tensor get a part of another one."""
-        sent = torch.stack(tensor.chunk(self.ranks, scattered))
-        received = functional.wait_tensor(functional.all_to_all_single(sent, None, None, self.group))
-        return torch.cat(received.unbind(0), gathered)
+
+def exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, scattered: int = 1, gathered: int = 2) -> torch.Tensor:
+    """Ranks that had a part of one dimension of a tensor get a part of another one."""
+    sent = torch.stack(tensor.chunk(group.size(), scattered))
+    sizes = [1] * group.size()
+    received = _ops.wait_tensor(_ops.all_to_all_single(sent, sizes, sizes, group.group_name))
+    return torch.cat(received.unbind(0), gathered)
+
+
+def exchanged_back(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return exchanged(tensor, group, scattered=2, gathered=1)
 
 
 def _widened(name: str, tensor: torch.Tensor, missing: int) -> torch.Tensor:

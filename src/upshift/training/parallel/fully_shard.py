@@ -53,7 +53,6 @@ def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_all_reduce(last)
-    model.set_is_last_backward(last)
     if plan.layout.fully_shard == "gradients":
         model.set_reshard_after_backward(last)
 

@@ -1,8 +1,8 @@
 """Sequence parallelism: between the matrices that ranks of tensor parallelism share, each rank has its own tokens.
 
 The unmodified model sees whole sequences; from its first layer on each rank has its part of the tokens, which a part of a layer
-gathers (layer_parts.py), and after the last layer all have all again (Korthikanti et al. 2022, section 4.2). What reads every token
-by itself (norms, sums, dropout) works on the rank's own, so its weights get a part of their gradient.
+gathers (layer_parts.py), and after the last layer all have all again (Korthikanti et al. 2022, section 4.2). What reads every
+token by itself (norms, sums, dropout) works on the rank's own, so its weights get a part of their gradient.
 """
 
 from __future__ import annotations

@@ -23,8 +23,11 @@ class DividedWeights:
     def part(self, parameter: Tensor) -> Tensor:
         return local(parameter.detach())
 
+    def rows(self, parameter: Tensor) -> None:
+        return None
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        return local_gradient(parameter)
+        return None if parameter.grad is None else local(parameter.grad)
 
     def along(self, parameter: Tensor) -> Spread:
         return spread(parameter)
@@ -46,6 +49,10 @@ def division_of(model: nn.Module, place: Place) -> Division | None:
 def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> None:
     """What the optimizer's parameters have for gradients is the job's from here on. fully_shard has summed its own."""
     division = optimizer.division if isinstance(optimizer, OnParts) else None
+
+    def gradient_of(parameter: Tensor) -> Tensor | None:
+        return parameter.grad if division is None else division.gradient(parameter)
+
     if isinstance(division, DividedUpdate):
         sum_partial_gradients(model, place, division.whole_gradient)
         division.reduce()
@@ -53,13 +60,9 @@ def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> 
         if not place.plan.layout.gathers and place.mesh is not None:
             sum_gradients(model, place)
         sum_partial_gradients(model, place)
-    sum_tied(model, local_gradient if division is None else division.gradient)
+    sum_tied(model, gradient_of)
     if isinstance(optimizer, OnParts):
         optimizer.take_gradients()
-
-
-def local_gradient(parameter: Tensor) -> Tensor | None:
-    return None if parameter.grad is None else local(parameter.grad)
 
 
 def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, max_norm: float) -> float:

@@ -37,9 +37,16 @@ class DividedUpdate:
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's rows."""
-        rows = whole if whole.ndim else whole.view(1)
-        each = -(-len(rows) // self.ranks)
-        return rows[min(self.rank * each, len(rows)) : min((self.rank + 1) * each, len(rows))]
+        begin, end = self._rows_of(whole)
+        return _rows(whole)[begin:end]
+
+    def _rows_of(self, whole: Tensor) -> tuple[int, int]:
+        count = len(_rows(whole))
+        each = -(-count // self.ranks)
+        return min(self.rank * each, count), min((self.rank + 1) * each, count)
+
+    def rows(self, parameter: Tensor) -> tuple[int, int]:
+        return self._rows_of(local(parameter.data))
 
     def _add(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
