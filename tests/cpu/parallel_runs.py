@@ -52,6 +52,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", GLU | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}),
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY}
               | dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)),
+    "mamba": ("MambaConfig", WIDTHS | {"vocab_size": VOCABULARY, "state_size": 4}),
+    "electra": (
+        "ElectraConfig",
+        SMALL | {"intermediate_size": 64, "embedding_size": 16}
+        | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    ),
+    "whole experts": (  # no plan of experts that are shared
+        "GraniteMoeConfig", GLU | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "phi3": ("Phi3Config", GLU | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
 }  # fmt: skip
 
@@ -68,6 +77,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # fields of Arguments
     lengths: str = "mixed"
     micro_batch: int = 2
+    adapter: bool = False  # LoRA, trained on a bf16 base
     steps: int = STEPS
     fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
 
@@ -164,6 +174,8 @@ def train(case: Case) -> Result:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
     built = build_model(config, model_class, dtype=dtype)
+    if case.adapter:
+        built = adapted(built)
     elements = sum(parameter.numel() for parameter in built.parameters())
     model = prepare(built, plan, place)
     stepper = Stepper(model, place, Arguments(**(OPTIONS | case.options)))
@@ -188,6 +200,18 @@ def train(case: Case) -> Result:
         state=sum(elements_of(state["exp_avg"]) for state in stepper.optimizer.state.values() if "exp_avg" in state) / elements,
         halvings=stepper.halvings,
     )
+
+
+def adapted(model: Any) -> Any:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    whole = get_peft_model(model.to(torch.bfloat16), lora)
+    for parameter in whole.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return whole
 
 
 def elements_of(tensor: Any) -> int:
