@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from upshift.planning.attention import PACKED_KERNELS
-from upshift.planning.layout import Layout
+from upshift.planning.layout import Layout, reason_not_split
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import Plan
 
@@ -60,17 +60,12 @@ def divides_evenly(layout: Layout, micro_batches: int) -> bool:
 
 
 def _with_zero_bubble(plan: Plan) -> str | None:
-    """It runs a layer's backward pass in two: for its input, and later for its weights, without the hooks of a whole one."""
     asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
-    if plan.layout.fully_shard == "weights":
-        return f"{asked} needs a layer's weights after its backward pass, when fully_shard=weights has let go of them; {instead}"
-    if plan.layout.master_weights:
-        return f"{asked} makes gradients where master_weights does not see them to sum them; {instead}"
     if plan.loss_chunk_tokens:
-        return f"{asked} runs the loss's backward pass twice, and chunks of it are gone after once; {instead}, or loss_chunk_tokens=0"
+        return f"{asked} runs a loss's backward pass twice, and chunks of it are gone after once; {instead}"
     if plan.torch_compile != "off":
-        return f"{asked} runs a part of a layer's backward pass, which is one piece when compiled; {instead}, or torch_compile=off"
-    return None
+        return f"{asked} runs a part of a layer's backward pass, which is one when compiled; {instead}, or torch_compile=off"
+    return reason_not_split(plan.layout)
 
 
 def _with_packed_kernel(plan: Plan) -> str | None:

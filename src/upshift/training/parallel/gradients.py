@@ -88,8 +88,8 @@ def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
-    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns what
-    it was."""
+    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns
+    what it was."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))

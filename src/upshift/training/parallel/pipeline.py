@@ -172,7 +172,9 @@ class Pipeline:
         self._scale: Scale = lambda loss: loss
         self._total = torch.zeros((), device=plan.device)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, scale: Scale = lambda loss: loss) -> torch.Tensor:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, scale: Scale = lambda loss: loss
+    ) -> torch.Tensor:
         """Forward and backward of all; returns their share of the global batch's mean loss, which is the last stage's to know:
         zero in the others. ``scale``: what is done to a loss before its backward pass."""
         self._scale = scale

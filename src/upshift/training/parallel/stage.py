@@ -37,7 +37,7 @@ class Ended(Exception):
 
 
 class StageLayers(nn.ModuleList):
-    """Layers of one stage under their numbers in the whole model; while a stage runs, in wrappers that hidden states go through."""
+    """Layers of one stage under their numbers in the whole model; while a stage runs, in wrappers around hidden states."""
 
     is_stack = True  # of one layer too
 
@@ -133,7 +133,9 @@ class Stage:
         config = getattr(parent, "config", None)
         if config is not None:
             lists = {
-                key: value[first:last] for key, value in vars(config).items() if isinstance(value, list) and len(value) == len(whole)
+                key: value[first:last]
+                for key, value in vars(config).items()
+                if isinstance(value, list) and len(value) == len(whole)
             }
             parent.config = PartOfConfig(config, lists)  # type: ignore[assignment]
         return layers
