@@ -9,6 +9,7 @@ TENSOR = {"tensor_parallel": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
 EXPERTS = {"expert_parallel": 2}
 ZERO3 = {"fully_shard": "weights", "shard_size": 2}
+OWN_WORDS = {"vocabulary_parallel": True}
 SAVING = {"activation_checkpointing": 2, "recompute_granularity": "selective", "loss_chunk_tokens": 16}
 BF16 = {"precision": "bf16"}
 EAGER = {"attention": "eager"}
@@ -21,6 +22,11 @@ CASES = {
     "sequence recomputed, loss in chunks": Case(
         "qwen2 tied", 2, SEQUENCE, plan=SAVING
     ),
+    "sequence gathered again": Case(world=2, layout=SEQUENCE | {"gather_again": True}, plan=SAVING),
+    "own words": Case("gemma2", 2, SEQUENCE | OWN_WORDS, EAGER),
+    "own words x zero3 tied bf16": Case("qwen2 tied", 4, SEQUENCE | OWN_WORDS | ZERO3, plan=BF16),
+    "own words, no plan for the embedding": Case("gpt neox", 2, TENSOR | OWN_WORDS),
+    "sequence x zero1": Case(world=4, layout=SEQUENCE | ZERO3 | {"fully_shard": "optimizer"}),
     "sequence, fused": Case(world=2, layout=SEQUENCE, plan={"optim": "adamw_torch_fused"}),
     "experts": Case("mixture", 2, EXPERTS),
     "experts bf16": Case("mixture", 2, EXPERTS, plan=BF16),
@@ -28,8 +34,10 @@ CASES = {
     "tensor x data": Case(world=4, layout=TENSOR),
     "sequence x data": Case(world=4, layout=SEQUENCE),
     "tensor x zero3": Case(world=4, layout=TENSOR | ZERO3),
-    "sequence x zero3 tied": Case("qwen2 tied", 4, SEQUENCE | ZERO3),
     "sequence x zero2": Case(world=4, layout=SEQUENCE | ZERO3 | {"fully_shard": "gradients"}),
+    "sequence x zero1, master weights": Case(
+        world=4, layout=SEQUENCE | ZERO3 | {"fully_shard": "optimizer", "master_weights": True}, plan=BF16
+    ),
     "sequence x zero3 bf16": Case(world=4, layout=SEQUENCE | ZERO3, plan=BF16),
     "experts x data": Case("mixture", 4, EXPERTS, micro_batch=1),
     "experts x zero3": Case("mixture", 4, EXPERTS | ZERO3 | {"shard_size": 4}, micro_batch=1),

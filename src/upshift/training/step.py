@@ -21,7 +21,8 @@ from upshift.training.optimizers.build import build_optimizer, build_schedule
 from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve, stand_in
 from upshift.training.parallel.gradients import sum_loss
-from upshift.training.parallel.keep_pace import KeepPace
+from upshift.training.parallel.keep_pace import KeepPace, can_keep_pace
+from upshift.training.parallel.pipeline import Pipeline
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
 from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
@@ -60,7 +61,8 @@ class Stepper:
         self._extra = extra_inputs(model)
         self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
-        self._pace = KeepPace(model, place, on_failure=self._look) if plan.layout.gathers else None
+        self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
+        self._pace = KeepPace(model, place, on_failure=self._look) if can_keep_pace(plan.layout) else None
         self._halving = Halving[MicroBatch](
             halve=self._halve,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
@@ -94,6 +96,9 @@ class Stepper:
 
     def _gradients(self, batch: GlobalBatch, watch: Watch) -> torch.Tensor:
         def work(micro_batches: list[MicroBatch]) -> torch.Tensor:
+            if self._pipeline is not None:
+                with watch():
+                    return self._pipeline.gradients(micro_batches, batch.num_label_tokens, self.scaler.scale)
             last = len(micro_batches) - 1
             with computing(self.model, self.plan):
                 total = torch.zeros((), device=self.plan.device)
@@ -123,6 +128,8 @@ class Stepper:
     def accumulate(self, micro_batch: MicroBatch, num_label_tokens: int, *, last: bool = True) -> torch.Tensor:
         """Forward and backward of one micro-batch, the ``last`` of the step or not; returns its share of the global batch's mean
         loss. A stand-in for one runs where other ranks exchange with this one meanwhile."""
+        if self._pipeline is not None:
+            return self._pipeline.gradients([micro_batch], num_label_tokens, self.scaler.scale)
         if micro_batch.num_label_tokens == 0 and not self.plan.layout.exchanges:
             return torch.zeros((), device=self.plan.device)
         if self._pace is None:

@@ -29,6 +29,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from upshift.errors import JobFailed
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
+from upshift.planning.layout import Layout
+from upshift.planning.packing import round_up
 from upshift.planning.plan import Plan
 from upshift.training.batches.objective import IGNORED
 from upshift.training.parallel.exchanged import Exchanged
@@ -51,17 +53,23 @@ class Whole:
     packed: torch.Tensor | None  # of each token, the number of its sequence in the row
 
 
-def share_context(model: PreTrainedModel, place: Place) -> None:
-    """``model`` is called with whole sequences and computes this rank's part of them. Its attention is set already."""
+def share_context(models: list[PreTrainedModel], place: Place) -> None:
+    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Their attention
+    is set already."""
     if place.contexts is None:
         return
-    layout = place.plan.layout
-    shared = SharedContext(model, place.contexts.get_group("context"), layout.tensor_parallel if layout.sequence_parallel else 1)
+    shared = SharedContext(models[0], place)
     AttentionInterface.register(NAME, shared.attend)
     AttentionMaskInterface.register(NAME, shared.mask)
-    model.set_attn_implementation(NAME)
-    model.register_forward_pre_hook(shared.before, with_kwargs=True)
-    model.register_forward_hook(shared.after)
+    for model in models:
+        model.set_attn_implementation(NAME)
+        model.register_forward_pre_hook(shared.before, with_kwargs=True)
+        model.register_forward_hook(shared.after)
+
+
+def padded_width(width: int, layout: Layout) -> int:
+    """Of sequences that ranks share: a multiple of these, and of those that share a rank's tokens in turn."""
+    return round_up(width, layout.context_parallel * (layout.tensor_parallel if layout.sequence_parallel else 1))
 
 
 def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
@@ -127,10 +135,10 @@ def eager_of(module: nn.Module) -> Any:
 class SharedContext:
     """One rank's part of a model's sequences."""
 
-    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, tensor_ranks: int) -> None:
-        """``tensor_ranks``: that share a rank's tokens in turn (sequence parallelism)."""
-        self.group, self.ranks, self.rank = group, group.size(), group.rank()
-        self._multiple = self.ranks * tensor_ranks
+    def __init__(self, model: PreTrainedModel, place: Place) -> None:
+        assert place.contexts is not None
+        self.group, self._layout = place.contexts.get_group("context"), place.plan.layout
+        self.ranks, self.rank = self.group.size(), self.group.rank()
         name = model.config._attn_implementation
         self._inner: Any = ALL_ATTENTION_FUNCTIONS.get(name)  # None: eager, a function of each model's own
         self._inner_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[name]
@@ -143,7 +151,7 @@ class SharedContext:
         """Of whole sequences, this rank's tokens; a width that ranks cannot divide is padded on the right."""
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.ndim >= 2}
         rows, width = (given["input_ids"] if "input_ids" in given else given["labels"]).shape[:2]
-        missing = -width % self._multiple
+        missing = padded_width(width, self._layout) - width
         if missing:
             tensors = {name: _widened(name, value, missing) for name, value in tensors.items() if value.shape[1] == width}
         mask = tensors.get("attention_mask")

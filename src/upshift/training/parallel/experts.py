@@ -15,9 +15,10 @@ from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.parallel.divided import of_its_size
 from upshift.training.parallel.place import Place
+from upshift.training.parallel.stage import modules_of
 
 EXCHANGED, DIVIDED = "ep_dispatch_experts", "grouped_gemm"
-INSTEAD = "use fully_shard=weights, which divides the experts among all ranks, or expert_parallel=1"
+INSTEAD = "use fully_shard=weights, which divides all weights among all ranks, or expert_parallel=1"
 
 
 def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
@@ -26,12 +27,14 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
     if layout.expert_parallel == 1:
         return None
     base, asked = base_of(model), f"expert_parallel={layout.expert_parallel}"
-    declared = dict(base.ep_plan or {})
+    declared = dict(getattr(base, "ep_plan", None) or {})
     unknown = sorted(set(declared.values()) - {EXCHANGED, DIVIDED})
     if not declared or EXCHANGED not in declared.values():
         return f"{asked}: the model declares no expert-parallel plan; {INSTEAD}"
     if unknown:
         return f"{asked}: the model's expert-parallel plan has {', '.join(unknown)}, which is not run here; {INSTEAD}"
+    if layout.fully_shard == "optimizer":
+        return f"{asked} divides experts and their optimizer's state already; use it with fully_shard=no, gradients or weights"
     if base is not model:
         return f"{asked}: the model has an adapter, and what it declares to share are plain weights; {INSTEAD}"
     ranks = layout.expert_parallel * layout.tensor_parallel
@@ -62,5 +65,6 @@ def expert_modules(model: nn.Module, place: Place) -> list[nn.Module]:
     """Those of which this rank has its own experts alone: empty where ranks share none."""
     if place.experts is None:
         return []
-    base = base_of(model)
-    return [base.get_submodule(name) for name, style in base._expand_parallel_plan(base.ep_plan).items() if style == EXCHANGED]
+    bases = [base_of(module) for module in modules_of(model)]
+    plans = [(base, base._expand_parallel_plan(base.ep_plan)) for base in bases]
+    return [base.get_submodule(name) for base, plan in plans for name, style in plan.items() if style == EXCHANGED]

@@ -68,10 +68,9 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
 
 def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
     for bucket in buckets((gradient, gradient) for gradient in gradients):
-        known = [gradient for gradient, _ in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in known])
+        flat = torch.cat([gradient.reshape(-1) for gradient, _ in bucket])
         sum_up(flat)
-        for gradient, summed in zip(known, flat.split([g.numel() for g in known]), strict=True):
+        for (gradient, _), summed in zip(bucket, flat.split([g.numel() for g, _ in bucket]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 
@@ -86,12 +85,11 @@ def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[
     yield from opened.values()
 
 
-def clip(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place, max_norm: float) -> float:
-    """Scales this rank's parts of the gradients to a norm of all ranks' parts of at most ``max_norm``; returns what it was."""
-    known = list(gradients)
-    norm = total_norm(known, place)
+def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
+    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns what
+    it was."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
-    for gradient, _ in known:
+    for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
     return float(norm)
 

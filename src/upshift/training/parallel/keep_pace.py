@@ -15,6 +15,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from upshift.planning.layout import Layout
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.out_of_memory import Agreed, fewest_tokens, halve, is_out_of_memory
 from upshift.training.parallel.fully_shard import announce, sharded_modules
@@ -22,6 +23,11 @@ from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
 
 WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
+
+
+def can_keep_pace(layout: Layout) -> bool:
+    """Exchanges that fully_shard makes are of weights alone: of the same size whatever the micro-batch."""
+    return layout.gathers and layout.ranks_per_replica == 1 and layout.expert_parallel == 1
 
 
 class Counted:

@@ -17,6 +17,7 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from upshift.training.parallel.exchanged import Exchanged, Way, gathered, own, same, sum_shared, summed
+from upshift.training.parallel.regathered import Regathered
 
 PLAIN = ("colwise", "rowwise", "replicated_with_grad_allreduce")
 _IN_PART = re.compile(r"((.*?\.\d+)\.[^.]+)\.")  # what a layer, known by its number, calls the part
@@ -56,20 +57,58 @@ def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: b
     back: Way = (sum_shared if sequence else summed) if plain else own
 
     def arrive(module: nn.Module, args: Any, kwargs: Any) -> Any:
-        hidden = args[0] if args else kwargs["hidden_states"]
-        entered = Exchanged.apply(hidden, group, there, back)
-
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            if tensor is hidden:
-                return entered
-            return Exchanged.apply(tensor, group, same, summed) if plain and tensor.requires_grad else tensor
-
-        return tree_map_only(torch.Tensor, moved, (args, kwargs))
+        hidden = _hidden(args, kwargs)
+        entered = Exchanged.apply(_as_read(hidden) if plain else hidden, group, there, back)
+        return _given(args, kwargs, {hidden: entered}, group, plain=plain)
 
     if plain or sequence:
         part.register_forward_pre_hook(arrive, with_kwargs=True)
     if sequence and not plain:
         part.register_forward_hook(leaving(group, own, gathered))
+
+
+def enter_and_let_go(layer: nn.Module, part: nn.Module, group: dist.ProcessGroup) -> None:
+    """``enter`` for a plain part and shared tokens, where a rank keeps its own alone of what was gathered. A recomputed layer
+    keeps nothing anyway."""
+    run = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = _hidden(args, kwargs)
+        own_tokens = _as_read(hidden)
+        whole = Exchanged.apply(own_tokens, group, gathered, sum_shared)
+        args, kwargs = _given(args, kwargs, {hidden: whole}, group, plain=True)
+        if getattr(layer, "gradient_checkpointing", False) or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        kept = Regathered(own_tokens, whole, group)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            return run(*args, **kwargs)
+
+    part.forward = forward  # type: ignore[method-assign]
+
+
+def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
+    hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+def _given(
+    args: Any, kwargs: Any, instead: dict[torch.Tensor, torch.Tensor], group: dist.ProcessGroup, *, plain: bool
+) -> tuple[Any, Any]:
+    """Each rank of a plain part has a term of the gradient of whatever enters it."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor in instead:
+            return instead[tensor]
+        return Exchanged.apply(tensor, group, same, summed) if plain and tensor.requires_grad else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, moved, (args, kwargs))
+    return args, kwargs
+
+
+def _as_read(hidden: torch.Tensor) -> torch.Tensor:
+    """In the dtype that autocast gives every matrix of a plain part: fewer bytes are exchanged, and kept once."""
+    device = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
 def leaving(group: dist.ProcessGroup, there: Way, back: Way) -> Callable[..., Any]:

@@ -16,10 +16,11 @@ from upshift.models.adapter import base_of
 from upshift.models.tensor_parallel import describe_tensor_parallel
 from upshift.planning.plan import Plan
 from upshift.training.parallel.divided import of_its_size
-from upshift.training.parallel.layer_parts import Part, enter, find_parts, part_of
+from upshift.training.parallel.layer_parts import Part, enter, enter_and_let_go, find_parts, part_of
 from upshift.training.parallel.partial import mark_partial
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.sequence import reason_not_sequence, share_tokens
+from upshift.training.parallel.stage import Absent
 from upshift.training.parallel.styles import STYLES
 
 INSTEAD = "use fully_shard=weights, which divides the weights of any model, or tensor_parallel=1"
@@ -43,13 +44,16 @@ def reason_not_tensor(model: nn.Module, plan: Plan) -> str | None:
     if declared.divisor % degree:
         instead = f"use a degree that divides {declared.divisor}" if declared.divisor > 1 else INSTEAD
         return f"tensor_parallel={degree} does not divide the heads and matrices of this model; {instead}"
-    return reason_not_sequence(base, plan, find_parts(base, planned(base, plan))) if plan.layout.sequence_parallel else None
+    problem = _why_not_vocabulary(base, degree) if plan.layout.vocabulary_parallel else None
+    if problem is None and plan.layout.sequence_parallel:
+        problem = reason_not_sequence(base, plan, find_parts(base, planned(base, plan)))
+    return problem
 
 
 def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     """Every module and weight that the ranks share, to its style. Experts that are shared whole have a plan of their own; a
-    tied weight is divided where all that have it are."""
-    found = model._expand_parallel_plan(model.tp_plan)
+    tied weight is divided where all that have it are, and none of it is in another pipeline stage."""
+    found = _of_vocabulary(model, plan) | model._expand_parallel_plan(model.tp_plan)
     if plan.layout.expert_parallel > 1:
         experts = tuple(f"{name}." for name in model._expand_parallel_plan(model.ep_plan))
         found = {name: style for name, style in found.items() if not f"{name}.".startswith(experts)}
@@ -57,8 +61,28 @@ def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     whole = {name for names in owners.values() if not found.keys() >= set(names) for name in names} & found.keys()
+    whole |= found.keys() & (model.pipeline_stage.shared if hasattr(model, "pipeline_stage") else [])
     whole |= {name.rpartition(".")[0] for name in whole}
     return {name: style for name, style in found.items() if name not in whole}
+
+
+def _of_vocabulary(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
+    """Embedding and head, which not every plan names, where ranks are to have words of their own."""
+    if not plan.layout.vocabulary_parallel:
+        return {}
+    styles = {id(model.get_input_embeddings()): "embedding_rowwise", id(model.get_output_embeddings()): "colwise_gather_output"}
+    known = {name: (module, styles[id(module)]) for name, module in model.named_modules() if id(module) in styles}
+    weights = {f"{name}.{own}": style for name, (module, style) in known.items() for own, _ in module.named_parameters()}
+    return weights | {name: style for name, (_, style) in known.items()}
+
+
+def _why_not_vocabulary(model: PreTrainedModel, degree: int) -> str | None:
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if type(head) is not nn.Linear or not isinstance(embedding, nn.Embedding):
+        return "vocabulary_parallel shares a plain embedding and a plain linear head, which this model has not; leave it out"
+    if any(len(module.weight) % degree for module in (embedding, head)):
+        return f"vocabulary_parallel: tensor_parallel={degree} does not divide {len(head.weight)} words evenly; leave it out"
+    return None
 
 
 def divide_tensors(model: nn.Module, place: Place) -> None:
@@ -71,10 +95,13 @@ def divide_tensors(model: nn.Module, place: Place) -> None:
     _divide_weights(base, styles, parts, mesh)
     modules = dict(base.named_modules())
     for name, style in styles.items():
-        if name in modules:
+        if name in modules and not isinstance(modules[name], Absent):
             _install(name, modules[name], style, base, parts, mesh, sequence=sequence)
     for part in parts.values():
-        enter(part.module, mesh.get_group(), plain=part.plain, sequence=sequence)
+        if part.plain and place.plan.layout.gather_again:
+            enter_and_let_go(base.get_submodule(part.layer), part.module, mesh.get_group())
+        else:
+            enter(part.module, mesh.get_group(), plain=part.plain, sequence=sequence)
     if sequence:
         share_tokens(base, parts, mesh.get_group())
 

@@ -37,9 +37,16 @@ class DividedUpdate:
 
     def _own(self, whole: Tensor) -> Tensor:
         """This rank's rows."""
-        rows = whole if whole.ndim else whole.view(1)
-        each = -(-len(rows) // self.ranks)
-        return rows[min(self.rank * each, len(rows)) : min((self.rank + 1) * each, len(rows))]
+        begin, end = self._rows_of(whole)
+        return _rows(whole)[begin:end]
+
+    def _rows_of(self, whole: Tensor) -> tuple[int, int]:
+        count = len(_rows(whole))
+        each = -(-count // self.ranks)
+        return min(self.rank * each, count), min((self.rank + 1) * each, count)
+
+    def rows(self, parameter: Tensor) -> tuple[int, int]:
+        return self._rows_of(local(parameter.data))
 
     def _add(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -53,13 +60,21 @@ class DividedUpdate:
     def part(self, parameter: Tensor) -> Tensor:
         return self._parts[parameter]
 
+    def whole_gradient(self, parameter: Tensor) -> Tensor:
+        """This rank's own, of all of the parameter."""
+        if self.masters:
+            if parameter not in self._sums:
+                self._sums[parameter] = torch.zeros_like(local(parameter.data), dtype=torch.float32)
+            return self._sums[parameter]
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+        return local(parameter.grad)
+
     def reduce(self) -> None:
         """Gradients, bucket by bucket; the whole ones go."""
-        wholes = {}
+        wholes = {parameter: self.whole_gradient(parameter) for parameter in self.trained}
+        self.forget()
         for parameter in self.trained:
-            whole = self._sums.pop(parameter, None) if self.masters else parameter.grad
-            like = torch.zeros_like(local(parameter.data), dtype=self._parts[parameter].dtype)
-            wholes[parameter] = like if whole is None else local(whole)
             parameter.grad = None
         for bucket in buckets(wholes.items()):
             sizes = [self._padded(whole) for _, whole in bucket]
