@@ -16,7 +16,15 @@ from upshift.hardware.spec import Exchange as Operation
 from upshift.models.profile import ModelProfile
 from upshift.planning.cost.divide import experts_of, mixtures
 from upshift.planning.cost.known import Known
-from upshift.planning.cost.share import MASTERED_BYTES, REDUCED_BYTES, Stage, compute_bytes, elements, layer_elements, residual_bytes
+from upshift.planning.cost.share import (
+    MASTERED_BYTES,
+    REDUCED_BYTES,
+    Stage,
+    compute_bytes,
+    elements,
+    layer_elements,
+    residual_bytes,
+)
 from upshift.planning.plan import Plan
 
 Among = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
