@@ -60,13 +60,13 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
     shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
-    _sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
+    sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
     if place.experts is not None:
         group = place.experts.get_group("replicas")
-        _sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
+        sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
 
 
-def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
+def sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
     for bucket in buckets((gradient, gradient) for gradient in gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient, _ in bucket])
         sum_up(flat)
