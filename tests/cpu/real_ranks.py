@@ -116,7 +116,7 @@ class Settled:
 
 
 def summed_here(tensor: torch.Tensor, operation: str, ranks: int, group: str) -> torch.Tensor:
-    """Gloo sums a copy of all that is to be scattered, which one of its threads may free: no meter sees that. Here this one does."""
+    """Gloo sums a copy of all that is scattered, which its threads may free, where no meter sees it. Here the meter sees it."""
     whole = tensor.clone()
     dist.all_reduce(whole, group=_resolve_process_group(group))
     return whole.chunk(ranks)[dist.get_group_rank(_resolve_process_group(group), dist.get_rank())].clone()

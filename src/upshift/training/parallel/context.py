@@ -54,8 +54,8 @@ class Whole:
 
 
 def share_context(models: list[PreTrainedModel], place: Place) -> None:
-    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Their attention
-    is set already."""
+    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Attention is
+    set already."""
     if place.contexts is None:
         return
     shared = SharedContext(models[0], place)
@@ -173,11 +173,12 @@ class SharedContext:
         return args, {**given, **own, "labels": None}
 
     def after(self, model: Any, args: Any, output: Any) -> Any:
-        if self._labels is not None:
+        labels, self._labels = self._labels, None
+        if labels is not None:
             which = "shift_labels" if self._shifts else "labels"
             output.loss = model.loss_function(
                 logits=output.logits, vocab_size=output.logits.shape[-1], num_items_in_batch=self._num_labels,
-                **{"labels": None, which: self._labels},
+                **{"labels": None, which: labels},
             )  # fmt: skip
         return output
 
@@ -197,6 +198,9 @@ class SharedContext:
         for name in BY_HEAD:
             if settings.get(name) is not None:
                 raise JobFailed(f"context_parallel cannot divide the heads of the model's {name}; use context_parallel=1")
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # attention would cast them after they were exchanged
+            query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
         heads, keys = query.shape[1], key.shape[1]
         repeated = math.lcm(keys, self.ranks)  # each rank has whole key heads: where there are too few, several have the same
         if heads % repeated:

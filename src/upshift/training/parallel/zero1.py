@@ -10,6 +10,7 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import _functional_collectives as functional
 
 from upshift.training.parallel.experts import expert_modules
 from upshift.training.parallel.gradients import Spread, buckets, local, spread, sum_flat, sum_over
@@ -92,8 +93,7 @@ class DividedUpdate:
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             torch._chunk_cat([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
-            received = torch.empty_like(sent[0])
-            dist.reduce_scatter_tensor(received, sent.view(-1), group=self.group)
+            received = functional.wait_tensor(functional.reduce_scatter_tensor(sent.view(-1), "sum", 0, self.group))
             sum_over(received, self.place, ("replicas",))
             for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):
                 part = self._parts[parameter]
@@ -117,10 +117,9 @@ class DividedUpdate:
             sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             for (parameter, _), piece in zip(bucket, sent.split(sizes), strict=True):
                 piece[: parts[parameter].numel()].copy_(parts[parameter].reshape(-1))
-            received = torch.empty(self.ranks * len(sent), dtype=sent.dtype, device=sent.device)
-            dist.all_gather_into_tensor(received, sent, group=self.group)
+            received = functional.wait_tensor(functional.all_gather_tensor(sent, 0, self.group))
             for (_, whole), pieces in zip(bucket, received.view(self.ranks, -1).split(sizes, dim=1), strict=True):
-                whole.view(-1).copy_(pieces.reshape(-1)[: whole.numel()])
+                whole.copy_(pieces.reshape(-1)[: whole.numel()].view_as(whole))
 
     def forget(self) -> None:
         self._reduced.clear()
