@@ -28,6 +28,11 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
             f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
         )
+    if layout.pipeline_schedule == "zero_bubble" and layout.pipeline_parallel > 1 and plan.activation_checkpointing:
+        return (
+            "pipeline_schedule=zero_bubble computes gradients of inputs and of weights apart, and recomputed layers stay for the "
+            "second of them; use pipeline_schedule=1f1b, or activation_checkpointing=0"
+        )
     if _chooses_operators(plan) and plan.torch_compile != "off":
         return (
             f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
