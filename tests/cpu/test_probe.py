@@ -75,7 +75,8 @@ def test_the_cache_is_used_and_mended(probed: Host, cache: Path, monkeypatch: py
 
 
 def test_torch_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(probe_module, "_base_process", lambda *_, **__: {"resident_bytes": None, "compiler": None})
+    nothing = {"resident_bytes": None, "compiler": None, "exchanges": {}}
+    monkeypatch.setattr(probe_module, "_base_process", lambda *_, **__: nothing)
     threads, precision = torch.get_num_threads(), torch.get_float32_matmul_precision()
     try:
         torch.set_num_threads(1)

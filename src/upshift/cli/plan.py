@@ -11,6 +11,7 @@ import typer
 
 from upshift.cli import plan_inference, plan_lengths, show
 from upshift.cli import plan_questions as questions
+from upshift.cli.layout_flags import with_layout_flags
 from upshift.errors import RequestError
 from upshift.models.source import find_to_train
 from upshift.planning.plan import CHANGES_MATHEMATICS
@@ -43,6 +44,7 @@ LoraRank = Annotated[
 FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --lora-rank the weights are stored in NF4")]
 
 
+@with_layout_flags
 def command(
     model: Model, sequence_length: SequenceLength = 512, global_batch: GlobalBatch = 8, on: On = None, set_: Set = None,
     allow: Allow = "", data: Data = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,

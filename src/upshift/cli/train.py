@@ -9,11 +9,13 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import show
+from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.record import Record
 from upshift.units import GIB, format_bytes, format_seconds
 
 
+@with_layout_flags
 def command(
     model: Model,
     data: Annotated[

@@ -1,6 +1,8 @@
-"""Run as a script by the probe: the memory of a process that imported torch and transformers, and does compiling work.
+"""Run as a script by the probe: the memory of a process that imported torch and transformers, whether compiling works, and how
+fast gloo exchanges tensors between this process and another one.
 
-Prints one JSON line: {"resident_bytes", "compiler"}. A process of its own, because that is what a trial is; and free of
+Prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a small one, bytes per second]}}.
+A process of its own, because that is what a trial is; and free of
 upshift's other modules, so that it runs wherever this interpreter does.
 """
 
@@ -8,11 +10,21 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
+import socket
+import statistics
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
+
+SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
+TIMES = 5
+PATIENCE = timedelta(seconds=30)  # of one process with the other
 
 
 def resident_bytes(num_threads: int) -> int:
@@ -49,6 +61,70 @@ def compiler_works() -> bool:
         return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
 
+def other_process(port: int) -> int | None:
+    """Forks the one that tensors are exchanged with, before torch has threads; None where that cannot be."""
+    import torch.distributed as dist
+
+    if not hasattr(os, "fork") or not dist.is_available() or not dist.is_gloo_available():
+        return None
+    child = os.fork()
+    if child == 0:
+        try:
+            exchanges(1, port)
+        finally:
+            os._exit(0)
+    return child
+
+
+def exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
+    """Of each operation, seconds for a small tensor and bytes of a large one per second; medians. Empty without gloo."""
+    import torch.distributed as dist
+
+    try:
+        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", PATIENCE, rank=rank, world_size=2)
+        small, large = (_exchange_seconds(rank, size) for size in (SMALL_BYTES, LARGE_BYTES))
+        dist.barrier()
+        dist.destroy_process_group()
+    except RuntimeError:  # torch's errors of a group are of this type
+        return {}
+    return {name: (small[name], LARGE_BYTES / large[name]) for name in small}
+
+
+def _exchange_seconds(rank: int, num_bytes: int) -> dict[str, float]:
+    import torch
+    import torch.distributed as dist
+
+    whole, other = torch.zeros(num_bytes // 4), torch.zeros(num_bytes // 4)
+    half = torch.zeros(num_bytes // 8)
+    operations: dict[str, Callable[[], object]] = {
+        "all_gather": lambda: dist.all_gather_into_tensor(whole, half),
+        "reduce_scatter": lambda: dist.reduce_scatter_tensor(half, whole), "all_reduce": lambda: dist.all_reduce(whole),
+        "all_to_all": lambda: dist.all_to_all_single(other, whole),
+        "send": lambda: dist.recv(whole, 0) if rank else dist.send(whole, 1),
+    }  # fmt: skip
+    found = {}
+    for name, operation in operations.items():
+        samples = []
+        for _ in range(TIMES + 1):
+            dist.barrier()
+            start = time.perf_counter()
+            operation()
+            samples.append(time.perf_counter() - start)
+        found[name] = statistics.median(samples[1:])
+    return found
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
 if __name__ == "__main__":
-    resident = resident_bytes(int(sys.argv[1]))
-    sys.stdout.write(json.dumps({"resident_bytes": resident, "compiler": compiler_works()}) + "\n")
+    port = _free_port()
+    child = other_process(port)
+    alone = {"resident_bytes": resident_bytes(int(sys.argv[1])), "compiler": compiler_works()}
+    together = {"exchanges": {} if child is None else exchanges(0, port)}
+    if child is not None:
+        os.waitpid(child, 0)
+    sys.stdout.write(json.dumps(alone | together) + "\n")

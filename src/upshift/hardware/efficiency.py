@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal, get_args
+from typing import get_args
 
-from upshift.hardware.spec import Link
+from upshift.hardware.spec import Collective, Link
 from upshift.units import GIGA
-
-Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
 
 # COSTS.md D7: medians over AIConfigurator's measured tables (vLLM 0.14 and 0.24 GEMMs, bf16), as a share of the
 # roofline with the dense peaks of the table. A class holds the matrix products from its bound in FLOP to the next one's.

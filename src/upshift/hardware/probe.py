@@ -1,7 +1,7 @@
 """Measures what the cost model needs of this machine: matrix and memory rates, and the fixed costs of torch.
 
 Every number is a median after warm-up, on the host's usable cores, at one training-like shape; small shapes reach less.
-Collectives between GPUs, fp8 and int8 are not measured. Other load on the machine lowers the result.
+Exchanges are gloo's between processes; collectives of GPUs, fp8 and int8 are not measured. Other load lowers the result.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING, Any
 
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
-from upshift.hardware.spec import Cpu, Host, Measured, Rates
+from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
 from upshift.installed import installed_version
 from upshift.settings import read_settings
 from upshift.units import MIB
@@ -37,6 +37,7 @@ GPU_SHAPE = (8192, 8192, 8192)
 MIN_STREAM_BYTES = 64 * MIB  # per array, where the last-level cache is small or unknown
 MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
+FORMAT = "2"  # raise when more is measured
 PINNED_BYTES = 256 * MIB
 
 
@@ -87,6 +88,10 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
         cpu=cpu_rates,
         dispatch_seconds=dispatch,
         first_touch_seconds_per_byte=touch,
+        exchanges={
+            name: Link(name=f"gloo {name}", latency_seconds=latency, bytes_per_second=rate, measured=True)
+            for name, (latency, rate) in base["exchanges"].items()
+        },
         base_resident_bytes=base["resident_bytes"],
         compiler=base["compiler"],
         probe_seconds=time.perf_counter() - start,
@@ -116,7 +121,7 @@ def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except subprocess.TimeoutExpired:
-        return {"resident_bytes": None, "compiler": None}
+        return {"resident_bytes": None, "compiler": None, "exchanges": {}}
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]
         raise JobFailed(f"a process that imports torch and transformers fails here: {last_line}") from None
@@ -281,7 +286,7 @@ def _gpu_numbers(limit_seconds: float) -> dict[str, Any]:
 
 
 def _cache_path(host: Host) -> Path:
-    name = f"{host.fingerprint}-torch-{installed_version('torch')}-transformers-{installed_version('transformers')}.json"
+    name = f"{FORMAT}-{host.fingerprint}-torch-{installed_version('torch')}-transformers-{installed_version('transformers')}.json"
     return read_settings().cache_dir / "probe" / name
 
 

@@ -20,6 +20,8 @@ Isa = Literal[
     "avx2", "avx512f", "avx512_bf16", "avx512_fp16", "avx512_vnni", "avx_vnni", "amx_bf16", "amx_fp16", "amx_int8",
     "neon", "neon_fp16", "neon_dotprod", "neon_bf16", "neon_i8mm", "sve", "sve2",
 ]  # fmt: skip
+Collective = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+Exchange = Literal[Collective, "send"]
 Backend = Literal["cuda", "rocm", "hpu", "xla", "mps"]  # what PyTorch runs an accelerator with
 Device = Literal["cpu", "cuda", "hpu", "xla", "mps"]
 Count = Annotated[int, Field(ge=1)]
@@ -145,6 +147,7 @@ class Measured(Value):
     gpu_dispatch_seconds: Seconds | None = None  # likewise, queueing one kernel
     host_to_device_bytes_per_second: Rate | None = None  # from pinned memory
     first_touch_seconds_per_byte: Seconds | None  # page faults of a fresh large tensor, beyond the write itself
+    exchanges: dict[Exchange, Link] = {}  # gloo's between two processes here: latency, and bytes of the whole tensor per second
     base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
     compiler: bool | None  # a C++ compiler and the headers torch.compile needs on the CPU work
     probe_seconds: Seconds
@@ -186,6 +189,10 @@ class Host(Value):
     def num_devices(self) -> int:
         """GPUs of all nodes; without GPUs, one device per node."""
         return self.num_nodes * max(1, self.gpus_per_node)
+
+    def ranks_per_node(self, num_processes: int) -> int:
+        """Of a job of so many processes: one for each GPU; where there is none, they share the cores of the nodes evenly."""
+        return self.gpus_per_node or max(num_processes // self.num_nodes, 1)
 
     def one_device(self) -> Host:
         """The same machine with a single GPU, for jobs that use no more; where they differ, with the first."""

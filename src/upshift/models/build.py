@@ -88,11 +88,15 @@ class LayerStack:
 
 
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """The outermost ModuleLists with at least two layers that hold parameters, in the order the model lists them."""
+    """The outermost ModuleLists with at least two layers that hold parameters, in the order the model lists them. One that says
+    that it ``is_stack``, as a part of one, may have one layer."""
     found: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(outer + ".") for outer, _ in found)
-        if isinstance(module, nn.ModuleList) and len(module) > 1 and not inside and all(_is_layer(child) for child in module):
+        if not isinstance(module, nn.ModuleList) or inside:
+            continue
+        enough = len(module) > 1 or getattr(module, "is_stack", False)
+        if enough and all(_is_layer(child) for child in module):
             found.append((path, module))
     return found
 

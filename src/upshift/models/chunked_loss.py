@@ -15,8 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
-from upshift.models.linear_cross_entropy import HeadLoss, linear_cross_entropy
+from upshift.models.linear_cross_entropy import HeadLoss, OwnWords, linear_cross_entropy
 
 
 class ChunkedHeadError(RuntimeError):
@@ -143,7 +144,8 @@ class DeferredLogits:
             raise ChunkedHeadError("the model's loss does not take rows of logits and one label a row")
         head = self.head._replace(ignore_index=ignore_index, label_smoothing=label_smoothing or self.head.label_smoothing)
         self.uses.losses += 1
-        total = linear_cross_entropy(self.hidden, self.weight, self.bias, target, head)
+        weight, bias, words = _own_words(self.weight, self.bias)
+        total = linear_cross_entropy(self.hidden, weight, bias, target, head, words)
         if reduction == "sum":
             return total
         num_labels = (target != ignore_index).sum()
@@ -164,6 +166,19 @@ class DeferredLogits:
         if function not in own:
             raise ChunkedHeadError(f"the model takes torch's {getattr(function, '__name__', function)} of its logits")
         return own[function](*args, **(kwargs or {}))
+
+
+def _own_words(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, OwnWords | None]:
+    """This rank's, where ranks share the vocabulary: a rank then has as many of the rows as any other."""
+    if not isinstance(weight, DTensor):
+        return weight, bias, None
+    own, mesh = weight.to_local(), weight.device_mesh
+    words = OwnWords(mesh.get_group(), mesh.get_local_rank() * len(own), len(weight))
+    if isinstance(bias, DTensor):
+        bias = bias.to_local()
+    elif bias is not None:
+        bias = bias[words.first : words.first + len(own)]
+    return own, bias, words
 
 
 def _swapped(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:

@@ -2,7 +2,8 @@
 
 Loss and gradients of a chunk are made in one go, while its probabilities are at hand (Hsu et al., "Liger Kernel", 2024,
 section 3.2). Rows whose label is ignored are not computed. Sums, not means: what a mean divides by multiplies the gradients
-afterwards, so that half precision does not lose them.
+afterwards, so that half precision does not lose them. Ranks may have a part of the vocabulary each: per label they exchange the
+largest logit and the sum of exponentials (Shoeybi et al., "Megatron-LM", 2019, section 3).
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor
 
 ROW_MULTIPLE = 64
@@ -27,15 +29,30 @@ class HeadLoss(NamedTuple):
     z_loss: float = 0.0  # times logsumexp(logits) ** 2; Chowdhery et al., "PaLM", 2022, section 5
 
 
+class OwnWords(NamedTuple):
+    """Of a vocabulary that the ranks of ``group`` share: this rank has those from ``first`` on, ``vocabulary`` are all."""
+
+    group: dist.ProcessGroup
+    first: int
+    vocabulary: int
+
+
 @torch.compiler.disable  # the number of chunks follows the labels: compiled, each would be a graph of its own
 def linear_cross_entropy(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, labels: torch.Tensor, head: HeadLoss
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    labels: torch.Tensor,
+    head: HeadLoss,
+    words: OwnWords | None = None,
 ) -> torch.Tensor:
     """Sum of the losses of all labels but the ignored ones: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar.
 
     Matrix products are in autocast's dtype where it is on, all else in fp32. Backward once only: it consumes the gradients.
+    With ``words``, weight and bias are of these alone; every rank of the group has the same hidden states and labels, and gets
+    the same loss and the whole gradient of the hidden states.
     """
-    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, torch.is_grad_enabled())
+    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, words, torch.is_grad_enabled())
     return total
 
 
@@ -50,6 +67,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         bias: torch.Tensor | None,
         labels: torch.Tensor,
         head: HeadLoss,
+        words: OwnWords | None,
         with_gradients: bool,
     ) -> torch.Tensor:
         device = hidden.device.type
@@ -61,7 +79,11 @@ class LinearCrossEntropy(torch.autograd.Function):
             bias=torch.zeros_like(bias, dtype=torch.float32) if wanted[2] and bias is not None else None,
         )
         with torch.autocast(device, enabled=False):
-            total = _sum_chunks(hidden, weight.to(compute), bias, labels, head, sums if any(wanted) else None)
+            total = _sum_chunks(hidden, weight.to(compute), bias, labels, head, words, sums if any(wanted) else None)
+            if words is not None:
+                for shared in (total, sums.hidden):
+                    if shared is not None:
+                        dist.all_reduce(shared, group=words.group)
         ctx.save_for_backward(sums.hidden, sums.weight, None if sums.bias is None or bias is None else sums.bias.to(bias.dtype))
         return total
 
@@ -69,7 +91,7 @@ class LinearCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, *grad_outputs: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (scale,) = grad_outputs
         gradients = ctx.saved_tensors
-        return (*(g.mul_(scale.to(g.dtype)) if g is not None else None for g in gradients), None, None, None)
+        return (*(g.mul_(scale.to(g.dtype)) if g is not None else None for g in gradients), None, None, None, None)
 
 
 class Gradients(NamedTuple):
@@ -86,6 +108,7 @@ def _sum_chunks(
     bias: torch.Tensor | None,
     labels: torch.Tensor,
     head: HeadLoss,
+    words: OwnWords | None,
     sums: Gradients | None,
 ) -> torch.Tensor:
     """``matrix``: the weight in the dtype of the products. One buffer of logits serves all chunks."""
@@ -98,7 +121,7 @@ def _sum_chunks(
         logits = torch.mm(inputs, matrix.T, out=buffer[: len(padded)])
         real, block = logits[: len(chunk)], _rows_in_cache(logits)
         for part, targets in zip(real.split(block), labels[chunk].split(block), strict=True):
-            total += _loss_then_slope(part, targets, bias, head, sums)
+            total += _loss_then_slope(part, targets, bias, head, words, sums)
         logits[len(chunk) :] = 0.0
         if sums is not None and sums.hidden is not None:
             sums.hidden.index_copy_(0, chunk, (logits @ matrix)[: len(chunk)].to(hidden.dtype))
@@ -138,35 +161,63 @@ def _rows_in_cache(matrix: torch.Tensor) -> int:
 
 
 def _loss_then_slope(
-    part: torch.Tensor, labels: torch.Tensor, bias: torch.Tensor | None, head: HeadLoss, sums: Gradients | None
+    part: torch.Tensor,
+    labels: torch.Tensor,
+    bias: torch.Tensor | None,
+    head: HeadLoss,
+    words: OwnWords | None,
+    sums: Gradients | None,
 ) -> torch.Tensor:
-    """Summed loss of ``part`` [C, V], products without scale and bias; its gradient by them is written over it."""
-    logits, columns = part.float(), labels.unsqueeze(1)
+    """Summed loss of ``part`` [C, V], products without scale and bias; its gradient by them is written over it. Of own words:
+    their terms of it."""
+    logits, vocabulary = part.float(), part.shape[1] if words is None else words.vocabulary
     if head.scale != 1.0:
         logits.mul_(head.scale)
     if bias is not None:
         logits.add_(bias)
     if head.cap is not None:
         logits.tanh_().mul_(head.cap)
-    log_probabilities = torch.log_softmax(logits, dim=1)
-    picked = log_probabilities.gather(1, columns)
-    normaliser = logits.gather(1, columns) - picked if head.z_loss else None
-    loss = picked.sum() * (head.label_smoothing - 1.0)
+    log_probabilities, normaliser = _log_softmax(logits, words)
+    columns, named = _own_columns(labels, words, logits)
+    loss = (log_probabilities.gather(1, columns) * named).sum() * (head.label_smoothing - 1.0)
     if head.label_smoothing:
-        loss -= log_probabilities.mean(1).sum() * head.label_smoothing
-    if normaliser is not None:
+        loss -= log_probabilities.sum(1).div_(vocabulary).sum() * head.label_smoothing
+    if head.z_loss and (words is None or words.first == 0):
         loss += normaliser.square().sum() * head.z_loss
     if sums is None:
         return loss
     slope = log_probabilities.exp_()
-    if normaliser is not None:
+    if head.z_loss:
         slope.mul_(normaliser.mul_(2.0 * head.z_loss).add_(1.0))
     if head.label_smoothing:
-        slope.sub_(head.label_smoothing / slope.shape[1])
-    slope.scatter_add_(1, columns, torch.full_like(columns, head.label_smoothing - 1.0, dtype=slope.dtype))
+        slope.sub_(head.label_smoothing / vocabulary)
+    slope.scatter_add_(1, columns, named * (head.label_smoothing - 1.0))
     if head.cap is not None:  # the derivative of cap * tanh(x) is cap * (1 - tanh(x) ** 2)
         slope.mul_(logits.square_().mul_(-1.0 / head.cap).add_(head.cap))
     if sums.bias is not None:
         sums.bias.add_(slope.sum(0))
     part.copy_(slope.mul_(head.scale) if head.scale != 1.0 else slope)
     return loss
+
+
+def _log_softmax(logits: torch.Tensor, words: OwnWords | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """[C, V] over all words, and logsumexp [C, 1]."""
+    if words is None:
+        log_probabilities = torch.log_softmax(logits, dim=1)
+        return log_probabilities, (logits[:, :1] - log_probabilities[:, :1])
+    largest = logits.amax(1, keepdim=True)
+    dist.all_reduce(largest, dist.ReduceOp.MAX, words.group)
+    exponentials = (logits - largest).exp_().sum(1, keepdim=True)
+    dist.all_reduce(exponentials, group=words.group)
+    normaliser = largest + exponentials.log_()
+    return logits - normaliser, normaliser
+
+
+def _own_columns(labels: torch.Tensor, words: OwnWords | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """[C, 1] twice: the column of every label, and 1.0, or 0.0 where another rank has it."""
+    columns = labels.unsqueeze(1)
+    if words is None:
+        return columns, torch.ones_like(columns, dtype=logits.dtype)
+    columns = columns - words.first
+    own = (columns >= 0) & (columns < logits.shape[1])
+    return columns.clamp(0, logits.shape[1] - 1), own.to(logits.dtype)

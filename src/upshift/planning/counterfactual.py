@@ -19,10 +19,11 @@ from upshift.planning.layout import Layout
 from upshift.planning.layouts import ASKED_LAYOUTS
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import CHANGES_MATHEMATICS, Plan, Precision
-from upshift.planning.planner import Planning, as_here, variants_for
+from upshift.planning.planner import Planning, as_here
 from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking
 from upshift.planning.search import search
 from upshift.planning.space import FIXED_BY_REQUEST, ONLY_WHEN_ASKED, parse_fixed, parse_value
+from upshift.planning.variants import variants_for
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.units import format_bytes, gib
@@ -71,7 +72,7 @@ def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace)
             why="the best plan has it",
         )  # fmt: skip
     host, allow = planning.host, _allowance(name, value, planning.workload)
-    if name in Layout.model_fields and (host.device == "cpu" or host.num_devices == 1):
+    if name in Layout.model_fields and host.device != "cpu" and host.num_devices == 1:
         alone = f"it says how the devices of a host share the job, and {host.name} has one that computes"
         return Counterfactual(asked=asked, outcome="not possible", why=alone)
     workload = planning.workload.changed(allow=(*planning.workload.allow, *allow))

@@ -10,6 +10,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, ClassVar, Literal
 
 from upshift.errors import RequestError
@@ -19,14 +20,16 @@ from upshift.planning.bisecting import largest_multiple
 from upshift.planning.calibration import Calibration
 from upshift.planning.counterfactual import Trace, too_big
 from upshift.planning.depth import with_layers
-from upshift.planning.layouts import DEEPEST_PIPELINE
+from upshift.planning.layout import divisors
+from upshift.planning.layouts import DEEPEST_PIPELINE, rank_counts, shares_work
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
-from upshift.planning.planner import as_here, variants_for
+from upshift.planning.planner import as_here
 from upshift.planning.plans import enumerate_plans
 from upshift.planning.rank import Candidate, Coster, Ranking, Rejected, TooBig
 from upshift.planning.search import search
 from upshift.planning.space import BATCH_FACTORS, parse_fixed
+from upshift.planning.variants import variants_for
 from upshift.planning.whole_life import WholeLife
 from upshift.planning.workload import Workload
 
@@ -78,11 +81,16 @@ class Way:
     def step(self, sharing: int | None) -> int:
         return 1
 
+    @cached_property
+    def ranks(self) -> int:
+        """Of the job, the most that it may have."""
+        return rank_counts(self.host, self.choices)[-1] if shares_work(self.host, self.choices) else 1
+
     def degrees(self) -> list[int]:
-        return [degree for degree in range(1, self.host.num_devices + 1) if self.host.num_devices % degree == 0]
+        return divisors(self.ranks)
 
     def sharings(self) -> list[int | None]:
-        if self.degree is None or self.host.device == "cpu" or self.host.num_devices == 1:
+        if self.degree is None or not shares_work(self.host, self.choices):
             return [None]
         asked = self.choices.get(self.degree)
         return [*(self.degrees() if asked is None else [asked])]
@@ -122,7 +130,7 @@ class Way:
         """Whether any plan does; on one device it ends with the first that does."""
         (profile, workload), fixed = self.posed(size), self.fixed_for(size, sharing)
         try:
-            if self.host.device != "cpu" and self.host.num_devices > 1:
+            if shares_work(self.host, fixed):
                 return bool(self.ranking(size, sharing).candidates)
             coster = Coster(self.host, profile, workload)
             plans = enumerate_plans(self.host, profile, workload, fixed=fixed)
@@ -218,7 +226,7 @@ class Batch(Way):
         super().__post_init__()
 
     def posed(self, size: int) -> tuple[ModelProfile, Workload]:
-        return self.profile, self.workload.changed(global_batch=size * self.host.num_devices)
+        return self.profile, self.workload.changed(global_batch=size * self.ranks)
 
     def fixed_at(self, size: int) -> dict[str, Any]:
         return self.choices | {"per_device_train_batch_size": size}

@@ -14,7 +14,7 @@ from upshift.planning.counterfactual import Trace, too_big
 from upshift.planning.growing import Batch, Depth, Sequence, Way, What
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
-from upshift.planning.planner import variants_for
+from upshift.planning.variants import variants_for
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.value import Value

@@ -4,39 +4,69 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from itertools import product
+from math import lcm
 from typing import Any
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.layout import ContextKind, Layout, divisors
+from upshift.planning.layout import ContextKind, Layout, divisors, reason_not_split
 from upshift.planning.workload import Workload
 
 LONG_ENOUGH = 4096  # tokens a rank: below it there is nothing to gain from sharing a sequence
 VIRTUAL_STAGES = (2, 4)
 ASKED_LAYOUTS = ("master_weights", "gather_again", "vocabulary_parallel", "overlap")  # never chosen unasked
 DEEPEST_PIPELINE = 64
+MOST_A_CORE = 4  # processes that take turns; more than one for each core is for trying layouts out
+DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
+LARGEST_NAMED = 16  # of the degrees of processes on CPUs that a message names
+PLAIN = Layout()
+
+
+def shares_work(host: Host, fixed: dict[str, Any]) -> bool:
+    """Whether ways to share the job are looked for: among all devices, and among processes on one machine's CPU where several
+    are asked for, or a layout is. Unasked, those have sequences of their own each."""
+    if host.device != "cpu" or host.num_nodes > 1:
+        return host.num_devices > 1
+    asked = any(value != getattr(PLAIN, name) for name, value in fixed.items() if name in Layout.model_fields)
+    return asked or fixed.get("num_processes", 1) > 1
+
+
+def rank_counts(host: Host, fixed: dict[str, Any]) -> list[int]:
+    """How many ranks a job that is shared may have: one for each GPU; processes on CPUs: as many as are asked for, or as the
+    degrees that are asked for need, and one for each NUMA node."""
+    if host.device != "cpu":
+        return [host.num_devices]
+    if "num_processes" in fixed:
+        return [fixed["num_processes"]]
+    asked = PLAIN.model_copy(update={name: value for name, value in fixed.items() if name in Layout.model_fields})
+    divided = max(asked.shard_size, 1 if asked.fully_shard == "no" else 2)
+    sharing = lcm(asked.context_parallel, divided, asked.expert_parallel)
+    least = max(asked.tensor_parallel * lcm(asked.pipeline_parallel * sharing, host.num_nodes), 2)
+    sockets = host.num_nodes * ((host.cpu.numa_nodes if host.cpu else None) or 1)
+    return sorted({least, sockets if sockets % least == 0 else least})
 
 
 def layouts(
-    host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any] | None = None
+    host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any] | None = None, ranks: int | None = None
 ) -> Iterator[tuple[int, Layout]]:
-    """(data-parallel ranks, layout) of all devices, in a fixed order; only those with the ``fixed`` fields."""
-    fixed = fixed or {}
-    for tensor, context, pipeline, kind in _degrees(host, profile, workload, fixed):
-        data = host.num_devices // (tensor * context * pipeline)
+    """(data-parallel ranks, layout) of so many ranks, one for each device where not given, in a fixed order; only those with the
+    ``fixed`` fields."""
+    fixed, ranks = fixed or {}, ranks or host.num_devices
+    for tensor, context, pipeline, kind in _degrees(host, profile, workload, fixed, ranks):
+        data = ranks // (tensor * context * pipeline)
         if workload.global_batch % data:
             continue
-        for sharding in _shardings(host, data * context, tensor):
+        for sharding in _shardings(host.ranks_per_node(ranks), data * context, tensor):
             for schedule, stages in _schedules(profile, pipeline, fixed):
-                for experts in _expert_degrees(profile, data * context):
+                for experts, tokens in product(_expert_degrees(profile, data * context), _shares_tokens(host, tensor)):
                     layout = Layout(
-                        fully_shard=sharding[0], shard_size=sharding[1], tensor_parallel=tensor, sequence_parallel=tensor > 1,
+                        fully_shard=sharding[0], shard_size=sharding[1], tensor_parallel=tensor, sequence_parallel=tokens,
                         context_parallel=context, context_kind=kind, pipeline_parallel=pipeline, pipeline_schedule=schedule,
                         virtual_stages=stages, expert_parallel=experts,
                     )  # fmt: skip
                     layout = layout.model_copy(update=_asked(layout, profile, fixed))
-                    if all(getattr(layout, name) == value for name, value in fixed.items()):
+                    if reason_not_split(layout) is None and all(getattr(layout, name) == value for name, value in fixed.items()):
                         yield data, layout
 
 
@@ -52,19 +82,23 @@ def _asked(layout: Layout, profile: ModelProfile, fixed: dict[str, Any]) -> dict
 
 
 def _degrees(
-    host: Host, profile: ModelProfile, workload: Workload, fixed: dict[str, Any]
+    host: Host, profile: ModelProfile, workload: Workload, fixed: dict[str, Any], devices: int
 ) -> Iterator[tuple[int, int, int, ContextKind]]:
     """Tensor-parallel groups stay inside a node: their exchange hides behind nothing."""
-    devices = host.num_devices
-    tensors = [t for t in divisors(host.gpus_per_node) if t == 1 or _divides(profile, t)]
+    tensors = [t for t in divisors(host.ranks_per_node(devices)) if t == 1 or _divides(profile, t)]
     pipelines = [p for p in divisors(devices) if p == 1 or (_can_pipeline(profile, p) and p <= DEEPEST_PIPELINE)]
     asked = {1, fixed.get("context_parallel")}
     contexts = [c for c in divisors(devices) if c in asked or _worth_sharing(profile, workload, c)]
     for tensor, context, pipeline in product(tensors, contexts, pipelines):
         if devices % (tensor * context * pipeline):
             continue
-        for kind in _context_kinds(profile, tensor, context):
+        for kind in _context_kinds(host, profile, tensor, context):
             yield tensor, context, pipeline, kind
+
+
+def _shares_tokens(host: Host, tensor: int) -> list[bool]:
+    """Always where it costs nothing. On CPUs a scatter of sums moves as much as the sum (cost/gloo.py): memory against time."""
+    return [tensor > 1] if tensor == 1 or host.device != "cpu" else [True, False]
 
 
 def _divides(profile: ModelProfile, degree: int) -> bool:
@@ -79,19 +113,21 @@ def _worth_sharing(profile: ModelProfile, workload: Workload, degree: int) -> bo
     return profile.objective == "causal-lm" and workload.sequence_length >= degree * LONG_ENOUGH
 
 
-def _context_kinds(profile: ModelProfile, tensor: int, context: int) -> list[ContextKind]:
+def _context_kinds(host: Host, profile: ModelProfile, tensor: int, context: int) -> list[ContextKind]:
     if context == 1:
         return ["ring"]
     queries, keys = profile.heads or (1, 1)
+    if host.device == "cpu":  # torch's ring is of CUDA kernels; ranks that have fewer keys than they need repeat them
+        return ["ulysses"] if queries % (tensor * context) == 0 else []
     exchanges = queries % (tensor * context) == 0 and keys % (tensor * context) == 0
     return ["ring", "ulysses"] if exchanges else ["ring"]
 
 
-def _shardings(host: Host, ranks: int, tensor: int) -> list[tuple[Any, int]]:
+def _shardings(node_ranks: int, ranks: int, tensor: int) -> list[tuple[Any, int]]:
     """(what is divided, among how many): nothing; each ZeRO stage over all ranks that share gradients, or over those of one
     node, replicated between nodes."""
     sizes = [ranks] if ranks > 1 else []
-    node = max(host.gpus_per_node // tensor, 1)
+    node = max(node_ranks // tensor, 1)
     if 1 < node < ranks and ranks % node == 0:
         sizes.append(node)
     return [("no", 1), *((stage, size) for stage in ("optimizer", "gradients", "weights") for size in sizes)]
@@ -112,15 +148,72 @@ def _expert_degrees(profile: ModelProfile, ranks: int) -> list[int]:
     return [degree for degree in divisors(ranks) if profile.experts.count % degree == 0]
 
 
+def check_processes(fixed: dict[str, Any], host: Host) -> None:
+    """Raises RequestError where this host does not run so many."""
+    asked = fixed.get("num_processes")
+    if asked is None:
+        return
+    if host.device != "cpu":
+        if asked != host.num_devices:
+            ranks = f"one for each of its GPUs, {host.num_devices}"
+            raise RequestError(f"--set num_processes={asked} is not possible on {host.name}, which runs {ranks}; use that")
+    elif asked % host.num_nodes and asked > 1:
+        raise RequestError(f"--set num_processes={asked} does not divide among {host.num_nodes} hosts; use a multiple of that")
+    elif host.cpu is not None and host.ranks_per_node(asked) > (most := MOST_A_CORE * host.cpu.usable_cores):
+        raise RequestError(
+            f"--set num_processes={asked} is more than {MOST_A_CORE} for each of the {host.cpu.usable_cores} cores of "
+            f"{host.name}, where they only wait for each other; use at most {most * host.num_nodes}"
+        )
+
+
 def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workload: Workload) -> None:
-    """Raises RequestError, naming the value, the valid ones and why, for a degree that no layout here has."""
-    for name, value in fixed.items():
-        valid = sorted({getattr(layout, name) for _, layout in layouts(host, profile, workload, fixed={name: value})})
-        if valid:
-            continue
-        known = sorted({getattr(layout, name) for _, layout in layouts(host, profile, workload)})
-        why = _why(name, profile)
-        raise RequestError(f"--set {name}={value} is not possible on {host.name}; use one of {', '.join(map(str, known))}{why}")
+    """Raises RequestError, naming the value, the valid ones and why, for what no layout here has: of a degree, of all that are
+    asked for together, or of the number of processes. ``fixed`` may name other fields too."""
+    if not shares_work(host, fixed):
+        return
+    asked = {name: value for name, value in fixed.items() if name in Layout.model_fields}
+
+    def known(asked: dict[str, Any], name: str, *, looked_for: bool = False) -> list[Any]:
+        """Its values in the layouts that have what is asked for. ``looked_for``: as many processes as they need, on CPUs."""
+        counts, found = fixed if "num_processes" in fixed else asked, [asked]
+        if looked_for and name in DEGREES and host.device == "cpu":
+            found = [asked | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
+        return sorted({
+            getattr(layout, name)
+            for one in found
+            for ranks in rank_counts(host, {**one, **counts})
+            for _, layout in layouts(host, profile, workload, fixed=one, ranks=ranks)
+        })  # fmt: skip
+
+    for name, value in asked.items():
+        if not known({name: value}, name):
+            valid = ", ".join(map(str, known({}, name, looked_for=True)))
+            on = f"of {fixed['num_processes']} processes on {host.name}" if "num_processes" in fixed else f"on {host.name}"
+            raise RequestError(f"--set {name}={value} is not possible {on}; use one of {valid}{_why(name, profile)}")
+    if known(asked, "tensor_parallel"):
+        return
+    together = " ".join(f"--set {name}={value}" for name, value in asked.items())
+    for name, value in sorted(asked.items(), key=lambda item: item[0] in DEGREES):
+        others = {other: given for other, given in asked.items() if other != name}
+        if valid_with_them := known(others, name):
+            one_of = ", ".join(map(str, valid_with_them))
+            raise RequestError(f"{together} is not possible on {host.name}; with the others {name} can be {one_of}, not {value}")
+    raise RequestError(
+        f"{together or _processes(fixed)} is not possible on {host.name}: ranks must divide the global batch of "
+        f"{workload.global_batch}{_divided(profile)}; use another number of processes (--nproc)"
+    )
+
+
+def _processes(fixed: dict[str, Any]) -> str:
+    return f"num_processes={fixed['num_processes']}" if "num_processes" in fixed else "sharing the job"
+
+
+def _divided(profile: ModelProfile) -> str:
+    """What else ranks may divide of the model."""
+    found = [f"{profile.num_layers} layers"] if _can_pipeline(profile, profile.num_layers) else []
+    if profile.tensor_parallel is not None:
+        found.append(f"heads and matrices that divide by {profile.tensor_parallel.divisor}")
+    return "".join(f", or {one}" for one in found)
 
 
 def _why(name: str, profile: ModelProfile) -> str:

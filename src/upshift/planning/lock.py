@@ -22,8 +22,9 @@ from upshift.planning.cost.memory import PHASES
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.plan import Plan
-from upshift.planning.planner import Planning, variants_for
+from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate, Rejected, cost_plan
+from upshift.planning.variants import variants_for
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.units import GIB, format_bytes

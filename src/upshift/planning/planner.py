@@ -11,9 +11,9 @@ from typing import Any, get_args
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
-from upshift.models.profile import ModelProfile, TracedPrecision
+from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource, find_to_train
-from upshift.models.store import Variant, profile_model
+from upshift.models.store import profile_model
 from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.explain import Reason, reasons, representative, shadow_price
@@ -28,7 +28,8 @@ from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.search import search
-from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, check_allow, parse_fixed, read_fixed
+from upshift.planning.space import check_allow, parse_fixed, read_fixed
+from upshift.planning.variants import variants_for
 from upshift.planning.whole_life import FITS_BUT, WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
@@ -115,49 +116,6 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
     from upshift.hardware.probe import measure
 
     return measure(host)
-
-
-def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
-    """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask; but
-    for what is ``fixed`` otherwise. The plain default's is always among them. ``selective``: recomputed so as well, which takes
-    half as long again and matters where memory is short; alternately where that is asked for."""
-    found = _variants_for(host, workload, fixed, selective=selective)
-    asked = "recompute_granularity=alternate" in fixed
-    return tuple(variant._replace(alternate=True) for variant in found) if asked else found
-
-
-def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, selective: bool) -> tuple[Variant, ...]:
-    selective = selective or "recompute_granularity=selective" in fixed
-    precisions: list[TracedPrecision] = ["fp32"]
-    if not {"precision=fp32", "precision=tf32"} & {*fixed} and (host.supports("bf16") or host.supports("fp16")):
-        precisions.append("bf16")
-    if "bf16-weights" in workload.allow:
-        precisions.append("bf16-pure")
-    masks = (False, True) if workload.lengths is not None else (False,)
-    if host.device != "cpu" and host.num_devices > 1:
-        return _shared_variants(precisions, masks, selective=selective)
-    kernels = ["sdpa"]
-    block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
-    if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
-        kernels.append("block")
-    compiled = can_compile(host)
-    variants = [
-        Variant(precision, kernel, masked, selective=selective, compiled=compiled)
-        for precision in precisions
-        for kernel in kernels
-        for masked in masks
-    ]
-    return (*variants, *(Variant(p, "eager", False) for p in precisions))
-
-
-def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:
-    """For ranks that share a job: bf16 also as one of two ranks, and with weights that were gathered in bf16."""
-    gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
-    return tuple(
-        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=selective, compiled=True)
-        for precision in (*precisions, *gathered)
-        for masked in masks
-    )
 
 
 def plan_training(

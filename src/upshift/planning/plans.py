@@ -14,7 +14,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.layout import Layout
-from upshift.planning.layouts import layouts
+from upshift.planning.layouts import layouts, rank_counts, shares_work
 from upshift.planning.legal import conflict, repeats
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.space import STARTED_WITH, choices
@@ -54,13 +54,15 @@ class Plans:
         self.sharings = self._legal_sharings() if sharings is None else sharings
 
     def _legal_sharings(self) -> list[Sharing]:
-        """On CPUs, and on one device, each rank has its own sequences."""
         batch = self.workload.global_batch
-        if self.host.device == "cpu" or self.host.num_devices == 1:
+        if not shares_work(self.host, self.fixed):  # each rank has its own sequences
             return [Sharing(count, count, ALONE) for count in self._counts if batch % count == 0]
         asked = {name: self.fixed[name] for name in Layout.model_fields if name in self.fixed}
-        found = layouts(self.host, self.profile, self.workload, fixed=asked)
-        return [Sharing(self.host.num_devices, data, layout) for data, layout in found]
+        return [
+            Sharing(ranks, data, layout)
+            for ranks in rank_counts(self.host, self.fixed)
+            for data, layout in layouts(self.host, self.profile, self.workload, fixed=asked, ranks=ranks)
+        ]
 
     def micro_batches(self, sharing: Sharing) -> list[int]:
         """Those that make up the global batch, whole micro-batches of every rank with sequences of its own; ascending."""
@@ -75,13 +77,14 @@ class Plans:
 
     def start(self, sharing: Sharing, micro_batch: int) -> Plan:
         """What the plans of one micro-batch have in common; every other choice is the plain one."""
+        here = self.host.ranks_per_node(sharing.ranks)
         return self._start.model_copy(
             update={
                 "num_processes": sharing.ranks,
                 "layout": sharing.layout,
                 "per_device_train_batch_size": micro_batch,
                 "gradient_accumulation_steps": self.workload.global_batch // sharing.data // micro_batch,
-                "threads_per_process": self.fixed.get("threads_per_process", max(self._cores // sharing.ranks, 1)),
+                "threads_per_process": self.fixed.get("threads_per_process", max(self._cores // here, 1)),
             }
         )
 

@@ -14,7 +14,7 @@ TRAINER_BATCH = 8  # per_device_train_batch_size of transformers.TrainingArgumen
 
 def plain_default(host: Host, profile: ModelProfile, workload: Workload) -> Plan:
     """What transformers.Trainer does when nothing is set: fp32, 8 sequences at once, fused AdamW, padding, nothing else."""
-    ranks = gcd(host.num_devices, workload.global_batch) if host.device != "cpu" else 1
+    ranks = gcd(host.num_devices, workload.global_batch)
     mine = workload.global_batch // ranks
     micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if mine % size == 0)
     return Plan(

@@ -16,7 +16,7 @@ from upshift.settings import read_settings
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-FORMAT = "4"
+FORMAT = "5"
 MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
 
 

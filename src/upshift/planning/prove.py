@@ -102,11 +102,13 @@ def prove(
     budget_seconds: float,
     on_trial: Callable[[Tried], None] = lambda tried: None,
     limit_bytes: float | None = None,
+    obeys: Callable[[Plan], bool] = lambda plan: True,
 ) -> Proof:
     """Try the plain default, then what looks best after each correction, until the budget is spent.
 
     ``run(plan, limit_seconds)`` measures one plan. ``limit_bytes``: what the chosen one may hold, where that is less than is
-    free. Raises JobFailed when nothing runs, the default included.
+    free. ``obeys``: whether a plan has what the user fixed, which the plain default need not. Raises JobFailed when nothing runs,
+    the default included.
     """
     deadline = time.monotonic() + budget_seconds
     tried: list[Tried] = []
@@ -125,17 +127,21 @@ def prove(
         expected = 0.5 * tried[0].best.wall_seconds if len(tried) == 1 else tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * budget_seconds) if len(tried) > 2 else 0.0
         left = deadline - time.monotonic() - reserve
-        best_left = _next(candidates, tried, seconds=left) if left > 0.5 * expected else None
+        due = left > 0.5 * expected or not any(obeys(entry.candidate.plan) for entry in tried)
+        best_left = _next(candidates, tried, seconds=left) if due else None
         if best_left is None:
             break
         look(best_left)
     for entry in _rivals(tried, workload):
         if deadline - time.monotonic() > 0.5 * entry.best.wall_seconds:
             look(entry.candidate)
-    working = [entry for entry in tried if entry.ok and not (limit_bytes and (entry.best.resident_bytes or 0) > limit_bytes)]
+    asked = [entry for entry in tried if obeys(entry.candidate.plan)]
+    working = [entry for entry in asked if entry.ok and not (limit_bytes and (entry.best.resident_bytes or 0) > limit_bytes)]
     if not working:
-        reason = tried[0].failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
-        raise JobFailed(f"no plan ran; the plain default failed: {reason}")
+        first = (asked or tried)[0]
+        reason = first.failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
+        which = "the plain default" if first is tried[0] else first.candidate.plan.label()
+        raise JobFailed(f"no plan ran; {which} failed: {reason}")
     return Proof(default=tried[0], tried=tried, chosen=max(working, key=lambda t: t.whole_run_speed(workload)))
 
 

@@ -14,6 +14,7 @@ from typing import Any
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.planning.layouts import shares_work
 from upshift.planning.legal import divides_evenly
 from upshift.planning.plan import Plan
 from upshift.planning.plans import Plans, Sharing, enumerate_plans
@@ -45,7 +46,7 @@ def _uncollected() -> Iterator[None]:
 
 
 def _search(host: Host, profile: ModelProfile, workload: Workload, fixed: dict[str, Any]) -> Ranking:
-    if host.device == "cpu" or host.num_devices == 1:
+    if not shares_work(host, fixed):
         return rank_plans(enumerate_plans(host, profile, workload, fixed=fixed), host=host, profile=profile, workload=workload)
     coster, ranking = Coster(host, profile, workload), Ranking()
     alike = _alike(choices(host, profile, workload))
@@ -79,7 +80,7 @@ def _distinct(ranking: Ranking) -> list[Plan]:
     found: dict[tuple[Any, ...], Plan] = {}
     for candidate in ranking.candidates or ranking.too_big:
         plan = candidate.plan
-        found.setdefault((plan.layout, *(getattr(plan, name) for name in SEARCHED_TOGETHER)), plan)
+        found.setdefault((plan.num_processes, plan.layout, *(getattr(plan, name) for name in SEARCHED_TOGETHER)), plan)
         if len(found) == KEPT_LAYOUTS:
             break
     return list(found.values())

@@ -15,7 +15,7 @@ from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
 from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
-from upshift.planning.layouts import check_layout
+from upshift.planning.layouts import check_layout, check_processes, shares_work
 from upshift.planning.offloading import WEIGHT_OFFLOAD, has_frozen_layers, places
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
 from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Compile, HostMemory, LossKernel, Plan, Precision
@@ -71,16 +71,18 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     said before a model is traced. ``quantized``: its weights are stored in 4 bits."""
     fixed: dict[str, Any] = {}
     settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
-    hints = get_type_hints(Plan)
-    if host.num_devices > 1 and host.device != "cpu":
+    hints = get_type_hints(Plan) | get_type_hints(Layout)
+    if host.num_devices > 1 or host.device == "cpu":
         settable += Layout.model_fields
-        hints |= get_type_hints(Layout)
     for assignment in assignments:
         name, equals, text = assignment.partition("=")
+        if equals and name in Layout.model_fields and name not in settable:
+            raise RequestError(f"--set {assignment} is for several ranks, and {host.name} has one GPU; leave it out")
         if not equals or name not in settable:
             raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
         fixed[name] = parse_value(name, text, hints[name])
-    _check_batches(fixed, workload)
+    check_processes(fixed, host)
+    _check_batches(fixed, host, workload)
     read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
     legal = _legal_here(host, workload, quantized=quantized)
     for name, value in fixed.items():
@@ -92,7 +94,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
     """As ``read_fixed``, and checked against what is legal for the model."""
     fixed = read_fixed(assignments, host, workload, quantized=profile.parameters.quantized > 0)
-    check_layout({name: value for name, value in fixed.items() if name in Layout.model_fields}, host, profile, workload)
+    check_layout(fixed, host, profile, workload)
     legal = legal_values(host, profile, workload)
     for name, value in fixed.items():
         if name == "activation_checkpointing" and legal[name] != [0]:
@@ -114,7 +116,8 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
     here = _legal_here(host, workload, quantized=profile.parameters.quantized > 0)
     kernels = here["loss_kernel"] if profile.objective == "causal-lm" else ["eager"]
     offloads = here[WEIGHT_OFFLOAD] if has_frozen_layers(profile) else ["none"]
-    return {**choices(host, profile, workload), **here, "loss_kernel": kernels, WEIGHT_OFFLOAD: offloads}
+    found = {name: values for name, values in choices(host, profile, workload).items() if name != "num_processes"}
+    return {**found, **here, "loss_kernel": kernels, WEIGHT_OFFLOAD: offloads}
 
 
 def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
@@ -127,13 +130,20 @@ def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str,
         "torch_compile": _compile_ways(host, quantized=quantized),
         "optim": [*optimizers, *(name for name in ALIASES if ALIASES[name] in optimizers)],
         "optimizer_in_backward": _updates_in_backward(workload),
-        "num_processes": _process_counts(host, workload),
         "host_memory": _host_memory(host),
         **dict.fromkeys(OFFLOADS, moved),
         WEIGHT_OFFLOAD: ["none"] if quantized else places(host),
         "fused_kernels": [False, True] if shared else [False],
         "loss_kernel": list(get_args(LossKernel)) if shared else ["eager"],
     }
+
+
+def texts_share(host: Host, fixed: tuple[str, ...]) -> bool:
+    """layouts.shares_work, of ``field=value`` pairs."""
+    hints = get_type_hints(Plan) | get_type_hints(Layout)
+    given = {name: text for name, _, text in (one.partition("=") for one in fixed)}
+    layout = {name: text for name, text in given.items() if name in Layout.model_fields or name == "num_processes"}
+    return shares_work(host, {name: parse_value(name, text, hints[name]) for name, text in layout.items()})
 
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
@@ -150,8 +160,10 @@ def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> An
         raise RequestError(f"{option} {first_problem(holder, error)}{valid}") from None
 
 
-def _check_batches(fixed: dict[str, Any], workload: Workload) -> None:
-    factors = {name: fixed[name] for name in BATCH_FACTORS if name in fixed}
+def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
+    """Ranks that share the job need not have sequences of their own: how many have is the layout's."""
+    counted = [name for name in BATCH_FACTORS if name != "num_processes" or not shares_work(host, fixed)]
+    factors = {name: fixed[name] for name in counted if name in fixed}
     total = workload.global_batch
     if total % prod(factors.values()):
         divisors = [size for size in range(1, total + 1) if total % size == 0]

@@ -6,26 +6,24 @@ from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from transformers import PreTrainedModel
+from torch import nn
 
 from upshift.planning.plan import Plan
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.parallel.fully_shard import let_go
+from upshift.training.parallel.pipeline import Pipeline
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
 
-def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
+def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
     """Mean loss over all label tokens of all ranks, dropout off; the model is left in training mode. Ranks of one replica count
-    the same labels, or each its own, and so does their sum."""
-    extra = extra_inputs(model)
+    the same labels, or each its own, and so does their sum; those that share sequences have their share of the mean, and of
+    pipeline stages the last one counts."""
     total, num_labels = 0.0, 0
     model.train(False)
     try:
-        with torch.no_grad(), computing(model, plan):
-            for micro_batch in (m for batch in batches for m in batch.micro_batches):
-                if micro_batch.num_label_tokens or plan.layout.exchanges:
-                    total += float(loss_of(model, plan, micro_batch, extra)) * micro_batch.num_label_tokens
-                    num_labels += micro_batch.num_label_tokens
+        with torch.no_grad():
+            total, num_labels = (_by_stages if plan.layout.pipeline_parallel > 1 else _whole)(model, plan, batches)
     finally:
         model.train()
         let_go(model)
@@ -34,3 +32,24 @@ def evaluate(model: PreTrainedModel, plan: Plan, batches: Iterable[GlobalBatch])
         dist.all_reduce(sums)
         total, num_labels = float(sums[0]), int(sums[1])
     return total / max(num_labels, 1)
+
+
+def _whole(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
+    extra = extra_inputs(model)
+    total, num_labels = 0.0, 0
+    with computing(model, plan):
+        for micro_batch in (m for batch in batches for m in batch.micro_batches):
+            if micro_batch.num_label_tokens or plan.layout.exchanges:
+                mean = float(loss_of(model, plan, micro_batch, extra)) * plan.layout.context_parallel
+                total += mean * micro_batch.num_label_tokens
+                num_labels += micro_batch.num_label_tokens
+    return total, num_labels
+
+
+def _by_stages(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
+    pipeline = Pipeline(model, plan)
+    total, num_labels = 0.0, 0
+    for batch in batches:
+        total += float(pipeline.losses(batch.micro_batches)) * plan.layout.context_parallel
+        num_labels += sum(m.num_label_tokens for m in batch.micro_batches) * pipeline.has_loss
+    return total, num_labels

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
@@ -25,12 +26,15 @@ from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
-from upshift.training.checkpoint.adapter import read_adapter
+from upshift.training.checkpoint.adapter import has_adapter, read_adapter
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
+from upshift.training.parallel.context import share_context
 from upshift.training.parallel.divide import divide
 from upshift.training.parallel.fully_shard import shard_weights
 from upshift.training.parallel.place import Place
+from upshift.training.parallel.stage import layers_of_stages, modules_of
+from upshift.training.processes import rank_environment
 from upshift.training.weight_offload import load_elsewhere
 
 
@@ -40,12 +44,14 @@ def set_process(plan: Plan) -> None:
         keep_freed_memory()
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads_per_process)
+    elif plan.num_processes > 1:  # ranks of a host are neighbours, one for each of its devices
+        torch.cuda.set_device(rank_environment()[0] % torch.cuda.device_count())
     torch.set_float32_matmul_precision(("high" if plan.device == "cuda" else "medium") if plan.precision == "tf32" else "highest")
 
 
 def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
     """The trainable model in the plan's weight precision, on the host. What no file holds, such as a new adapter, is random."""
-    dtype = torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
+    dtype = _dtype_of(source, plan)
     config = read_config(source)
     model_class, _ = choose_class(config, source.reference)
     torch.manual_seed(seed)  # the same weights on every rank
@@ -62,6 +68,10 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     if source.adapter_directory is not None:
         read_adapter(source.adapter_directory, whole)
     return whole
+
+
+def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
+    return torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
 
 
 def _from_files(
@@ -89,15 +99,32 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     model = divide(model, place)
     if plan.weight_offload == "none" and not plan.layout.gathers:
         model.to(plan.device)
-    base = base_of(model)
-    if plan.attention != base.config._attn_implementation:
-        set_attention(base, plan.attention)
-    recompute_layers(model, plan.activation_checkpointing, plan.recompute_granularity)
-    recompute_offloaded(model)
-    compile_layers(model, plan)
-    if plan.layout.gathers:
-        shard_weights(model, place)
+    modules = modules_of(model)
+    bases = [base_of(module) for module in modules]
+    for base in bases:
+        if plan.attention != base.config._attn_implementation:
+            set_attention(base, plan.attention)
+    share_context(bases, place)
+    recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
+    for module, recomputed in zip(modules, recomputed_layers, strict=True):
+        recompute_layers(module, recomputed, plan.recompute_granularity)
+        recompute_offloaded(module)
+        compile_layers(module, plan)
+        if plan.layout.gathers:
+            shard_weights(module, place)
     return model
+
+
+def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
+    """What the whole model is saved as, without weights, by a rank that has a part of it."""
+    if has_adapter(model):
+        return model
+    config = read_config(source)
+    model_class, _ = choose_class(config, source.reference)
+    with torch.device("meta"):
+        whole = build_model(config, model_class, dtype=_dtype_of(source, plan))
+    whole.generation_config = getattr(model, "generation_config", None)
+    return whole
 
 
 def compile_layers(model: nn.Module, plan: Plan) -> None:
@@ -115,10 +142,12 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 @contextmanager
 def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
     """While open, the model's loss is computed the way the plan says; smoothed, where it is in chunks."""
-    if not plan.loss_chunk_tokens:
+    every_token = plan.sequence_length * plan.per_device_train_batch_size if plan.layout.vocabulary_parallel else 0
+    chunk_tokens = plan.loss_chunk_tokens or every_token
+    if not chunk_tokens:
         yield
         return
-    with chunked_head(base_of(model), chunk_tokens=plan.loss_chunk_tokens, label_smoothing=label_smoothing):
+    with chunked_head(base_of(model), chunk_tokens=chunk_tokens, label_smoothing=label_smoothing):
         yield
 
 
@@ -126,8 +155,31 @@ def autocast(plan: Plan) -> torch.autocast:
     """For the forward pass only: the backward pass runs in the precisions that the forward pass chose. What ranks gather is in
     the lower precision already (parallel/fully_shard.py), and so are weights beside master weights (parallel/zero1.py)."""
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    casts = plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
-    return torch.autocast(plan.device, dtype=dtype, enabled=casts)
+    return torch.autocast(plan.device, dtype=dtype, enabled=casts(plan))
+
+
+def casts(plan: Plan) -> bool:
+    """Whether weights are cast when they are used."""
+    return plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
+
+
+@contextmanager
+def losses_in_fp32(plan: Plan) -> Iterator[None]:
+    """As autocast has them: where it is off because weights are in 16 bits, some models take the loss of logits in 16 bits, which
+    is then known to three digits. What is computed in chunks is in fp32 already."""
+    if plan.precision not in ("bf16", "fp16", "fp8") or casts(plan) or plan.loss_chunk_tokens:
+        yield
+        return
+    plain = functional.cross_entropy
+
+    def in_fp32(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return plain(logits.float(), *args, **options)
+
+    functional.cross_entropy = in_fp32
+    try:
+        yield
+    finally:
+        functional.cross_entropy = plain
 
 
 def extra_inputs(model: nn.Module) -> dict[str, bool]:
@@ -141,6 +193,6 @@ def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch, extra: dict[s
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients
     offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
-    with autocast(plan), offloading:
+    with autocast(plan), losses_in_fp32(plan), offloading:
         loss: torch.Tensor = model(**inputs, **extra).loss
     return loss

@@ -9,15 +9,17 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
+from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import find_safetensors
 from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
+from upshift.planning.counterfactual import value_of
 from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.proof_store import proof_path
 from upshift.planning.prove import Proof, Tried, after_trial, remember_run
 from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.space import check_allow
+from upshift.planning.space import check_allow, parse_fixed
 from upshift.planning.trial import TrialRequest
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
@@ -27,6 +29,7 @@ from upshift.training.checkpoint.state import SavedState
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.run import OWN_FILES
+from upshift.training.runnable import runnable
 from upshift.training.trials import known_proof, try_plans
 
 TRIAL_SECONDS = 60.0
@@ -111,14 +114,14 @@ def prepare_run(
     of_model = {"model_reference": model, "from_config": from_config, "lora_rank": lora_rank, "load_in_4bit": load_in_4bit}
     how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
-    host = find_host(None).one_device()  # several GPUs are planned for, not trained on yet
+    host = _devices_asked_for(find_host(None), fixed)
     given = _given_plan(plan_file, resume_from, host=host, source=source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
         clips_gradients=clips_gradients,
     )  # fmt: skip
-    planning = plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing)
+    planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
     if given is not None:
         _check_given(given, workload)
@@ -158,6 +161,15 @@ def train(
     record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
     remember_run(record, prepared.planning)
     return record
+
+
+def _devices_asked_for(host: Host, fixed: tuple[str, ...]) -> Host:
+    """As many of its GPUs as there are to be processes, where fewer are asked for than there are."""
+    asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
+    count = int(asked) if asked.isdecimal() else host.gpus_per_node
+    if not 0 < count < host.gpus_per_node:
+        return host
+    return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
@@ -231,7 +243,11 @@ def _prove(
             **of_model, plan=planning.default.plan, global_batch=global_batch,
             seconds=seconds, limit_seconds=seconds, sample=str(sample), objective=data.objective.model_dump(),
         )  # fmt: skip
-        return try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried)
+        chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
+        return try_plans(
+            planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried,
+            obeys=lambda plan: all(value_of(plan, name) == value for name, value in chosen.items()),
+        )  # fmt: skip
 
 
 def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:

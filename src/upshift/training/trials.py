@@ -25,9 +25,11 @@ def try_plans(
     trying: Callable[[Plan], None] = lambda plan: None,
     tried: Callable[[Tried], None] = lambda tried: None,
     limit_bytes: float | None = None,
+    obeys: Callable[[Plan], bool] = lambda plan: True,
 ) -> Proof:
     """The fastest of the plans tried within ``seconds``. ``path``: where the proof is kept. ``request``: a trial of the plain
-    default; the others differ in their plan. ``limit_bytes``: what the chosen plan may hold. Raises JobFailed when none runs."""
+    default; the others differ in their plan. ``limit_bytes``: what the chosen plan may hold;
+    ``obeys``: whether it has what the user fixed. Raises JobFailed when none runs."""
     timed = min(TIMED_SECONDS, seconds / 10)
     with trial_server() as server:
 
@@ -39,7 +41,7 @@ def try_plans(
         start = time.monotonic()
         proof = prove(
             planning.ranking.candidates, planning.default, workload=planning.workload, run=run, budget_seconds=seconds,
-            on_trial=tried, limit_bytes=limit_bytes,
+            on_trial=tried, limit_bytes=limit_bytes, obeys=obeys,
         )  # fmt: skip
     if time.monotonic() - start <= 2 * seconds + START_LIMIT_SECONDS:  # else something kept the machine busy
         store_proof(path, proof)

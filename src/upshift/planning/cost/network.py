@@ -2,7 +2,7 @@
 
 A collective that leaves a node moves each node's missing part through that node's ports once, whatever the ranks inside do
 (hierarchical or rail-aligned rings); groups side by side on a node share its ports (COSTS.md D5: contention as in SimuMax).
-The part inside a node and the part between nodes overlap: the slower one counts.
+The part inside a node and the part between nodes overlap: the slower one counts. Processes on CPUs: gloo.py.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from upshift.hardware import collective
-from upshift.hardware.efficiency import Collective
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import Collective, Host
+from upshift.planning.cost import gloo
 
 FITTED_RANKS = 8  # the measured fits are of 8 GPUs of one node
 NODE_LATENCY = {"nvlink": 15e-6, "other": 30e-6}  # seconds; where no fit is known (the fits: 11 to 29 us)
@@ -50,6 +50,8 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
     all. None: a link is unknown."""
     if group.size == 1 or num_bytes <= 0:
         return 0.0
+    if host.device == "cpu":
+        return gloo.collective_seconds(host, operation, num_bytes, group)
     inside = _inside_node(host, operation, num_bytes, group.per_node)
     between = _between_nodes(host, operation, num_bytes, group)
     return None if inside is None or between is None else max(inside, between)
@@ -57,6 +59,8 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
 
 def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
     """From a rank to the one ``stride`` further, all ranks of a node sending at once where it leaves the node."""
+    if host.device == "cpu":
+        return gloo.send_seconds(host, num_bytes, stride=stride, node_ranks=node_ranks)
     if stride < node_ranks:
         rate = _node_rate(host)
         return None if rate is None else NODE_LATENCY["nvlink"] + num_bytes / rate

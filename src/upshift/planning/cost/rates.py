@@ -73,14 +73,16 @@ def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
     matrix, fp32, memory = known.matrix(precision), known.fp32, known.memory_bytes_per_second
     if matrix is None or fp32 is None or memory is None:
         return None
-    share, dispatch = min(plan.threads_per_process / threads, 1.0) * reached, CPU_DISPATCH_SECONDS
+    here = host.ranks_per_node(plan.num_processes)
+    turns = max(here / threads, 1.0)  # of processes that share a core
+    share = min(plan.threads_per_process / threads, 1.0) * reached / turns
     return Rates(
         matrix=matrix * share,
         outside=matrix * share,
         attention=(BLOCK_ATTENTION_SHARE if plan.attention == "block" else CPU_ATTENTION_SHARE) * fp32 * share,
-        memory=memory * moved / plan.num_processes,
-        stream=memory * moved / plan.num_processes,
-        dispatch=(measured.dispatch_seconds if measured else dispatch) * DISPATCHES_PER_KERNEL,
+        memory=memory * moved / here,
+        stream=memory * moved / here,
+        dispatch=(measured.dispatch_seconds if measured else CPU_DISPATCH_SECONDS) * DISPATCHES_PER_KERNEL * turns,
         first_touch=(measured.first_touch_seconds_per_byte or 0.0) if measured else 0.0,
     )
 

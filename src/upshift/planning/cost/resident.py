@@ -96,7 +96,7 @@ def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: f
 
 def free_memory(plan: Plan, host: Host) -> float | None:
     """Bytes for one process of the plan; None where the host does not say."""
-    part, sharing = (host.gpu, 1) if plan.device == "cuda" else (host.cpu, plan.num_processes)
+    part, sharing = (host.gpu, 1) if plan.device == "cuda" else (host.cpu, host.ranks_per_node(plan.num_processes))
     free = (part.free_memory_bytes or part.memory_bytes) if part else None
     return free / sharing if free else None
 

@@ -15,6 +15,7 @@ from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, label
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.exchange import Computed, Exchange
 from upshift.planning.cost.known import Known
+from upshift.planning.cost.network import Group, collective_seconds
 from upshift.planning.cost.offload import waiting_seconds
 from upshift.planning.cost.optimizer import (
     compile_seconds,
@@ -43,7 +44,6 @@ FP8_CAST_SHARE, FUSED_FP8_CAST_SHARE, FP8_KERNELS = 2.5 * 5 / 9, 2.0 * 3 / 9, 3.
 # Every rank waits for the slowest, so a step is longer by this share for each doubling of the nodes. Fitted on LLM Foundry's
 # MPT of 125M, 760M, 3B, 13B and 70B on 1 to 16 nodes (docs/log.md).
 WAITING_SHARE = 0.01
-GIGABIT_BYTES = 5e9  # gradient exchange between processes of one host, through shared memory
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def predict_time(
     rates = known.get(key, lambda: rates_for(host, profile, plan))
     if rates is None:
         return None
-    if plan.device != "cpu" or plan.layout != ALONE:
+    if plan.device != "cpu" or plan.layout != ALONE or host.num_nodes > 1:
         return _shared_time(profile, trace, plan, workload, host, rates, known)
     micro_batches = full_micro_batches(plan, workload)
     of_one = micro_batch_terms(profile, trace, plan, rates, link=host_link(host))
@@ -142,7 +142,9 @@ def predict_time(
         return None
     terms["update"] = update
     if plan.num_processes > 1:
-        terms["gradient exchange"] = 2.0 * profile.parameters.gradient_bytes(plan.parameter_bytes) / GIGABIT_BYTES
+        gradients = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
+        group = Group(plan.num_processes, 1, plan.num_processes)
+        terms["gradient exchange"] = collective_seconds(host, "all_reduce", gradients, group) or 0.0
     return StepTime(terms=terms, one_time=_compiling_seconds(profile, plan))
 
 
@@ -173,7 +175,7 @@ def _shared_time(
             terms["pipeline idle"] = computed.total * idle_micro_batches(plan)
         if plan.num_processes > 1:
             terms |= Exchange(host, profile, plan, stage, computed, known).seconds()
-        nodes = max(plan.num_processes / max(host.gpus_per_node, 1), 1.0)
+        nodes = max(plan.num_processes / host.ranks_per_node(plan.num_processes), 1.0)
         if nodes > 1.0:
             terms["waiting for the slowest node"] = WAITING_SHARE * log2(nodes) * sum(terms.values())
         if slowest is None or sum(terms.values()) > sum(slowest.values()):
@@ -184,7 +186,7 @@ def _shared_time(
 def _micro_batch(
     profile: ModelProfile, trace: StepTrace, plan: Plan, host: Host, rates: Rates, stage: Stage, known: Known
 ) -> dict[str, float]:
-    key = ("micro-batch", rank_key(trace, plan, stage), plan.torch_compile, plan.host_memory)
+    key = ("micro-batch", rank_key(trace, plan, stage), plan.torch_compile, plan.host_memory, plan.num_processes)
     return known.get(key, lambda: micro_batch_terms(profile, trace, plan, rates, link=host_link(host), stage=stage, known=known))
 
 

@@ -24,13 +24,17 @@ class BackgroundWriter:
         self._thread.start()
 
     @property
+    def is_working(self) -> bool:
+        return self._thread is not None and self._thread.is_alive()
+
+    @property
     def has_failed(self) -> bool:
         """Did work that is over fail, and has nobody been told?"""
-        return self._failure is not None and (self._thread is None or not self._thread.is_alive())
+        return self._failure is not None and not self.is_working
 
     def check(self) -> bool:
         """Is nothing under way? Raises what the finished work raised, once."""
-        if self._thread is not None and self._thread.is_alive():
+        if self.is_working:
             return False
         self.wait()
         return True

@@ -69,7 +69,9 @@ def check_checkpoint(directory: Path) -> Manifest:
             raise RequestError(f"{file} {problem}; resume from another checkpoint")
         if file.suffix == ".safetensors":
             read_header(file)
-    if isinstance(saved, SavedState) and ADAPTER_WEIGHTS not in saved.files:  # a Trainer may have saved adapters only
+    in_parts = any(name.startswith("pieces-") for name in saved.files)
+    adapters_only = ADAPTER_WEIGHTS in saved.files  # a Trainer may have saved them so
+    if isinstance(saved, SavedState) and not (adapters_only or in_parts):
         find_safetensors(directory)
     return saved
 
@@ -110,18 +112,21 @@ def still_loadable(directory: Path) -> str:
 
 
 @contextmanager
-def writing(directory: Path, *, name: str, temporary: Path) -> Iterator[None]:
-    """While open, `temporary` is being written; any error removes it, and a failed write becomes JobFailed."""
+def writing(directory: Path, *, name: str, temporary: Path | None) -> Iterator[None]:
+    """While open, `temporary` is being written; any error removes it, and a failed write becomes JobFailed. None: others write
+    there, too."""
     try:
         yield
     except (OSError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         reason = (error.strerror or str(error)) if isinstance(error, OSError) else str(error)
         if isinstance(error, OSError) and error.errno == errno.ENOSPC:
             reason = "the disk is full"
         raise JobFailed(f"{name} could not be written to {directory}: {reason}; {still_loadable(directory)}") from error
     except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
+        if temporary is not None:
+            shutil.rmtree(temporary, ignore_errors=True)
         raise
 
 

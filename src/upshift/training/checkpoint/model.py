@@ -31,24 +31,28 @@ from upshift.units import MIB
 
 MODEL_LIST_NAME = "upshift_model.json"  # the files of the final model, so that only those are ever replaced
 MODEL_TEMPORARY = "model.tmp"
+PARTS_TEMPORARY = "parts.tmp"  # of ranks, that the final model is put together from
 MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host memory at once
 MARKS = ("config.json", ADAPTER_FILE)  # a directory without either is no model to any reader
 JSON_BYTES = MIB  # config, state and file headers
 TOKENIZER_ENTRY_BYTES = 128
 
 
-def save_model(directory: Path, model: PreTrainedModel, tokenizer: Any | None) -> None:
+def save_model(
+    directory: Path, model: PreTrainedModel, tokenizer: Any | None, *, weights: dict[str, Tensor] | None = None
+) -> None:
     """The final Hugging Face directory. Raises JobFailed when it cannot be written, RequestError over a user's file.
 
-    Files move into place one by one, the config last.
+    ``weights``: of a model that has none itself. Files move into place one by one, the config last.
     """
     directory.mkdir(parents=True, exist_ok=True)
-    check_room(directory, name="the final model", need=model_bytes(model) + extra_bytes(tokenizer))
+    if weights is None:
+        check_room(directory, name="the final model", need=model_bytes(model) + extra_bytes(tokenizer))
     temporary = directory / MODEL_TEMPORARY
     with writing(directory, name="the final model", temporary=temporary):
         shutil.rmtree(temporary, ignore_errors=True)
         temporary.mkdir()
-        write_model(temporary, model, tokenizer, original_names=True)
+        write_model(temporary, model, tokenizer, original_names=True, weights=weights)
         sync_tree(temporary)
         _move_into(directory, temporary)
 

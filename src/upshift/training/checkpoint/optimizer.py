@@ -23,6 +23,7 @@ from upshift.planning.optimizers import OPTIMIZERS
 from upshift.training.checkpoint.plain_json import decode, encode
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedSubclass
 from upshift.training.optimizers.on_host import OnHost
+from upshift.training.optimizers.on_parts import OnParts
 
 IMPLEMENTATION_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 MAX_FILE_BYTES = 4 * 10**9  # safetensors wants every tensor of one file in host memory at once
@@ -44,8 +45,8 @@ def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, s
     return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
 
 
-def _class_name(optimizer: torch.optim.Optimizer) -> str:
-    return type(optimizer.inner if isinstance(optimizer, OnHost) else optimizer).__name__
+def class_name(optimizer: torch.optim.Optimizer) -> str:
+    return type(optimizer.inner if isinstance(optimizer, (OnHost, OnParts)) else optimizer).__name__
 
 
 def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
@@ -65,11 +66,23 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
                 tensors |= {f"{full_name}.{part}": tensor for part, tensor in parts.items()}
     _write_tensors(directory, tensors)
     return SavedOptimizer(
-        optimizer_class=_class_name(optimizer),
+        optimizer_class=class_name(optimizer),
         groups=tuple(_saved_group(group, names) for group in optimizer.param_groups),
         numbers=numbers,
         subclasses=subclasses,
     )
+
+
+def describe(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> SavedOptimizer:
+    """All of it but the tensors of its state. ``names``: of what it updates."""
+    numbers = {
+        names[part]: {key: encode(value) for key, value in state.items() if not isinstance(value, Tensor)}
+        for part, state in optimizer.state.items()
+    }
+    return SavedOptimizer(
+        optimizer_class=class_name(optimizer), subclasses={}, numbers={name: kept for name, kept in numbers.items() if kept},
+        groups=tuple(_saved_group(group, names) for group in optimizer.param_groups),
+    )  # fmt: skip
 
 
 def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
@@ -136,13 +149,13 @@ def _put_together(saved: SavedSubclass, parts: dict[str, Tensor]) -> Tensor:
 
 def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
     """Restores state and options in place. Raises RequestError if the optimizer is not the one that was saved."""
-    if saved.optimizer_class != _class_name(optimizer):
+    if saved.optimizer_class != class_name(optimizer):
         raise RequestError(
-            f"{directory} was trained with {saved.optimizer_class}, this run uses {_class_name(optimizer)}; "
+            f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
     names = _names(optimizer, model)
-    _restore_options(directory, saved, optimizer, names)
+    restore_options(directory, saved, optimizer, names)
     parameters = {name: parameter for parameter, name in names.items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}
     optimizer.state.clear()
@@ -150,18 +163,24 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
         optimizer.state[parameters[name]].update(decode(values))
     for name, key, tensor in _read_tensors(directory, saved):
         parameter = parameters[name]
-        optimizer.state[parameter][key] = _placed(tensor, key, parameter, groups[parameter])
+        optimizer.state[parameter][key] = placed(tensor, key, parameter, groups[parameter])
 
 
-def _restore_options(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> None:
-    current = [tuple(names[parameter] for parameter in group["params"]) for group in optimizer.param_groups]
-    if current != [group.parameters for group in saved.groups]:
+def restore_options(
+    directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], *, some: bool = False
+) -> None:
+    """``some``: this rank has only some of the parameters that were saved."""
+    found = []
+    for group in optimizer.param_groups:
+        own = {names[parameter] for parameter in group["params"]}
+        found += [one for one in saved.groups if own == {*one.parameters} or (some and own < {*one.parameters})]
+    if len(found) != len(optimizer.param_groups) or (len(found) != len(saved.groups) and not some):
         raise RequestError(
             f"{directory} has other parameter groups than this run's optimizer; "
             "resume with the model and the optimizer settings that the run was started with"
         )
-    for group, saved_group in zip(optimizer.param_groups, saved.groups, strict=True):
-        for key, value in decode(saved_group.options).items():
+    for group, known in zip(optimizer.param_groups, found, strict=True):
+        for key, value in decode(known.options).items():
             if isinstance(group.get(key), Tensor):
                 group[key].fill_(value)  # in place: compiled steps hold this tensor
             else:
@@ -184,7 +203,7 @@ def _read_tensors(directory: Path, saved: SavedOptimizer) -> Iterator[tuple[str,
             yield name, key, tensor
 
 
-def _placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
+def placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
     """On the device where the optimizer looks for it: step counters are on the host unless a kernel reads them."""
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return tensor

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from upshift.errors import RequestError
 from upshift.training.checkpoint.files import CHECKPOINT, LATEST_NAME, TEMPORARY_CHECKPOINT, newest_checkpoint
-from upshift.training.checkpoint.model import MODEL_LIST_NAME, MODEL_TEMPORARY, model_files
+from upshift.training.checkpoint.model import MODEL_LIST_NAME, MODEL_TEMPORARY, PARTS_TEMPORARY, model_files
 from upshift.training.checkpoint.state import STATE_NAME
 
 
@@ -54,7 +54,7 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
 
 
 def _written_by_upshift(directory: Path, own_files: Collection[str]) -> list[Path]:
-    names = {MODEL_LIST_NAME, MODEL_TEMPORARY, f"{LATEST_NAME}.tmp", f"{MODEL_LIST_NAME}.tmp", *own_files}
+    names = {MODEL_LIST_NAME, MODEL_TEMPORARY, PARTS_TEMPORARY, f"{LATEST_NAME}.tmp", f"{MODEL_LIST_NAME}.tmp", *own_files}
     model = model_files(directory)
     return [path for path in directory.iterdir() if path.name in names or _is_ours(path, directory, model)]
 

@@ -7,12 +7,16 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.checkpoint import find_safetensors
+from upshift.models.measure import Tracer
 from upshift.models.profile import num_sides
+from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
@@ -73,6 +77,9 @@ def _check(job: Job, data: TrainingData) -> None:
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
+    problem = None if job.plan.layout == ALONE else cannot_run(job.plan, Tracer(source).whole(torch.float32))
+    if problem is not None:
+        raise RequestError(problem)
     if not job.from_config and source.directory is not None:
         find_safetensors(source.directory)
     schedule = job.arguments.lr_scheduler_type

@@ -7,7 +7,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 from upshift.benchmarking.environment import library_versions
@@ -18,27 +17,21 @@ from upshift.record import Numbers
 from upshift.training.autopsy import examine
 from upshift.training.batches.of_plan import layout_for
 from upshift.training.batches.source import BatchSource, GlobalBatch, Position, evaluation_batches
-from upshift.training.checkpoint.checkpoint import (
-    TrainState,
-    capture_rng,
-    load_checkpoint,
-    newest_checkpoint,
-    save_checkpoint,
-    save_model,
-)
+from upshift.training.checkpoint.checkpoint import TrainState, newest_checkpoint
+from upshift.training.checkpoint.divided import is_divided
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone
+from upshift.training.loop.failures import out_of_memory_in_words
 from upshift.training.loop.meter import StepMeter
-from upshift.training.loop.ranks import gather, on_rank_0, out_of_memory_in_words
 from upshift.training.loop.run import RUN_NAME, Run
-from upshift.training.loop.saves import Saves
+from upshift.training.loop.saves import Saves, load
 from upshift.training.loop.stop import StopRequest
 from upshift.training.parallel.place import find_place
-from upshift.training.parallel.ranks import highest
+from upshift.training.parallel.ranks import highest, on_rank_0
 from upshift.training.prepare import load_or_build, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Shape, Stepper
@@ -77,6 +70,7 @@ class TrainingLoop:
         self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
         self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
         self._on_event = on_event
+        set_process(self.plan)
         self.place = find_place(self.plan)
         self.layout = layout_for(self.plan, data.objective, data_rank=self.place.data_rank)
         self.source = BatchSource(
@@ -85,19 +79,21 @@ class TrainingLoop:
         )  # fmt: skip
         self.run_file = Run.from_file(self.output / RUN_NAME)
         self.checkpoint = newest_checkpoint(self.output) if job.resume else None
-        set_process(self.plan)
         self._load()
         self.resumed_step = self.step
         self.saved_step = self.step
         self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.step)
-        self.saves = Saves(self.plan, meter=self.meter, on_saved=self._tell)
+        self.saves = Saves(self.place, self.stepper, meter=self.meter, on_saved=self._tell)
 
     def _load(self) -> None:
         seed = self.arguments.seed
         source, from_config = self.job.source(), self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
-            source, from_config = find_model(str(self.checkpoint)), False
-        model = prepare(load_or_build(source, self.plan, from_config=from_config, seed=seed), self.plan, self.place)
+            in_one = not is_divided(self.checkpoint)
+            source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
+        whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
+        self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+        model = prepare(whole, self.plan, self.place)
         self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out)
         self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
         self.losses: list[float] = []
@@ -105,19 +101,15 @@ class TrainingLoop:
         if self.checkpoint is None:
             seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)  # its ranks drop out the same of what they all have
             return
-        state = load_checkpoint(
-            self.checkpoint, model=model, optimizer=self.stepper.optimizer, scheduler=self.stepper.schedule,
-            scaler=self.stepper.scaler, rank=self.rank,
-        )  # fmt: skip
+        state = load(self.checkpoint, self.stepper, self.place)
         self.step, self.position = state.step, state.position
         self.tokens += self.run_file.tokens
         self.losses = list(state.loss_curve)
 
     def run(self) -> Outcome:
-        parameters = sum(parameter.numel() for parameter in self.stepper.model.parameters())
         resumed = str(self.checkpoint) if self.checkpoint else None
         label, max_steps = self.plan.label(), self.arguments.max_steps
-        self._tell(Started(self.step, max_steps, self.tokens[-1], parameters, label, resumed))
+        self._tell(Started(self.step, max_steps, self.tokens[-1], self.num_parameters, label, resumed))
         reason = self._steps()
         if reason == "interrupted":
             self._interrupt()
@@ -237,7 +229,6 @@ class TrainingLoop:
         """Waits for the copies only, where they have room."""
         if self.saved_step == self.step:
             return
-        rngs = gather(capture_rng(self.stepper.model.device), self.plan)
         state = TrainState(
             step=self.step,
             position=self.position,
@@ -248,24 +239,19 @@ class TrainingLoop:
             best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
             versions=library_versions(),
         )
-        stepper = self.stepper
         self.saves.finish()
-        with on_rank_0(self.plan), self._phase("save"):
+        with on_rank_0(self.plan):
             if self.rank == 0:
                 self._write_run()
-                write = partial(
-                    save_checkpoint, self.output, model=stepper.model, tokenizer=self.data.tokenizer, optimizer=stepper.optimizer,
-                    scheduler_state=stepper.schedule_state(),
-                    scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None,
-                    state=state, rngs=rngs,
-                )  # fmt: skip
-                self.saves.begin(self.step, lambda writer: write(writer=writer))
+        with self._phase("save"):
+            self.saves.save(self.output, state, self.data.tokenizer)
         self.saved_step = self.step
 
     def _save_model(self) -> None:
-        with on_rank_0(self.plan), self._phase("save"):
+        with self._phase("save"):
+            self.saves.save_model(self.output, self.job.source(), self.data.tokenizer)
+        with on_rank_0(self.plan):
             if self.rank == 0:
-                save_model(self.output, self.stepper.model, self.data.tokenizer)
                 self._write_run(finished=True)
                 self._tell(Saved(str(self.output), self.step))
 

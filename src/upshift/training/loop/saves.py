@@ -2,42 +2,96 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from upshift.planning.plan import Plan
 from upshift.training.checkpoint.background import BackgroundWriter
-from upshift.training.loop.events import Saved
+from upshift.training.checkpoint.checkpoint import TrainState, capture_rng, load_checkpoint, save_checkpoint, save_model
+from upshift.training.checkpoint.divided import is_divided
+from upshift.training.checkpoint.of_ranks import Seal, export, load_shared, save_parts, shares
+from upshift.training.loop.events import OnEvent, Saved
 from upshift.training.loop.meter import StepMeter
-from upshift.training.loop.ranks import on_rank_0
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.ranks import gather, highest, on_rank_0, together
+from upshift.training.prepare import skeleton
+from upshift.training.step import Stepper
 
 
 class Saves:
-    """On every rank; rank 0 writes, and what fails there is raised on all of them."""
+    """On every rank. Where each has all, rank 0 writes; where ranks share, each writes its parts, and rank 0 seals them. What
+    fails on one of them is raised on all."""
 
-    def __init__(self, plan: Plan, *, meter: StepMeter, on_saved: Callable[[Saved], None]) -> None:
-        self.plan, self.meter, self.on_saved = plan, meter, on_saved
+    def __init__(self, place: Place, stepper: Stepper, *, meter: StepMeter, on_saved: OnEvent) -> None:
+        self.place, self.plan, self.stepper = place, place.plan, stepper
+        self.meter, self.on_saved = meter, on_saved
+        self._shares = shares(stepper.optimizer, place)
         self._writer = BackgroundWriter()
         self._under_way: Saved | None = None
+        self._seal: Seal | None = None
 
     @property
     def has_failed(self) -> bool:
         return self._writer.has_failed
 
-    def begin(self, step: int, write: Callable[[BackgroundWriter], Path]) -> None:
-        """``write`` returns the checkpoint's directory when training may go on."""
+    def save(self, output: Path, state: TrainState, tokenizer: Any | None) -> None:
+        """Returns when training may go on. All ranks call it together, after ``finish``."""
+        stepper = self.stepper
+        written = partial(
+            save_parts if self._shares else save_checkpoint, output,
+            model=stepper.model, tokenizer=tokenizer, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
+            scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=state,
+            rngs=gather(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer,
+        )  # fmt: skip
         self.meter.saving(begins=True)
-        self._under_way = Saved(str(write(self._writer)), step)
+        if self._shares:
+            path, self._seal = written(place=self.place)
+            self._under_way = Saved(str(path), state.step)
+            return
+        with on_rank_0(self.plan):
+            if self.place.rank == 0:
+                self._under_way = Saved(str(written()), state.step)
 
     def notice(self) -> None:
-        """The event of a checkpoint is sent when it is whole."""
-        if self._under_way is not None and not self.has_failed and self._writer.check():
-            self.meter.saving(begins=False)
-            self.on_saved(self._under_way)
-            self._under_way = None
+        """The event of a checkpoint is sent when it is whole. Where ranks share, all call it together."""
+        if self._under_way is None:
+            return
+        waits = self._writer.is_working or self._writer.has_failed
+        if highest(waits, self.plan) if self._seal is not None else waits:
+            return
+        self._writer.wait()
+        seal, said = self._seal, self._under_way
+        self._seal = self._under_way = None
+        if seal is not None:
+            with on_rank_0(self.plan):
+                if self.place.rank == 0:
+                    seal()
+        self.meter.saving(begins=False)
+        self.on_saved(said)
 
     def finish(self) -> None:
         """Until nothing is under way. Raises JobFailed where it could not be written."""
-        with on_rank_0(self.plan):
+        with together(self.plan) if self._seal is not None else on_rank_0(self.plan):
             self._writer.wait()
         self.notice()
+
+    def save_model(self, output: Path, source: Any, tokenizer: Any | None) -> None:
+        """The final model. All ranks call it together."""
+        model = self.stepper.model
+        if self._shares:
+            bare = partial(skeleton, model, source, self.plan)
+            export(output, model=model, tokenizer=tokenizer, skeleton=bare, place=self.place)
+            return
+        with on_rank_0(self.plan):
+            if self.place.rank == 0:
+                save_model(output, model, tokenizer)
+
+
+def load(checkpoint: Path, stepper: Stepper, place: Place) -> TrainState:
+    """All ranks call it."""
+    into: dict[str, Any] = {
+        "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,
+    }  # fmt: skip
+    if shares(stepper.optimizer, place) or is_divided(checkpoint):
+        return load_shared(checkpoint, place=place, **into)
+    return load_checkpoint(checkpoint, rank=place.rank, **into)

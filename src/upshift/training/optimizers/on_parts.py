@@ -21,6 +21,9 @@ class Division(Protocol):
     def part(self, parameter: Tensor) -> Tensor:
         """What this rank updates of it: the same memory, or an fp32 copy; it may be empty. Asked once."""
 
+    def rows(self, parameter: Tensor) -> tuple[int, int] | None:
+        """Which rows of what this rank has of the parameter that part is; None: all."""
+
     def gradient(self, parameter: Tensor) -> Tensor | None:
         """Of that part, summed over ranks."""
 

@@ -9,8 +9,11 @@ from __future__ import annotations
 from torch import nn
 
 from upshift.errors import RequestError
+from upshift.training.parallel.experts import divide_experts
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.refusals import cannot_run
+from upshift.training.parallel.stage import modules_of, stage_of
+from upshift.training.parallel.tensor import divide_tensors
 
 
 def divide(model: nn.Module, place: Place) -> nn.Module:
@@ -18,4 +21,8 @@ def divide(model: nn.Module, place: Place) -> nn.Module:
     problem = cannot_run(place.plan, model)
     if problem is not None:
         raise RequestError(problem)
+    model = stage_of(model, place)
+    for module in modules_of(model):
+        divide_tensors(module, place)
+        divide_experts(module, place)
     return model

@@ -14,6 +14,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from upshift.models.build import find_stacks
 from upshift.planning.plan import Plan
+from upshift.training.parallel.experts import expert_modules
 from upshift.training.parallel.place import Place
 
 COMPUTED_IN = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.float16}
@@ -24,6 +25,9 @@ def shard_weights(model: nn.Module, place: Place) -> None:
     plan = place.plan
     settings = {"mesh": place.sharing, "mp_policy": policy_of(plan)}
     keeps = plan.layout.fully_shard == "gradients"
+    for experts in expert_modules(model, place):
+        assert place.experts is not None
+        fully_shard(experts, reshard_after_forward=not keeps, **(settings | {"mesh": place.experts["replicas"]}))
     for _, stack in find_stacks(model):
         for layer in stack:
             fully_shard(layer, reshard_after_forward=not keeps, **settings)
@@ -49,7 +53,6 @@ def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_all_reduce(last)
-    model.set_is_last_backward(last)
     if plan.layout.fully_shard == "gradients":
         model.set_reshard_after_backward(last)
 

@@ -6,7 +6,7 @@ Each rank has its share of the gradient of the global batch's mean loss, so sums
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import TypeVar
 
 import torch
@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from upshift.training.parallel.experts import expert_modules
 from upshift.training.parallel.place import Place
 
 BUCKET_ELEMENTS = 2**23  # gradients summed over ranks in flat buckets of this size
@@ -55,32 +56,42 @@ def born(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def sum_gradients(model: nn.Module, place: Place) -> None:
-    """Over the ranks that have the same weights, in flat buckets."""
-    for bucket in buckets((gradient, gradient) for gradient in born(model.parameters())):
-        gradients = [gradient for gradient, _ in bucket]
-        flat = torch.cat([gradient.reshape(-1) for gradient in gradients])
-        sum_over(flat, place, SAME_WEIGHTS)
-        for gradient, summed in zip(gradients, flat.split([g.numel() for g in gradients]), strict=True):
+    """Over the ranks that have the same weights: an expert's gradient is of the tokens of all that share experts already."""
+    experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
+    apart = set(map(id, experts))
+    shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
+    sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
+    if place.experts is not None:
+        group = place.experts.get_group("replicas")
+        sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
+
+
+def sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
+    for bucket in buckets((gradient, gradient) for gradient in gradients):
+        flat = torch.cat([gradient.reshape(-1) for gradient, _ in bucket])
+        sum_up(flat)
+        for (gradient, _), summed in zip(bucket, flat.split([g.numel() for g, _ in bucket]), strict=True):
             gradient.copy_(summed.view_as(gradient))
 
 
-def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[Key, torch.Tensor]]]:
+def buckets(
+    tensors: Iterable[tuple[Key, torch.Tensor]], *, elements: int = BUCKET_ELEMENTS
+) -> Iterator[list[tuple[Key, torch.Tensor]]]:
     """Of one dtype each."""
     opened: dict[torch.dtype, list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for key, tensor in tensors:
         bucket = opened[tensor.dtype]
         bucket.append((key, tensor))
-        if sum(one.numel() for _, one in bucket) >= BUCKET_ELEMENTS:
+        if sum(one.numel() for _, one in bucket) >= elements:
             yield opened.pop(tensor.dtype)
     yield from opened.values()
 
 
-def clip(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place, max_norm: float) -> float:
-    """Scales this rank's parts of the gradients to a norm of all ranks' parts of at most ``max_norm``; returns what it was."""
-    known = list(gradients)
-    norm = total_norm(known, place)
+def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
+    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns
+    what it was."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
-    for gradient, _ in known:
+    for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
     return float(norm)
 

@@ -23,7 +23,7 @@ class Place:
     rank: int = 0
     mesh: DeviceMesh | None = None
     contexts: DeviceMesh | None = None  # pipeline x data x context x tensor, where sequences are shared
-    experts: DeviceMesh | None = None  # pipeline x replicas of experts x experts x tensor, where experts are shared
+    experts: DeviceMesh | None = None  # pipeline x replicas of experts x experts (of tensor ranks too), where they are shared
 
     @property
     def tensor_rank(self) -> int:
@@ -72,5 +72,5 @@ def find_place(plan: Plan) -> Place:
     if context > 1:
         contexts = mesh(("pipeline", pipeline), ("data", sharing // context), ("context", context), ("tensor", tensor))
     if experts > 1:
-        experted = mesh(("pipeline", pipeline), ("replicas", sharing // experts), ("experts", experts), ("tensor", tensor))
+        experted = mesh(("pipeline", pipeline), ("replicas", sharing // experts), ("experts", experts * tensor))
     return Place(plan, dist.get_rank(), whole, contexts, experted)

@@ -10,8 +10,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upshift.training.optimizers.on_parts import Division, OnParts
-from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients
+from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients, total_norm
+from upshift.training.parallel.partial import sum_partial_gradients
 from upshift.training.parallel.place import Place
+from upshift.training.parallel.tied import copies_in, sum_tied
 from upshift.training.parallel.zero1 import DividedUpdate
 
 
@@ -20,6 +22,9 @@ class DividedWeights:
 
     def part(self, parameter: Tensor) -> Tensor:
         return local(parameter.detach())
+
+    def rows(self, parameter: Tensor) -> None:
+        return None
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
         return None if parameter.grad is None else local(parameter.grad)
@@ -41,12 +46,22 @@ def division_of(model: nn.Module, place: Place) -> Division | None:
     return DividedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
-def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> None:
-    """What the optimizer's parameters have for gradients is the job's from here on. fully_shard has summed its own."""
-    if isinstance(optimizer, OnParts) and isinstance(optimizer.division, DividedUpdate):
-        optimizer.division.reduce()
-    elif not place.plan.layout.gathers and place.mesh is not None:
-        sum_gradients(model, place)
+def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, *, summed: bool) -> None:
+    """What the optimizer's parameters have for gradients is the job's from here on. ``summed``: over the ranks with the same
+    weights it is already."""
+    division = optimizer.division if isinstance(optimizer, OnParts) else None
+
+    def gradient_of(parameter: Tensor) -> Tensor | None:
+        return parameter.grad if division is None else division.gradient(parameter)
+
+    if isinstance(division, DividedUpdate):
+        sum_partial_gradients(model, place, division.whole_gradient)
+        division.reduce()
+    else:
+        if not summed and place.mesh is not None:
+            sum_gradients(model, place)
+        sum_partial_gradients(model, place)
+    sum_tied(model, gradient_of)
     if isinstance(optimizer, OnParts):
         optimizer.take_gradients()
 
@@ -55,18 +70,22 @@ def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, m
     """The norm before clipping."""
     if not isinstance(optimizer, OnParts) and place.plan.layout.pipeline_parallel == 1:
         return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
-    return clip(_gradients(optimizer, model), place, max_norm)
+    copies = copies_in(model)
+    known = list(_gradients(optimizer, model))
+    own = [(gradient, along) for gradient, along, parameter in known if parameter not in copies]
+    return clip([gradient for gradient, _, _ in known], total_norm(own, place), max_norm)
 
 
-def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, Spread]]:
+def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, Spread, Tensor]]:
+    """This rank's part, over which ranks it is divided, and of which parameter it is."""
     if isinstance(optimizer, OnParts):
         for part, parameter in optimizer.parts.items():
             if part.grad is not None:
-                yield part.grad, optimizer.division.along(parameter)
+                yield part.grad, optimizer.division.along(parameter), parameter
     else:
         for parameter in model.parameters():
             if parameter.grad is not None:
-                yield parameter.grad, ()
+                yield parameter.grad, (), parameter
 
 
 def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Place) -> None:

@@ -1,0 +1,56 @@
+"""Which steps of a model must be traced for the plans of a host and a workload."""
+
+from __future__ import annotations
+
+from upshift.hardware.spec import Host
+from upshift.models.profile import TracedPrecision
+from upshift.models.store import Variant
+from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, texts_share
+from upshift.planning.workload import Workload
+
+
+def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
+    """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask; but
+    for what is ``fixed`` otherwise. The plain default's is always among them. ``selective``: recomputed so as well, which takes
+    half as long again and matters where memory is short; alternately where that is asked for."""
+    found = _variants_for(host, workload, fixed, selective=selective)
+    asked = "recompute_granularity=alternate" in fixed
+    return tuple(variant._replace(alternate=True) for variant in found) if asked else found
+
+
+def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, selective: bool) -> tuple[Variant, ...]:
+    selective = selective or "recompute_granularity=selective" in fixed
+    precisions: list[TracedPrecision] = ["fp32"]
+    if not {"precision=fp32", "precision=tf32"} & {*fixed} and (host.supports("bf16") or host.supports("fp16")):
+        precisions.append("bf16")
+    if "bf16-weights" in workload.allow:
+        precisions.append("bf16-pure")
+    masks = (False, True) if workload.lengths is not None else (False,)
+    shared = texts_share(host, fixed)
+    if shared and host.device != "cpu":
+        return _shared_variants(precisions, masks, selective=selective)
+    kernels = ["sdpa"]
+    block = host.device == "cpu" and workload.sequence_length <= BLOCK_ATTENTION_LIMIT
+    if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
+        kernels.append("block")
+    compiled = can_compile(host)
+    if shared and "bf16" in precisions and "bf16-pure" not in precisions:
+        precisions.append("bf16-pure")  # with weights that were gathered in bf16
+    divided = shared and "tensor_parallel=1" not in fixed
+    variants = [
+        Variant(precision, kernel, masked, divided=divided, selective=selective, compiled=compiled)
+        for precision in precisions
+        for kernel in kernels
+        for masked in masks
+    ]
+    return (*variants, *(Variant(p, "eager", False) for p in precisions))
+
+
+def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:
+    """For ranks that share a job: bf16 also as one of two ranks, and with weights that were gathered in bf16."""
+    gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
+    return tuple(
+        Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=selective, compiled=True)
+        for precision in (*precisions, *gathered)
+        for masked in masks
+    )

@@ -1,0 +1,251 @@
+"""A checkpoint of ranks that have the model in parts: each writes its own, and any number of ranks with any layout reads them.
+
+Beside what every checkpoint has, `checkpoint-<step>` holds of each rank `weights-<rank>.safetensors`,
+`optimizer-<rank>.safetensors` and `pieces-<rank>.json`, which says of each tensor where in the whole it belongs. What ranks
+have alike, the first of them writes. Tensors carry the names of the whole model, tied weights the one that they are saved under.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from upshift.errors import RequestError
+from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.header import StoredTensor, read_header
+from upshift.loading.tensors import dtype_of, read_tensor
+from upshift.models.adapter import base_of
+from upshift.planning.plan import Plan
+from upshift.training.checkpoint.adapter import saved_state
+from upshift.training.checkpoint.optimizer import placed, plain_name
+from upshift.training.checkpoint.pieces import Interval, Piece, Pieces, copy_shared, piece_of
+from upshift.training.checkpoint.snapshot import HostCopies
+from upshift.training.optimizers.on_host import OnHost
+from upshift.training.optimizers.on_parts import OnParts
+from upshift.training.parallel.ranks import gather
+
+KINDS = ("weights", "optimizer")
+MASTER = "master_weight"  # a part's fp32 copy, where the model has bf16
+Here = dict[str, tuple[Piece, Tensor]]
+
+
+@dataclass(frozen=True)
+class Own:
+    """What this rank writes, by kind."""
+
+    rank: int
+    found: dict[str, Here]
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(tensor.nbytes for here in self.found.values() for _, tensor in here.values())
+
+    def copied(self) -> Own:
+        """In host memory, where training does not change it."""
+        copies = HostCopies()
+        found: dict[str, Here] = {}
+        for kind, here in self.found.items():
+            found[kind] = {name: (piece, copies.of(tensor)) for name, (piece, tensor) in here.items()}
+        return Own(self.rank, found)
+
+    def write(self, directory: Path) -> None:
+        pieces = {f"{kind}/{name}": piece for kind, here in self.found.items() for name, (piece, _) in here.items()}
+        for kind, here in self.found.items():
+            if here:
+                tensors = {name: tensor.detach().contiguous() for name, (_, tensor) in here.items()}
+                save_file(tensors, directory / f"{kind}-{self.rank:05d}.safetensors")
+        (directory / f"pieces-{self.rank:05d}.json").write_text(Pieces(tensors=pieces).to_json(), encoding="utf-8")
+
+
+def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> Own:
+    """All ranks call it together. Without an optimizer: weights alone."""
+    here = {"weights": weights_here(model), "optimizer": {} if optimizer is None else dict(state_here(model, optimizer))}
+    said = {(kind, name): piece for kind, found in here.items() for name, (piece, _) in found.items() if piece.numel}
+    first: dict[tuple[str, str, str], int] = {}
+    for number, known in enumerate(gather(said, plan)):
+        for (kind, name), piece in known.items():
+            first.setdefault((kind, name, piece.to_json()), number)
+    found = {
+        kind: {name: one for name, one in tensors.items() if first.get((kind, name, one[0].to_json())) == rank}
+        for kind, tensors in here.items()
+    }
+    return Own(rank, found)
+
+
+def whole_names(model: nn.Module) -> dict[Tensor, str]:
+    """Of this rank's parameters, as the whole model has them."""
+    found: dict[Tensor, str] = {}
+    for part in parts_of(model):
+        tied = tied_names(part)
+        for name, parameter in part.named_parameters():
+            found.setdefault(parameter, tied.get(plain_name(name), plain_name(name)))
+    return found
+
+
+def weights_here(model: nn.Module) -> Here:
+    """What is saved of the model, parameters and buffers."""
+    found: Here = {}
+    for part in parts_of(model):
+        tied = tied_names(part)
+        for name, tensor in saved_state(part).items():
+            known = tied.get(plain_name(name), plain_name(name))
+            if known not in found:
+                found[known] = (piece_of(tensor), _local(tensor))
+    return found
+
+
+def state_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tuple[Piece, Tensor]]]:
+    """Tensors of the optimizer's state by ``<parameter>.<state>``. Raises RequestError for what is not made of plain tensors."""
+    names = whole_names(model)
+    for part, parameter, piece in _updated(optimizer):
+        for key, value in optimizer.state.get(part, {}).items():
+            if isinstance(value, Tensor):
+                if type(value) is not Tensor:
+                    raise RequestError(f"the optimizer keeps {type(value).__name__} of parts of weights, which cannot be saved")
+                whole = Piece(shape=tuple(value.shape))
+                yield f"{names[parameter]}.{key}", (piece if value.shape == part.shape else whole, value)
+        if part.data_ptr() != _local(parameter).data_ptr() and part.dtype != parameter.dtype:
+            yield f"{names[parameter]}.{MASTER}", (piece, part)
+
+
+def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
+    """Of what the optimizer updates here, the names of the parameters that it is of."""
+    names = whole_names(model)
+    return {part: names[parameter] for part, parameter in _parts(optimizer)}
+
+
+def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
+    """(what is updated here, the parameter that it is of)"""
+    if isinstance(optimizer, OnParts):
+        yield from optimizer.parts.items()
+    elif isinstance(optimizer, OnHost):
+        yield from optimizer.copies.items()
+    else:
+        yield from ((parameter, parameter) for group in optimizer.param_groups for parameter in group["params"])
+
+
+def _updated(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, Piece]]:
+    """Likewise, and which part it is; not what is empty."""
+    for part, parameter in _parts(optimizer):
+        if part.numel():
+            yield part, parameter, piece_of(parameter, rows=_rows(optimizer, parameter))
+
+
+def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | None:
+    return optimizer.division.rows(parameter) if isinstance(optimizer, OnParts) else None
+
+
+def parts_of(model: nn.Module) -> list[nn.Module]:
+    """The stages of a pipeline's rank that has several, each named like the whole model."""
+    return list(model) if isinstance(model, nn.ModuleList) else [model]
+
+
+def tied_names(model: nn.Module) -> dict[str, str]:
+    """Of weights that are another one: the name that they are saved under."""
+    return dict(getattr(base_of(model), "all_tied_weights_keys", None) or {})
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor.detach()
+
+
+Stored = dict[str, list[tuple[Piece, StoredTensor]]]
+
+
+def is_divided(directory: Path) -> bool:
+    return any(directory.glob("pieces-*.json"))
+
+
+def read_pieces(directory: Path) -> dict[str, Stored]:
+    """By kind and name, from the files of all ranks, or of a checkpoint that one process wrote whole."""
+    found: dict[str, Stored] = {kind: {} for kind in KINDS}
+    if not is_divided(directory):
+        whole = {
+            "weights": list(find_safetensors(directory).tensors.values()),
+            "optimizer": [one for path in sorted(directory.glob("optimizer*.safetensors")) for one in read_header(path).tensors],
+        }
+        for kind, tensors in whole.items():
+            for stored in tensors:
+                found[kind][stored.name] = [(Piece(shape=stored.shape), stored)]
+        return found
+    for path in sorted(directory.glob("pieces-*.json")):
+        pieces = Pieces.from_file(path).tensors
+        for kind in KINDS:
+            file = path.with_name(path.name.replace("pieces-", f"{kind}-")).with_suffix(".safetensors")
+            for stored in read_header(file).tensors if file.is_file() else ():
+                found[kind].setdefault(stored.name, []).append((pieces[f"{kind}/{stored.name}"], stored))
+    return found
+
+
+def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Path, *, rounds: bool = False) -> None:
+    """This rank's part of a tensor, from the parts that were saved. ``rounds``: to bf16, of fp32 weights that are kept beside it.
+    Raises RequestError where they are of another model or precision."""
+    copied = 0
+    for other, source in stored.get(name, ()):
+        found = read_tensor(source)
+        if other.shape != piece.shape or (found.dtype != target.dtype and not rounds):
+            raise RequestError(
+                f"{directory} has {name} as {other.shape} {found.dtype}, this run as {piece.shape} {target.dtype}; "
+                "resume with the model and precision of that run"
+            )
+        copied += copy_shared(target, piece, found, other)
+    if copied != piece.numel:
+        what = f"{copied} of the {piece.numel} numbers of {name}" if copied else f"no {name}"
+        raise RequestError(f"{directory} has {what}; resume with the model and the optimizer that the run was started with")
+
+
+@torch.no_grad()
+def load_parts(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Callable[[str], dict[str, Any]]
+) -> None:
+    """Weights and optimizer state into this rank's parts. ``numbers``: of a parameter's state, what is no tensor."""
+    stored = read_pieces(directory)
+    ignored = set(getattr(base_of(parts_of(model)[0]), "_keys_to_ignore_on_save", None) or ())
+    masters = {part for part, parameter, _ in _updated(optimizer) if part.dtype != parameter.dtype}
+    for name, (piece, tensor) in weights_here(model).items():
+        if name in ignored:
+            continue
+        exact = f"{name}.{MASTER}"
+        if tensor.dtype == torch.float32 and exact in stored["optimizer"]:
+            fill(tensor, piece, exact, stored["optimizer"], directory)
+        else:
+            fill(tensor, piece, name, stored["weights"], directory, rounds=bool(masters))
+    names = whole_names(model)
+    keys: dict[str, list[str]] = {}
+    for full_name in stored["optimizer"]:
+        name, _, key = full_name.rpartition(".")
+        keys.setdefault(name, []).append(key)
+    groups = {part: group for group in optimizer.param_groups for part in group["params"]}
+    optimizer.state.clear()
+    for part, parameter, piece in _updated(optimizer):
+        name = names[parameter]
+        state: dict[str, Any] = dict(numbers(name))
+        for key in keys.get(name, ()):
+            full_name = f"{name}.{key}"
+            if key == MASTER:
+                continue
+            state[key] = _state(part, piece, full_name, stored["optimizer"], directory, groups[part])
+        if state:
+            optimizer.state[part] = state
+        if part.dtype != parameter.dtype:
+            master = f"{name}.{MASTER}"
+            kind = "optimizer" if master in stored["optimizer"] else "weights"
+            fill(part, piece, master if kind == "optimizer" else name, stored[kind], directory)
+
+
+def _state(
+    part: Tensor, piece: Piece, full_name: str, stored: Stored, directory: Path, group: dict[str, Any]
+) -> Tensor:
+    first, source = stored[full_name][0]
+    if first.shape != piece.shape:  # a number of the whole parameter, such as its count of steps
+        return placed(read_tensor(source).clone(), full_name.rpartition(".")[2], part, group)
+    found = torch.empty_like(part, dtype=dtype_of(source), requires_grad=False)
+    fill(found, piece, full_name, stored, directory)
+    return found

@@ -1,0 +1,19 @@
+"""A rank's part of a weight: it keeps memory for the part alone."""
+
+from __future__ import annotations
+
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+
+def of_its_size(parameter: nn.Parameter | None) -> nn.Parameter:
+    """``parameter`` itself, or a copy where its part is a view of the whole weight, which it would keep."""
+    assert parameter is not None
+    if not isinstance(parameter, DTensor):
+        return parameter
+    local = parameter.to_local().detach()
+    if local.untyped_storage().nbytes() <= local.nbytes:
+        return parameter
+    shape = {"shape": parameter.shape, "stride": parameter.stride()}
+    part = DTensor.from_local(local.clone(), parameter.device_mesh, parameter.placements, run_check=False, **shape)
+    return nn.Parameter(part, requires_grad=parameter.requires_grad)

@@ -1,0 +1,67 @@
+"""What ranks of a group exchange of an activation, and of its gradient on the way back.
+
+Ranks of tensor parallelism meet where they begin to share a layer's matrices, and where they end to (Shoeybi et al. 2019,
+section 3); with sequence parallelism, to gather the tokens and to sum and share them again (Korthikanti et al. 2022, section
+4.2).
+Nothing is written over: what recomputation keeps of a product is what the product was.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+TOKENS = 1  # the dimension of hidden states [batch, tokens, hidden]
+Way = Callable[[torch.Tensor, dist.ProcessGroup], torch.Tensor]
+_ops = torch.ops._c10d_functional
+
+
+class Exchanged(torch.autograd.Function):
+    """``there`` on the way forward, ``back`` on the gradient's."""
+
+    @staticmethod
+    def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> torch.Tensor:
+        context.group, context.back = group, back
+        return there(tensor, group)
+
+    @staticmethod
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        return context.back(gradients[0], context.group), None, None, None
+
+
+def same(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return tensor.view_as(tensor)
+
+
+def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    result: torch.Tensor = _ops.wait_tensor(_ops.all_reduce(tensor.contiguous(), "sum", group.group_name))
+    return result
+
+
+def gathered(tensor: torch.Tensor, group: dist.ProcessGroup, dimension: int = TOKENS) -> torch.Tensor:
+    """Every rank's part, in the order of ranks."""
+    parts = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
+    return torch.cat(parts.chunk(group.size()), dimension)
+
+
+def sum_shared(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's tokens of the sum."""
+    parts = torch.cat(tensor.chunk(group.size(), TOKENS))
+    result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name))
+    return result
+
+
+def own(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    """This rank's tokens, of a tensor that all have."""
+    return tensor.chunk(group.size(), TOKENS)[group.rank()].contiguous()
+
+
+def gathered_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return gathered(tensor, group, -1)
+
+
+def own_last(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
+    return tensor.chunk(group.size(), -1)[group.rank()].contiguous()

@@ -1,0 +1,122 @@
+"""The parts of a layer whose matrices ranks share: its attention, its feed-forward network.
+
+A part with plain styles alone is entered once, however many matrices read its input, and left where its last matrix ends;
+transformers would sum the gradient of the input for every matrix. Other parts run as transformers has them.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.utils._pytree import tree_map_only
+
+from upshift.training.parallel.exchanged import Exchanged, Way, gathered, own, same, sum_shared, summed
+from upshift.training.parallel.regathered import Regathered
+
+PLAIN = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+_IN_PART = re.compile(r"((.*?\.\d+)\.[^.]+)\.")  # what a layer, known by its number, calls the part
+
+
+@dataclass(frozen=True)
+class Part:
+    """``plain``: every weight in it is of a module with a plain style."""
+
+    layer: str
+    module: nn.Module
+    plain: bool
+
+
+def find_parts(model: nn.Module, styles: dict[str, str]) -> dict[str, Part]:
+    modules = dict(model.named_modules())
+    found = {match[1]: match[2] for match in map(_IN_PART.match, styles) if match}
+    return {name: Part(layer, modules[name], _is_plain(name, modules[name], styles)) for name, layer in found.items()}
+
+
+def part_of(name: str, parts: dict[str, Part]) -> Part | None:
+    """The one that a module or weight is inside of."""
+    match = _IN_PART.match(name)
+    return parts.get(match[1]) if match else None
+
+
+def _is_plain(name: str, part: nn.Module, styles: dict[str, str]) -> bool:
+    owners = {path.rpartition(".")[0] for path, _ in part.named_parameters()}
+    inside = [style for path, style in styles.items() if path.startswith(f"{name}.")]
+    return all(styles.get(f"{name}.{owner}") in PLAIN for owner in owners) and all(style in PLAIN for style in inside)
+
+
+def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: bool) -> None:
+    """What all ranks have enters a plain part as it is, and its gradient is summed; shared tokens are gathered, and their
+    gradient is summed and shared. Another part gives each rank the whole gradient, and a result that is whole."""
+    there: Way = gathered if sequence else same
+    back: Way = (sum_shared if sequence else summed) if plain else own
+
+    def arrive(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        hidden = _hidden(args, kwargs)
+        entered = Exchanged.apply(_as_read(hidden) if plain else hidden, group, there, back)
+        return _given(args, kwargs, {hidden: entered}, group, plain=plain)
+
+    if plain or sequence:
+        part.register_forward_pre_hook(arrive, with_kwargs=True)
+    if sequence and not plain:
+        part.register_forward_hook(leaving(group, own, gathered))
+
+
+def enter_and_let_go(layer: nn.Module, part: nn.Module, group: dist.ProcessGroup) -> None:
+    """``enter`` for a plain part and shared tokens, where a rank keeps its own alone of what was gathered. A recomputed layer
+    keeps nothing anyway."""
+    run = part.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        hidden = _hidden(args, kwargs)
+        own_tokens = _as_read(hidden)
+        whole = Exchanged.apply(own_tokens, group, gathered, sum_shared)
+        args, kwargs = _given(args, kwargs, {hidden: whole}, group, plain=True)
+        if getattr(layer, "gradient_checkpointing", False) or not torch.is_grad_enabled():
+            return run(*args, **kwargs)
+        kept = Regathered(own_tokens, whole, group)
+        with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
+            return run(*args, **kwargs)
+
+    part.forward = forward  # type: ignore[method-assign]
+
+
+def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
+    hidden: torch.Tensor = args[0] if args else kwargs["hidden_states"]
+    return hidden
+
+
+def _given(
+    args: Any, kwargs: Any, instead: dict[torch.Tensor, torch.Tensor], group: dist.ProcessGroup, *, plain: bool
+) -> tuple[Any, Any]:
+    """Each rank of a plain part has a term of the gradient of whatever enters it."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor in instead:
+            return instead[tensor]
+        return Exchanged.apply(tensor, group, same, summed) if plain and tensor.requires_grad else tensor
+
+    args, kwargs = tree_map_only(torch.Tensor, moved, (args, kwargs))
+    return args, kwargs
+
+
+def _as_read(hidden: torch.Tensor) -> torch.Tensor:
+    """In the dtype that autocast gives every matrix of a plain part: fewer bytes are exchanged, and kept once."""
+    device = hidden.device.type
+    return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
+
+
+def leaving(group: dist.ProcessGroup, there: Way, back: Way) -> Callable[..., Any]:
+    """A hook on the output of a layer or of a part: hidden states, or several things of which they are the first."""
+
+    def leave(module: nn.Module, args: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (Exchanged.apply(output[0], group, there, back), *output[1:])
+        return Exchanged.apply(output, group, there, back)
+
+    return leave

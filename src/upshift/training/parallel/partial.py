@@ -1,0 +1,52 @@
+"""Weights that every rank of tensor parallelism has whole, while its gradient is of its own heads or its own tokens alone.
+
+A module names them in ``partial_parameters``. They are summed once a step: a sum after every micro-batch would add up what was
+summed before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.tensor import DTensor
+
+from upshift.training.parallel.place import Place
+
+NAMES = "partial_parameters"
+
+
+def mark_partial(module: nn.Module, names: Iterable[str] | None = None) -> None:
+    """All parameters of its own, or those of these names. By name, as fully_shard makes other parameters of them."""
+    own = tuple(name for name, _ in module.named_parameters(recurse=False)) if names is None else tuple(names)
+    setattr(module, NAMES, (*getattr(module, NAMES, ()), *own))
+
+
+def sum_partial_gradients(
+    model: nn.Module, place: Place, gradient_of: Callable[[nn.Parameter], torch.Tensor] | None = None
+) -> None:
+    """After the last backward pass of a step, before gradients are clipped; every rank calls it. Where this rank has none, as
+    no token of its own reached the weight, it counts as zero. ``gradient_of``: where they are, if not in ``grad``."""
+    if place.mesh is None or place.plan.layout.tensor_parallel == 1:
+        return
+    gradients = [(gradient_of or _gradient)(parameter) for parameter in partial_parameters(model)]
+    if not gradients:
+        return
+    flat = torch.cat([gradient.reshape(-1).float() for gradient in gradients])
+    dist.all_reduce(flat, group=place.mesh.get_group("tensor"))
+    for gradient, summed in zip(gradients, flat.split([one.numel() for one in gradients]), strict=True):
+        gradient.copy_(summed.view_as(gradient))
+
+
+def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
+    named = [(module, name) for module in model.modules() for name in getattr(module, NAMES, ())]
+    found = [module._parameters[name] for module, name in named]
+    return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
+
+
+def _gradient(parameter: nn.Parameter) -> torch.Tensor:
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad

@@ -1,0 +1,251 @@
+"""One pipeline stage of an unmodified model: which modules it keeps, and how the model's own forward pass runs them alone.
+
+A stage is the whole model with some of its layers. What comes before the layers stays in the first stage, what comes after in
+the last: both are found by running the model once, on a few tokens, with one of its layers. Names of weights are the whole
+model's. In later stages the first layer is given the hidden states that were received, in place of those that the model's
+forward pass made of nothing; in all but the last the forward pass ends after the last layer.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from upshift.errors import JobFailed
+from upshift.models.adapter import base_of
+from upshift.models.build import find_stacks
+from upshift.planning.layout import divisors
+from upshift.planning.plan import Plan
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.separable import Parts, find_parts
+
+Shape = Callable[[int, int], tuple[int, ...]]  # of hidden states, from rows and tokens a row
+
+
+class Ended(Exception):
+    """The last layer of a stage has run: the rest of the forward pass is another stage's."""
+
+    def __init__(self, hidden: torch.Tensor) -> None:
+        self.hidden = hidden
+
+
+class StageLayers(nn.ModuleList):
+    """Layers of one stage under their numbers in the whole model; while a stage runs, in wrappers around hidden states."""
+
+    is_stack = True  # of one layer too
+
+    def __init__(self, layers: dict[str, nn.Module]) -> None:
+        super().__init__()
+        self._modules.update(layers)
+        self.wrap: Callable[[int, nn.Module], Any] | None = None
+
+    def _shown(self) -> list[Any]:
+        layers = list(self._modules.values())
+        return layers if self.wrap is None else [self.wrap(number, layer) for number, layer in enumerate(layers)]
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self._shown())
+
+    def __getitem__(self, index: Any) -> Any:
+        return self._shown()[index]
+
+
+class PartOfConfig:
+    """A config with lists of one entry a layer cut down to those of some layers."""
+
+    def __init__(self, whole: Any, lists: dict[str, Any]) -> None:
+        self.__dict__.update(lists, whole=whole)
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return getattr(self.__dict__["whole"], name)
+
+
+class Absent(nn.Module):
+    """Stands where a module of the first stage was, and makes nothing, of the shape that was made there."""
+
+    def __init__(self, shape: Shape, stage: Stage) -> None:
+        super().__init__()
+        self.shape = shape
+        self.__dict__["stage"] = stage  # no child: it holds the model
+
+    def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
+        received = self.stage.received
+        assert received is not None
+        return received.new_zeros(()).expand(self.shape(*self.stage.rows_and_width))
+
+
+@dataclass(frozen=True)
+class Bound:
+    """A layer as the model's forward pass meets it in a running stage."""
+
+    layer: nn.Module
+    stage: Stage
+    is_first: bool
+    is_last: bool
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.layer, name)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.is_first:
+            args, kwargs = self.stage.enter(args, kwargs)
+        output = self.layer(*args, **kwargs)
+        if self.is_last:
+            raise Ended(output if isinstance(output, torch.Tensor) else output[0])
+        return output
+
+
+class Stage:
+    """What one of ``count`` stages is, and the hidden states that its next forward pass is given."""
+
+    def __init__(self, model: nn.Module, parts: Parts, index: int, count: int, group: dist.ProcessGroup) -> None:
+        self.index, self.count, self.group, self.hidden_shape = index, count, group, parts.hidden_shape
+        self.is_first, self.is_last = index == 0, index == count - 1
+        self.received: torch.Tensor | None = None
+        self.rows_and_width = (0, 0)
+        tied = parts.tied(model)
+        self._forward = model.forward
+        self._layers = self._cut(model, parts)
+        names = {id(parameter): name for name, parameter in model.named_parameters()}
+        self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # that the first and the last stage have
+
+    def _cut(self, model: nn.Module, parts: Parts) -> StageLayers:
+        parent_path, _, name = parts.stack.rpartition(".")
+        parent = model.get_submodule(parent_path)
+        whole: nn.ModuleList = getattr(parent, name)
+        each = len(whole) // self.count
+        first, last = self.index * each, (self.index + 1) * each
+        for path in parts.after if not self.is_last else ():
+            _replace(model, path, None)
+        for path, shape in parts.before.items() if not self.is_first else ():
+            _replace(model, path, Absent(shape, self))
+        layers = StageLayers({str(number): whole[number] for number in range(first, last)})
+        setattr(parent, name, layers)
+        config = getattr(parent, "config", None)
+        if config is not None:
+            lists = {
+                key: value[first:last]
+                for key, value in vars(config).items()
+                if isinstance(value, list) and len(value) == len(whole)
+            }
+            parent.config = PartOfConfig(config, lists)  # type: ignore[assignment]
+        return layers
+
+    @property
+    def num_layers(self) -> int:
+        return len(self._layers)
+
+    def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The first layer's arguments, with the hidden states that were received."""
+        received, self.received = self.received, None
+        return ((received, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": received})
+
+    def forward(self, **inputs: Any) -> Any:
+        """The model's own output in the last stage, hidden states in all others."""
+        last = len(self._layers) - 1
+        self.rows_and_width = tuple(inputs["input_ids"].shape)
+        self._layers.wrap = lambda number, layer: Bound(
+            layer, self, is_first=number == 0 and not self.is_first, is_last=number == last and not self.is_last
+        )
+        try:
+            output = self._forward(**inputs)
+        except Ended as end:
+            output = end.hidden
+        finally:
+            self._layers.wrap = None
+        if self.received is not None or (not self.is_last and not isinstance(output, torch.Tensor)):
+            raise JobFailed(f"pipeline stage {self.index}: the model left out a layer; use fully_shard=weights")
+        return output
+
+
+class Stages(nn.ModuleList):
+    """The stages of a rank that has several. Names of weights are the whole model's, after the number of the stage."""
+
+
+def stage_of(model: nn.Module, place: Place) -> nn.Module:
+    """The rank's stage of ``model``, cut out in place, or its ``Stages``; the whole model where there is no pipeline.
+
+    Each has its ``Stage`` as ``pipeline_stage``. Raises RequestError for a model that does not come apart.
+    """
+    layout = place.plan.layout
+    ranks = layout.pipeline_parallel
+    if place.mesh is None or ranks == 1:
+        return model
+    parts, group, count = find_parts(model), place.mesh.get_group("pipeline"), ranks * layout.virtual_stages
+    own = range(place.stage, count, ranks)
+    if len(own) == 1:
+        return _as_stage(model, Stage(model, parts, place.stage, count, group))
+    alike = [_with_own_path(model, parts.stack) for _ in own]
+    return Stages([_as_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
+
+
+def modules_of(model: nn.Module) -> list[nn.Module]:
+    """What of ``model`` runs as a model of its own: each stage of a rank, or all of it."""
+    return list(model) if isinstance(model, Stages) else [model]
+
+
+def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
+    """Of so many ``layers`` of the whole model, those that fall to each of these stages: a rank has its part, its first ones."""
+    stages = [getattr(module, "pipeline_stage", None) for module in modules]
+    if stages[0] is None:
+        return [layers]
+    each, count = stages[0].num_layers, stages[0].count
+    left, found = -(-layers * len(modules) // count), []
+    for _ in modules:
+        found.append(min(left, each))
+        left -= found[-1]
+    return found
+
+
+def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
+    """What no running can change: why the model's layers cannot be shared by depth as the plan says, and the next best."""
+    layout = plan.layout
+    if layout.pipeline_parallel == 1:
+        return None
+    asked, instead = f"pipeline_parallel={layout.pipeline_parallel}", "use fully_shard=weights, or tensor_parallel"
+    stacks = find_stacks(model)
+    if len(stacks) != 1:
+        paths = ", ".join(path for path, _ in stacks) or "none"
+        return f"{asked} divides one stack of layers, and the model has {len(stacks)} ({paths}); {instead}"
+    layers, count = len(stacks[0][1]), layout.pipeline_parallel * layout.virtual_stages
+    if layers % count:
+        each = f" with virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
+        valid = ", ".join(str(degree) for degree in divisors(layers) if degree > 1)
+        return f"{asked}{each} does not divide {layers} layers; stages times ranks can be {valid}"
+    if getattr(base_of(model).config.get_text_config(), "output_router_logits", False):
+        return f"{asked}: the loss of the model's router (output_router_logits) is taken over all layers; {instead}"
+    if getattr(base_of(model).config.get_text_config(), "layerdrop", 0.0):
+        return f"{asked}: the model leaves out layers at random (layerdrop), each stage others; set it to 0, or {instead}"
+    if plan.torch_compile == "model":
+        return f"{asked} runs a part of the model's forward pass, which torch_compile=model makes one; use torch_compile=layer"
+    return None
+
+
+def _as_stage(model: nn.Module, stage: Stage) -> nn.Module:
+    model.forward = functools.update_wrapper(functools.partial(stage.forward), model.forward)
+    model.pipeline_stage = stage  # type: ignore[assignment]
+    return model
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module | None) -> None:
+    parent_path, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent_path), name, module)
+
+
+def _with_own_path(model: nn.Module, path: str) -> nn.Module:
+    """A copy of the modules from ``model`` down to ``path``, whose other children are the same."""
+    own = copy.copy(model)
+    own.__dict__.update({key: copy.copy(value) for key, value in vars(model).items() if isinstance(value, dict)})
+    name, _, rest = path.partition(".")
+    if rest:
+        own._modules[name] = _with_own_path(model.get_submodule(name), rest)
+    return own

@@ -1,0 +1,97 @@
+"""What a module with its part of a weight computes, for the plain styles of transformers' tensor-parallel plans.
+
+The weight is a DTensor, so that fully_shard and checkpoints know all of it; the module's own forward pass runs on this rank's
+part, as a plain tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from upshift.training.parallel.exchanged import Exchanged, gathered, gathered_last, own_last, same, sum_shared, summed
+from upshift.training.parallel.partial import mark_partial
+
+Forward = Callable[..., torch.Tensor]
+
+
+@contextmanager
+def local_weights(module: nn.Module, *, without_bias: bool = False) -> Iterator[None]:
+    whole = dict(module._parameters)
+    try:
+        for name, parameter in whole.items():
+            if isinstance(parameter, DTensor):
+                module._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+        if without_bias and "bias" in whole:
+            module._parameters["bias"] = None
+        yield
+    finally:
+        module._parameters.update(whole)
+
+
+def columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    """Rows of the weight: this rank's part of the output."""
+    run = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with local_weights(module):
+            return run(*args, **kwargs)
+
+    return forward
+
+
+def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    """Columns of the weight: a term of the sum over ranks, of which each then has all or, of shared tokens, its own."""
+    run, group = module.forward, mesh.get_group()
+    there, back = (sum_shared, gathered) if sequence else (summed, same)
+    if sequence:
+        mark_partial(module, ["bias"])
+
+    def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+        with local_weights(module, without_bias=True):
+            term = run(*args, **kwargs)
+        out: torch.Tensor = Exchanged.apply(term, group, there, back)
+        bias = module._parameters.get("bias")
+        return out if bias is None else out + bias.to(out.dtype)
+
+    return forward
+
+
+def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    run, group = columns(module, mesh, sequence=sequence), mesh.get_group()
+
+    def forward(hidden: torch.Tensor) -> torch.Tensor:
+        out: torch.Tensor = Exchanged.apply(run(Exchanged.apply(hidden, group, same, summed)), group, gathered_last, own_last)
+        return out
+
+    return forward
+
+
+def words(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    """An embedding: rows of zeros for the words of others, then the sum."""
+    run, group, count = module.forward, mesh.get_group(), len(module.weight.to_local())
+    first = mesh.get_local_rank() * count
+    if module.padding_idx is not None:
+        inside = first <= module.padding_idx < first + count
+        module.padding_idx = module.padding_idx - first if inside else None
+
+    def forward(ids: torch.Tensor) -> torch.Tensor:
+        others = (ids < first) | (ids >= first + count)
+        with local_weights(module):
+            vectors = run((ids - first).masked_fill(others, 0))
+        out: torch.Tensor = Exchanged.apply(vectors.masked_fill(others.unsqueeze(-1), 0.0), group, summed, same)
+        return out
+
+    return forward
+
+
+STYLES: dict[str, Callable[..., Forward]] = {
+    "colwise": columns, "rowwise": rows,
+    "colwise_gather_output": gathered_columns, "colwise_rep": gathered_columns, "embedding_rowwise": words,
+}  # fmt: skip

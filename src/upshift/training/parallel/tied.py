@@ -1,0 +1,40 @@
+"""Weights that the first and the last pipeline stage both have, such as an embedding that is the head too.
+
+Both get the same gradient, the sum of the two, so both stay the same; in the norm of all gradients it counts once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from upshift.training.parallel.stage import Stage, modules_of
+
+
+def copies_in(model: nn.Module) -> set[nn.Parameter]:
+    """Weights of the last stage that the first has too."""
+    return {weight for stage, weight in _shared(model) if stage.is_last}
+
+
+def sum_tied(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
+    """In place, ``gradient_of`` each of them, between the first stage and the last: what this rank has of it."""
+    for stage, weight in _shared(model):
+        own = gradient_of(weight)
+        if own is None or not own.numel():
+            continue
+        peer = dist.get_global_rank(stage.group, 0 if stage.is_last else dist.get_world_size(stage.group) - 1)
+        sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
+        exchanged = [dist.P2POp(dist.isend, sent, peer, stage.group), dist.P2POp(dist.irecv, received, peer, stage.group)]
+        for work in dist.batch_isend_irecv(exchanged):
+            work.wait()
+        own.add_(received)
+
+
+def _shared(model: nn.Module) -> list[tuple[Stage, nn.Parameter]]:
+    """Trained ones, in an order that both stages have."""
+    stages = [(module, module.pipeline_stage) for module in modules_of(model) if hasattr(module, "pipeline_stage")]
+    found = [(stage, module.get_parameter(name)) for module, stage in stages for name in stage.shared]
+    return [(stage, weight) for stage, weight in found if weight.requires_grad]

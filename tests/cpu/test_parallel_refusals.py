@@ -1,0 +1,78 @@
+"""What ranks cannot share is refused in words before a rank starts: the value, why, and what to use instead."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from parallel_runs import CONFIGS, Case, a_config, a_plan
+
+from upshift.models.build import build_model, choose_class
+from upshift.training.parallel.refusals import cannot_run
+
+TENSOR = {"tensor_parallel": 2}
+EXPERTS = {"expert_parallel": 2}
+SHARED = {"fully_shard": "weights", "shard_size": 2}
+ODD = {"sequence_length": 31}
+WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
+    "no plan": (Case("opt", 2, TENSOR), ("tensor_parallel=2", "declares no tensor-parallel plan", "fully_shard=weights")),
+    "a plan for the head alone": (Case("gpt2", 2, TENSOR), ("declares no tensor-parallel plan", "fully_shard=weights")),
+    "more ranks than key heads": (Case(world=4, layout={"tensor_parallel": 4}), ("tensor_parallel=4", "divides 2")),
+    "tokens that do not divide": (
+        Case(world=2, layout=TENSOR | {"sequence_parallel": True}, plan=ODD), ("31", "sequence_parallel=False"),
+    ),
+    "updates in the backward pass": (
+        Case(world=2, layout=TENSOR, plan={"optimizer_in_backward": True}, micro_batch=8), ("optimizer_in_backward=False",),
+    ),
+    "no experts": (Case(world=2, layout=EXPERTS), ("expert_parallel=2", "declares no expert-parallel plan", "fully_shard")),
+    "too few experts": (Case("mixture", 8, {"expert_parallel": 8}, micro_batch=1), ("expert_parallel=8", "4 experts")),
+    "too few experts for both": (
+        Case("mixture", 8, {"expert_parallel": 4} | TENSOR, micro_batch=1), ("tensor_parallel=2", "4 experts"),
+    ),
+    "no such degree": (Case(world=4, layout={"tensor_parallel": 3}), ("num_processes=4", "no multiple of the 3 ranks")),
+    "among too many": (Case(world=4, layout=SHARED | {"shard_size": 3}), ("shard_size=3", "use one of 2, 4")),
+    "among itself": (Case(world=2, layout=SHARED | {"shard_size": 1}), ("shard_size=1", "use one of 2")),
+    "masters of what is divided": (
+        Case(world=2, layout=SHARED | {"master_weights": True}), ("master_weights", "use optimizer"),
+    ),
+    "nothing at once": (Case(world=2, layout=SHARED | {"overlap": False}), ("overlap=True",)),
+    "updates of whole matrices": (
+        Case(world=2, layout=SHARED, plan={"optim": "muon"}), ("optim=muon", "adamw_torch_fused"),
+    ),
+    "quantized state": (
+        Case(world=2, layout=SHARED, plan={"optim": "adamw_torch_8bit"}), ("adamw_torch_8bit", "cannot be saved"),
+    ),
+    "experts and optimizer": (
+        Case("mixture", 2, EXPERTS | {"fully_shard": "optimizer", "shard_size": 2}), ("gradients or weights",),
+    ),
+}  # fmt: skip
+
+
+def on_meta(model: str) -> Any:
+    config = a_config(model)
+    with torch.device("meta"):
+        return build_model(config, choose_class(config, model)[0], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_cannot_be_shared_is_refused_with_the_next_best(name: str) -> None:
+    case, words = WRONG[name]
+    problem = cannot_run(a_plan(case), on_meta(case.model))
+    assert problem is not None
+    assert all(word in problem for word in words), problem
+
+
+@pytest.mark.parametrize("model", CONFIGS)
+def test_a_model_is_divided_or_refused(model: str) -> None:
+    """Never a traceback, whatever it declares."""
+    problem = cannot_run(a_plan(Case(model, 2, TENSOR | {"sequence_parallel": True})), on_meta(model))
+    declares = bool(on_meta(model).config.base_model_tp_plan)
+    assert (problem is None) == declares, problem
+
+
+def test_quantized_weights_are_not_gathered() -> None:
+    model = on_meta("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.uint8), requires_grad=False)
+    problem = cannot_run(a_plan(Case(world=2, layout=SHARED)), model)
+    assert problem is not None and "fully_shard=optimizer" in problem

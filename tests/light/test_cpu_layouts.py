@@ -1,0 +1,165 @@
+"""Layouts of processes on CPUs and of several hosts: which are planned, what they exchange, what a wrong one is told; without
+torch."""
+
+from __future__ import annotations
+
+import pytest
+from made_profile import make_profile
+
+from upshift.cli.layout_flags import FLAGS
+from upshift.errors import RequestError
+from upshift.hardware import describe
+from upshift.hardware.spec import Host, Link, Measured, Rates
+from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
+from upshift.planning.layout import Layout
+from upshift.planning.layouts import layouts
+from upshift.planning.plan import ALONE, Plan
+from upshift.planning.rank import Candidate, Coster, Ranking
+from upshift.planning.search import search
+from upshift.planning.space import parse_fixed
+from upshift.planning.workload import Workload
+
+PROFILE = make_profile()
+WORKLOAD = Workload(sequence_length=4096, global_batch=8)
+ONE, TWO = describe("epyc-9654-768gb"), describe("2x2xepyc-9654-768gb@ethernet-25")
+
+
+def searched(host: Host, *fixed: str, workload: Workload = WORKLOAD) -> Ranking:
+    return search(host, PROFILE, workload, fixed=parse_fixed(fixed, host, PROFILE, workload))
+
+
+def measured(host: Host, **rates: float) -> Host:
+    """Probed: gloo's rate of each operation."""
+    return host.changed(
+        measured=Measured(
+            torch_version="2", transformers_version="5",
+            num_threads=host.cpu.usable_cores if host.cpu else 1, cpu=Rates(fp32=1e12, memory_bytes_per_second=1e11),
+            dispatch_seconds=1e-6, first_touch_seconds_per_byte=None, base_resident_bytes=None, compiler=None, probe_seconds=1,
+            exchanges={
+                name: Link(name=name, bytes_per_second=rate, latency_seconds=1e-3, measured=True)
+                for name, rate in rates.items()
+            },  # type: ignore[misc]
+        )
+    )  # fmt: skip
+
+
+def test_unasked_a_cpu_runs_one_process_or_whole_copies() -> None:
+    plans = [candidate.plan for candidate in searched(ONE).candidates]
+    assert {plan.layout for plan in plans} == {ALONE}
+    assert {plan.num_processes for plan in plans} == {1, 2}
+
+
+@pytest.mark.parametrize(
+    ("fixed", "ranks"),
+    [
+        (("num_processes=4",), 4), (("tensor_parallel=2",), 2), (("tensor_parallel=2", "pipeline_parallel=2"), 4),
+        (("fully_shard=weights",), 2), (("fully_shard=weights", "tensor_parallel=4"), 8), (("context_parallel=4",), 4),
+        (("num_processes=3",), 3),
+    ],
+)  # fmt: skip
+def test_degrees_that_are_fixed_are_planned_around(fixed: tuple[str, ...], ranks: int) -> None:
+    plans = [candidate.plan for candidate in searched(ONE, *fixed).candidates]
+    assert plans and {plan.num_processes for plan in plans} == {ranks}
+    for plan in plans:
+        assert plan.threads_per_process == 96 // ranks and plan.global_batch == 8
+        for name, _, value in (text.partition("=") for text in fixed):
+            assert str(getattr(plan if name in Plan.model_fields else plan.layout, name)) == value
+    if fixed == ("num_processes=4",):
+        stages = {plan.layout.fully_shard for plan in plans}
+        assert stages == {"no", "optimizer", "gradients", "weights"} and {p.layout.pipeline_parallel for p in plans} == {1, 2, 4}
+
+
+def test_processes_of_several_hosts_are_counted_on_each() -> None:
+    plans = [candidate.plan for candidate in searched(TWO).candidates]
+    assert {plan.num_processes for plan in plans} == {2} and {plan.threads_per_process for plan in plans} == {192}
+    assert {plan.num_processes for plan in (c.plan for c in searched(TWO, "tensor_parallel=2").candidates)} == {4}
+    assert {layout.tensor_parallel for _, layout in layouts(TWO, PROFILE, WORKLOAD, ranks=4)} == {1, 2}  # inside a host
+    assert {plan.threads_per_process for plan in (c.plan for c in searched(TWO, "num_processes=8").candidates)} == {48}
+
+
+@pytest.mark.parametrize(
+    ("host", "fixed", "words"),
+    [
+        (ONE, ("tensor_parallel=3",), "use one of 1, 2, 4, 8 .*degrees divide 8"),
+        (ONE, ("num_processes=2", "tensor_parallel=4"), "of 2 processes on epyc-9654-768gb; use one of 1, 2"),
+        (ONE, ("expert_parallel=2",), "the model has no experts"),
+        (ONE, ("context_parallel=2", "context_kind=ring"), "context_kind can be ulysses, not ring"),
+        (ONE, ("num_processes=2", "tensor_parallel=2", "pipeline_parallel=2"), "tensor_parallel can be 1, not 2"),
+        (ONE, ("num_processes=5",), "ranks must divide the global batch of 8, or 24 layers, or heads.* by 8; use another"),
+        (ONE, ("num_processes=500",), "4 for each of the 96 cores.*at most 384"),
+        (ONE, ("fully_shard=all",), "use one of no, optimizer, gradients, weights"),
+        (TWO, ("num_processes=3",), "does not divide among 2 hosts"),
+        (describe("h100"), ("tensor_parallel=2",), "for several ranks, and h100 has one GPU"),
+        (describe("8xh100"), ("num_processes=4",), "one for each of its GPUs, 8"),
+    ],
+)  # fmt: skip
+def test_what_is_not_possible_is_one_clear_error(host: Host, fixed: tuple[str, ...], words: str) -> None:
+    with pytest.raises(RequestError, match=words):
+        parse_fixed(fixed, host, PROFILE, WORKLOAD)
+
+
+def test_ranks_that_share_sequences_need_none_of_their_own() -> None:
+    one = WORKLOAD.changed(global_batch=1)
+    best = searched(ONE, "num_processes=2", workload=one).candidates[0].plan
+    assert best.data_parallel == 1 and best.layout != ALONE
+
+
+def test_gloo_is_scaled_from_two_processes() -> None:
+    host = measured(ONE, all_reduce=2e9, all_gather=1e9, send=4e9)
+    size = 1e9
+    assert collective_seconds(host, "all_reduce", size, Group(2, 1, 2)) == pytest.approx(1e-3 + 0.5)
+    assert collective_seconds(host, "all_reduce", size, Group(4, 1, 4)) == pytest.approx(3e-3 + 0.5 * 1.5)
+    assert collective_seconds(host, "all_gather", size, Group(4, 1, 4)) == pytest.approx(3e-3 + 1.0 * 1.5)
+    assert collective_seconds(host, "all_reduce", size, Group(2, 1, 192)) == pytest.approx(1e-3 + 0.5 * 2)  # they take turns
+    assert point_to_point_seconds(host, size, stride=1, node_ranks=2) == pytest.approx(1e-3 + 0.25)
+
+
+def test_a_ring_between_hosts_carries_what_every_rank_sends() -> None:
+    link = Link(name="slow", bytes_per_second=25e6, latency_seconds=0.0, measured=True)
+    host = TWO.changed(inter_node=link)
+    assert collective_seconds(host, "all_reduce", 1e8, Group(2, 1, 1)) == pytest.approx(4.0)
+    assert collective_seconds(host, "reduce_scatter", 1e8, Group(2, 1, 1)) == pytest.approx(4.0)  # gloo sums all of it
+    assert collective_seconds(host, "all_gather", 1e8, Group(2, 1, 1)) == pytest.approx(2.0)
+    assert collective_seconds(host, "all_reduce", 1e8, Group(4, 1, 2)) == pytest.approx(6.0)
+    assert collective_seconds(host, "all_reduce", 1e8, Group(2, 2, 2)) == pytest.approx(8.0)  # two groups share the port
+    assert collective_seconds(host.changed(inter_node=None), "all_reduce", 1e8, Group(2, 1, 1)) is None
+
+
+def plan_on(host: Host, ranks: int, layout: Layout = ALONE) -> Candidate:
+    plan = Plan(
+        device="cpu", host=host.fingerprint, model="feed", sequence_length=4096, per_device_train_batch_size=1, layout=layout,
+        gradient_accumulation_steps=8 // (ranks // layout.ranks_per_replica), num_processes=ranks,
+        threads_per_process=max((host.cpu.usable_cores if host.cpu else 1) // host.ranks_per_node(ranks), 1),
+    )  # fmt: skip
+    found = Coster(host, PROFILE, WORKLOAD).cost(plan)
+    assert isinstance(found, Candidate)
+    return found
+
+
+def test_more_processes_than_cores_take_turns() -> None:
+    """They compute as fast together, and pay for more exchange."""
+    assert ONE.cpu is not None
+    host = measured(ONE.changed(cpu=ONE.cpu.changed(usable_cores=2)), all_reduce=1e9)
+    full, turns = (plan_on(host, ranks).time for ranks in (2, 8))
+    for term in ("matrix products", "attention", "dispatch"):
+        assert turns.terms[term] == pytest.approx(full.terms[term])
+    assert turns.terms["gradient exchange"] > 4 * full.terms["gradient exchange"]
+
+
+def test_slow_links_between_hosts_change_which_layout_is_best() -> None:
+    """Whole gradients every step against hidden states between two layers."""
+    slow = TWO.changed(inter_node=Link(name="200 Mbit/s", bytes_per_second=25e6, latency_seconds=1e-4, measured=True))
+    whole, stages = (plan_on(slow, 2, layout).time.total for layout in (ALONE, Layout(pipeline_parallel=2)))
+    assert stages < whole / 5
+    assert searched(slow).candidates[0].plan.layout.pipeline_parallel == 2
+
+
+def test_memory_of_a_host_is_shared_by_its_processes() -> None:
+    one, four = (searched(ONE.changed(cpu=ONE.cpu.changed(free_memory_bytes=2**35)), f"num_processes={n}") for n in (1, 4))  # type: ignore[union-attr]
+    assert max(c.resident for c in one.candidates) > 2**35 / 4
+    assert all(c.resident <= 2**35 / 4 for c in four.candidates)
+
+
+def test_flags_name_fields_of_a_plan() -> None:
+    fields = {**Plan.model_fields, **Layout.model_fields}
+    assert all(flag.field in fields for flag in FLAGS.values())
