@@ -8,8 +8,9 @@ import signal
 import socket
 import time
 import traceback
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
@@ -85,15 +86,20 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
 
 
 def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
+    with joined(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
+        return work(request)
+
+
+@contextmanager
+def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
+    """In the group of the plan's ranks; ``meeting``: where they find each other, of ``init_process_group``. All leave together:
+    gloo's threads abort a process that ends while others still speak with it."""
     _rank_and_size[:] = [(rank, plan.num_processes)]
-    dist.init_process_group(
-        "nccl" if plan.device == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=plan.num_processes,
-    )  # fmt: skip
+    backend = "nccl" if plan.device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, **meeting)
     try:
-        result = work(request)
+        yield
         dist.barrier()
-        return result
     finally:
         dist.destroy_process_group()
         _rank_and_size.clear()
