@@ -54,8 +54,8 @@ class Whole:
 
 
 def share_context(models: list[PreTrainedModel], place: Place) -> None:
-    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Their attention
-    is set already."""
+    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Their
+    attention is set already."""
     if place.contexts is None:
         return
     shared = SharedContext(models[0], place)
