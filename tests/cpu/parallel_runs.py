@@ -77,6 +77,7 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # fields of Arguments
     lengths: str = "mixed"
     micro_batch: int = 2
+    overlapped: bool = False  # gradients are summed in the backward pass, as on devices
     adapter: bool = False  # LoRA, trained on a bf16 base
     steps: int = STEPS
     fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
@@ -84,7 +85,7 @@ class Case:
     @property
     def alone(self) -> Case:
         """The same job of one process."""
-        return replace(self, world=1, layout={}, fails=None)
+        return replace(self, world=1, layout={}, fails=None, overlapped=False)
 
 
 @dataclass(frozen=True)
@@ -158,11 +159,13 @@ def train(case: Case) -> Result:
     import torch
 
     from upshift.models.build import build_model, choose_class
+    from upshift.training import step as step_module
     from upshift.training.arguments import Arguments
     from upshift.training.batches.objective import Objective
     from upshift.training.batches.of_plan import layout_for
     from upshift.training.batches.source import BatchSource, evaluation_batches
     from upshift.training.evaluate import evaluate
+    from upshift.training.parallel.overlap import overlaps
     from upshift.training.parallel.place import find_place
     from upshift.training.prepare import prepare
     from upshift.training.step import Stepper
@@ -178,7 +181,10 @@ def train(case: Case) -> Result:
         built = adapted(built)
     elements = sum(parameter.numel() for parameter in built.parameters())
     model = prepare(built, plan, place)
+    if case.overlapped:
+        step_module.overlaps = lambda plan: True
     stepper = Stepper(model, place, Arguments(**(OPTIONS | case.options)))
+    step_module.overlaps = overlaps
     objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
     layout = layout_for(plan, objective, data_rank=place.data_rank)
     source = BatchSource(

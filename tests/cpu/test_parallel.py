@@ -25,6 +25,13 @@ CASES = {
     "zero3 sgd": Case(world=2, layout=ZERO3, plan={"optim": "sgd", "optim_args": "momentum=0.9"}, steps=4),
     "zero3, adapter": Case(world=2, layout=ZERO3, plan=BF16, adapter=True),
     "zero1, adapter": Case(world=2, layout=ZERO1, plan=BF16, adapter=True),
+    "overlapped": Case("qwen2 tied", world=2, overlapped=True),
+    "overlapped bert of 4": Case("bert", world=4, overlapped=True, micro_batch=1),
+    **{
+        f"zero3 bf16 {model}": Case(model, 2, ZERO3, BF16, options={"learning_rate": 1e-3})
+        for model in MODELS
+        if model != "llama"
+    },
     "zero1": Case(world=2, layout=ZERO1),
     "zero1 qwen2 tied, fused": Case("qwen2 tied", world=2, layout=ZERO1, plan={"optim": "adamw_torch_fused"}),
     "hybrid zero1 of t5": Case("t5", world=4, layout=ZERO1, micro_batch=1),
@@ -42,6 +49,7 @@ CASES = {
 
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
+    assert not CASES.keys() & OUT_OF_MEMORY.keys()
     return run(with_references(CASES | OUT_OF_MEMORY), tmp_path_factory.mktemp("parallel"))
 
 
@@ -53,7 +61,9 @@ def test_a_layout_trains_as_one_process(name: str, results: dict[str, Result]) -
     differences = f"loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}"
     print(f"{name}: {differences}, holds {ours.held:.3f}, state {ours.state:.3f}")
     fp32 = case.plan.get("precision", "fp32") == "fp32"
-    assert ours.difference(theirs) < (1e-5 if fp32 else 1e-3)
+    # Hidden states between layers are in bf16 where weights are gathered so, and T5 does not scale its attention: autocast alone
+    # takes its loss 1.4e-3 from that of fp32.
+    assert ours.difference(theirs) < (1e-5 if fp32 else 5e-3 if name == "zero3 bf16 t5" else 1e-3)
     assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
     divided = 1 / case.layout.get("shard_size", 1)
     assert ours.held == pytest.approx(divided if stage in ("gradients", "weights") else 1.0, rel=0.1)
@@ -69,7 +79,12 @@ OUT_OF_MEMORY = {
         world=2, layout=ZERO2, lengths="equal", fails={"rank": 1, "step": 1, "tokens": 40, "micro_batch": 1}
     ),
     "hybrid, in a backward pass": Case(world=4, layout=ZERO3, fails={"rank": 2, "step": 1, "tokens": 40, "where": "backward"}),
-    "zero1": Case(world=2, layout=ZERO1, fails={"rank": 0, "step": 1, "tokens": 40}),
+    "overlapped, in a forward pass": Case(world=2, overlapped=True, fails={"rank": 1, "step": 1, "tokens": 40}),
+    "overlapped, in a backward pass": Case(
+        world=2, overlapped=True, lengths="equal",
+        fails={"rank": 1, "step": 1, "tokens": 40, "micro_batch": 1, "where": "backward"},
+    ),
+    "zero1, on the first rank": Case(world=2, layout=ZERO1, fails={"rank": 0, "step": 1, "tokens": 40}),
 }
 
 
@@ -79,5 +94,5 @@ def test_out_of_memory_on_one_rank_changes_micro_batches_and_nothing_else(name: 
     ours, theirs = results[name], results[reference_name(case)]
     print(f"{name}: loss {ours.difference(theirs):.1e}, {ours.halvings} halvings")
     assert ours.difference(theirs) < 1e-5
-    waits = case.layout.get("fully_shard") in ("gradients", "weights")
+    waits = case.layout.get("fully_shard") in ("gradients", "weights") or name == "overlapped, in a backward pass"
     assert ours.halvings == (2 if name == "twice" else 1 if waits or case.fails["rank"] == 0 else 0)

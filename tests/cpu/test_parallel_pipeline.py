@@ -163,8 +163,8 @@ def test_what_does_not_come_apart_is_told_before_launch() -> None:
 
 @pytest.mark.parametrize(
     "choices",
-    [{"fully_shard": "weights"}, {"fully_shard": "optimizer", "master_weights": True, "precision": "bf16"}, {"loss_chunk_tokens": 8},
-     {"torch_compile": "layer"}],
+    [{"fully_shard": "weights"}, {"fully_shard": "optimizer", "master_weights": True, "precision": "bf16"},
+     {"loss_chunk_tokens": 8}, {"torch_compile": "layer"}],
     ids=str,
 )  # fmt: skip
 def test_what_zero_bubble_cannot_split(choices: dict[str, Any]) -> None:

@@ -58,11 +58,6 @@ def _impossible(plan: Plan) -> str | None:
             f"the quantized state of optim={plan.optim} cannot be saved in parts; "
             "use optim=adamw_torch_fused, whose state the ranks divide, or ranks that divide nothing"
         )
-    if layout.fully_shard == "optimizer" and layout.expert_parallel > 1:
-        return (
-            f"fully_shard=optimizer divides weights that all its ranks have, and expert_parallel={layout.expert_parallel} gives "
-            "them different experts; use fully_shard=weights"
-        )
     return None
 
 
