@@ -31,6 +31,7 @@ from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, w
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.run import OWN_FILES
+from upshift.training.runnable import runnable
 from upshift.training.trials import known_proof, try_plans
 
 TRIAL_SECONDS = 60.0
@@ -123,7 +124,7 @@ def prepare_run(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
         clips_gradients=clips_gradients,
     )  # fmt: skip
-    planning = plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing)
+    planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
     if given is not None:
         _check_given(given, workload)

@@ -1,0 +1,112 @@
+"""One Host of the machines that a launcher joined: what each of them has of everything, and the measured link between them.
+
+They are planned as equal: of every amount and rate the least counts, since each step waits for the slowest of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import Any, TypeVar
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Cpu, Host, Isa, Link, Measured
+from upshift.units import MIB
+
+Number = TypeVar("Number", int, float)
+LINK_BYTES, SMALL_BYTES, TIMES = 4 * MIB, 1024, 3
+
+
+def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
+    """``hosts``: one for each machine, as its own ranks detected it; ``link``: between them, None where it was not measured.
+    Raises RequestError where they have different devices."""
+    first = hosts[0]
+    if len(hosts) == 1:
+        return first
+    gpus = {(host.gpus_per_node, str(host.gpu.identity()) if host.gpu else "") for host in hosts}
+    if len(gpus) > 1 or any(host.mixed_gpus for host in hosts):
+        named = ", ".join(sorted({f"{host.gpus_per_node} x {host.gpu.name if host.gpu else 'mixed GPUs'}" for host in hosts}))
+        raise RequestError(f"these hosts have different devices ({named}); start a job on hosts of one kind")
+    free = [host.gpu.free_memory_bytes for host in hosts if host.gpu is not None]
+    cpus = [host.cpu for host in hosts if host.cpu is not None]
+    return first.changed(
+        name=f"{len(hosts)} hosts",
+        num_nodes=len(hosts),
+        cpu=_least_cpu(cpus) if len(cpus) == len(hosts) else None,
+        gpu=first.gpu.changed(free_memory_bytes=_least(free)) if first.gpu is not None else None,
+        inter_node=link,
+        measured=_least_measured([host.measured for host in hosts]),
+        origin=first.origin | {"num_nodes": "the launcher", "inter_node": "measured" if link else "unknown: not measured"},
+    )
+
+
+def measure_link(group: Any = None) -> Link | None:
+    """Between the first ranks of all machines, of whose ``group`` (None: all ranks) this process is one. Each of them calls it, and
+    all get the same; None with one rank."""
+    import torch
+    import torch.distributed as dist
+
+    ranks = dist.get_world_size(group)
+    if ranks == 1:
+        return None
+    seconds = [_ring_seconds(torch.zeros(size // 4), group) for size in (SMALL_BYTES, LINK_BYTES)]
+    slowest = torch.tensor(seconds, dtype=torch.float64)
+    dist.all_reduce(slowest, dist.ReduceOp.MAX, group)
+    small, large = slowest.tolist()
+    sent = 2.0 * (ranks - 1) / ranks * LINK_BYTES  # over each machine's own port, by a ring
+    return Link(
+        name="network", bytes_per_second=sent / max(large - small, 0.1 * large), latency_seconds=small / (2 * (ranks - 1)),
+        measured=True,
+    )  # fmt: skip
+
+
+def _ring_seconds(tensor: Any, group: Any) -> float:
+    import torch.distributed as dist
+
+    samples = []
+    for _ in range(TIMES + 1):
+        dist.barrier(group)
+        start = time.perf_counter()
+        dist.all_reduce(tensor, group=group)
+        samples.append(time.perf_counter() - start)
+    return median(samples[1:])
+
+
+def _least(values: Sequence[Number | None]) -> Number | None:
+    """Unknown where one is."""
+    known = [value for value in values if value is not None]
+    return min(known) if known and len(known) == len(values) else None
+
+
+def _least_cpu(cpus: Sequence[Cpu]) -> Cpu:
+    first = cpus[0]
+    names = {cpu.model_name for cpu in cpus}
+    instructions: list[tuple[Isa, ...]] = [cpu.isa for cpu in cpus if cpu.isa is not None]
+    shared = tuple(name for name in instructions[0] if all(name in isa for isa in instructions)) if instructions else None
+    return first.changed(
+        model_name=first.model_name if len(names) == 1 else " or ".join(sorted(str(name) for name in names)),
+        physical_cores=_least([cpu.physical_cores for cpu in cpus]),
+        usable_cores=min(cpu.usable_cores for cpu in cpus),
+        numa_nodes=_least([cpu.numa_nodes for cpu in cpus]),
+        isa=shared if len(instructions) == len(cpus) else None,
+        memory_bytes=_least([cpu.memory_bytes for cpu in cpus]),
+        free_memory_bytes=_least([cpu.free_memory_bytes for cpu in cpus]),
+    )
+
+
+def _least_measured(found: Sequence[Measured | None]) -> Measured | None:
+    """Rates of the slowest; what is a time or a size, of the first machine."""
+    all_measured = [measured for measured in found if measured is not None]
+    if len(all_measured) < len(found):
+        return None
+    first = all_measured[0]
+    names = type(first.cpu).model_fields
+    rates = {name: _least([getattr(measured.cpu, name) for measured in all_measured]) for name in names}
+    exchanges = {
+        name: min((measured.exchanges[name] for measured in all_measured), key=lambda link: link.bytes_per_second)
+        for name in first.exchanges
+        if all(name in measured.exchanges for measured in all_measured)
+    }
+    threads = min(measured.num_threads for measured in all_measured)
+    return first.changed(cpu=first.cpu.changed(**rates), exchanges=exchanges, num_threads=threads)

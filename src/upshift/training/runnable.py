@@ -1,0 +1,46 @@
+"""Which of the ranked plans a model can run: its modules are asked, without weights, before a trial or a run starts."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from upshift.errors import RequestError
+from upshift.models.adapter import complete_model
+from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.source import ModelSource
+from upshift.planning.plan import ALONE, Plan
+from upshift.planning.planner import Planning
+from upshift.planning.rank import Candidate, Rejected
+from upshift.training.parallel.refusals import cannot_run
+
+
+def runnable(planning: Planning, source: ModelSource) -> Planning:
+    """With the plans that cannot run among the rejected. Raises RequestError where none can, with the reason of the best."""
+    ranking = planning.ranking
+    if all(candidate.plan.layout == ALONE for candidate in ranking.candidates):
+        return planning
+    config = read_config(source)
+    with torch.device("meta"):
+        empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
+        model = complete_model(empty, source)
+    reasons: dict[tuple[object, ...], str | None] = {}
+
+    def reason(plan: Plan) -> str | None:
+        key = (plan.num_processes, plan.layout, plan.torch_compile, plan.attention, plan.optimizer_in_backward)
+        if key not in reasons:
+            reasons[key] = cannot_run(plan, model)
+        return reasons[key]
+
+    kept: list[Candidate] = []
+    rejected: list[Rejected] = []
+    for candidate in ranking.candidates:
+        problem = reason(candidate.plan)
+        if problem is None:
+            kept.append(candidate)
+        else:
+            rejected.append(Rejected(candidate.plan, problem))
+    if not kept:
+        raise RequestError(f"no plan for {planning.host.name} can run: {rejected[0].reason}")
+    return replace(planning, ranking=replace(ranking, candidates=kept, rejected=[*rejected, *ranking.rejected]))

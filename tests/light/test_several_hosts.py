@@ -1,0 +1,51 @@
+"""The Host of machines that a launcher joined."""
+
+from __future__ import annotations
+
+import pytest
+
+from upshift.errors import RequestError
+from upshift.hardware import describe
+from upshift.hardware.several import join_hosts
+from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
+
+LINK = Link(name="network", bytes_per_second=1e8, latency_seconds=1e-4, measured=True)
+
+
+def machine(*, cores: int, free: int, fp32: float, name: str = "A", exchange: float = 1e9) -> Host:
+    cpu = Cpu(
+        model_name=name, architecture="x86_64", physical_cores=cores, usable_cores=cores, numa_nodes=1, l2_total_bytes=None,
+        l3_total_bytes=None, isa=("avx2", "avx512f") if name == "A" else ("avx2",), memory_bytes=2 * free, free_memory_bytes=free,
+    )  # fmt: skip
+    measured = Measured(
+        torch_version="2", transformers_version="5", num_threads=cores, cpu=Rates(fp32=fp32, memory_bytes_per_second=1e10),
+        dispatch_seconds=1e-6, first_touch_seconds_per_byte=0.0, base_resident_bytes=1, compiler=True, probe_seconds=1.0,
+        exchanges={"all_reduce": LINK.changed(bytes_per_second=exchange)},
+    )  # fmt: skip
+    return Host(name="this machine", cpu=cpu, measured=measured)
+
+
+def test_of_everything_the_least_counts() -> None:
+    hosts = [machine(cores=8, free=64, fp32=2e12), machine(cores=4, free=128, fp32=1e12, name="B", exchange=5e8)]
+    joined = join_hosts(hosts, LINK)
+    assert joined.cpu is not None and joined.measured is not None
+    assert (joined.num_nodes, joined.num_devices, joined.inter_node) == (2, 2, LINK)
+    assert (joined.cpu.usable_cores, joined.cpu.free_memory_bytes, joined.cpu.isa) == (4, 64, ("avx2",))
+    assert (joined.cpu.model_name, joined.measured.num_threads, joined.measured.cpu.fp32) == ("A or B", 4, 1e12)
+    assert joined.measured.exchanges["all_reduce"].bytes_per_second == 5e8
+    assert joined.measured.cpu.bf16 is None
+    assert joined.ranks_per_node(6) == 3
+
+
+def test_one_machine_is_itself_and_unmeasured_rates_stay_unknown() -> None:
+    host = machine(cores=8, free=64, fp32=2e12)
+    assert join_hosts([host], None) is host
+    joined = join_hosts([host, host.changed(measured=None)], None)
+    assert joined.measured is None and joined.inter_node is None and joined.origin["inter_node"].startswith("unknown")
+
+
+def test_hosts_of_different_devices_are_refused() -> None:
+    with pytest.raises(RequestError, match=r"different devices \(4 x .*; start a job on hosts of one kind"):
+        join_hosts([describe("4xh100"), describe("8xh100")], LINK)
+    joined = join_hosts([describe("8xh100")] * 2, LINK)
+    assert joined.num_devices == 16 and joined.ranks_per_node(16) == 8
