@@ -52,6 +52,15 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma2": ("Gemma2Config", GLU | {"head_dim": 8, "sliding_window": 16, "query_pre_attn_scalar": 8}),
     "bloom": ("BloomConfig", {"hidden_size": 32, "n_layer": 4, "n_head": 4, "vocab_size": VOCABULARY}
               | dict.fromkeys(("hidden_dropout", "attention_dropout"), 0.0)),
+    "mamba": ("MambaConfig", WIDTHS | {"vocab_size": VOCABULARY, "state_size": 4}),
+    "electra": (
+        "ElectraConfig",
+        SMALL | {"intermediate_size": 64, "embedding_size": 16}
+        | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0),
+    ),
+    "whole experts": (  # no plan of experts that are shared
+        "GraniteMoeConfig", GLU | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    ),
     "phi3": ("Phi3Config", GLU | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
 }  # fmt: skip
 
@@ -68,13 +77,15 @@ class Case:
     options: dict[str, Any] = field(default_factory=dict)  # fields of Arguments
     lengths: str = "mixed"
     micro_batch: int = 2
+    overlapped: bool = False  # gradients are summed in the backward pass, as on devices
+    adapter: bool = False  # LoRA, trained on a bf16 base
     steps: int = STEPS
     fails: dict[str, Any] | None = None  # rank, step, tokens; micro_batch: 0; where: forward
 
     @property
     def alone(self) -> Case:
         """The same job of one process."""
-        return replace(self, world=1, layout={}, fails=None)
+        return replace(self, world=1, layout={}, fails=None, overlapped=False)
 
 
 @dataclass(frozen=True)
@@ -148,11 +159,13 @@ def train(case: Case) -> Result:
     import torch
 
     from upshift.models.build import build_model, choose_class
+    from upshift.training import step as step_module
     from upshift.training.arguments import Arguments
     from upshift.training.batches.objective import Objective
     from upshift.training.batches.of_plan import layout_for
     from upshift.training.batches.source import BatchSource, evaluation_batches
     from upshift.training.evaluate import evaluate
+    from upshift.training.parallel.overlap import overlaps
     from upshift.training.parallel.place import find_place
     from upshift.training.prepare import prepare
     from upshift.training.step import Stepper
@@ -164,9 +177,14 @@ def train(case: Case) -> Result:
     torch.manual_seed(0)
     dtype = torch.bfloat16 if plan.precision == "bf16-weights" else torch.float32
     built = build_model(config, model_class, dtype=dtype)
+    if case.adapter:
+        built = adapted(built)
     elements = sum(parameter.numel() for parameter in built.parameters())
     model = prepare(built, plan, place)
+    if case.overlapped:
+        step_module.overlaps = lambda plan: True
     stepper = Stepper(model, place, Arguments(**(OPTIONS | case.options)))
+    step_module.overlaps = overlaps
     objective = Objective(kind=kind, vocab_size=VOCABULARY, mask_token_id=1 if kind == "masked-lm" else None)
     layout = layout_for(plan, objective, data_rank=place.data_rank)
     source = BatchSource(
@@ -188,6 +206,18 @@ def train(case: Case) -> Result:
         state=sum(elements_of(state["exp_avg"]) for state in stepper.optimizer.state.values() if "exp_avg" in state) / elements,
         halvings=stepper.halvings,
     )
+
+
+def adapted(model: Any) -> Any:
+    import torch
+    from peft import LoraConfig, get_peft_model
+
+    lora = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False)
+    whole = get_peft_model(model.to(torch.bfloat16), lora)
+    for parameter in whole.parameters():
+        if parameter.requires_grad:
+            parameter.data = parameter.data.float()
+    return whole
 
 
 def elements_of(tensor: Any) -> int:

@@ -14,7 +14,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from upshift.models.build import build_model, choose_class, find_stacks
 from upshift.models.tracker import LiveTracker
-from upshift.planning.cost.exchange import PAIRS_A_LAYER
+from upshift.planning.cost.volumes import PAIRS_A_LAYER
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.tensor import divide_tensors
 

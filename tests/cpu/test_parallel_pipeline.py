@@ -6,6 +6,7 @@ import pytest
 from parallel_runs import Case, Result, reference_name, run, with_references
 
 TWO = {"pipeline_parallel": 2}
+SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
 SCHEDULES = {
     "gpipe": {"pipeline_schedule": "gpipe"},
     "1f1b": {},
@@ -40,8 +41,8 @@ CASES = {
             ("llama", "interleaved", SCHEDULES["interleaved"], "zero3", {"fully_shard": "weights", "shard_size": 2}),
             ("llama", "zero bubble", SCHEDULES["zero bubble"], "zero2", {"fully_shard": "gradients", "shard_size": 2}),
             ("llama", "1f1b", {}, "tensor", {"tensor_parallel": 2}),
-            ("qwen2 tied", "1f1b", {}, "sequence", {"tensor_parallel": 2, "sequence_parallel": True}),
-            ("qwen2 tied", "interleaved", SCHEDULES["interleaved"], "sequence", {"tensor_parallel": 2, "sequence_parallel": True}),
+            ("qwen2 tied", "1f1b", {}, "sequence", SEQUENCE),
+            ("qwen2 tied", "interleaved", SCHEDULES["interleaved"], "sequence", SEQUENCE),
             ("llama", "zero bubble", SCHEDULES["zero bubble"], "tensor", {"tensor_parallel": 2}),
             ("mixture", "1f1b", {}, "experts", {"expert_parallel": 2}),
             ("llama", "1f1b", {}, "ulysses", {"context_parallel": 2, "context_kind": "ulysses"}),

@@ -13,6 +13,7 @@ from upshift.training.parallel.refusals import cannot_run
 
 TENSOR = {"tensor_parallel": 2}
 EXPERTS = {"expert_parallel": 2}
+SHARED = {"fully_shard": "weights", "shard_size": 2}
 ODD = {"sequence_length": 31}
 WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
     "no plan": (Case("opt", 2, TENSOR), ("tensor_parallel=2", "declares no tensor-parallel plan", "fully_shard=weights")),
@@ -28,6 +29,19 @@ WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
     "too few experts": (Case("mixture", 8, {"expert_parallel": 8}, micro_batch=1), ("expert_parallel=8", "4 experts")),
     "too few experts for both": (
         Case("mixture", 8, {"expert_parallel": 4} | TENSOR, micro_batch=1), ("tensor_parallel=2", "4 experts"),
+    ),
+    "no such degree": (Case(world=4, layout={"tensor_parallel": 3}), ("num_processes=4", "no multiple of the 3 ranks")),
+    "among too many": (Case(world=4, layout=SHARED | {"shard_size": 3}), ("shard_size=3", "use one of 2, 4")),
+    "among itself": (Case(world=2, layout=SHARED | {"shard_size": 1}), ("shard_size=1", "use one of 2")),
+    "masters of what is divided": (
+        Case(world=2, layout=SHARED | {"master_weights": True}), ("master_weights", "use optimizer"),
+    ),
+    "nothing at once": (Case(world=2, layout=SHARED | {"overlap": False}), ("overlap=True",)),
+    "updates of whole matrices": (
+        Case(world=2, layout=SHARED, plan={"optim": "muon"}), ("optim=muon", "adamw_torch_fused"),
+    ),
+    "quantized state": (
+        Case(world=2, layout=SHARED, plan={"optim": "adamw_torch_8bit"}), ("adamw_torch_8bit", "cannot be saved"),
     ),
     "experts and optimizer": (
         Case("mixture", 2, EXPERTS | {"fully_shard": "optimizer", "shard_size": 2}), ("gradients or weights",),
@@ -55,3 +69,10 @@ def test_a_model_is_divided_or_refused(model: str) -> None:
     problem = cannot_run(a_plan(Case(model, 2, TENSOR | {"sequence_parallel": True})), on_meta(model))
     declares = bool(on_meta(model).config.base_model_tp_plan)
     assert (problem is None) == declares, problem
+
+
+def test_quantized_weights_are_not_gathered() -> None:
+    model = on_meta("llama")
+    model.lm_head.weight = torch.nn.Parameter(model.lm_head.weight.to(torch.uint8), requires_grad=False)
+    problem = cannot_run(a_plan(Case(world=2, layout=SHARED)), model)
+    assert problem is not None and "fully_shard=optimizer" in problem

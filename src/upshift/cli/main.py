@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import convert, demo, encode, generate, inspect, merge, plan, quantize, shard, train
+from upshift.cli import convert, demo, encode, generate, inspect, launch, merge, plan, quantize, shard, train
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
@@ -39,6 +39,7 @@ def _of_all(
 
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
 app.command("quantize")(quantize.command)
@@ -54,7 +55,8 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except UpshiftError as error:
-        print(f"upshift: {error}", file=sys.stderr)
+        if str(error):  # without words: another rank says them
+            print(f"upshift: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except UsageError as error:
         if len(sys.argv) == 1:  # it is the help

@@ -73,3 +73,15 @@ class Layout(Value):
 def divisors(number: int) -> list[int]:
     """The degrees in which so many ranks, layers or experts can be shared."""
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+
+
+def reason_not_split(layout: Layout) -> str | None:
+    """Why zero_bubble, which runs a layer's backward pass for its input, and later for its weights, cannot; None where it can."""
+    if layout.pipeline_parallel == 1 or layout.pipeline_schedule != "zero_bubble":
+        return None
+    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+    if layout.fully_shard == "weights":
+        return f"{asked} needs a layer's weights when fully_shard=weights has let go of them; {instead}"
+    if layout.master_weights:
+        return f"{asked} makes gradients where master_weights does not see them to sum them; {instead}"
+    return None

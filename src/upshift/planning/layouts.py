@@ -10,7 +10,7 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.layout import ContextKind, Layout, divisors
+from upshift.planning.layout import ContextKind, Layout, divisors, reason_not_split
 from upshift.planning.workload import Workload
 
 LONG_ENOUGH = 4096  # tokens a rank: below it there is nothing to gain from sharing a sequence
@@ -66,7 +66,7 @@ def layouts(
                         virtual_stages=stages, expert_parallel=experts,
                     )  # fmt: skip
                     layout = layout.model_copy(update=_asked(layout, profile, fixed))
-                    if all(getattr(layout, name) == value for name, value in fixed.items()):
+                    if reason_not_split(layout) is None and all(getattr(layout, name) == value for name, value in fixed.items()):
                         yield data, layout
 
 

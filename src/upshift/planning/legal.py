@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from upshift.planning.attention import PACKED_KERNELS
-from upshift.planning.layout import Layout
+from upshift.planning.layout import Layout, reason_not_split
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import Plan
 
@@ -28,6 +28,10 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
             f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
         )
+    if layout.pipeline_parallel > 1 and layout.pipeline_schedule == "zero_bubble":
+        problem = _with_zero_bubble(plan)
+        if problem is not None:
+            return problem
     if _chooses_operators(plan) and plan.torch_compile != "off":
         return (
             f"recompute_granularity={plan.recompute_granularity} chooses among a layer's operators, which are one when it is "
@@ -53,6 +57,17 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
 def divides_evenly(layout: Layout, micro_batches: int) -> bool:
     """Whether the pipeline's schedule takes so many micro-batches."""
     return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
+
+
+def _with_zero_bubble(plan: Plan) -> str | None:
+    asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
+    if plan.loss_chunk_tokens:
+        return f"{asked} runs a loss's backward pass twice, and chunks of it are gone after once; {instead}"
+    if plan.torch_compile != "off":
+        return f"{asked} runs a part of a layer's backward pass, which is one when compiled; {instead}, or torch_compile=off"
+    if plan.activation_checkpointing:  # measured: three times the memory of 1f1b
+        return f"{asked} keeps recomputed layers until weights' gradients come; {instead}, or activation_checkpointing=0"
+    return reason_not_split(plan.layout)
 
 
 def _with_packed_kernel(plan: Plan) -> str | None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
@@ -26,6 +27,7 @@ from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.checkpoint.adapter import has_adapter, read_adapter
+from upshift.training.checkpoint.divided import parts_of
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
 from upshift.training.parallel.context import share_context
@@ -33,6 +35,7 @@ from upshift.training.parallel.divide import divide
 from upshift.training.parallel.fully_shard import shard_weights
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.stage import layers_of_stages, modules_of
+from upshift.training.processes import rank_environment
 from upshift.training.weight_offload import load_elsewhere
 
 
@@ -42,6 +45,8 @@ def set_process(plan: Plan) -> None:
         keep_freed_memory()
     if plan.device == "cpu":
         torch.set_num_threads(plan.threads_per_process)
+    elif plan.num_processes > 1:  # ranks of a host are neighbours, one for each of its devices
+        torch.cuda.set_device(rank_environment()[0] % torch.cuda.device_count())
     torch.set_float32_matmul_precision(("high" if plan.device == "cuda" else "medium") if plan.precision == "tf32" else "highest")
 
 
@@ -119,7 +124,9 @@ def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
         whole = build_model(config, model_class, dtype=_dtype_of(source, plan))
-    whole.generation_config = getattr(model, "generation_config", None)
+    generation = next((own for part in parts_of(model) if (own := getattr(part, "generation_config", None))), None)
+    if generation is not None:
+        whole.generation_config = generation
     return whole
 
 
@@ -151,8 +158,31 @@ def autocast(plan: Plan) -> torch.autocast:
     """For the forward pass only: the backward pass runs in the precisions that the forward pass chose. What ranks gather is in
     the lower precision already (parallel/fully_shard.py), and so are weights beside master weights (parallel/zero1.py)."""
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
-    casts = plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
-    return torch.autocast(plan.device, dtype=dtype, enabled=casts)
+    return torch.autocast(plan.device, dtype=dtype, enabled=casts(plan))
+
+
+def casts(plan: Plan) -> bool:
+    """Whether weights are cast when they are used."""
+    return plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
+
+
+@contextmanager
+def losses_in_fp32(plan: Plan) -> Iterator[None]:
+    """As autocast has them: where it is off because weights are in 16 bits, some models take the loss of logits in 16 bits, which
+    is then known to three digits. What is computed in chunks is in fp32 already."""
+    if plan.precision not in ("bf16", "fp16", "fp8") or casts(plan) or plan.loss_chunk_tokens:
+        yield
+        return
+    plain = functional.cross_entropy
+
+    def in_fp32(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
+        return plain(logits.float(), *args, **options)
+
+    functional.cross_entropy = in_fp32
+    try:
+        yield
+    finally:
+        functional.cross_entropy = plain
 
 
 def extra_inputs(model: nn.Module) -> dict[str, bool]:
@@ -166,6 +196,6 @@ def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch, extra: dict[s
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients
     offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
-    with autocast(plan), offloading:
+    with autocast(plan), losses_in_fp32(plan), offloading:
         loss: torch.Tensor = model(**inputs, **extra).loss
     return loss

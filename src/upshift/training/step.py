@@ -22,6 +22,7 @@ from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve, stand_in
 from upshift.training.parallel.gradients import sum_loss
 from upshift.training.parallel.keep_pace import KeepPace, can_keep_pace
+from upshift.training.parallel.overlap import Overlap, overlaps
 from upshift.training.parallel.pipeline import Pipeline
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
@@ -63,6 +64,7 @@ class Stepper:
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
         self._pace = KeepPace(model, place, on_failure=self._look) if can_keep_pace(plan.layout) else None
+        self._overlap = Overlap(model, place, on_failure=self._look) if overlaps(plan) else None
         self._halving = Halving[MicroBatch](
             halve=self._halve,
             size=lambda micro_batch: micro_batch.num_padded_tokens,
@@ -114,14 +116,20 @@ class Stepper:
 
     def agree(self) -> None:
         """After the last micro-batch. Raises on all ranks where one of those that wait for each other ran out of memory."""
-        if self._pace is not None:
-            self._pace.agree()
+        together = self._pace or self._overlap
+        if together is not None:
+            together.agree()
 
     def _look(self) -> None:
         self.scene = read_scene(self.plan.device)
 
-    def _drop_gradients(self) -> None:
+    def _forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
+        if self._overlap is not None:
+            self._overlap.forget()
+
+    def _drop_gradients(self) -> None:
+        self._forget_gradients()
         if self.plan.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -130,11 +138,12 @@ class Stepper:
         loss. A stand-in for one runs where other ranks exchange with this one meanwhile."""
         if self._pipeline is not None:
             return self._pipeline.gradients([micro_batch], num_label_tokens, self.scaler.scale)
-        if micro_batch.num_label_tokens == 0 and not self.plan.layout.exchanges:
+        if micro_batch.num_label_tokens == 0 and not (self.plan.layout.exchanges or self._overlap):
             return torch.zeros((), device=self.plan.device)
-        if self._pace is None:
+        together = self._pace or self._overlap
+        if together is None:
             return self._pass(micro_batch, num_label_tokens)
-        return self._pace.run(micro_batch, lambda one: self._pass(one, num_label_tokens), last=last)
+        return together.run(micro_batch, lambda one: self._pass(one, num_label_tokens), last=last)
 
     def _pass(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
         loss = loss_of(self.model, self.plan, micro_batch, self._extra)
@@ -145,7 +154,8 @@ class Stepper:
         return share.detach()
 
     def update(self, total: torch.Tensor, num_tokens: int) -> StepOutcome:
-        sum_up(self.optimizer, self.model, self.place)
+        overlapped = self._overlap is not None and self._overlap.summed
+        sum_up(self.optimizer, self.model, self.place, summed=overlapped or self.plan.layout.gathers)
         sum_loss(total, self.place)
         self.scaler.unscale_(self.optimizer)
         agree_on_overflow(self.scaler, self.optimizer, self.place)
@@ -158,7 +168,7 @@ class Stepper:
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self._forget_gradients()
         return StepOutcome(loss=loss, gradient_norm=norm, learning_rate=learning_rate, num_tokens=num_tokens)
 
     @property

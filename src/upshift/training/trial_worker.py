@@ -28,6 +28,7 @@ from upshift.training.host_memory import limited_memory
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.ranks import slowest
+from upshift.training.parallel.stage import modules_of
 from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes
 from upshift.training.step import Stepper
@@ -52,8 +53,8 @@ def main(path: Path, answer: Callable[[TrialResult], None]) -> None:
 
 def run_trial(request: TrialRequest) -> TrialResult:
     plan = request.plan
-    place = find_place(plan)
     set_process(plan)
+    place = find_place(plan)
     base = resident_bytes()
     reset_resident_peak()
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
@@ -65,7 +66,7 @@ def run_trial(request: TrialRequest) -> TrialResult:
     torch.manual_seed(request.seed)
     clipping = {"max_grad_norm": 0.0} if plan.optimizer_in_backward else {}
     stepper = Stepper(model, place, Arguments(max_steps=1000, seed=request.seed, **clipping))
-    result = _measure(stepper, batch, request)
+    result = (_measure_steps if plan.layout.pipeline_parallel > 1 else _measure)(stepper, batch, request)
     labels = sum(m.num_label_tokens for b in checked for m in b.micro_batches)
     return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0), check_labels=max(labels, 1))
 
@@ -92,15 +93,13 @@ def _stored_batches(request: TrialRequest) -> tuple[GlobalBatch, Iterator[Global
 def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
     """Optimizer state first, then the longest micro-batch, more while time lasts, an update, and at last the allocator's
     meter, whose own memory is not the plan's. ``check_loss`` is what compiling multiplied the loss by."""
-    plan, device = request.plan, request.plan.device
-    chosen = _spread(batch.micro_batches, with_stand_ins=plan.layout.exchanges)
+    plan, device, waits = request.plan, request.plan.device, request.plan.layout.exchanges
+    chosen = _spread(batch.micro_batches, with_stand_ins=waits)
 
     def accumulate(micro_batch: MicroBatch) -> float:
         if plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
             stepper.optimizer.zero_grad(set_to_none=True)
-        seconds = time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens), device=device)
-        stepper.agree()
-        return slowest(seconds, plan) if plan.layout.exchanges else seconds  # so that all go on, or none
+        return _timed(stepper, micro_batch, batch.num_label_tokens)
 
     def update() -> float:
         return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
@@ -110,7 +109,8 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         compile_seconds, factor = 0.0, 1.0
         if plan.torch_compile != "off":
             factor, compile_seconds = _compile(stepper, chosen[0], batch.num_label_tokens)
-            compile_seconds += sum(accumulate(m) for m in {m.shape: m for m in chosen[1:]}.values())
+            others = chosen[1:] if waits else {m.shape: m for m in chosen[1:]}.values()
+            compile_seconds += sum(map(accumulate, others))
         # From the second micro-batch on the gradients exist: a plan that accumulates is not known by one.
         at_least = min(2, len(chosen), plan.gradient_accumulation_steps)
         micro, padded = _time_micro_batches(chosen, accumulate, at_least=at_least, seconds=request.seconds)
@@ -139,16 +139,59 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
     )
 
 
+def _timed(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> float:
+    """Seconds; of the slowest rank where they wait for each other, so that all go on or none."""
+    plan = stepper.plan
+    waits = plan.layout.exchanges
+    seconds = time_once(lambda: stepper.accumulate(micro_batch, num_label_tokens, last=waits), device=plan.device)
+    if not waits:
+        return seconds
+    stepper.agree()
+    return slowest(seconds, plan)
+
+
+def _measure_steps(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
+    """Of a pipeline: its micro-batches overlap, so only whole steps tell their time."""
+    plan, device = stepper.plan, request.plan.device
+
+    def update() -> float:
+        return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
+
+    first_update = _give_birth(stepper, update)
+    update_seconds = update()
+    for module in modules_of(stepper.model):
+        compile_layers(module, plan)
+    samples: list[float] = []
+    while len(samples) < MIN_SAMPLES or (sum(samples[1:]) < request.seconds and len(samples) < MAX_SAMPLES):
+        samples.append(slowest(time_once(lambda: stepper.step(batch), device=device), plan))
+    resident = resident_peak_bytes()
+    with allocated_peak(device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
+        stepper.step(batch)
+    average = sum(samples[1:]) / len(samples[1:])
+    return TrialResult(
+        step_seconds=Spread.of(samples, num_warmup=1).changed(p50=average),
+        update_seconds=update_seconds,
+        tokens_per_second=batch.num_tokens / average,
+        one_time_seconds=max(samples[0] - average, 0.0) + max(first_update - update_seconds, 0.0),
+        largest_micro_batch=max(batch.micro_batches, key=lambda micro_batch: micro_batch.num_padded_tokens).shape,
+        peak_bytes=peak.bytes,
+        resident_bytes=resident,
+        check_loss=1.0,
+    )
+
+
 def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> tuple[float, float]:
     """(compiled over eager loss of one micro-batch, or 1 where they agree as far as dropout lets them; seconds)."""
     with torch.no_grad():
         eager = float(loss_of(stepper.model, stepper.plan, micro_batch, extra_inputs(stepper.model)))
     start = time.perf_counter()
     compile_layers(stepper.model, stepper.plan)
-    share = float(stepper.accumulate(micro_batch, num_label_tokens))
-    stepper.agree()
+    waits = stepper.plan.layout.exchanges
+    share = float(stepper.accumulate(micro_batch, num_label_tokens, last=waits))
+    if waits:
+        stepper.agree()
     stepper.optimizer.zero_grad(set_to_none=True)
-    ratio = share * num_label_tokens / micro_batch.num_label_tokens / eager
+    ratio = share * num_label_tokens / max(micro_batch.num_label_tokens, 1) / eager
     tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
     return (1.0 if abs(ratio - 1.0) < tolerance else ratio), time.perf_counter() - start
 

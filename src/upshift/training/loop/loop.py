@@ -70,6 +70,7 @@ class TrainingLoop:
         self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
         self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
         self._on_event = on_event
+        set_process(self.plan)
         self.place = find_place(self.plan)
         self.layout = layout_for(self.plan, data.objective, data_rank=self.place.data_rank)
         self.source = BatchSource(
@@ -78,7 +79,6 @@ class TrainingLoop:
         )  # fmt: skip
         self.run_file = Run.from_file(self.output / RUN_NAME)
         self.checkpoint = newest_checkpoint(self.output) if job.resume else None
-        set_process(self.plan)
         self._load()
         self.resumed_step = self.step
         self.saved_step = self.step
@@ -89,9 +89,11 @@ class TrainingLoop:
         seed = self.arguments.seed
         source, from_config = self.job.source(), self.job.from_config
         if self.checkpoint is not None and source.adapter is None:
-            whole = not is_divided(self.checkpoint)
-            source, from_config = (find_model(str(self.checkpoint)), False) if whole else (source, True)
-        model = prepare(load_or_build(source, self.plan, from_config=from_config, seed=seed), self.plan, self.place)
+            in_one = not is_divided(self.checkpoint)
+            source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
+        whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
+        self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
+        model = prepare(whole, self.plan, self.place)
         self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out)
         self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
         self.losses: list[float] = []
@@ -105,10 +107,9 @@ class TrainingLoop:
         self.losses = list(state.loss_curve)
 
     def run(self) -> Outcome:
-        parameters = sum(parameter.numel() for parameter in self.stepper.model.parameters())
         resumed = str(self.checkpoint) if self.checkpoint else None
         label, max_steps = self.plan.label(), self.arguments.max_steps
-        self._tell(Started(self.step, max_steps, self.tokens[-1], parameters, label, resumed))
+        self._tell(Started(self.step, max_steps, self.tokens[-1], self.num_parameters, label, resumed))
         reason = self._steps()
         if reason == "interrupted":
             self._interrupt()

@@ -17,13 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    find_packed_sequence_indices,
-    packed_sequence_compatibility_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upshift.errors import JobFailed
@@ -54,8 +50,8 @@ class Whole:
 
 
 def share_context(models: list[PreTrainedModel], place: Place) -> None:
-    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Their attention
-    is set already."""
+    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Attention is
+    set already."""
     if place.contexts is None:
         return
     shared = SharedContext(models[0], place)
@@ -145,7 +141,7 @@ class SharedContext:
         self._shifts = model.loss_function is ForCausalLMLoss
         self.whole: Whole
         self._labels: torch.Tensor | None = None
-        self._num_labels = 0
+        self._num_labels: torch.Tensor
 
     def before(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of whole sequences, this rank's tokens; a width that ranks cannot divide is padded on the right."""
@@ -160,12 +156,12 @@ class SharedContext:
         positions = tensors.get("position_ids")
         if positions is None:
             positions = torch.arange(width + missing, device=tensors["input_ids"].device).expand(rows, -1)
-        packed = find_packed_sequence_indices(positions) if mask is None else None
+        packed = masking_utils.find_packed_sequence_indices(positions) if mask is None else None
         self.whole = Whole(width + missing, None if mask is None else mask.bool(), positions, packed)
         labels = tensors.pop("labels", None)
         if labels is not None:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if self._shifts else labels
-            self._num_labels = max(int((labels != IGNORED).sum()), 1)
+            self._num_labels = (labels != IGNORED).sum().clamp(min=1)
         self._labels = None if labels is None else self._own(labels)
         own = {name: self._own(value) for name, value in (tensors | {"position_ids": positions}).items()}
         # transformers would find borders of packed sequences in a rank's own positions, unless there is a mask.
@@ -173,11 +169,12 @@ class SharedContext:
         return args, {**given, **own, "labels": None}
 
     def after(self, model: Any, args: Any, output: Any) -> Any:
-        if self._labels is not None:
+        labels, self._labels = self._labels, None
+        if labels is not None:
             which = "shift_labels" if self._shifts else "labels"
             output.loss = model.loss_function(
                 logits=output.logits, vocab_size=output.logits.shape[-1], num_items_in_batch=self._num_labels,
-                **{"labels": None, which: self._labels},
+                **{"labels": None, which: labels},
             )  # fmt: skip
         return output
 
@@ -197,6 +194,9 @@ class SharedContext:
         for name in BY_HEAD:
             if settings.get(name) is not None:
                 raise JobFailed(f"context_parallel cannot divide the heads of the model's {name}; use context_parallel=1")
+        device = query.device.type
+        if torch.is_autocast_enabled(device):  # attention would cast them after they were exchanged
+            query, key, value = (tensor.to(torch.get_autocast_dtype(device)) for tensor in (query, key, value))
         heads, keys = query.shape[1], key.shape[1]
         repeated = math.lcm(keys, self.ranks)  # each rank has whole key heads: where there are too few, several have the same
         if heads % repeated:

@@ -33,8 +33,6 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
         return f"{asked}: the model declares no expert-parallel plan; {INSTEAD}"
     if unknown:
         return f"{asked}: the model's expert-parallel plan has {', '.join(unknown)}, which is not run here; {INSTEAD}"
-    if layout.fully_shard == "optimizer":
-        return f"{asked} divides experts and their optimizer's state already; use it with fully_shard=no, gradients or weights"
     if base is not model:
         return f"{asked}: the model has an adapter, and what it declares to share are plain weights; {INSTEAD}"
     ranks = layout.expert_parallel * layout.tensor_parallel

@@ -60,13 +60,13 @@ def sum_gradients(model: nn.Module, place: Place) -> None:
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
     shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
-    _sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
+    sum_flat(shared, lambda flat: sum_over(flat, place, SAME_WEIGHTS))
     if place.experts is not None:
         group = place.experts.get_group("replicas")
-        _sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
+        sum_flat(born(experts), lambda flat: dist.all_reduce(flat, group=group))
 
 
-def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
+def sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], object]) -> None:
     for bucket in buckets((gradient, gradient) for gradient in gradients):
         flat = torch.cat([gradient.reshape(-1) for gradient, _ in bucket])
         sum_up(flat)
@@ -74,20 +74,22 @@ def _sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], ob
             gradient.copy_(summed.view_as(gradient))
 
 
-def buckets(tensors: Iterable[tuple[Key, torch.Tensor]]) -> Iterator[list[tuple[Key, torch.Tensor]]]:
+def buckets(
+    tensors: Iterable[tuple[Key, torch.Tensor]], *, elements: int = BUCKET_ELEMENTS
+) -> Iterator[list[tuple[Key, torch.Tensor]]]:
     """Of one dtype each."""
     opened: dict[torch.dtype, list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for key, tensor in tensors:
         bucket = opened[tensor.dtype]
         bucket.append((key, tensor))
-        if sum(one.numel() for _, one in bucket) >= BUCKET_ELEMENTS:
+        if sum(one.numel() for _, one in bucket) >= elements:
             yield opened.pop(tensor.dtype)
     yield from opened.values()
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
-    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns what
-    it was."""
+    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns
+    what it was."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))

@@ -17,12 +17,10 @@ from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGath
 
 from upshift.planning.layout import Layout
 from upshift.training.batches.fill import MicroBatch
-from upshift.training.out_of_memory import Agreed, fewest_tokens, halve, is_out_of_memory
+from upshift.training.out_of_memory import fewest_tokens, is_out_of_memory
+from upshift.training.parallel.agreement import Agreement
 from upshift.training.parallel.fully_shard import announce, sharded_modules
 from upshift.training.parallel.place import Place
-from upshift.training.parallel.ranks import highest
-
-WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
 
 
 def can_keep_pace(layout: Layout) -> bool:
@@ -82,9 +80,8 @@ class KeepPace:
     """Of one rank."""
 
     def __init__(self, model: nn.Module, place: Place, *, on_failure: Callable[[], None]) -> None:
-        self.model, self.place, self._on_failure = model, place, on_failure
-        self.words: str | None = None  # the allocator's, when this rank ran out in this step
-        self._outcome = WENT_WELL
+        self.model, self.place = model, place
+        self.agreement = Agreement(place, on_failure=on_failure)
         self._number, self._last = 0, False  # of the micro-batch in its step
         self._gathers = Counted()
         self._sums = Counted(on_caught_up=lambda: announce(model, place.plan, last=self._last))
@@ -98,16 +95,14 @@ class KeepPace:
         self._gathers.begin()
         self._sums.begin()
         announce(self.model, self.place.plan, last=last)
-        if self.words is not None:
+        if self.agreement.words is not None:
             return compute(fewest_tokens(micro_batch))
         try:
             return compute(micro_batch)
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            self.words = str(error)
-            self._outcome = RAN_OUT if halve(micro_batch) is not None else INDIVISIBLE
-            self._on_failure()
+            self.agreement.ran_out(error, micro_batch)
         # Here and not above: the exception held the tensors of the try that failed.
         self.model.reset_iter_state()
         self.model.set_requires_all_reduce(False)
@@ -117,10 +112,6 @@ class KeepPace:
         return compute(fewest_tokens(micro_batch))
 
     def agree(self) -> None:
-        """At the end of a step. Raises Agreed on all ranks where one of them ran out."""
-        worst = highest(self._outcome, self.place.plan)
-        words, self.words, self._outcome = self.words, None, WENT_WELL
-        if worst != WENT_WELL:
-            if words is None:
-                self._on_failure()
-            raise Agreed(words or "another rank ran out of memory", final=worst == INDIVISIBLE)
+        """At the end of a step."""
+        self._number = 0
+        self.agreement.agree()

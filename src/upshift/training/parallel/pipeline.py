@@ -18,6 +18,7 @@ from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleIn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle
 from torch.distributed.pipelining.stage import _PipelineStageBase
 
+from upshift.errors import UpshiftError
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
@@ -148,6 +149,17 @@ class PipelineStage(_PipelineStageBase):
         return ()
 
 
+@contextlib.contextmanager
+def own_words() -> Iterator[None]:
+    """Torch puts what a stage raised behind an error of its own, with every tensor's shape."""
+    try:
+        yield
+    except RuntimeError as error:
+        if isinstance(error.__cause__, (UpshiftError, RuntimeError, MemoryError)):
+            raise error.__cause__ from None
+        raise
+
+
 class Pipeline:
     """The stages of this rank, run together with those of the other ranks of its pipeline."""
 
@@ -160,7 +172,9 @@ class Pipeline:
         self._scale: Scale = lambda loss: loss
         self._total = torch.zeros((), device=plan.device)
 
-    def gradients(self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, scale: Scale = lambda loss: loss) -> torch.Tensor:
+    def gradients(
+        self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, scale: Scale = lambda loss: loss
+    ) -> torch.Tensor:
         """Forward and backward of all; returns their share of the global batch's mean loss, which is the last stage's to know:
         zero in the others. ``scale``: what is done to a loss before its backward pass."""
         self._scale = scale
@@ -182,7 +196,7 @@ class Pipeline:
         self._total = torch.zeros((), device=self.plan.device)
         inputs = [to_tensors(_labelled(micro_batch), self.plan.device) for micro_batch in taken]
         shares = [micro_batch.num_label_tokens / num_label_tokens for micro_batch in taken]
-        with self._computing():
+        with self._computing(), own_words():
             schedule._step_microbatches(None, inputs, shares, return_outputs=False)
         for stage in self.stages:
             stage.settle()

@@ -42,13 +42,13 @@ def gather(value: T, plan: Plan) -> list[T]:
 @contextmanager
 def on_rank_0(plan: Plan) -> Iterator[None]:
     """Around work of rank 0 that the others wait for: when it fails, all of them fail, with its words."""
-    failure: UpshiftError | None = None
+    failure: Exception | None = None
     try:
         yield
-    except UpshiftError as error:
+    except Exception as error:  # whatever it is, the others must not wait for what does not come
         failure = error
     if plan.num_processes > 1:
-        words: list[str | None] = [str(failure) if failure else None]
+        words: list[str | None] = [_words(failure)]
         dist.broadcast_object_list(words, src=0)
         if failure is None and words[0] is not None:
             failure = JobFailed(words[0])
@@ -59,13 +59,19 @@ def on_rank_0(plan: Plan) -> Iterator[None]:
 @contextmanager
 def together(plan: Plan) -> Iterator[None]:
     """Around work of all ranks: when one fails, all of them fail, with its words."""
-    failure: UpshiftError | None = None
+    failure: Exception | None = None
     try:
         yield
-    except UpshiftError as error:
+    except Exception as error:  # likewise
         failure = error
-    said = gather(str(failure) if failure else None, plan)
+    said = gather(_words(failure), plan)
     if failure is None and any(said):
         failure = JobFailed(next(words for words in said if words))
     if failure is not None:
         raise failure
+
+
+def _words(failure: Exception | None) -> str | None:
+    if failure is None or isinstance(failure, UpshiftError):
+        return failure and str(failure)
+    return f"{type(failure).__name__}: {failure}"

@@ -42,7 +42,7 @@ class Parts:
 
 def find_parts(model: nn.Module) -> Parts:
     """Of a model with one stack of layers. Raises RequestError where it does not come apart."""
-    (stack, layers), = find_stacks(model)
+    ((stack, layers),) = find_stacks(model)
     parts = Parts(stack)
     siblings = _siblings(model, stack)
     outputs: dict[str, Any] = {}

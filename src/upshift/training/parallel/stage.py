@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from upshift.errors import JobFailed
+from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.layout import divisors
 from upshift.planning.plan import Plan
@@ -36,7 +37,7 @@ class Ended(Exception):
 
 
 class StageLayers(nn.ModuleList):
-    """Layers of one stage under their numbers in the whole model; while a stage runs, in wrappers that hidden states go through."""
+    """Layers of one stage under their numbers in the whole model; while a stage runs, in wrappers around hidden states."""
 
     is_stack = True  # of one layer too
 
@@ -132,7 +133,9 @@ class Stage:
         config = getattr(parent, "config", None)
         if config is not None:
             lists = {
-                key: value[first:last] for key, value in vars(config).items() if isinstance(value, list) and len(value) == len(whole)
+                key: value[first:last]
+                for key, value in vars(config).items()
+                if isinstance(value, list) and len(value) == len(whole)
             }
             parent.config = PartOfConfig(config, lists)  # type: ignore[assignment]
         return layers
@@ -160,7 +163,7 @@ class Stage:
         finally:
             self._layers.wrap = None
         if self.received is not None or (not self.is_last and not isinstance(output, torch.Tensor)):
-            raise JobFailed("the model left out a layer of its pipeline stage; train without dropping layers (layerdrop=0)")
+            raise JobFailed(f"pipeline stage {self.index}: the model left out a layer; use fully_shard=weights")
         return output
 
 
@@ -191,7 +194,7 @@ def modules_of(model: nn.Module) -> list[nn.Module]:
 
 
 def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
-    """Of so many of the whole model's ``layers``, those that fall to each of these stages: a rank has its part, its first ones."""
+    """Of so many ``layers`` of the whole model, those that fall to each of these stages: a rank has its part, its first ones."""
     stages = [getattr(module, "pipeline_stage", None) for module in modules]
     if stages[0] is None:
         return [layers]
@@ -218,8 +221,10 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
         each = f" with virtual_stages={layout.virtual_stages}" if layout.virtual_stages > 1 else ""
         valid = ", ".join(str(degree) for degree in divisors(layers) if degree > 1)
         return f"{asked}{each} does not divide {layers} layers; stages times ranks can be {valid}"
-    if getattr(model.config, "output_router_logits", False):
+    if getattr(base_of(model).config.get_text_config(), "output_router_logits", False):
         return f"{asked}: the loss of the model's router (output_router_logits) is taken over all layers; {instead}"
+    if getattr(base_of(model).config.get_text_config(), "layerdrop", 0.0):
+        return f"{asked}: the model leaves out layers at random (layerdrop), each stage others; set it to 0, or {instead}"
     if plan.torch_compile == "model":
         return f"{asked} runs a part of the model's forward pass, which torch_compile=model makes one; use torch_compile=layer"
     return None

@@ -63,11 +63,17 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     return forward
 
 
-def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+def entered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    """In a part that is not entered as one (layer_parts.py)."""
     run, group = columns(module, mesh, sequence=sequence), mesh.get_group()
+    return lambda hidden: run(Exchanged.apply(hidden, group, same, summed))
+
+
+def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    run, group = entered_columns(module, mesh, sequence=sequence), mesh.get_group()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Exchanged.apply(run(Exchanged.apply(hidden, group, same, summed)), group, gathered_last, own_last)
+        out: torch.Tensor = Exchanged.apply(run(hidden), group, gathered_last, own_last)
         return out
 
     return forward
@@ -95,3 +101,4 @@ STYLES: dict[str, Callable[..., Forward]] = {
     "colwise": columns, "rowwise": rows,
     "colwise_gather_output": gathered_columns, "colwise_rep": gathered_columns, "embedding_rowwise": words,
 }  # fmt: skip
+ALONE = STYLES | {"colwise": entered_columns}

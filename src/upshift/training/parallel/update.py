@@ -46,8 +46,9 @@ def division_of(model: nn.Module, place: Place) -> Division | None:
     return DividedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
-def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> None:
-    """What the optimizer's parameters have for gradients is the job's from here on. fully_shard has summed its own."""
+def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, *, summed: bool) -> None:
+    """What the optimizer's parameters have for gradients is the job's from here on. ``summed``: over the ranks with the same
+    weights it is already."""
     division = optimizer.division if isinstance(optimizer, OnParts) else None
 
     def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -57,7 +58,7 @@ def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place) -> 
         sum_partial_gradients(model, place, division.whole_gradient)
         division.reduce()
     else:
-        if not place.plan.layout.gathers and place.mesh is not None:
+        if not summed and place.mesh is not None:
             sum_gradients(model, place)
         sum_partial_gradients(model, place)
     sum_tied(model, gradient_of)

@@ -1,7 +1,8 @@
 """ZeRO 1: every rank has all weights and gradients, and updates its rows of each weight. Gradients are reduced and scattered to
 the ranks that update them, updated weights gathered (Rajbhandari et al. 2020, section 5).
 
-Rows are those that fully_shard would give the rank: ceil(rows / ranks) each, the last ranks fewer or none.
+Rows are those that fully_shard would give the rank: ceil(rows / ranks) each, the last ranks fewer or none. Experts that ranks
+share are updated where they are, all of each.
 """
 
 from __future__ import annotations
@@ -10,8 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from upshift.training.parallel.gradients import Spread, buckets, local, spread, sum_over
+from upshift.training.parallel.experts import expert_modules
+from upshift.training.parallel.gradients import Spread, buckets, local, spread, sum_flat, sum_over
 from upshift.training.parallel.place import Place
+
+collectives = torch.ops._c10d_functional
+waited = collectives.wait_tensor
 
 
 class DividedUpdate:
@@ -20,11 +25,15 @@ class DividedUpdate:
 
     def __init__(self, model: nn.Module, place: Place) -> None:
         assert place.mesh is not None
-        self.place, self.group = place, place.mesh.get_group("shard")
+        self.place, self.group = place, place.mesh.get_group("shard").group_name
         self.ranks, self.rank = place.mesh["shard"].size(), place.mesh.get_local_rank("shard")
         self.masters = place.plan.layout.master_weights
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        self._parts = {parameter: self._own(local(parameter.data)) for parameter in self.trained}
+        experts = {id(parameter) for module in expert_modules(model, place) for parameter in module.parameters()}
+        self._experts = dict.fromkeys(parameter for parameter in self.trained if id(parameter) in experts)
+        self._divided = [parameter for parameter in self.trained if id(parameter) not in experts]
+        self._parts = {parameter: self._own(local(parameter.data)) for parameter in self._divided}
+        self._parts |= {parameter: local(parameter.data) for parameter in self._experts}
         self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, where weights are bf16
         self._reduced: dict[Tensor, Tensor] = {}
         if self.masters:
@@ -45,8 +54,9 @@ class DividedUpdate:
         each = -(-count // self.ranks)
         return min(self.rank * each, count), min((self.rank + 1) * each, count)
 
-    def rows(self, parameter: Tensor) -> tuple[int, int]:
-        return self._rows_of(local(parameter.data))
+    def rows(self, parameter: Tensor) -> tuple[int, int] | None:
+        part, whole = self._parts[parameter], local(parameter.data)
+        return None if part.shape == whole.shape else self._rows_of(whole)
 
     def _add(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -76,12 +86,16 @@ class DividedUpdate:
         self.forget()
         for parameter in self.trained:
             parameter.grad = None
+        experts = [wholes.pop(parameter) for parameter in self._experts]
+        if self.place.experts is not None:
+            group = self.place.experts.get_group("replicas")
+            sum_flat(experts, lambda flat: dist.all_reduce(flat, group=group))
+        self._reduced |= zip(self._experts, experts, strict=True)
         for bucket in buckets(wholes.items()):
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             torch._chunk_cat([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
-            received = torch.empty_like(sent[0])
-            dist.reduce_scatter_tensor(received, sent.view(-1), group=self.group)
+            received = waited(collectives.reduce_scatter_tensor(sent.view(-1), "sum", self.ranks, self.group))
             sum_over(received, self.place, ("replicas",))
             for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):
                 part = self._parts[parameter]
@@ -92,19 +106,22 @@ class DividedUpdate:
 
     def along(self, parameter: Tensor) -> Spread:
         assert self.place.mesh is not None
-        return (*spread(parameter), (self.place.mesh["shard"], 0))
+        own = spread(parameter)
+        return own if parameter in self._experts else (*own, (self.place.mesh["shard"], 0))
 
     def publish(self, parts: dict[Tensor, Tensor]) -> None:
         """Into the weights of all ranks."""
-        for bucket in buckets((parameter, local(parameter.data)) for parameter in self.trained):
+        for parameter in self._experts:
+            if self.masters:
+                local(parameter.data).copy_(parts[parameter])
+        for bucket in buckets((parameter, local(parameter.data)) for parameter in self._divided):
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             for (parameter, _), piece in zip(bucket, sent.split(sizes), strict=True):
                 piece[: parts[parameter].numel()].copy_(parts[parameter].reshape(-1))
-            received = torch.empty(self.ranks * len(sent), dtype=sent.dtype, device=sent.device)
-            dist.all_gather_into_tensor(received, sent, group=self.group)
+            received = waited(collectives.all_gather_into_tensor(sent, self.ranks, self.group))
             for (_, whole), pieces in zip(bucket, received.view(self.ranks, -1).split(sizes, dim=1), strict=True):
-                whole.view(-1).copy_(pieces.reshape(-1)[: whole.numel()])
+                whole.copy_(pieces.reshape(-1)[: whole.numel()].view_as(whole))
 
     def forget(self) -> None:
         self._reduced.clear()

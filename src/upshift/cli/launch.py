@@ -1,0 +1,126 @@
+"""``upshift launch``: the ranks of a training on several hosts, started here or by the scheduler of a cluster."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from upshift.cli import show
+from upshift.errors import RequestError
+from upshift.launching import hosts, kubernetes, mpi, ray, slurm
+from upshift.launching.request import MAX_RESTARTS, RENDEZVOUS_PORT, Launch, here
+from upshift.whole_file import write_whole
+
+FILES = {  # what is written where --output says nothing, and what submits it
+    "slurm": ("upshift.sbatch", "sbatch {}"),
+    "kubernetes": ("upshift.yaml", "kubectl apply -f {}"),
+    "ray": ("upshift_ray.py", "ray job submit -- python {}"),
+    "mpi": (None, "bash {}"),
+    "hosts": (None, "bash {}"),
+}
+IMAGE_PYTHON = "python"  # of a container
+
+Train = Annotated[list[str] | None, typer.Argument(metavar="-- train MODEL ...", help="the command of the ranks")]
+Hosts = Annotated[str | None, typer.Option("--hosts", help="a,b,c: run torchrun on each, by ssh; localhost: on this machine")]
+Slurm = Annotated[bool, typer.Option("--slurm", help="write a file for sbatch")]
+Kubernetes = Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob or TrainJob of Kubeflow")]
+Mpi = Annotated[bool, typer.Option("--mpi", help="run by Open MPI's mpirun, on --hosts or here")]
+Ray = Annotated[bool, typer.Option("--ray", help="write a Ray Train job")]
+Kind = Annotated[str, typer.Option("--kind", help=f"of the Kubernetes object: {', '.join(kubernetes.KINDS)}")]
+Nodes = Annotated[str | None, typer.Option("--nodes", help="hosts: N, or MIN:MAX where a run may go on with fewer")]
+Nproc = Annotated[
+    int | None,
+    typer.Option("--nproc", min=1, help="ranks of a host; default: its GPUs, or its NUMA nodes where it can be looked at, or 1"),
+]
+Cpus = Annotated[int | None, typer.Option("--cpus", min=1, help="of a host")]
+Memory = Annotated[str | None, typer.Option("--memory", help="of a host, such as 64Gi")]
+Gpus = Annotated[int, typer.Option("--gpus", min=0, help="of a host")]
+MaxRestarts = Annotated[int, typer.Option("--max-restarts", min=0, help="of all ranks, from the newest checkpoint")]
+Env = Annotated[list[str] | None, typer.Option("--env", help="NAME=VALUE for the ranks (repeatable)")]
+Image = Annotated[str | None, typer.Option("--image", help="of the container, for --kubernetes")]
+NodeSelector = Annotated[list[str] | None, typer.Option("--node-selector", help="KEY=VALUE of Kubernetes nodes (repeatable)")]
+Partition = Annotated[str | None, typer.Option("--partition", help="of --slurm")]
+Hours = Annotated[float | None, typer.Option("--hours", min=0.01, help="limit of --slurm")]
+Name = Annotated[str, typer.Option("--name", help="of the job")]
+Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="where the hosts meet, on the first")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be run or written")]
+Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the file, or the script, here")]
+
+
+def command(
+    train: Train = None, hosts_: Hosts = None, slurm_: Slurm = False, kubernetes_: Kubernetes = False, mpi_: Mpi = False,
+    ray_: Ray = False, kind: Kind = kubernetes.KINDS[0], nodes: Nodes = None, nproc: Nproc = None, cpus: Cpus = None,
+    memory: Memory = None, gpus: Gpus = 0, max_restarts: MaxRestarts = MAX_RESTARTS, env: Env = None, image: Image = None,
+    node_selector: NodeSelector = None, partition: Partition = None, hours: Hours = None, name: Name = "upshift",
+    port: Port = RENDEZVOUS_PORT, dry_run: DryRun = False, output: Output = None,
+) -> None:  # fmt: skip
+    """Start `upshift train` on several hosts, or write the job file that does; everything after -- is the ranks' command."""
+    chosen = {"slurm": slurm_, "kubernetes": kubernetes_, "mpi": mpi_, "ray": ray_}
+    how = _how([key for key, is_chosen in chosen.items() if is_chosen], hosts_)
+    named = tuple(hosts_.split(",")) if hosts_ is not None else ()
+    lowest, highest = _range(nodes, named)
+    in_image = how == "kubernetes"
+    launch = Launch(
+        train=tuple(train or ()), name=name, hosts=named, min_nodes=lowest, max_nodes=highest, nproc=nproc, cpus=cpus,
+        memory=memory, gpus=gpus, max_restarts=max_restarts, environment=_pairs("--env", env), image=image,
+        node_selector=_pairs("--node-selector", node_selector), port=port, folder="" if in_image or how == "ray" else here(),
+        python=IMAGE_PYTHON if in_image else sys.executable,
+    )  # fmt: skip
+    text = {
+        "slurm": lambda: slurm.sbatch_file(launch, hours=hours, partition=partition),
+        "kubernetes": lambda: kubernetes.manifest(launch, kind),
+        "mpi": lambda: mpi.mpi_script(launch),
+        "ray": lambda: ray.ray_file(launch),
+        "hosts": lambda: hosts.as_script(launch),
+    }[how]()
+    default, submit = FILES[how]
+    path = output or (Path(default) if default else None)
+    if dry_run:
+        sys.stdout.write(text)
+    elif path is not None:
+        _write(path, text)
+        show.out.print(f"Wrote {path}; submit it with: {submit.format(path)}", highlight=False, soft_wrap=True)
+    elif how == "mpi":
+        mpi.run(launch)
+    else:
+        hosts.run(launch)
+
+
+def _how(chosen: list[str], named: str | None) -> str:
+    if named is not None and chosen not in ([], ["mpi"]):
+        raise RequestError(f"--hosts names hosts, and --{chosen[0]} finds them itself; leave one of them out")
+    if len(chosen) > 1 or (not chosen and named is None):
+        given = ", ".join(f"--{name}" for name in chosen) or "nothing"
+        raise RequestError(f"one starts the ranks, got {given}; use one of --hosts a,b, --slurm, --kubernetes, --mpi, --ray")
+    return chosen[0] if chosen else "hosts"
+
+
+def _range(nodes: str | None, named: tuple[str, ...]) -> tuple[int, int]:
+    if nodes is None:
+        return max(len(named), 1), max(len(named), 1)
+    if not re.fullmatch(r"[0-9]+(:[0-9]+)?", nodes):
+        raise RequestError(f"--nodes {nodes!r} is not a number of hosts; give N, or MIN:MAX")
+    lowest, _, highest = nodes.partition(":")
+    found = int(lowest), int(highest or lowest)
+    if named and found[1] != len(named):
+        raise RequestError(f"--nodes {nodes} is not the {len(named)} of --hosts; give --nodes MIN:{len(named)}, or leave it out")
+    return found
+
+
+def _pairs(option: str, given: list[str] | None) -> tuple[tuple[str, str], ...]:
+    pairs = [text.partition("=") for text in given or ()]
+    for name, sign, value in pairs:
+        if not (name and sign):
+            raise RequestError(f"{option} {name + sign + value!r} is not a pair; write {option} NAME=VALUE")
+    return tuple((name, value) for name, _, value in pairs)
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        write_whole(path, text)
+    except OSError as error:
+        raise RequestError(f"--output {path} cannot be written: {error.strerror}; give another path") from None

@@ -1,0 +1,138 @@
+"""Objects of Kubeflow: a PyTorchJob (training operator), which may be elastic, or a TrainJob (trainer v2), of a fixed size.
+
+YAML is written as text, for its comments; every value in it is JSON, which YAML reads as it is.
+"""
+
+from __future__ import annotations
+
+import json
+
+from upshift.errors import RequestError
+from upshift.launching.request import Launch
+
+KINDS = ("PyTorchJob", "TrainJob")
+RUNTIME = "torch-distributed"  # the one that Kubeflow's trainer installs
+
+
+def manifest(launch: Launch, kind: str) -> str:
+    if launch.image is None:
+        raise RequestError("--kubernetes needs --image IMAGE: a container image with upshift in it, as in example.com/upshift:1")
+    if launch.cpus is None or launch.memory is None:
+        missing = "--cpus N" if launch.cpus is None else "--memory AMOUNT, as in 64Gi"
+        raise RequestError(f"--kubernetes needs {missing}, of a node: they are the pod's requests and limits, and so its own")
+    if kind == "PyTorchJob":
+        return _pytorch_job(launch, image=launch.image)
+    if kind == "TrainJob":
+        return _train_job(launch, image=launch.image)
+    raise RequestError(f"--kind {kind!r} is no kind of job; use one of {', '.join(KINDS)}")
+
+
+def _pytorch_job(launch: Launch, *, image: str) -> str:
+    return f"""\
+# Written by `upshift launch --kubernetes`; submit it with: kubectl apply -f THIS_FILE
+apiVersion: kubeflow.org/v1
+kind: PyTorchJob
+metadata:
+  name: {_value(launch.name)}
+spec:
+  nprocPerNode: {_value(str(launch.ranks_of_a_node))}  # ranks of a pod
+  elasticPolicy:  # the operator tells torchrun where the pods meet, by variables that begin with PET_
+    rdzvBackend: "c10d"
+    minReplicas: {launch.min_nodes}  # fewer pods wait; more join when they can
+    maxReplicas: {launch.max_nodes}
+    maxRestarts: {launch.max_restarts}
+  runPolicy:
+    cleanPodPolicy: "None"  # keep the pods' logs
+  pytorchReplicaSpecs:
+    Worker:
+      replicas: {launch.max_nodes}
+      restartPolicy: "OnFailure"  # it goes on from the newest checkpoint, which must lie on a volume that all pods see
+      template:
+        spec:
+{_selector(launch, " " * 10)}\
+          containers:
+            - name: "pytorch"  # the operator looks for this name
+              image: {_value(image)}
+              command: {_value(["python", "-m", "torch.distributed.run", *launch.command])}
+{_env(launch, " " * 14)}\
+              resources:
+{_resources(launch, " " * 16)}\
+              volumeMounts:
+                - {{name: "shm", mountPath: "/dev/shm"}}
+          volumes:
+            - name: "shm"  # ranks of a pod, and loaders of data, exchange through it; the default of 64 MiB is too small
+              emptyDir: {{medium: "Memory"}}
+"""
+
+
+def _train_job(launch: Launch, *, image: str) -> str:
+    if launch.min_nodes != launch.max_nodes:
+        raise RequestError(
+            f"a TrainJob has a fixed number of nodes, not {launch.nodes}; use --nodes {launch.max_nodes}, or --kind PyTorchJob"
+        )
+    return f"""\
+# Written by `upshift launch --kubernetes --kind TrainJob`; submit it with: kubectl apply -f THIS_FILE
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata:
+  name: {_value(launch.name)}
+spec:
+  runtimeRef:
+    apiGroup: trainer.kubeflow.org
+    kind: ClusterTrainingRuntime
+    name: {_value(RUNTIME)}
+  trainer:
+    image: {_value(image)}
+    numNodes: {launch.max_nodes}
+    numProcPerNode: {launch.ranks_of_a_node}  # ranks of a pod
+    # The runtime tells torchrun where the pods meet, by variables that begin with PET_.
+    command: {_value(["python", "-m", "torch.distributed.run", f"--max-restarts={launch.max_restarts}", *launch.command])}
+{_env(launch, " " * 4)}\
+    resourcesPerNode:
+{_resources(launch, " " * 6)}\
+  runtimePatches:
+    - manager: "upshift.dev/launch"
+      trainingRuntimeSpec:
+        template:
+          spec:
+            replicatedJobs:
+              - name: "node"  # of the runtime
+                template:
+                  spec:
+                    template:
+                      spec:
+{_selector(launch, " " * 24)}\
+                        containers:
+                          - name: "node"
+                            volumeMounts:
+                              - {{name: "shm", mountPath: "/dev/shm"}}
+                        volumes:
+                          - name: "shm"  # ranks of a pod, and loaders of data, exchange through it; 64 MiB are too small
+                            emptyDir: {{medium: "Memory"}}
+"""
+
+
+def _value(value: object) -> str:
+    return json.dumps(value, ensure_ascii=False)
+
+
+def _resources(launch: Launch, indent: str) -> str:
+    """Equal requests and limits make a pod "Guaranteed": whole cores are its own where the kubelet's CPU manager is static."""
+    amounts: dict[str, str] = {"cpu": str(launch.cpus), "memory": str(launch.memory)}
+    if launch.gpus:
+        amounts["nvidia.com/gpu"] = str(launch.gpus)
+    why = "  # as the limits: the cores are the pod's own, and it is the last to be evicted"
+    return f"{indent}requests: {_value(amounts)}{why}\n{indent}limits: {_value(amounts)}\n"
+
+
+def _env(launch: Launch, indent: str) -> str:
+    threads = ("OMP_NUM_THREADS", str(max((launch.cpus or 1) // launch.ranks_of_a_node, 1)))  # a rank's share of the cores
+    lines = [f"  - {{name: {_value(name)}, value: {_value(value)}}}" for name, value in (threads, *launch.environment)]
+    return "".join(f"{indent}{line}\n" for line in ("env:", *lines))
+
+
+def _selector(launch: Launch, indent: str) -> str:
+    if not launch.node_selector:
+        return ""
+    labels = "".join(f"{indent}  {_value(key)}: {_value(value)}\n" for key, value in launch.node_selector)
+    return f"{indent}nodeSelector:\n{labels}"

@@ -1,0 +1,241 @@
+"""Bytes that one rank exchanges in an optimizer step, by the ranks it exchanges with: what upshift's own loop moves, counted
+between gloo ranks (tests/cpu/test_layouts.py).
+
+Volumes: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), ZeRO (Rajbhandari et al. 2020), ring attention (Liu et al.
+2023), Ulysses (Jacobs et al. 2023).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import lcm
+from typing import Literal, NamedTuple
+
+from upshift.hardware.spec import Exchange as Operation
+from upshift.models.profile import ModelProfile
+from upshift.planning.cost.divide import experts_of, mixtures
+from upshift.planning.cost.known import Known
+from upshift.planning.cost.share import (
+    MASTERED_BYTES,
+    REDUCED_BYTES,
+    Stage,
+    compute_bytes,
+    elements,
+    layer_elements,
+    residual_bytes,
+)
+from upshift.planning.plan import Plan
+
+Among = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
+PAIRS_A_LAYER = 2  # attention and the feed-forward part each gather (or sum) once forward, and once backward
+GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head whose ranks then have all logits
+STATISTICS = 2 * 4  # fp32 bytes of a token where ranks share the words of the loss: largest logit, sum of exponentials
+
+
+class Moved(NamedTuple):
+    """``num_bytes`` of the tensor that the ranks have together; of a rank's own where all send to all, or one to the next."""
+
+    among: Among
+    operation: Operation
+    num_bytes: float
+    times: float = 1.0  # of a micro-batch; of a step, for weights and gradients
+    same_experts: bool = False  # only ranks of the group that have the same experts
+
+
+@dataclass(frozen=True)
+class Volumes:
+    """Of one rank."""
+
+    profile: ModelProfile
+    plan: Plan
+    stage: Stage
+    known: Known
+
+    def of_a_step(self) -> Iterator[Moved]:
+        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
+        for moved in (*self.tensor(), *self.context(), *self.experts(), *self.pipeline()):
+            yield moved._replace(times=moved.times * count)
+        if layout.gathers:
+            yield from (moved._replace(times=moved.times * self.gathers) for moved in self.gathered())
+            yield from (moved._replace(times=self.gathers_outside) for moved in self.gathered_outside())
+            reduced = (*self.reduced(), *self.reduced_outside())
+            yield from (moved._replace(times=moved.times * self.reductions) for moved in reduced)
+        yield from self.gradients()
+
+    @property
+    def layers(self) -> int:
+        return self.stage.last - self.stage.first
+
+    @property
+    def repeated(self) -> float:
+        """The share of layers whose forward pass, with its exchanges, runs again in the backward pass."""
+        recomputed = self.plan.activation_checkpointing / max(self.profile.num_layers, 1)
+        return recomputed if self.plan.recompute_granularity == "full" else 0.0
+
+    @property
+    def gathers(self) -> int:
+        """How often a step gathers a layer's weights. In a pipeline they stay whole from a backward pass to the next forward
+        pass: whatever the order, one gather more than micro-batches."""
+        count, layout = self.plan.gradient_accumulation_steps, self.plan.layout
+        if layout.fully_shard != "weights":
+            return 1
+        return count + 1 if layout.pipeline_parallel > 1 else 2 * count
+
+    @property
+    def gathers_outside(self) -> int:
+        """Of what is outside the layers: it stays from forward to backward, in a pipeline to the end of the step."""
+        layout = self.plan.layout
+        each = layout.fully_shard == "weights" and layout.pipeline_parallel == 1
+        return self.plan.gradient_accumulation_steps if each else 1
+
+    @property
+    def reductions(self) -> int:
+        """A pipeline reduces gradients after its last micro-batch."""
+        return 1 if self.plan.layout.pipeline_parallel > 1 else self.plan.gradient_accumulation_steps
+
+    @property
+    def tokens(self) -> float:
+        """Of one micro-batch on a rank."""
+        plan = self.plan
+        return plan.per_device_train_batch_size * plan.sequence_length / plan.layout.context_parallel
+
+    @property
+    def hidden_bytes(self) -> float:
+        """Of their hidden states, as products give them."""
+        return self.tokens * (self.profile.hidden_size or 0) * compute_bytes(self.plan)
+
+    @property
+    def entering_bytes(self) -> float:
+        """As they enter a part of a layer: autocast leaves what stands between products, and its gradient, in fp32."""
+        return self.tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
+
+    def tensor(self) -> Iterator[Moved]:
+        """Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers
+        repeat those of the forward pass but the last, after which the backward pass needs nothing; an input that is not kept
+        whole is gathered again."""
+        layout, entering, leaving = self.plan.layout, self.entering_bytes, self.hidden_bytes
+        if layout.tensor_parallel == 1:
+            return
+        pairs = PAIRS_A_LAYER * self.layers
+        forward = pairs + (pairs - self.layers) * self.repeated
+        sums: Operation = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
+        yield Moved("tensor", sums, leaving, forward)
+        yield Moved("tensor", sums, entering, pairs)
+        if layout.sequence_parallel:
+            yield Moved("tensor", "all_gather", leaving, pairs)
+            # And behind the last layer; backward before the first.
+            yield Moved("tensor", "all_gather", entering, pairs * (1.0 + self.repeated + layout.gather_again) + 2.0)
+        yield from self._at_the_ends()
+
+    def _at_the_ends(self) -> Iterator[Moved]:
+        """Embedding and head, where ranks have their own words of them."""
+        layout, styles = self.plan.layout, set(self.profile.declares.tensor_parallel_plan.values())
+        if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
+            yield Moved("tensor", "all_reduce", self.entering_bytes)
+        if self.stage.has_head and (layout.vocabulary_parallel or styles & GATHERED_HEADS):
+            yield Moved("tensor", "all_reduce", self.entering_bytes)  # of the gradient
+            if layout.vocabulary_parallel or self.plan.loss_chunk_tokens:
+                yield Moved("tensor", "all_reduce", self.tokens * STATISTICS)
+            else:
+                logits = self.tokens * (self.profile.vocab_size or 0) * compute_bytes(self.plan)
+                yield Moved("tensor", "all_gather", logits)
+
+    def context(self) -> Iterator[Moved]:
+        layout = self.plan.layout
+        if layout.context_parallel == 1:
+            return
+        queries, keys = self.profile.heads or (1, 1)
+        own = self.hidden_bytes / layout.tensor_parallel
+        if layout.context_kind == "ulysses":  # queries, keys, values there, the result back; and their gradients
+            keys_and_values = 2.0 * own * whole_keys(queries, keys, layout.tensor_parallel * layout.context_parallel) / queries
+            yield Moved("context", "all_to_all", 2.0 * own + keys_and_values, (2.0 + self.repeated) * self.layers)
+            return
+        around = (layout.context_parallel - 1) * self.layers  # backward: keys and values, and their gradients
+        yield Moved("context", "send", 2.0 * own * keys / queries, (3.0 + self.repeated) * around)
+
+    def experts(self) -> Iterator[Moved]:
+        """Tokens go to their experts and come back, and so do gradients."""
+        if self.plan.layout.expert_parallel == 1 or self.profile.experts is None:
+            return
+        layers = sum(self.known.get("mixtures", lambda: mixtures(self.profile))[self.stage.first : self.stage.last])
+        sent = self.hidden_bytes * self.profile.experts.per_token
+        yield Moved("experts", "all_to_all", sent, (4.0 + 2.0 * self.repeated) * layers)
+
+    def pipeline(self) -> Iterator[Moved]:
+        """Hidden states to the next stage, gradients to the one before."""
+        layout = self.plan.layout
+        if layout.pipeline_parallel > 1:
+            ends = self.stage.has_embedding + self.stage.has_head
+            yield Moved("pipeline", "send", self.hidden_bytes, 2.0 * layout.virtual_stages - ends)
+
+    @property
+    def elements(self) -> float:
+        """Weights that the rank computes with."""
+        layout = self.plan.layout
+        key = ("elements", layout.tensor_parallel, layout.expert_parallel, self.stage.first, self.stage.last)
+        return self.known.get(key, lambda: elements(self.profile, self.plan, self.stage))
+
+    @property
+    def layer_elements(self) -> float:
+        layout = self.plan.layout
+        key = ("layer elements", layout.tensor_parallel, layout.expert_parallel)
+        return self.known.get(key, lambda: layer_elements(self.profile, self.plan))
+
+    @property
+    def outside_elements(self) -> float:
+        return self.elements - self.layer_elements * self.layers
+
+    @property
+    def expert_elements(self) -> float:
+        """Of ``elements``, those of the experts that ranks share: only ranks with the same ones exchange them."""
+        layout, stage = self.plan.layout, self.stage
+        if layout.expert_parallel == 1:
+            return 0.0
+        found = self.known.get(("experts", stage.first, stage.last), lambda: experts_of(self.profile, stage.first, stage.last))
+        return found / layout.tensor_parallel / layout.expert_parallel
+
+    def gathered(self) -> tuple[Moved, ...]:
+        """Weights of the layers, once."""
+        return self._of_layers("all_gather", compute_bytes(self.plan))
+
+    def reduced(self) -> tuple[Moved, ...]:
+        return self._of_layers("reduce_scatter", REDUCED_BYTES)
+
+    def gathered_outside(self) -> tuple[Moved, ...]:
+        return (Moved("shard", "all_gather", self.outside_elements * compute_bytes(self.plan)),)
+
+    def reduced_outside(self) -> tuple[Moved, ...]:
+        return (Moved("shard", "reduce_scatter", self.outside_elements * REDUCED_BYTES),)
+
+    def gradients(self) -> tuple[Moved, ...]:
+        """Once a step: what fully_shard leaves to sum over replicas; all, where it divides none; and the weights that ZeRO 1
+        sends back."""
+        plan, layout = self.plan, self.plan.layout
+        trained = self.profile.parameters.trainable / self.profile.parameters.total
+        size, experts = self.elements * trained, self.expert_elements * trained
+        if layout.fully_shard == "no":
+            return _of_weights("replicas", "all_reduce", size, experts, plan.parameter_bytes)
+        between = Moved("replicas", "all_reduce", size / layout.shard_size * REDUCED_BYTES)
+        if layout.fully_shard != "optimizer":
+            return (between,)
+        sent = MASTERED_BYTES if layout.master_weights else plan.parameter_bytes
+        there = _of_weights("shard", "reduce_scatter", size, experts, plan.parameter_bytes)
+        return (*there, *_of_weights("shard", "all_gather", size, experts, sent), between)
+
+    def _of_layers(self, operation: Operation, size: float) -> tuple[Moved, ...]:
+        experts = self.expert_elements / max(self.layers, 1)
+        found = _of_weights("shard", operation, self.layer_elements, experts, size)
+        return tuple(moved._replace(times=self.layers) for moved in found)
+
+
+def whole_keys(queries: int, keys: int, ranks: int) -> int:
+    """Key heads as they are exchanged: repeated until each rank has whole ones (training/parallel/context.py)."""
+    repeated = lcm(keys, ranks)
+    return queries if queries % repeated else repeated
+
+
+def _of_weights(among: Among, operation: Operation, elements: float, experts: float, size: float) -> tuple[Moved, ...]:
+    """Of ``elements`` of ``size`` bytes, ``experts`` of them among the ranks of the group that have the same ones."""
+    others = Moved(among, operation, (elements - experts) * size)
+    return (others, Moved(among, operation, experts * size, same_experts=True)) if experts else (others,)

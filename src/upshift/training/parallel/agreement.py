@@ -1,0 +1,34 @@
+"""Ranks that wait for each other within a step: when one of them ran out of memory, all know at its end."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from upshift.training.batches.fill import MicroBatch
+from upshift.training.out_of_memory import Agreed, halve
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.ranks import highest
+
+WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
+
+
+class Agreement:
+    def __init__(self, place: Place, *, on_failure: Callable[[], None]) -> None:
+        """``on_failure`` may look at memory, as it was then on this rank, or is now where another one failed."""
+        self.place, self._on_failure = place, on_failure
+        self.words: str | None = None  # the allocator's, when this rank ran out in this step
+        self._outcome = WENT_WELL
+
+    def ran_out(self, error: BaseException, micro_batch: MicroBatch) -> None:
+        self.words = str(error)
+        self._outcome = RAN_OUT if halve(micro_batch) is not None else INDIVISIBLE
+        self._on_failure()
+
+    def agree(self) -> None:
+        """Raises Agreed on all ranks where one of them ran out."""
+        worst = highest(self._outcome, self.place.plan)
+        words, self.words, self._outcome = self.words, None, WENT_WELL
+        if worst != WENT_WELL:
+            if words is None:
+                self._on_failure()
+            raise Agreed(words or "another rank ran out of memory", final=worst == INDIVISIBLE)

@@ -1,0 +1,154 @@
+"""What upshift launch writes, and what it refuses; nothing is started."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from upshift.cli.main import app
+from upshift.errors import RequestError
+from upshift.hardware.binding import cores_of
+
+TRAIN = ["--", "train", "model dir", "--data", "it's data"]
+COMMAND = ["-m", "upshift.cli.main", "train", "model dir", "--data", "it's data", "--resume"]
+KUBERNETES = ["--kubernetes", "--image", "example.com/upshift:1", "--cpus", "16", "--memory", "64Gi"]
+
+
+def written(*options: str) -> str:
+    result = CliRunner().invoke(app, ["launch", *options, "--dry-run", *TRAIN], catch_exceptions=False)
+    assert result.exit_code == 0
+    return result.stdout
+
+
+def check_shell(text: str) -> None:
+    subprocess.run(["bash", "-n"], input=text.encode(), check=True)
+
+
+def test_hosts_meet_on_the_first() -> None:
+    text = written("--hosts", "me@a,10.0.0.2,c", "--nproc", "2", "--nodes", "2:3", "--env", "WORD=two words")
+    check_shell(text)
+    runs = [line for line in text.splitlines() if "torch.distributed.run" in line]
+    assert len(runs) == 3 and all("--nproc-per-node=\"$ranks\"" in run and "--nnodes=2:3" in run for run in runs)
+    assert all("--rdzv-endpoint=a:29400" in run and run.endswith("'it'\"'\"'s data' --resume") for run in runs)
+    assert [run.split("is_host=")[1][0] for run in runs] == ["1", "0", "0"]
+    assert [run.split("--local-addr=")[1].split()[0] for run in runs] == ["a", "10.0.0.2", "c"]
+    assert text.count("ranks=2\n") == 3 and text.count("export WORD='two words'") == 3 and " me@a bash -s" in text
+
+
+def test_ranks_of_a_host_are_counted_there() -> None:
+    script = written("--hosts", "localhost")
+    assert "--standalone" in script and "lscpu" in script
+    body = script.split("<<'END' &\n")[1].split("exec ")[0]
+    counted = subprocess.run(["bash", "-c", body + 'echo "$ranks $OMP_NUM_THREADS"'], capture_output=True, text=True, check=True)
+    ranks, threads = map(int, counted.stdout.split())
+    assert ranks >= 1 and threads >= 1
+
+
+def test_slurm_file() -> None:
+    text = written("--slurm", "--nodes", "2:4", "--nproc", "2", "--cpus", "32", "--memory", "64Gi", "--hours", "1.5", "--gpus", "2")
+    check_shell(text)
+    said = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
+    assert {"--nodes=2-4", "--ntasks-per-node=1", "--cpus-per-task=32", "--mem=64G", "--time=01:30:00"} <= set(said)
+    assert {"--gpus-per-node=2", "--requeue", "--no-kill"} <= set(said)
+    assert "--exclusive" in written("--slurm") and "--nodes=1\n" in written("--slurm")
+
+
+def test_mpi_script() -> None:
+    text = written("--mpi", "--hosts", "a,me@b", "--nproc", "2", "--cpus", "8", "--env", "A=b c")
+    check_shell(text)
+    assert "a slots=2\nb slots=2\n" in text and "-n 4 --map-by ppr:2:node:PE=4 --bind-to core" in text
+    assert "-x MASTER_ADDR=a" in text and "-x A='b c'" in text
+
+
+def test_ray_file_is_python() -> None:
+    tree = ast.parse(written("--ray", "--nodes", "3", "--nproc", "2", "--cpus", "8", "--env", "A=b", "--name", "one"))
+    values = {
+        node.targets[0].id: ast.literal_eval(node.value)
+        for node in tree.body
+        if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
+    }
+    assert values == {"COMMAND": COMMAND, "ENVIRONMENT": {"A": "b"}}
+    keywords = {node.arg: ast.unparse(node.value) for node in ast.walk(tree) if isinstance(node, ast.keyword)}
+    assert keywords["num_workers"] == "6" and keywords["resources_per_worker"] == "{'CPU': 4}"
+
+
+def test_files_are_written(tmp_path: Path) -> None:
+    for option in (["--slurm"], KUBERNETES, ["--ray"], ["--hosts", "a,b"], ["--mpi"]):
+        path = tmp_path / option[0].strip("-")
+        result = CliRunner().invoke(app, ["launch", *option, "--output", str(path), *TRAIN], catch_exceptions=False)
+        assert result.exit_code == 0 and "submit it with" in result.stdout
+        assert path.read_text() == written(*option)
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ([], "got nothing; use one of --hosts"),
+        (["--slurm", "--ray"], "--slurm, --ray"),
+        (["--slurm", "--hosts", "a"], "leave one of them out"),
+        (["--hosts", "a,a"], "names a twice"),
+        (["--hosts", "a,"], "empty name"),
+        (["--hosts", "-oProxyCommand=x"], "not the name of a host"),
+        (["--hosts", "localhost,b"], "cannot reach localhost"),
+        (["--hosts", "a,b", "--nodes", "3"], "is not the 2 of --hosts"),
+        (["--slurm", "--nodes", "two"], "give N, or MIN:MAX"),
+        (["--slurm", "--nodes", "4:2"], "is no range"),
+        (["--slurm", "--nodes", "0"], "is no range"),
+        (["--slurm", "--name", "A b"], "not a job's name"),
+        (["--slurm", "--memory", "64"], "not an amount"),
+        (["--slurm", "--env", "A"], "write --env NAME=VALUE"),
+        (["--slurm", "--env", "1A=b"], "not the name of a variable"),
+        (["--kubernetes"], "needs --image"),
+        (["--kubernetes", "--image", "i"], "needs --cpus"),
+        (["--kubernetes", "--image", "i", "--cpus", "2"], "needs --memory"),
+        ([*KUBERNETES, "--kind", "Job"], "use one of PyTorchJob, TrainJob"),
+        ([*KUBERNETES, "--kind", "TrainJob", "--nodes", "1:2"], "--kind PyTorchJob"),
+        ([*KUBERNETES, "--node-selector", "a=b c"], "not a label"),
+    ],
+)
+def test_what_is_wrong_is_said(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["launch", *options, "--dry-run", *TRAIN])
+    assert isinstance(result.exception, RequestError) and words in str(result.exception), result.exception
+    assert "\n" not in str(result.exception)
+
+
+@pytest.mark.parametrize("command", [[], ["plan", "m"], ["train", "m", "--overwrite"]])
+def test_only_train_is_launched(command: list[str]) -> None:
+    result = CliRunner().invoke(app, ["launch", "--slurm", "--dry-run", "--", *command])
+    assert isinstance(result.exception, RequestError)
+
+
+def make_machine(root: Path, *, nodes: int, cores: int, threads: int) -> set[int]:
+    """As Linux lists it: the second threads of all cores come after the first ones."""
+    total = nodes * cores
+    for core in range(total):
+        siblings = [core + total * thread for thread in range(threads)]
+        for cpu in siblings:
+            folder = root / f"sys/devices/system/cpu/cpu{cpu}"
+            (folder / "topology").mkdir(parents=True)
+            (folder / f"node{core // cores}").mkdir()
+            (folder / "topology/thread_siblings_list").write_text(",".join(map(str, siblings)) + "\n")
+    return set(range(total * threads))
+
+
+def test_ranks_take_nodes_then_parts_of_them(tmp_path: Path) -> None:
+    cpus = make_machine(tmp_path, nodes=2, cores=4, threads=2)
+    assert cores_of(0, 2, cpus, root=tmp_path) == (0, 1, 2, 3, 8, 9, 10, 11)
+    assert cores_of(1, 2, cpus, root=tmp_path) == (4, 5, 6, 7, 12, 13, 14, 15)
+    assert cores_of(3, 4, cpus, root=tmp_path) == (6, 7, 14, 15)
+    shares = [cores_of(rank, 3, cpus, root=tmp_path) or () for rank in range(3)]
+    assert sorted(cpu for share in shares for cpu in share) == sorted(cpus)
+    assert cores_of(0, 9, cpus, root=tmp_path) is None
+    assert cores_of(0, 2, {0, 8, 5}, root=tmp_path) == (0, 8) and cores_of(1, 2, {0, 8, 5}, root=tmp_path) == (5,)
+
+
+def test_kubernetes_requests_are_limits() -> None:
+    text = written(*KUBERNETES, "--gpus", "4", "--env", 'WORD="two" words', "--node-selector", "pool=fast")
+    amounts = [json.loads(line.split(": ", 1)[1].split("  #")[0]) for line in text.splitlines() if "requests:" in line or "limits:" in line]
+    assert amounts == [{"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"}] * 2
+    assert 'OMP_NUM_THREADS", value: "4"' in text and '"WORD", value: "\\"two\\" words"' in text and '"pool": "fast"' in text
