@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -127,8 +128,9 @@ def prove(
         expected = 0.5 * tried[0].best.wall_seconds if len(tried) == 1 else tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * budget_seconds) if len(tried) > 2 else 0.0
         left = deadline - time.monotonic() - reserve
-        due = left > 0.5 * expected or not any(obeys(entry.candidate.plan) for entry in tried)
-        best_left = _next(candidates, tried, seconds=left) if due else None
+        if not any(obeys(entry.candidate.plan) for entry in tried):
+            left = math.inf  # one that may be chosen is tried, however late it is
+        best_left = _next(candidates, tried, seconds=left) if left > 0.5 * expected else None
         if best_left is None:
             break
         look(best_left)
