@@ -38,6 +38,7 @@ class Ranks(Value):
     local_rank: int  # LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID, SLURM_LOCALID; on this host
     address: str | None  # MASTER_ADDR; where the ranks meet
     port: int | None  # MASTER_PORT
+    local_size: int = 1  # LOCAL_WORLD_SIZE; torchrun's, which binds no rank to cores; mpirun and srun do
     store_is_there: bool = False  # TORCHELASTIC_USE_AGENT_STORE; else rank 0 opens it
     restarts: int = 0  # TORCHELASTIC_RESTART_COUNT; after deaths of ranks, not after hosts came or went
     launch: str | None = None  # TORCHELASTIC_RUN_ID; the same over all restarts
@@ -63,6 +64,7 @@ def read_ranks() -> Ranks | None:
                 local_rank=int(env.get(local_rank, "0")),
                 address=env.get("MASTER_ADDR"),
                 port=int(env["MASTER_PORT"]) if "MASTER_PORT" in env else None,
+                local_size=int(env.get("LOCAL_WORLD_SIZE", "1")),
                 store_is_there=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
                 restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
                 launch=None if run in (None, "", "none") else run,  # none: torchrun was told no --rdzv-id

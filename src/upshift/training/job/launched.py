@@ -14,15 +14,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch.distributed import PrefixStore, Store
 
 from upshift import errors
 from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
-from upshift.hardware.detect import detect
-from upshift.hardware.spec import Host, Link
+from upshift.hardware.binding import bind
+from upshift.hardware.several import join_hosts, measure_link
+from upshift.hardware.spec import Host
 from upshift.planning.planner import find_host
 from upshift.record import Record
-from upshift.settings import Ranks, read_settings
+from upshift.settings import Ranks
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.data.training_data import TrainingData, load_data, save_data
 from upshift.training.job.job import append_record, check_job, run_rank
@@ -34,8 +36,6 @@ from upshift.training.loop.stop import StopRequest
 from upshift.training.processes import joined
 
 LAUNCH_NAME = "launch.json"
-# Between hosts, where nobody says more: the least that hosts of a cluster have.
-ASSUMED = Link(name="10 Gbit/s Ethernet (assumed)", bytes_per_second=1.25e9)
 MakeJob = Callable[[Host, int], tuple[Job, TrainingData]]  # of the hosts, with so many processes
 
 
@@ -48,9 +48,9 @@ def is_restart(ranks: Ranks, output: Path) -> bool:
 def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event: OnEvent) -> Record | None:
     """On every rank; the Record is rank 0's. ``make_job`` is called there."""
     store = meet(ranks)
-    if ranks.local_rank == 0:
-        store.set(f"host/{ranks.rank}", detect(visible_devices=read_settings().cuda_visible_devices).to_json())
-    store.set(f"local/{ranks.rank}", str(ranks.local_rank))
+    host = _describe_host(store, ranks)
+    if host is not None:
+        store.set(f"host/{ranks.rank}", host.to_json())
     data: TrainingData | None = None
     if ranks.rank == 0:
         job, data = _tell_job(store, ranks, make_job, global_batch)
@@ -73,7 +73,7 @@ def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event
 
 def _tell_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) -> tuple[Job, TrainingData]:
     try:
-        host, processes = _hosts(store, ranks, global_batch)
+        host, processes = _join_hosts(store, ranks, global_batch)
         job, data = make_job(host, processes)
         check_job(job, data)
         open_run(job, data.training)
@@ -94,28 +94,41 @@ def _told_job(store: Store) -> Job:
     return Job.from_json(told, origin="rank 0")
 
 
-def _hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, int]:
+def _describe_host(store: Store, ranks: Ranks) -> Host | None:
+    """On the first rank of each host: what is here, and the link to the others. None on the other ranks."""
+    store.set(f"local/{ranks.rank}", str(ranks.local_rank))
+    firsts = _firsts(store, ranks)
+    if ranks.rank not in firsts:
+        return None
+    host = find_host(None)
+    if len(firsts) > 1:
+        dist.init_process_group(
+            "gloo", store=PrefixStore("hosts", store), rank=firsts.index(ranks.rank), world_size=len(firsts)
+        )
+        host = host.changed(inter_node=measure_link())
+        dist.barrier()
+        dist.destroy_process_group()
+    return host
+
+
+def _firsts(store: Store, ranks: Ranks) -> list[int]:
+    return [rank for rank in range(ranks.size) if store.get(f"local/{rank}") == b"0"]
+
+
+def _join_hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, int]:
     """The ranks' hosts as one Host, and how many processes the job may have there."""
-    firsts = [rank for rank in range(ranks.size) if store.get(f"local/{rank}") == b"0"]
-    hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in firsts]
-    here, nodes = find_host(None), len(hosts)
-    for rank, host in zip(firsts, hosts, strict=True):
-        if host.fingerprint != hosts[0].fingerprint:
+    hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in _firsts(store, ranks)]
+    joined_hosts = join_hosts(hosts, hosts[0].inter_node)
+    if joined_hosts.gpus_per_node:
+        if ranks.size != joined_hosts.num_devices:
             raise RequestError(
-                f"the host of rank {rank} ({host.name}) is not like that of rank 0 ({hosts[0].name}); plans are of equal hosts: "
-                "start the ranks on those alone"
+                f"{ranks.size} ranks on {len(hosts)} hosts with {joined_hosts.gpus_per_node} GPUs each; start one rank for each"
             )
-    if here.gpus_per_node:
-        if ranks.size != nodes * here.gpus_per_node:
-            raise RequestError(
-                f"{ranks.size} ranks on {nodes} hosts with {here.gpus_per_node} GPUs each; start one rank for each GPU"
-            )
-        processes = ranks.size
-    else:
-        processes = next(n for n in range(ranks.size, 0, -1) if global_batch % n == 0)
-    if nodes == 1 or processes % nodes:  # ranks wait: those that work are planned as if one host had them
-        return here, processes
-    return here.changed(num_nodes=nodes, inter_node=ASSUMED), processes
+        return joined_hosts, ranks.size
+    processes = next(count for count in range(ranks.size, 0, -1) if global_batch % count == 0)
+    if processes % len(hosts):  # ranks wait: those that work are planned as if one host had them
+        return hosts[0].changed(inter_node=None), processes
+    return joined_hosts, processes
 
 
 def _share(data: TrainingData, output: Path, ranks: Ranks) -> None:
@@ -138,6 +151,8 @@ def _shared_data(job: Job) -> TrainingData:
 def _train(store: Store, ranks: Ranks, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
     if job.plan.device == "cuda":
         torch.cuda.set_device(ranks.local_rank)
+    elif job.plan.num_processes == ranks.size:
+        bind(ranks.local_rank, ranks.local_size)
     try:
         with StopRequest(notice=ranks.rank == 0) as stop:
             if job.plan.num_processes == 1:
