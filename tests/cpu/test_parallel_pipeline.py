@@ -49,7 +49,6 @@ CASES = {
     "bf16 zero bubble": Case(world=2, layout=TWO | SCHEDULES["zero bubble"], plan={"precision": "bf16"}),
     "recomputed": Case(world=2, layout=TWO, plan={"activation_checkpointing": 3}),
     "recomputed interleaved": Case(world=2, layout=TWO | SCHEDULES["interleaved"], plan={"activation_checkpointing": 3}),
-    "recomputed zero bubble": Case(world=2, layout=TWO | SCHEDULES["zero bubble"], plan={"activation_checkpointing": 4}),
     "chunked loss": Case("qwen2 tied", 2, TWO, {"loss_chunk_tokens": 16}),
     "bf16 weights, tied": Case("qwen2 tied", 2, TWO, {"precision": "bf16-weights"}),
     "one micro-batch": Case(world=2, layout=TWO, micro_batch=8),
