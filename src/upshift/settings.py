@@ -30,6 +30,46 @@ def read_settings() -> Settings:
     )
 
 
+class Ranks(Value):
+    """What a launcher says of this process; the first of each row that is set."""
+
+    rank: int  # RANK, OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID
+    size: int  # WORLD_SIZE, OMPI_COMM_WORLD_SIZE, PMI_SIZE, SLURM_NTASKS
+    local_rank: int  # LOCAL_RANK, OMPI_COMM_WORLD_LOCAL_RANK, MPI_LOCALRANKID, SLURM_LOCALID; on this host
+    address: str | None  # MASTER_ADDR; where the ranks meet
+    port: int | None  # MASTER_PORT
+    store_is_there: bool = False  # TORCHELASTIC_USE_AGENT_STORE; else rank 0 opens it
+    restarts: int = 0  # TORCHELASTIC_RESTART_COUNT; after deaths of ranks, not after hosts came or went
+    launch: str | None = None  # TORCHELASTIC_RUN_ID; the same over all restarts
+
+
+RANK_NAMES = (
+    ("RANK", "WORLD_SIZE", "LOCAL_RANK"),
+    ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK"),
+    ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID"),
+    ("SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID"),
+)
+
+
+def read_ranks() -> Ranks | None:
+    """None: no launcher started this process. A script of sbatch has Slurm's numbers too, and no SLURM_STEP_ID of srun's."""
+    env = os.environ
+    for rank, size, local_rank in RANK_NAMES:
+        if rank in env and size in env and (rank != "SLURM_PROCID" or "SLURM_STEP_ID" in env):
+            run = env.get("TORCHELASTIC_RUN_ID")
+            return Ranks(
+                rank=int(env[rank]),
+                size=int(env[size]),
+                local_rank=int(env.get(local_rank, "0")),
+                address=env.get("MASTER_ADDR"),
+                port=int(env["MASTER_PORT"]) if "MASTER_PORT" in env else None,
+                store_is_there=env.get("TORCHELASTIC_USE_AGENT_STORE") == "True",
+                restarts=int(env.get("TORCHELASTIC_RESTART_COUNT", "0")),
+                launch=None if run in (None, "", "none") else run,  # none: torchrun was told no --rdzv-id
+            )
+    return None
+
+
 def quiet_libraries() -> None:
     """Libraries that print from C++ read these when they are loaded; called once, by a program's entry point."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):

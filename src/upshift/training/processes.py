@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import math
 import os
+import signal
 import socket
+import time
 import traceback
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar
 
 import torch.distributed as dist
 
 from upshift.errors import JobFailed, UpshiftError
 from upshift.planning.plan import Plan
 
+PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 _rank_and_size: list[tuple[int, int]] = []  # set once in a forked rank, before anything else runs there
@@ -35,12 +40,12 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
     try:
         result = _run_rank(0, port, plan, work, request)
     except RuntimeError as error:
-        failed = _wait(children)
+        failed = _wait(children, seconds=PATIENCE_SECONDS)
         if failed and "gloo" in str(error):  # this rank only lost its peers: the cause is theirs
             raise _ranks_failed(failed, plan) from error
         raise
     except BaseException:  # the others fail with this rank, whose words are the ones to show
-        _wait(children)
+        _wait(children, seconds=PATIENCE_SECONDS)
         raise
     failed = _wait(children)
     if failed:
@@ -48,9 +53,15 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
     return result
 
 
-def _wait(children: list[int]) -> list[int]:
-    """The exit codes that are not 0, once all have ended."""
-    codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
+def _wait(children: list[int], *, seconds: float = math.inf) -> list[int]:
+    """The exit codes that are not 0, once all have ended; what has not by then waits for a rank that is gone, and is ended."""
+    end, codes = time.monotonic() + seconds, []
+    for child in children:
+        while (ended := os.waitpid(child, os.WNOHANG if end < math.inf else 0))[0] == 0:
+            if time.monotonic() > end:
+                os.kill(child, signal.SIGKILL)
+            time.sleep(POLL_SECONDS)
+        codes.append(os.waitstatus_to_exitcode(ended[1]))
     return [code for code in codes if code]
 
 
@@ -75,15 +86,20 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
 
 
 def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
+    with joined(plan, rank, init_method=f"tcp://127.0.0.1:{port}"):
+        return work(request)
+
+
+@contextmanager
+def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
+    """In the group of the plan's ranks; ``meeting``: where they find each other, of ``init_process_group``. All leave together:
+    gloo's threads abort a process that ends while others still speak with it."""
     _rank_and_size[:] = [(rank, plan.num_processes)]
-    dist.init_process_group(
-        "nccl" if plan.device == "cuda" else "gloo",
-        init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=plan.num_processes,
-    )  # fmt: skip
+    backend = "nccl" if plan.device == "cuda" else "gloo"
+    dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, **meeting)
     try:
-        result = work(request)
+        yield
         dist.barrier()
-        return result
     finally:
         dist.destroy_process_group()
         _rank_and_size.clear()

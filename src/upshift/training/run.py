@@ -23,10 +23,12 @@ from upshift.planning.space import check_allow, parse_fixed
 from upshift.planning.trial import TrialRequest
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
+from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
+from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.run import OWN_FILES
 from upshift.training.runnable import runnable
@@ -101,12 +103,13 @@ def prepare_run(
     tokenizer: Any = None,
     clips_gradients: bool = True,
     trial_seconds: float = TRIAL_SECONDS,
+    host: Host | None = None,
     watcher: Watcher | None = None,
 ) -> tuple[Prepared, int]:
     """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan.
 
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
-    """
+    ``host``: that of a launcher's ranks; this machine where not given."""
     watcher = watcher or Watcher()
     check_allow(allow)
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
@@ -114,8 +117,8 @@ def prepare_run(
     of_model = {"model_reference": model, "from_config": from_config, "lora_rank": lora_rank, "load_in_4bit": load_in_4bit}
     how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
-    host = _devices_asked_for(find_host(None), fixed)
-    given = _given_plan(plan_file, resume_from, host=host, source=source)
+    host = host or _devices_asked_for(find_host(None), fixed)
+    given = _given_plan(plan_file, resume_from, fixed, host, source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
@@ -125,9 +128,8 @@ def prepare_run(
     watcher.planned(planning)
     if given is not None:
         _check_given(given, workload)
-    proof = None
-    if given is None and trial_seconds > 0:
-        proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher)
+    tries = given is None and trial_seconds > 0
+    proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher) if tries else None
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
     prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), of_model, data_path, text_column)
@@ -146,30 +148,67 @@ def train(
     arguments: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **request: Any,
-) -> Record:
-    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``."""
-    output = Path(output)
-    check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
-    given = dict(arguments or {})
-    prepared, steps = prepare_run(
-        model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=given.pop("max_steps", None),
-        resume_from=output if resume else None, watcher=watcher, clips_gradients=given.get("max_grad_norm", 1.0) > 0, **request,
-    )  # fmt: skip
-    watcher = watcher or Watcher()
-    watcher.ready(prepared)
-    job = prepared.job(Arguments(max_steps=steps, **given), output=output, overwrite=overwrite, resume=resume)
+) -> Record | None:
+    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``.
+    Of several ranks that a launcher started, each calls it, and rank 0 has the Record."""
+    watcher, output, given = watcher or Watcher(), Path(output), dict(arguments or {})
+    ranks = read_ranks()
+    if ranks is not None and is_restart(ranks, output):
+        overwrite, resume = False, True
+
+    def make_job(host: Host | None = None, processes: int | None = None) -> tuple[Job, Prepared]:
+        check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
+        prepared, steps = prepare_run(
+            model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=given.pop("max_steps", None),
+            resume_from=output if resume else None, watcher=watcher, clips_gradients=given.get("max_grad_norm", 1.0) > 0,
+            host=host, **(request if processes is None else _for_ranks(request, processes)),
+        )  # fmt: skip
+        watcher.ready(prepared)
+        return prepared.job(Arguments(max_steps=steps, **given), output=output, overwrite=overwrite, resume=resume), prepared
+
+    if ranks is not None:
+        return _train_launched(ranks, make_job, global_batch, watcher)
+    job, prepared = make_job()
     record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
     remember_run(record, prepared.planning)
     return record
 
 
+def _for_ranks(request: dict[str, Any], processes: int) -> dict[str, Any]:
+    """No trials: they would take the cores of ranks that wait."""
+    fixed = request.get("fixed", ())
+    if _processes_asked_for(fixed) not in (None, processes):
+        raise RequestError(f"the launcher's ranks make {processes} processes; leave num_processes (--nproc) to the launcher")
+    return request | {"fixed": (*fixed, f"num_processes={processes}"), "trial_seconds": 0.0}
+
+
+def _train_launched(
+    ranks: Ranks, make_job: Callable[[Host, int], tuple[Job, Prepared]], global_batch: int, watcher: Watcher
+) -> Record | None:
+    planned: list[Planning] = []
+
+    def make(host: Host, processes: int) -> tuple[Job, TrainingData]:
+        job, prepared = make_job(host, processes)
+        planned[:] = [prepared.planning]
+        return job, prepared.data
+
+    record = run_launched(ranks, make_job=make, global_batch=global_batch, on_event=watcher.event)
+    if record is not None:
+        remember_run(record, planned[0])
+    return record
+
+
 def _devices_asked_for(host: Host, fixed: tuple[str, ...]) -> Host:
     """As many of its GPUs as there are to be processes, where fewer are asked for than there are."""
-    asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
-    count = int(asked) if asked.isdecimal() else host.gpus_per_node
+    count = _processes_asked_for(fixed) or host.gpus_per_node
     if not 0 < count < host.gpus_per_node:
         return host
     return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
+
+
+def _processes_asked_for(fixed: tuple[str, ...]) -> int | None:
+    asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
+    return int(asked) if asked.isdecimal() else None
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
@@ -196,14 +235,14 @@ def _lengths(data: TrainingData) -> Any:
     return None if histogram.mean >= histogram.sequence_length else histogram
 
 
-def _given_plan(plan_file: Path | None, resume_from: Path | None, *, host: Any, source: ModelSource) -> Plan | None:
+def _given_plan(plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any) -> Plan | None:
     if plan_file is not None:
         return read_plan(plan_file, host=host, source=source)
     checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
     if checkpoint is None:
         return None
     plan = Plan.model_validate(SavedState.read(checkpoint).train.plan)
-    return plan if plan.host == host.fingerprint else None
+    return plan if plan.host == host.fingerprint and _processes_asked_for(fixed) in (None, plan.num_processes) else None
 
 
 def _check_given(plan: Plan, workload: Workload) -> None:

@@ -96,15 +96,10 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
     plan, device, waits = request.plan, request.plan.device, request.plan.layout.exchanges
     chosen = _spread(batch.micro_batches, with_stand_ins=waits)
 
-
     def accumulate(micro_batch: MicroBatch) -> float:
         if plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
             stepper.optimizer.zero_grad(set_to_none=True)
-        seconds = time_once(lambda: stepper.accumulate(micro_batch, batch.num_label_tokens, last=waits), device=device)
-        if not waits:
-            return seconds
-        stepper.agree()
-        return slowest(seconds, plan)  # so that all go on, or none
+        return _timed(stepper, micro_batch, batch.num_label_tokens)
 
     def update() -> float:
         return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
@@ -114,7 +109,8 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         compile_seconds, factor = 0.0, 1.0
         if plan.torch_compile != "off":
             factor, compile_seconds = _compile(stepper, chosen[0], batch.num_label_tokens)
-            compile_seconds += sum(accumulate(m) for m in {m.shape: m for m in chosen[1:]}.values())
+            others = chosen[1:] if waits else {m.shape: m for m in chosen[1:]}.values()
+            compile_seconds += sum(map(accumulate, others))
         # From the second micro-batch on the gradients exist: a plan that accumulates is not known by one.
         at_least = min(2, len(chosen), plan.gradient_accumulation_steps)
         micro, padded = _time_micro_batches(chosen, accumulate, at_least=at_least, seconds=request.seconds)
@@ -141,6 +137,17 @@ def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> Tri
         resident_bytes=resident,
         check_loss=factor,
     )
+
+
+def _timed(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> float:
+    """Seconds; of the slowest rank where they wait for each other, so that all go on or none."""
+    plan = stepper.plan
+    waits = plan.layout.exchanges
+    seconds = time_once(lambda: stepper.accumulate(micro_batch, num_label_tokens, last=waits), device=plan.device)
+    if not waits:
+        return seconds
+    stepper.agree()
+    return slowest(seconds, plan)
 
 
 def _measure_steps(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
@@ -184,7 +191,7 @@ def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -
     if waits:
         stepper.agree()
     stepper.optimizer.zero_grad(set_to_none=True)
-    ratio = share * num_label_tokens / micro_batch.num_label_tokens / eager
+    ratio = share * num_label_tokens / max(micro_batch.num_label_tokens, 1) / eager
     tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
     return (1.0 if abs(ratio - 1.0) < tolerance else ratio), time.perf_counter() - start
 

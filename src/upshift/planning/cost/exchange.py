@@ -131,15 +131,13 @@ class Exchange:
         gather_outside, reduce_outside = (
             self._seconds(moved, group) for moved in (volumes.gathered_outside(), volumes.reduced_outside())
         )
-        total = self._hides * self.computed.total
+        total = self._hides * self.computed.total * plan.gradient_accumulation_steps
         forward, backward = total * (1.0 - BACKWARD_SHARE), total * BACKWARD_SHARE
-        first = gather / max(volumes.layers, 1)  # nothing computes yet
-        count = plan.gradient_accumulation_steps
-        again = gather if plan.layout.fully_shard == "weights" else 0.0
-        in_backward = max(again + reduce - backward, 0.0)
-        in_forward = max(gather - first - forward, 0.0) + first
-        gathers = count if plan.layout.fully_shard == "weights" else 1
-        return gathers * (in_forward + gather_outside) + count * (in_backward + reduce_outside)
+        in_forward = min(plan.gradient_accumulation_steps, volumes.gathers)
+        first = in_forward * gather / max(volumes.layers, 1)  # nothing computes yet
+        waited = first + max(in_forward * gather - first - forward, 0.0)
+        waited += max((volumes.gathers - in_forward) * gather + volumes.reductions * reduce - backward, 0.0)
+        return waited + volumes.gathers_outside * gather_outside + volumes.reductions * reduce_outside
 
     def _gradients(self, groups: Groups) -> float:
         """Hidden by the last backward pass, but for the weights that ZeRO 1 sends back."""

@@ -104,7 +104,6 @@ def walk_stage(
     # Each stage makes what the first gap does but for the embedding: its input comes from another rank.
     beside = 0.0 if stage.has_embedding else max(trace.gaps[0].forward.left.at(batch, sequence) - hidden, 0.0)
     logits = _logits(profile, plan, batch * sequence)
-    kept = logits if piped and stage.has_head else 0.0  # the stage's output
     received = hidden if piped and not stage.has_head else 0.0  # the gradient of its output
 
     def peaks(*, accumulating: bool) -> Peaks:
@@ -112,14 +111,14 @@ def walk_stage(
         live = walk_forward(found, {}, placed, 0.0, plan, batch, sequence, beside=beside)
         born = 0.0 if accumulating else share_of(profile, plan, stage).gradients
         backward = _backward_of(profile, plan, batch, sequence, accumulating=accumulating)
-        walk_backward(found, {}, placed, live + kept, born, backward, received=received)
+        walk_backward(found, {}, placed, live, born, backward, received=received)
         return found
 
     loss = sum(item.segment.forward.left.at(batch, sequence) for item in placed if item.is_loss)
     return Walk(
         peaks(accumulating=False) if not gradients_exist(plan) else None, peaks(accumulating=True),
         beside + sum(item.count * item.segment.forward.left.at(batch, sequence) for item in placed if not item.is_loss),
-        loss + (logits if piped else 0.0), _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
+        loss, _recomputed(placed, batch, sequence), batch_bytes(profile, plan, batch, sequence),
         hidden, _outputs_of_weights(profile, plan, stage, batch * sequence), _half_logits(logits, plan, stage),
     )  # fmt: skip
 

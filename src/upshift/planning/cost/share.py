@@ -19,8 +19,8 @@ class Waiting(NamedTuple):
     """What a rank holds beside the micro-batch that it computes. Gradients exist in every backward pass of a step but the
     first, in which they are born; where they always exist there is no first one.
 
-    Of a pipeline as torch.distributed.pipelining runs it (torch 2.13), measured between gloo ranks (tests/cpu/test_layouts.py):
-    each stage has buffers to receive every micro-batch of a step in, and what was sent is held by the transfer.
+    Of a pipeline as upshift runs torch.distributed.pipelining (torch 2.13), measured between gloo ranks
+    (tests/cpu/test_layouts.py): what was sent is held by the transfer.
     """
 
     first: float = 0.0  # micro-batches whose activations are there in the step's first backward pass; 0: as in any other
@@ -113,18 +113,21 @@ def _waiting(plan: Plan, rank: int) -> Waiting:
     ran = micro_batches * each - round(most * each)  # backward passes, of chunks, before the last moment at which most wait
     first_chunk, last_chunk = (_of_chunk(ran, chunk, each, degree) for chunk in (0, each - 1))
     outputs, gradients = ran - last_chunk * is_last, ran - first_chunk * is_first
-    hidden = micro_batches * (2.0 * each - is_first - is_last)
-    if schedule in ("gpipe", "1f1b"):  # transfers that variables of its loop still name
-        hidden += schedule == "1f1b" and most > 1.0
-        outputs, gradients = int(schedule == "gpipe" and not is_last), int(not is_first)
+    # Room for the gradient of what the stage yields; what it received, for as long as its activations are there: in the last
+    # stage until the step ends, for losses keep it.
+    hidden = 1.0 - (is_last and each == 1) + (micro_batches if is_last else 0.0)
+    hidden += most if each > 1 or not (is_first or is_last) else 0.0
+    if schedule in ("gpipe", "1f1b"):  # transfers that variables of its loop still name; the other schedules keep all
+        outputs, gradients = int(not is_last and (schedule == "gpipe" or most < micro_batches)), int(not is_first)
+        gradients *= schedule == "1f1b"
     splits = schedule == "zero_bubble" and not is_first
-    if splits:  # gradients of all inputs stay, and their sum with those of the step before
-        hidden, gradients = hidden + 2.0 * micro_batches, 0
+    if splits:
+        hidden, gradients = hidden + 1.0, 0
     return Waiting(
         first=0.0 if gradients_exist(plan) or later == most else most,
         later=most if gradients_exist(plan) else later, hidden=hidden, sent=float(outputs + gradients),
         losses=schedule == "gpipe" and is_last, pending=min(rank, micro_batches - 1) * splits, splits=splits,
-        batches=micro_batches * (is_first + is_last) / 2.0,
+        batches=float(micro_batches),
     )  # fmt: skip
 
 
@@ -276,8 +279,10 @@ def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
         whole, few = outside + layers * layer, outside + min(layers, 2) * layer
         if plan.layout.fully_shard == "gradients":
             return Passing(whole, whole, whole, whole, whole, whole, whole, whole)
-        # The loss is outside the stage: nothing is gathered yet where its backward pass is highest.
-        return Passing(start=whole, forward=few, last_layer=few, layers=few, end=whole, outside=whole)
+        return Passing(
+            start=whole, forward=few, loss=outside + layer, head=outside + layer, last_layer=few, layers=few, end=whole,
+            outside=whole,
+        )  # fmt: skip
     if plan.layout.fully_shard == "gradients":  # the whole model's weights stay from forward to backward
         whole = outside + layers * layer
         between = whole - layer + reduced

@@ -57,12 +57,10 @@ class Volumes:
         for moved in (*self.tensor(), *self.context(), *self.experts(), *self.pipeline()):
             yield moved._replace(times=moved.times * count)
         if layout.gathers:
-            gathers = count if layout.fully_shard == "weights" else 1
-            again = gathers if layout.fully_shard == "weights" else 0
-            for moved in self.gathered():
-                yield moved._replace(times=moved.times * (gathers + again))
-            yield from (moved._replace(times=gathers) for moved in self.gathered_outside())
-            yield from (moved._replace(times=moved.times * count) for moved in (*self.reduced(), *self.reduced_outside()))
+            yield from (moved._replace(times=moved.times * self.gathers) for moved in self.gathered())
+            yield from (moved._replace(times=self.gathers_outside) for moved in self.gathered_outside())
+            reduced = (*self.reduced(), *self.reduced_outside())
+            yield from (moved._replace(times=moved.times * self.reductions) for moved in reduced)
         yield from self.gradients()
 
     @property
@@ -74,6 +72,27 @@ class Volumes:
         """The share of layers whose forward pass, with its exchanges, runs again in the backward pass."""
         recomputed = self.plan.activation_checkpointing / max(self.profile.num_layers, 1)
         return recomputed if self.plan.recompute_granularity == "full" else 0.0
+
+    @property
+    def gathers(self) -> int:
+        """How often a step gathers a layer's weights. In a pipeline they stay whole from a backward pass to the next forward
+        pass: whatever the order, one gather more than micro-batches."""
+        count, layout = self.plan.gradient_accumulation_steps, self.plan.layout
+        if layout.fully_shard != "weights":
+            return 1
+        return count + 1 if layout.pipeline_parallel > 1 else 2 * count
+
+    @property
+    def gathers_outside(self) -> int:
+        """Of what is outside the layers: it stays from forward to backward, in a pipeline to the end of the step."""
+        layout = self.plan.layout
+        each = layout.fully_shard == "weights" and layout.pipeline_parallel == 1
+        return self.plan.gradient_accumulation_steps if each else 1
+
+    @property
+    def reductions(self) -> int:
+        """A pipeline reduces gradients after its last micro-batch."""
+        return 1 if self.plan.layout.pipeline_parallel > 1 else self.plan.gradient_accumulation_steps
 
     @property
     def tokens(self) -> float:

@@ -52,7 +52,7 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
 
     Raises RequestError before anything is written, Interrupted after SIGINT or SIGTERM, JobFailed with what is safe.
     """
-    _check(job, data)
+    check_job(job, data)
     output = Path(job.output)
     check_output_directory(output, overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
     open_run(job, data.training)
@@ -69,7 +69,7 @@ def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest)
     return _record(job, data, train(job, data, on_event=on_event, stop=stop))
 
 
-def _check(job: Job, data: TrainingData) -> None:
+def check_job(job: Job, data: TrainingData) -> None:
     """All that can be known to be wrong before files are touched."""
     problem = cannot_run(job.plan)
     if problem is not None:

@@ -17,7 +17,8 @@ from upshift.training.job.request import Job
 from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
-OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME)
+SHARED_NAME = "upshift_shared"  # folder of what the ranks of a launcher read, until the run is finished
+OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME)
 CHANGEABLE = ("max_steps", "eval_steps", "save_steps")  # arguments that a resumed run may have anew
 
 

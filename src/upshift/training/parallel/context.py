@@ -17,13 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.masking_utils import (
-    ALL_MASK_ATTENTION_FUNCTIONS,
-    find_packed_sequence_indices,
-    packed_sequence_compatibility_function,
-)
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upshift.errors import JobFailed
@@ -145,7 +141,7 @@ class SharedContext:
         self._shifts = model.loss_function is ForCausalLMLoss
         self.whole: Whole
         self._labels: torch.Tensor | None = None
-        self._num_labels = 0
+        self._num_labels: torch.Tensor
 
     def before(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """Of whole sequences, this rank's tokens; a width that ranks cannot divide is padded on the right."""
@@ -160,12 +156,12 @@ class SharedContext:
         positions = tensors.get("position_ids")
         if positions is None:
             positions = torch.arange(width + missing, device=tensors["input_ids"].device).expand(rows, -1)
-        packed = find_packed_sequence_indices(positions) if mask is None else None
+        packed = masking_utils.find_packed_sequence_indices(positions) if mask is None else None
         self.whole = Whole(width + missing, None if mask is None else mask.bool(), positions, packed)
         labels = tensors.pop("labels", None)
         if labels is not None:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if self._shifts else labels
-            self._num_labels = max(int((labels != IGNORED).sum()), 1)
+            self._num_labels = (labels != IGNORED).sum().clamp(min=1)
         self._labels = None if labels is None else self._own(labels)
         own = {name: self._own(value) for name, value in (tensors | {"position_ids": positions}).items()}
         # transformers would find borders of packed sequences in a rank's own positions, unless there is a mask.

@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from upshift.errors import RequestError
 from upshift.training.parallel.exchanged import Exchanged, gathered, gathered_last, own_last, same, sum_shared, summed
 from upshift.training.parallel.partial import mark_partial
 
@@ -56,6 +57,8 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         with local_weights(module, without_bias=True):
             term = run(*args, **kwargs)
+        if sequence and term.ndim != 3:
+            raise RequestError("a layer of this model flattens its tokens before it ends; use sequence_parallel=False")
         out: torch.Tensor = Exchanged.apply(term, group, there, back)
         bias = module._parameters.get("bias")
         return out if bias is None else out + bias.to(out.dtype)
@@ -63,11 +66,17 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     return forward
 
 
-def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+def entered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    """In a part that is not entered as one (layer_parts.py)."""
     run, group = columns(module, mesh, sequence=sequence), mesh.get_group()
+    return lambda hidden: run(Exchanged.apply(hidden, group, same, summed))
+
+
+def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
+    run, group = entered_columns(module, mesh, sequence=sequence), mesh.get_group()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Exchanged.apply(run(Exchanged.apply(hidden, group, same, summed)), group, gathered_last, own_last)
+        out: torch.Tensor = Exchanged.apply(run(hidden), group, gathered_last, own_last)
         return out
 
     return forward
@@ -95,3 +104,4 @@ STYLES: dict[str, Callable[..., Forward]] = {
     "colwise": columns, "rowwise": rows,
     "colwise_gather_output": gathered_columns, "colwise_rep": gathered_columns, "embedding_rowwise": words,
 }  # fmt: skip
+ALONE = STYLES | {"colwise": entered_columns}

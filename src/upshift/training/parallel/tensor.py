@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, activations
 from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
 from upshift.models.adapter import base_of
@@ -21,7 +21,7 @@ from upshift.training.parallel.partial import mark_partial
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.sequence import reason_not_sequence, share_tokens
 from upshift.training.parallel.stage import Absent
-from upshift.training.parallel.styles import STYLES
+from upshift.training.parallel.styles import ALONE, STYLES
 
 INSTEAD = "use fully_shard=weights, which divides the weights of any model, or tensor_parallel=1"
 PARTIAL = "replicated_with_grad_allreduce"  # transformers sums what was accumulated, after every micro-batch
@@ -57,6 +57,10 @@ def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     if plan.layout.expert_parallel > 1:
         experts = tuple(f"{name}." for name in model._expand_parallel_plan(model.ep_plan))
         found = {name: style for name, style in found.items() if not f"{name}.".startswith(experts)}
+    inside = tuple(f"{part}." for part in find_parts(model, found))
+    for name, module in model.named_modules():  # an activation with weights sees this rank's features
+        if type(module).__module__ == activations.__name__ and name.startswith(inside) and any(True for _ in module.parameters()):
+            found[name] = PARTIAL
     owners: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
@@ -92,7 +96,7 @@ def divide_tensors(model: nn.Module, place: Place) -> None:
     base, mesh, sequence = base_of(model), place.mesh["tensor"], place.plan.layout.sequence_parallel
     styles = planned(base, place.plan)
     parts = find_parts(base, styles)
-    _divide_weights(base, styles, parts, mesh)
+    _divide_weights(base, styles, mesh)
     modules = dict(base.named_modules())
     for name, style in styles.items():
         if name in modules and not isinstance(modules[name], Absent):
@@ -106,12 +110,12 @@ def divide_tensors(model: nn.Module, place: Place) -> None:
         share_tokens(base, parts, mesh.get_group())
 
 
-def _divide_weights(model: PreTrainedModel, styles: dict[str, str], parts: dict[str, Part], mesh: DeviceMesh) -> None:
+def _divide_weights(model: PreTrainedModel, styles: dict[str, str], mesh: DeviceMesh) -> None:
     divided: dict[int, nn.Parameter] = {}
     for name, parameter in list(model.named_parameters(remove_duplicate=False)):
-        style, part = styles.get(name), part_of(name, parts)
+        style = styles.get(name)
         path, _, own = name.rpartition(".")
-        added_after_the_sum = style == "rowwise" and own == "bias" and part is not None and part.plain
+        added_after_the_sum = style == "rowwise" and own == "bias"
         if style is None or added_after_the_sum:
             continue
         module = model.get_submodule(path)
@@ -127,8 +131,10 @@ def _install(
     part = part_of(name, parts)
     if style == PARTIAL:
         mark_partial(module)
-    elif style in STYLES and (part is None or part.plain):
-        module.forward = STYLES[style](module, mesh, sequence=sequence)  # type: ignore[method-assign]
+    elif style in STYLES:
+        plain = part is None or part.plain
+        styles = STYLES if plain else ALONE
+        module.forward = styles[style](module, mesh, sequence=sequence and plain)  # type: ignore[method-assign]
     else:
         if style == "mla_kv_a_proj":
             module.config = model.config.get_text_config()  # type: ignore[assignment]

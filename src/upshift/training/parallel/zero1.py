@@ -10,11 +10,13 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import _functional_collectives as functional
 
 from upshift.training.parallel.experts import expert_modules
 from upshift.training.parallel.gradients import Spread, buckets, local, spread, sum_flat, sum_over
 from upshift.training.parallel.place import Place
+
+collectives = torch.ops._c10d_functional
+waited = collectives.wait_tensor
 
 
 class DividedUpdate:
@@ -23,7 +25,7 @@ class DividedUpdate:
 
     def __init__(self, model: nn.Module, place: Place) -> None:
         assert place.mesh is not None
-        self.place, self.group = place, place.mesh.get_group("shard")
+        self.place, self.group = place, place.mesh.get_group("shard").group_name
         self.ranks, self.rank = place.mesh["shard"].size(), place.mesh.get_local_rank("shard")
         self.masters = place.plan.layout.master_weights
         self.trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
@@ -93,7 +95,7 @@ class DividedUpdate:
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             torch._chunk_cat([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
-            received = functional.wait_tensor(functional.reduce_scatter_tensor(sent.view(-1), "sum", 0, self.group))
+            received = waited(collectives.reduce_scatter_tensor(sent.view(-1), "sum", self.ranks, self.group))
             sum_over(received, self.place, ("replicas",))
             for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):
                 part = self._parts[parameter]
@@ -117,7 +119,7 @@ class DividedUpdate:
             sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             for (parameter, _), piece in zip(bucket, sent.split(sizes), strict=True):
                 piece[: parts[parameter].numel()].copy_(parts[parameter].reshape(-1))
-            received = functional.wait_tensor(functional.all_gather_tensor(sent, 0, self.group))
+            received = waited(collectives.all_gather_into_tensor(sent, self.ranks, self.group))
             for (_, whole), pieces in zip(bucket, received.view(self.ranks, -1).split(sizes, dim=1), strict=True):
                 whole.copy_(pieces.reshape(-1)[: whole.numel()].view_as(whole))
 
