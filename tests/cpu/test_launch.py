@@ -108,7 +108,8 @@ def start_sshd(folder: Path) -> subprocess.Popen[bytes]:
         f"Port {port}\nListenAddress 127.0.0.1\nListenAddress 127.0.0.2\nListenAddress 127.0.0.3\nHostKey {folder}/host\n"
         f"AuthorizedKeysFile {folder}/user.pub\nStrictModes no\nUsePAM no\nPidFile none\nPermitRootLogin yes\n"
     )
-    Path("/run/sshd").mkdir(exist_ok=True) if os.geteuid() == 0 else None
+    if os.geteuid() == 0:
+        Path("/run/sshd").mkdir(exist_ok=True)  # the server, started by root, wants it
     server = subprocess.Popen([program, "-D", "-f", str(folder / "sshd_config")], stderr=subprocess.PIPE)
     for _ in range(100):
         if server.poll() is not None:

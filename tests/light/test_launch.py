@@ -50,7 +50,7 @@ def test_ranks_of_a_host_are_counted_there() -> None:
 
 
 def test_slurm_file() -> None:
-    text = written("--slurm", "--nodes", "2:4", "--nproc", "2", "--cpus", "32", "--memory", "64Gi", "--hours", "1.5", "--gpus", "2")
+    text = written("--slurm", "--nodes", "2:4", "--cpus", "32", "--memory", "64Gi", "--hours", "1.5", "--gpus", "2")
     check_shell(text)
     said = [line.split()[1] for line in text.splitlines() if line.startswith("#SBATCH")]
     assert {"--nodes=2-4", "--ntasks-per-node=1", "--cpus-per-task=32", "--mem=64G", "--time=01:30:00"} <= set(said)
@@ -149,6 +149,7 @@ def test_ranks_take_nodes_then_parts_of_them(tmp_path: Path) -> None:
 
 def test_kubernetes_requests_are_limits() -> None:
     text = written(*KUBERNETES, "--gpus", "4", "--env", 'WORD="two" words', "--node-selector", "pool=fast")
-    amounts = [json.loads(line.split(": ", 1)[1].split("  #")[0]) for line in text.splitlines() if "requests:" in line or "limits:" in line]
+    said = [line.split(": ", 1) for line in text.splitlines() if "requests:" in line or "limits:" in line]
+    amounts = [json.loads(value.split("  #")[0]) for _, value in said]
     assert amounts == [{"cpu": "16", "memory": "64Gi", "nvidia.com/gpu": "4"}] * 2
     assert 'OMP_NUM_THREADS", value: "4"' in text and '"WORD", value: "\\"two\\" words"' in text and '"pool": "fast"' in text

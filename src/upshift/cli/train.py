@@ -171,6 +171,8 @@ class RunDisplay:
                 f"{event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} before, and the same "
                 f"gradients; {event.autopsy}[/yellow]"
             )
+        elif kind == "Waited":
+            self._print(f"[yellow]step {event.step}: {event.words}[/yellow]")
         elif kind == "Evaluated":
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
         elif kind == "Saved":

@@ -1,4 +1,4 @@
-"""Stands in for `upshift train` under a launcher: joins a gloo group by the launcher's variables, adds up the ranks, says what it saw."""
+"""Stands in for `upshift train` under a launcher: joins a gloo group by its variables, adds up the ranks, says what it saw."""
 
 import json
 import os

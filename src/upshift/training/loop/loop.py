@@ -24,7 +24,7 @@ from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone
+from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone, Waited
 from upshift.training.loop.failures import out_of_memory_in_words
 from upshift.training.loop.meter import StepMeter
 from upshift.training.loop.run import RUN_NAME, Run
@@ -32,6 +32,7 @@ from upshift.training.loop.saves import Saves, load
 from upshift.training.loop.stop import StopRequest
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.ranks import highest, on_rank_0
+from upshift.training.parallel.watch import watching
 from upshift.training.prepare import load_or_build, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Shape, Stepper
@@ -110,7 +111,8 @@ class TrainingLoop:
         resumed = str(self.checkpoint) if self.checkpoint else None
         label, max_steps = self.plan.label(), self.arguments.max_steps
         self._tell(Started(self.step, max_steps, self.tokens[-1], self.num_parameters, label, resumed))
-        reason = self._steps()
+        with watching(self.plan, lambda step, words: self._on_event(Waited(step, words))) as self._watched:
+            reason = self._steps()
         if reason == "interrupted":
             self._interrupt()
         self.saves.finish()
@@ -148,7 +150,8 @@ class TrainingLoop:
         start = time.perf_counter()
         batch = next(batches)
         try:
-            outcome = self.meter.step(self.stepper, batch)
+            with self._watched(self.step + 1):
+                outcome = self.meter.step(self.stepper, batch)
         except JobFailed as error:
             raise JobFailed(f"step {self.step + 1}: {error}; {still_loadable(self.output)}") from None
         self.meter.add(outcome.num_tokens, time.perf_counter() - start)

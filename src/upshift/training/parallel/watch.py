@@ -1,0 +1,194 @@
+"""A thread of every rank that says in the job's store what the rank does, and one that reads it when nothing moves.
+
+While steps follow each other a rank says a line every few seconds, and nothing is looked up. A rank that has been in one step for
+longer than ``PATIENCE`` says which collective it waits in, by the record that torch keeps of the last ones (its flight recorder).
+Rank 0 reads what all say. Nobody says that rank 0 itself is stopped: the store is often in its process.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
+from datetime import timedelta
+from pathlib import Path
+
+import torch
+from torch._C._distributed_c10d import PrefixStore, Store
+from torch.distributed.distributed_c10d import _get_default_store
+
+from upshift.planning.plan import Plan
+from upshift.training.parallel.stall import Pulse, Waiting, stalled, straggler
+from upshift.training.processes import rank_environment
+
+PERIOD = 5.0  # seconds between two pulses
+PATIENCE = 60.0  # seconds in one step, and longer where steps take long
+STEPS_OF_PATIENCE = 10
+SILENCE = 6  # pulses that a rank may miss
+LAST_STEPS = 16  # of which medians are taken
+ENOUGH_STEPS = 8  # to say who is slow
+STRAGGLER_PERIODS = 12  # between two looks at who is slowest
+STORE_SECONDS = timedelta(seconds=20)
+SCHEDSTAT = Path("/proc/thread-self/schedstat")  # of Linux: nanoseconds on a core, and waiting for one
+PACKAGE = Path(__file__).parents[2]
+
+OnWords = Callable[[int, str], None]  # the step, and what is said of it
+
+
+class Watch:
+    """Of one rank among several. ``step()`` stands around each step."""
+
+    def __init__(self, plan: Plan, on_words: OnWords) -> None:
+        self.rank, self.size = rank_environment()
+        self.measures_own = plan.device == "cpu" and SCHEDSTAT.exists()
+        self._on_words = on_words
+        self._store = PrefixStore("watch", _own_connection())
+        self._main = threading.get_ident()
+        self._state = (0, False, time.monotonic())  # the step, whether inside of it, since when
+        self._times: deque[tuple[float, float]] = deque(maxlen=LAST_STEPS)  # whole, own
+        self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it came
+        self._beat = 0
+        self._said: set[str] = set()  # once for each step that stalls, and for each rank that lags
+        self._ends = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+
+    def __enter__(self) -> Watch:
+        self._thread.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._ends.set()
+        self._thread.join(2 * PERIOD)
+
+    @contextmanager
+    def step(self, number: int) -> Iterator[None]:
+        start, busy = time.monotonic(), self._busy()
+        self._state = (number, True, start)
+        yield
+        end = time.monotonic()
+        self._times.append((end - start, self._busy() - busy))
+        self._state = (number, False, end)
+
+    def _busy(self) -> float:
+        """Seconds that this thread, which computes and waits, had work: the time it slept is the others'."""
+        if not self.measures_own:
+            return 0.0
+        on_core, queued, _ = SCHEDSTAT.read_text(encoding="ascii").split()
+        return (int(on_core) + int(queued)) * 1e-9
+
+    @property
+    def patience(self) -> float:
+        steps = [whole for whole, _ in list(self._times)]
+        return max(PATIENCE, STEPS_OF_PATIENCE * statistics.median(steps)) if steps else PATIENCE
+
+    def _run(self) -> None:
+        with suppress(RuntimeError):  # the store ends with the job, or with rank 0, whose end the ranks themselves report
+            while not self._ends.wait(PERIOD):
+                pulse = self._pulse()
+                self._store.set(str(self.rank), pulse.to_json())
+                if self.rank == 0:
+                    self._read(pulse)
+
+    def _pulse(self) -> Pulse:
+        self._beat += 1
+        step, in_step, since = self._state
+        seconds = time.monotonic() - since
+        times = list(self._times)
+        looks = seconds > self.patience
+        return Pulse(
+            rank=self.rank, beat=self._beat, step=step, in_step=in_step, seconds=seconds,
+            own_seconds=statistics.median(own for _, own in times) if self.measures_own and len(times) >= ENOUGH_STEPS else None,
+            step_seconds=statistics.median(whole for whole, _ in times) if times else None,
+            waiting=active_collective() if looks else None, at=self._line() if looks else None,
+        )  # fmt: skip
+
+    def _read(self, mine: Pulse) -> None:
+        is_late = mine.seconds > self.patience + 2 * PERIOD  # by then all have said what they wait for
+        if not is_late and self._beat % STRAGGLER_PERIODS:
+            return
+        keys = [str(rank) for rank in range(self.size)]
+        if not self._store.check(keys):
+            return  # some have not begun
+        pulses = [Pulse.from_json(text) for text in self._store.multi_get(keys)]
+        now, silent = time.monotonic(), {}
+        for pulse in pulses:
+            beat, came = self._seen.get(pulse.rank, (None, now))
+            self._seen[pulse.rank] = (pulse.beat, came if beat == pulse.beat else now)
+            if beat == pulse.beat and now - came > SILENCE * PERIOD:
+                silent[pulse.rank] = now - came
+        if is_late:
+            self._say(mine.step, f"step {mine.step}", stalled(pulses, silent, patience=self.patience))
+        else:
+            found = straggler(pulses)
+            if found is not None:
+                self._say(mine.step, f"rank {found[0]}", found[1])
+
+    def _say(self, step: int, about: str, words: str | None) -> None:
+        if words is not None and about not in self._said:
+            self._said.add(about)
+            self._on_words(step, words)
+
+    def _line(self) -> str | None:
+        """Of this package, the innermost that the main thread is in."""
+        frame = sys._current_frames().get(self._main)
+        while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
+            frame = frame.f_back
+        if frame is None:
+            return None
+        return f"{Path(frame.f_code.co_filename).relative_to(PACKAGE)}:{frame.f_lineno} ({frame.f_code.co_name})"
+
+
+@contextmanager
+def watching(plan: Plan, on_words: OnWords) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+    """What stands around each step; with one process, nothing."""
+    if plan.num_processes == 1:
+        yield lambda step: nullcontext()
+        return
+    with Watch(plan, on_words) as watch:
+        yield watch.step
+
+
+def _own_connection() -> Store:
+    """To the job's store: on the first one the main thread may wait, and whoever else asks then waits with it."""
+    store = _get_default_store()
+    while isinstance(store, PrefixStore):
+        store = store.underlying_store
+    copy: Store = store.clone()  # type: ignore[attr-defined]  # not in its stub
+    copy.set_timeout(STORE_SECONDS)
+    return copy
+
+
+def active_collective() -> Waiting | None:
+    """The oldest of this process that has begun and not ended."""
+    library = torch._C._distributed_c10d
+    name = next((name for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(library, name)), None)
+    if name is None:
+        return None
+    entries = json.loads(getattr(library, name)(True, True)).get("entries", [])
+    active = [entry for entry in entries if not entry["retired"] and entry["state"] != "completed"]
+    if not active:
+        return None
+    oldest = min(active, key=lambda entry: entry["time_created_ns"])
+    number = oldest["p2p_seq_id"] if oldest["is_p2p"] else oldest["collective_seq_id"]
+    return Waiting(
+        name=oldest["profiling_name"].partition(":")[2] or oldest["profiling_name"], number=number,
+        group=" ".join(oldest["process_group"]), bytes=_bytes(oldest),
+        seconds=max(time.time() - oldest["time_created_ns"] * 1e-9, 0.0),
+    )  # fmt: skip
+
+
+def _bytes(entry: dict[str, object]) -> int:
+    sizes, dtypes = entry["input_sizes"], entry["input_dtypes"]
+    assert isinstance(sizes, list) and isinstance(dtypes, list)
+    return sum(math.prod(size) * _ITEM_BYTES.get(dtype, 0) for size, dtype in zip(sizes, dtypes, strict=False))
+
+
+_ITEM_BYTES = {  # by the names of torch's scalar types
+    "Float": 4, "BFloat16": 2, "Half": 2, "Double": 8, "Long": 8, "Int": 4, "Short": 2, "Byte": 1, "Char": 1, "Bool": 1,
+}  # fmt: skip

@@ -1,0 +1,78 @@
+"""A hang names itself: which rank waits in which collective, since when, and for whom; a straggler is named with its time."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from upshift.training.parallel.stall import Pulse, Waiting, stalled, straggler
+
+WORLD = Path(__file__).with_name("watched_ranks.py")
+
+
+def said_in(case: str, folder: Path, *, world: int = 2) -> list[tuple[int, int, str]]:
+    said = folder / "said"
+    command = [sys.executable, str(WORLD), case, str(world), str(said)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert ended.returncode == 0, ended.stderr
+    return [tuple(json.loads(line)) for line in said.read_text().splitlines()] if said.exists() else []
+
+
+def stalls_in(case: str, folder: Path, *, world: int = 2) -> list[tuple[int, int, str]]:
+    """A machine with other work makes stragglers too."""
+    return [one for one in said_in(case, folder, world=world) if "holds up" not in one[2]]
+
+
+def test_who_waits_and_who_does_not_come(tmp_path: Path) -> None:
+    (teller, step, words), *_ = stalls_in("stalled", tmp_path, world=3)
+    assert (teller, step) == (0, 5)
+    waits = r"ranks 0, 2 wait since [\d.]+ s in all_reduce \d+ of group 0 default_pg \(4\.00 KiB\), step 5; "
+    assert re.match(waits, words), words
+    assert re.search(r"rank 1 is in no collective: step 5 since [\d.]+ s", words), words
+
+
+def test_a_stopped_process_is_named(tmp_path: Path) -> None:
+    (teller, step, words), *_ = stalls_in("stopped", tmp_path)
+    assert (teller, step) == (0, 5) and "rank 0 waits" in words
+    assert re.search(r"rank 1 says nothing since [\d.]+ s: its process is stopped", words), words
+
+
+def test_a_straggler_is_named_with_its_time(tmp_path: Path) -> None:
+    words = "; ".join(words for _, _, words in said_in("slow", tmp_path))
+    holds_up = r"rank 1 holds up the others: its own work takes [\d.]+ m?s of a step of [\d.]+ m?s, theirs [\d.]+ m?s"
+    assert re.search(holds_up, words), words
+
+
+def pulse(rank: int, **fields: object) -> Pulse:
+    return Pulse.model_validate({"rank": rank, "beat": 1, "step": 7, "seconds": 100.0, "in_step": True, **fields})
+
+
+def waiting(name: str, number: int, seconds: float = 95.0) -> Waiting:
+    return Waiting(name=name, number=number, group="0 default_pg", bytes=4096, seconds=seconds)
+
+
+def test_words() -> None:
+    late = pulse(0, waiting=waiting("all_reduce", 40))
+    assert stalled([pulse(0, waiting=waiting("all_reduce", 40, 5.0)), pulse(1)], {}, patience=60) is None
+    words = stalled([late, pulse(1, at="training/batches/source.py:12 (read)")], {}, patience=60)
+    assert words == (
+        "rank 0 waits since 1 min 35 s in all_reduce 40 of group 0 default_pg (4.00 KiB), step 7; "
+        "rank 1 is in no collective: step 7 since 1 min 40 s, at training/batches/source.py:12 (read)"
+    )
+    words = stalled([late, pulse(1, waiting=waiting("all_gather", 39))], {}, patience=60)
+    assert words is not None and words.endswith("ranks in one group must begin the same ones in the same order")
+    words = stalled([late, pulse(1, waiting=waiting("all_reduce", 40))], {1: 80.0}, patience=60)
+    assert words is not None and "rank 1 says nothing since 1 min 20 s" in words and "ranks 0, 1 wait" not in words
+
+
+@pytest.mark.parametrize(
+    ("own", "named"), [((1.0, 1.0, 1.1), None), ((1.0, 1.5, 1.0), 1), ((0.1, 0.2, 0.1), None), ((1.0, None, None), None)]
+)
+def test_who_is_slower(own: tuple[float | None, ...], named: int | None) -> None:
+    found = straggler([pulse(rank, own_seconds=seconds, step_seconds=1.6) for rank, seconds in enumerate(own)])
+    assert (found and found[0]) == named

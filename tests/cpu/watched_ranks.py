@@ -1,0 +1,77 @@
+"""A world of ranks that is watched while one of them stalls, is stopped or is slow; writes what was said. Run as a program."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+PATIENCE, PERIOD = 1.0, 0.2
+STEPS = 20
+
+
+def work(given: dict[str, Any]) -> list[tuple[int, str]]:
+    import torch
+    import torch.distributed as dist
+
+    from upshift.training.parallel import watch
+    from upshift.training.processes import rank_environment
+
+    watch.PATIENCE, watch.PERIOD, watch.STRAGGLER_PERIODS, watch.STEPS_OF_PATIENCE = PATIENCE, PERIOD, 2, 0
+    torch.set_num_threads(1)
+    rank, said = rank_environment()[0], Path(given["said"])
+
+    def tell(step: int, words: str) -> None:
+        with said.open("a") as file:
+            file.write(json.dumps([rank, step, words]) + "\n")
+
+    with watch.watching(given["plan"], tell) as step:
+        for number in range(1, STEPS + 1):
+            with step(number):
+                one_step(given["case"], rank, number, said)
+                dist.all_reduce(torch.ones(1024))
+    return []
+
+
+def one_step(case: str, rank: int, number: int, said: Path) -> None:
+    if case == "slow" and rank == 1:
+        compute(0.15)
+    compute(0.02)
+    if number != 5 or rank != 1 or case == "slow":
+        return
+    if case == "stopped":
+        if os.fork() == 0:  # who lets it go on
+            wait_until_said(said)
+            os.kill(os.getppid(), signal.SIGCONT)
+            os._exit(0)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    else:
+        wait_until_said(said)
+
+
+def compute(seconds: float) -> None:
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
+def wait_until_said(said: Path) -> None:
+    until = time.monotonic() + 60
+    while "since" not in (said.read_text() if said.exists() else "") and time.monotonic() < until:
+        time.sleep(0.05)
+
+
+def main(case: str, world: int, said: str) -> None:
+    from upshift.training.processes import join_processes
+
+    plan: Any = SimpleNamespace(num_processes=world, device="cpu")
+    join_processes(plan, work, {"case": case, "plan": plan, "said": said})
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
