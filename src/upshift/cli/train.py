@@ -52,10 +52,8 @@ def command(
     """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
     from upshift.training.run import train
 
-    ranks = read_ranks()
-    first = ranks is None or ranks.rank == 0
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
-    with RunDisplay(quiet=as_json or not first, title=adapter) as display:
+    with RunDisplay(quiet=as_json or not _speaks(), title=adapter) as display:
         record = train(
             model, data, output=output, sequence_length=sequence_length, global_batch=global_batch,
             overwrite=overwrite, resume=resume, watcher=display.watcher,
@@ -69,6 +67,12 @@ def command(
         )  # fmt: skip
     if record is not None:
         _print(record, as_json=as_json)
+
+
+def _speaks() -> bool:
+    """Of the ranks that a launcher started, the first."""
+    ranks = read_ranks()
+    return ranks is None or ranks.rank == 0
 
 
 def _print(record: Record, *, as_json: bool) -> None:

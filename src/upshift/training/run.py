@@ -109,8 +109,7 @@ def prepare_run(
     """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan.
 
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
-    ``host``: several, that a launcher started ranks on; this one where not given.
-    """
+    ``host``: that of a launcher's ranks; this machine where not given."""
     watcher = watcher or Watcher()
     check_allow(allow)
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
@@ -119,7 +118,7 @@ def prepare_run(
     how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
     host = host or _devices_asked_for(find_host(None), fixed)
-    given = _given_plan(plan_file, resume_from, host=host, source=source, processes=_processes_asked_for(fixed))
+    given = _given_plan(plan_file, resume_from, fixed, host, source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
@@ -129,9 +128,8 @@ def prepare_run(
     watcher.planned(planning)
     if given is not None:
         _check_given(given, workload)
-    proof = None
-    if given is None and trial_seconds > 0:
-        proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher)
+    tries = given is None and trial_seconds > 0
+    proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher) if tries else None
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
     prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), of_model, data_path, text_column)
@@ -152,9 +150,7 @@ def train(
     **request: Any,
 ) -> Record | None:
     """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``.
-
-    Where a launcher started several ranks, each calls it; rank 0 has the Record, the others None.
-    """
+    Of several ranks that a launcher started, each calls it, and rank 0 has the Record."""
     watcher, output, given = watcher or Watcher(), Path(output), dict(arguments or {})
     ranks = read_ranks()
     if ranks is not None and is_restart(ranks, output):
@@ -180,7 +176,9 @@ def train(
 
 def _for_ranks(request: dict[str, Any], processes: int) -> dict[str, Any]:
     """No trials: they would take the cores of ranks that wait."""
-    fixed = tuple(text for text in request.get("fixed", ()) if not text.startswith("num_processes="))
+    fixed = request.get("fixed", ())
+    if _processes_asked_for(fixed) not in (None, processes):
+        raise RequestError(f"the launcher's ranks make {processes} processes; leave num_processes (--nproc) to the launcher")
     return request | {"fixed": (*fixed, f"num_processes={processes}"), "trial_seconds": 0.0}
 
 
@@ -191,7 +189,7 @@ def _train_launched(
 
     def make(host: Host, processes: int) -> tuple[Job, TrainingData]:
         job, prepared = make_job(host, processes)
-        planned.append(prepared.planning)
+        planned[:] = [prepared.planning]
         return job, prepared.data
 
     record = run_launched(ranks, make_job=make, global_batch=global_batch, on_event=watcher.event)
@@ -237,16 +235,14 @@ def _lengths(data: TrainingData) -> Any:
     return None if histogram.mean >= histogram.sequence_length else histogram
 
 
-def _given_plan(
-    plan_file: Path | None, resume_from: Path | None, *, host: Host, source: ModelSource, processes: int | None
-) -> Plan | None:
+def _given_plan(plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any) -> Plan | None:
     if plan_file is not None:
         return read_plan(plan_file, host=host, source=source)
     checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
     if checkpoint is None:
         return None
     plan = Plan.model_validate(SavedState.read(checkpoint).train.plan)
-    return plan if plan.host == host.fingerprint and processes in (None, plan.num_processes) else None
+    return plan if plan.host == host.fingerprint and _processes_asked_for(fixed) in (None, plan.num_processes) else None
 
 
 def _check_given(plan: Plan, workload: Workload) -> None:
