@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-
 import pytest
 
 from upshift.settings import RANK_NAMES, Ranks, read_ranks

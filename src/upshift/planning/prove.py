@@ -140,13 +140,14 @@ def prove(
     asked = [entry for entry in tried if obeys(entry.candidate.plan)]
     working = [entry for entry in asked if entry.ok and not (limit_bytes and (entry.best.resident_bytes or 0) > limit_bytes)]
     if not working:
-        raise JobFailed(f"no plan ran; {_why_not((asked or tried)[0], tried[0], limit_bytes)}")
+        raise _failed((asked or tried)[0], tried[0], limit_bytes)
     return Proof(default=tried[0], tried=tried, chosen=max(working, key=lambda t: t.whole_run_speed(workload)))
 
 
-def _why_not(entry: Tried, default: Tried, limit_bytes: float | None) -> str:
-    which = "the plain default" if entry is default else entry.candidate.plan.label()
-    return f"{which} failed: {entry.failure or f'it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed'}"
+def _failed(first: Tried, default: Tried, limit_bytes: float | None) -> JobFailed:
+    reason = first.failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
+    which = "the plain default" if first is default else first.candidate.plan.label()
+    return JobFailed(f"no plan ran; {which} failed: {reason}")
 
 
 def _rivals(tried: list[Tried], workload: Workload) -> list[Tried]:
