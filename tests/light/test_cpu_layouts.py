@@ -3,6 +3,8 @@ torch."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from made_profile import make_profile
 
@@ -14,10 +16,13 @@ from upshift.planning.cost.network import Group, collective_seconds, point_to_po
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import layouts
 from upshift.planning.plan import ALONE, Plan
+from upshift.planning.prove import Proof, prove
 from upshift.planning.rank import Candidate, Coster, Ranking
 from upshift.planning.search import search
 from upshift.planning.space import parse_fixed
+from upshift.planning.trial import TrialResult
 from upshift.planning.workload import Workload
+from upshift.record import Spread
 
 PROFILE = make_profile()
 WORKLOAD = Workload(sequence_length=4096, global_batch=8)
@@ -163,3 +168,19 @@ def test_memory_of_a_host_is_shared_by_its_processes() -> None:
 def test_flags_name_fields_of_a_plan() -> None:
     fields = {**Plan.model_fields, **Layout.model_fields}
     assert all(flag.field in fields for flag in FLAGS.values())
+
+
+def test_the_plain_default_is_not_chosen_against_what_was_asked_for() -> None:
+    """Though it was tried, and is faster."""
+    asked, default = (plan_on(ONE, ranks) for ranks in (2, 1))
+
+    def run(plan: Plan, limit_seconds: float) -> TrialResult:
+        speed = 100.0 / plan.num_processes
+        return TrialResult(tokens_per_second=speed, step_seconds=Spread(p20=1.0, p50=1.0, p80=1.0), wall_seconds=limit_seconds)
+
+    def proof(**more: Any) -> Proof:
+        return prove([asked], default, workload=WORKLOAD, run=run, budget_seconds=1e-3, **more)
+
+    assert proof().chosen.candidate is default
+    found = proof(obeys=lambda plan: plan.num_processes == 2)
+    assert found.chosen.candidate is asked and found.default.candidate is default
