@@ -17,18 +17,16 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from real_ranks import full_batch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._sharding_prop import ShardingPropagator
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
-from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
-from real_ranks import full_batch
 from upshift.models.measure import fake_masks
 from upshift.models.tracker import LiveTracker
 from upshift.planning.plan import Plan

@@ -61,6 +61,11 @@ CONFIGS: dict[str, tuple[str, dict[str, Any]]] = {
     "whole experts": (  # no plan of experts that are shared
         "GraniteMoeConfig", GLU | {"num_local_experts": 4, "num_experts_per_tok": 2},
     ),
+    "apertus": ("ApertusConfig", GLU),  # its activation has weights
+    "llama4": (  # its experts give tokens without their sequences
+        "Llama4TextConfig",
+        GLU | {"intermediate_size_mlp": 64, "head_dim": 8, "num_local_experts": 4, "attention_chunk_size": 16},
+    ),
     "phi3": ("Phi3Config", GLU | {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}),
 }  # fmt: skip
 

@@ -85,7 +85,8 @@ def test_every_layout_goes_on_from_every_other(
     assert max(differences) < (1e-5 if precision == "fp32" else 1e-3)
     one, other = (load_file(folder / "model.safetensors") for folder in (ours, theirs))
     assert one.keys() == other.keys()
-    assert all(torch.allclose(one[name], other[name], atol=1e-5 if precision == "fp32" else 2e-3) for name in other)
+    # AdamW moves a weight by the learning rate, 3e-3, whichever way its gradient points: in bf16 small ones differ in sign.
+    assert all(torch.allclose(one[name], other[name], atol=1e-5 if precision == "fp32" else 2e-2) for name in other)
     model, info = AutoModelForCausalLM.from_pretrained(ours, output_loading_info=True)
     assert not info["missing_keys"] and not info["unexpected_keys"] and model.config.tie_word_embeddings
 

@@ -1,11 +1,12 @@
-"""Predicted memory of ranks that share a job, against real gloo ranks of the same layout, and against one rank of a larger fake
-world (one_rank.py), which is held against the real ones first."""
+"""What ranks that share a job allocate and exchange, as predicted, against real gloo ranks that upshift trains in that layout
+(real_ranks.py), and against one rank of a larger fake world (one_rank.py), which is held against the real ones first."""
 
 from __future__ import annotations
 
 import json
 import subprocess
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,17 +16,21 @@ from typing import Any
 import pytest
 from transformers import LlamaConfig, PretrainedConfig, Qwen2Config, Qwen3MoeConfig
 
+from upshift.hardware import describe
 from upshift.models.profile import ModelProfile
 from upshift.models.source import find_model
 from upshift.models.store import Variant, profile_model
+from upshift.planning.cost.exchange import groups_of
+from upshift.planning.cost.known import Known
 from upshift.planning.cost.memory import add_share, walk_stage
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.share import share_of, stage_of
+from upshift.planning.cost.volumes import Moved, Volumes
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 
-SCRIPT = Path(__file__).with_name("one_rank.py")
+SCRIPTS = {way: Path(__file__).with_name(name) for way, name in (("real", "real_ranks.py"), ("fake", "one_rank.py"))}
 BATCH, SEQUENCE, LAYERS = 4, 128, 4
 SIZES: dict[str, Any] = {"hidden_size": 128, "num_hidden_layers": LAYERS, "num_attention_heads": 8, "use_cache": False}
 CONFIGS: dict[str, PretrainedConfig] = {
@@ -58,12 +63,16 @@ class Case:
     precision: str = "fp32"
     ranks: tuple[int, ...] = (0,)  # one of each pipeline stage
 
+    def plan(self, model: str) -> Plan:
+        return Plan(
+            device="cpu", host="", model=model, sequence_length=SEQUENCE, per_device_train_batch_size=BATCH,
+            gradient_accumulation_steps=self.micro_batches, num_processes=self.world, layout=self.layout,
+            activation_checkpointing=self.recomputed, precision=self.precision,
+        )  # fmt: skip
+
     def described(self, folder: Path) -> dict[str, Any]:
-        return {
-            "model": str(folder / self.model), "batch": BATCH, "sequence": SEQUENCE, "micro_batches": self.micro_batches,
-            "recomputed": self.recomputed, "precision": self.precision, "layout": self.layout.model_dump(),
-            "world": self.world, "ranks": self.ranks,
-        }  # fmt: skip
+        plan = self.plan(self.model).model_dump(mode="json")
+        return {"model": str(folder / self.model), "plan": plan, "ranks": self.ranks}
 
 
 def sharded(ranks: int, stage: str = "weights", **layout: Any) -> Layout:
@@ -74,44 +83,60 @@ def piped(ranks: int, schedule: str = "1f1b", **layout: Any) -> Layout:
     return Layout(pipeline_parallel=ranks, pipeline_schedule=schedule, **layout)
 
 
-ULYSSES = Layout(context_parallel=2, context_kind="ulysses")
+ULYSSES: dict[str, Any] = {"context_parallel": 2, "context_kind": "ulysses"}
+SEQUENCE_PARALLEL: dict[str, Any] = {"tensor_parallel": 2, "sequence_parallel": True}
 REAL = {
+    "data parallel": Case(2, Layout()),
+    "zero1": Case(2, sharded(2, "optimizer")),
     "zero3": Case(2, sharded(2)),
     "zero3, recomputed": Case(2, sharded(2), recomputed=LAYERS),
     "zero3, bf16": Case(2, sharded(2), precision="bf16"),
     "zero2, recomputed": Case(2, sharded(2, "gradients"), recomputed=LAYERS),
-    "tensor parallel": Case(2, Layout(tensor_parallel=2)),
-    "tensor parallel, recomputed": Case(2, Layout(tensor_parallel=2), recomputed=LAYERS),
-    "tensor parallel, tied": Case(2, Layout(tensor_parallel=2), "qwen2 tied"),
-    "tensor parallel, one micro-batch": Case(2, Layout(tensor_parallel=2), micro_batches=1),
+    "tensor": Case(2, Layout(tensor_parallel=2)),
+    "tensor, recomputed": Case(2, Layout(tensor_parallel=2), recomputed=LAYERS),
+    "tensor, tied": Case(2, Layout(tensor_parallel=2), "qwen2 tied"),
+    "tensor, one micro-batch": Case(2, Layout(tensor_parallel=2), micro_batches=1),
+    "sequence": Case(2, Layout(**SEQUENCE_PARALLEL)),
+    "sequence, recomputed": Case(2, Layout(**SEQUENCE_PARALLEL), recomputed=LAYERS),
     "gpipe": Case(2, piped(2, "gpipe"), micro_batches=4, ranks=(0, 1)),
     "1f1b": Case(2, piped(2), micro_batches=4, ranks=(0, 1)),
     "1f1b, recomputed": Case(2, piped(2), micro_batches=4, recomputed=LAYERS, ranks=(0, 1)),
     "interleaved": Case(2, piped(2, "interleaved_1f1b", virtual_stages=2), micro_batches=4, ranks=(0, 1)),
     "zero bubble": Case(2, piped(2, "zero_bubble"), micro_batches=4, ranks=(0, 1)),
-    "ulysses": Case(2, ULYSSES),
+    "ulysses": Case(2, Layout(**ULYSSES)),
+    "ulysses, recomputed": Case(2, Layout(**ULYSSES), recomputed=LAYERS),
+    "ulysses, few keys": Case(2, Layout(**ULYSSES), "qwen2 tied"),
     "experts": Case(2, Layout(expert_parallel=2), "mixture"),
+    "1f1b of 4": Case(4, piped(4), micro_batches=5, ranks=(0, 1, 3)),
     "hybrid zero3": Case(4, sharded(2)),
     "hybrid zero2, recomputed": Case(4, sharded(2, "gradients"), recomputed=LAYERS),
+    "zero1 x tensor": Case(4, sharded(2, "optimizer", tensor_parallel=2)),
     "zero3 x tensor": Case(4, sharded(2, tensor_parallel=2)),
     "zero2 x tensor, recomputed": Case(4, sharded(2, "gradients", tensor_parallel=2), recomputed=LAYERS),
     "zero2 x 1f1b": Case(4, sharded(2, "gradients", pipeline_parallel=2), micro_batches=4, ranks=(0, 2)),
     "zero3 x 1f1b": Case(4, sharded(2, pipeline_parallel=2), micro_batches=4, ranks=(0, 2)),
+    "zero3 x ulysses": Case(4, sharded(4, **ULYSSES)),
+    "tensor x ulysses": Case(4, Layout(tensor_parallel=2, **ULYSSES)),
+    "zero3 x experts": Case(4, sharded(4, expert_parallel=2), "mixture"),
+}
+EXCHANGED = {  # nobody traced these precisions
+    "tensor, bf16": Case(2, Layout(tensor_parallel=2), precision="bf16"),
+    "sequence, bf16": Case(2, Layout(**SEQUENCE_PARALLEL), precision="bf16"),
+    "ulysses, bf16": Case(2, Layout(**ULYSSES), precision="bf16"),
+    "zero1 with master weights": Case(2, sharded(2, "optimizer", master_weights=True), precision="bf16"),
 }
 FAKE = {
     "zero3 of 8": Case(8, sharded(8)),
     "zero2 of 8, recomputed": Case(8, sharded(8, "gradients"), recomputed=LAYERS),
     "tensor of 8": Case(8, Layout(tensor_parallel=8)),
+    "ulysses of 8": Case(8, Layout(context_parallel=8, context_kind="ulysses")),
     "zero3 4 x tensor 2": Case(8, sharded(4, tensor_parallel=2)),
-    "1f1b of 4": Case(4, piped(4), micro_batches=5, ranks=(0, 1, 3)),
     "zero3 of 64, bf16, recomputed": Case(64, sharded(64), precision="bf16", recomputed=LAYERS),
     "hybrid 8 x 8": Case(64, sharded(8)),
     "zero3 8 x tensor 8": Case(64, sharded(8, tensor_parallel=8)),
 }
-ALSO_FAKED = (
-    "zero3", "tensor parallel", "1f1b", "interleaved", "hybrid zero3", "zero3 x tensor", "zero3 x 1f1b",
-)  # fmt: skip
-Measured = dict[str, dict[str, int]]
+ALSO_FAKED = ("zero3", "tensor", "sequence", "ulysses", "hybrid zero3", "zero3 x tensor")
+Measured = dict[str, dict[str, Any]]
 
 
 def rows(cases: dict[str, Case]) -> list[tuple[str, int]]:
@@ -130,14 +155,14 @@ def start(folder: Path, way: str, cases: dict[str, Case]) -> subprocess.Popen[st
     """``real`` ranks, or ``fake`` ones."""
     given = folder / f"{way}.json"
     given.write_text(json.dumps({name: case.described(folder) for name, case in cases.items()}))
-    command = [sys.executable, str(SCRIPT), way, str(given), str(folder / way)]
+    command = [sys.executable, str(SCRIPTS[way]), str(given), str(folder / way)]
     return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
 
 
 def collect(process: subprocess.Popen[str], folder: Path, way: str) -> Measured:
     _, errors = process.communicate(timeout=400)
     assert process.returncode == 0, errors[-3000:]
-    files = folder.glob(f"{way}.[0-9]*")
+    files = [folder / "fake"] if way == "fake" else list(folder.glob("real.[0-9]*-[0-9]*"))
     return {key: result for file in files for key, result in json.loads(file.read_text()).items()}
 
 
@@ -160,18 +185,14 @@ def fake(traced: tuple[dict[str, ModelProfile], Measured]) -> Measured:
 @pytest.fixture(scope="module")
 def real(folder: Path, traced: tuple[dict[str, ModelProfile], Measured]) -> Measured:
     """After ``traced``: gloo's threads need the cores for themselves."""
-    return collect(start(folder, "real", REAL), folder, "real")
+    return collect(start(folder, "real", {**REAL, **EXCHANGED}), folder, "real")
 
 
 @pytest.fixture(scope="module")
 def predicted(traced: tuple[dict[str, ModelProfile], Measured]) -> Callable[[Case, int], float]:
     def predict(case: Case, rank: int) -> float:
         model = traced[0][case.model]
-        plan = Plan(
-            device="cpu", host="", model=model.model_hash, sequence_length=SEQUENCE, per_device_train_batch_size=BATCH,
-            gradient_accumulation_steps=case.micro_batches, num_processes=case.world, layout=case.layout,
-            activation_checkpointing=case.recomputed, precision=case.precision,
-        )  # fmt: skip
+        plan = case.plan(model.model_hash)
         trace = trace_for(model, plan, Workload(sequence_length=SEQUENCE, global_batch=plan.global_batch))
         assert trace is not None
         stage = stage_of(model, plan, rank * case.layout.pipeline_parallel // case.world)
@@ -198,8 +219,7 @@ def test_a_fake_rank_allocates_what_a_real_one_does(name: str, rank: int, real: 
 def test_memory_of_a_real_rank(name: str, rank: int, real: Measured, predicted: Callable[[Case, int], float]) -> None:
     measured, expected = real[f"{name} rank {rank}"], predicted(REAL[name], rank)
     show(name, rank, expected, measured["peak"])
-    if REAL[name].layout.pipeline_schedule != "zero_bubble":  # there torch keeps gradients of inputs between steps
-        assert measured["left"] == 0
+    assert measured["left"] < 4096
     assert expected == pytest.approx(measured["peak"], rel=0.02)
 
 
@@ -207,7 +227,7 @@ def test_memory_of_a_real_rank(name: str, rank: int, real: Measured, predicted: 
 def test_memory_of_a_rank_of_many(name: str, rank: int, fake: Measured, predicted: Callable[[Case, int], float]) -> None:
     measured, expected = fake[f"{name} rank {rank}"], predicted(FAKE[name], rank)
     show(name, rank, expected, measured["peak"])
-    assert measured["left"] == 0
+    assert measured["left"] < 4096
     assert expected == pytest.approx(measured["peak"], rel=0.02)
 
 
@@ -215,3 +235,28 @@ def test_mean_error(real: Measured, predicted: Callable[[Case, int], float]) -> 
     errors = [abs(predicted(REAL[name], rank) / real[f"{name} rank {rank}"]["peak"] - 1.0) for name, rank in rows(REAL)]
     print(f"mean {100 * mean(errors):.2f} %, worst {100 * max(errors):.2f} %")
     assert mean(errors) < 0.01
+
+
+@pytest.mark.parametrize("name", {**REAL, **EXCHANGED})
+def test_what_ranks_exchange(name: str, real: Measured, traced: tuple[dict[str, ModelProfile], Measured]) -> None:
+    """By operation and ranks, to one percent; but for losses and flags, of a few bytes, and how many tokens go where."""
+    case = {**REAL, **EXCHANGED}[name]
+    model, plan = traced[0][case.model], case.plan("")
+    expected: Counter[tuple[str, tuple[int, ...]]] = Counter()
+    for moved in Volumes(model, plan, stage_of(model, plan, 0), Known()).of_a_step():
+        expected[moved.operation, ranks_of(moved, plan)] += moved.num_bytes * moved.times
+    found = {(operation, tuple(ranks)): size for operation, ranks, size, _ in real[f"{name} rank 0"]["moved"] if len(ranks) > 1}
+    for key in sorted(expected.keys() | found.keys()):
+        if len(key[1]) > 1:
+            print(f"{name}, {key}: {expected[key]:.0f}, {found.get(key, 0)} bytes")
+            assert expected[key] == pytest.approx(found.get(key, 0), rel=0.01, abs=64)
+
+
+def ranks_of(moved: Moved, plan: Plan) -> tuple[int, ...]:
+    """With whom rank 0 exchanges."""
+    groups = groups_of(describe("8xh100"), plan)
+    if moved.among == "pipeline":
+        return (0, groups.pipeline_stride) if plan.layout.pipeline_parallel == 2 else tuple(range(plan.num_processes))
+    group = getattr(groups, moved.among)
+    shared = plan.layout.expert_parallel if moved.same_experts else 1
+    return tuple(range(0, group.stride * group.size, group.stride * shared))

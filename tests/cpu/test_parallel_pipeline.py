@@ -2,8 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+from typing import Any
+
 import pytest
-from parallel_runs import Case, Result, reference_name, run, with_references
+import torch
+from parallel_runs import Case, Result, a_config, reference_name, run, with_references
+from transformers import (
+    ElectraConfig,
+    Gemma3TextConfig,
+    GraniteConfig,
+    MambaConfig,
+    MPNetConfig,
+    OPTConfig,
+    PretrainedConfig,
+    PreTrainedModel,
+    T5Config,
+)
+
+from upshift.errors import RequestError
+from upshift.models.build import build_model, choose_class
+from upshift.planning.layout import Layout
+from upshift.planning.legal import conflict
+from upshift.planning.plan import Plan
+from upshift.training.parallel.refusals import cannot_run
+from upshift.training.parallel.separable import find_parts
+from upshift.training.parallel.stage import Stage, as_stage
+from upshift.training.prepare import extra_inputs
 
 TWO = {"pipeline_parallel": 2}
 SEQUENCE = {"tensor_parallel": 2, "sequence_parallel": True}
@@ -26,6 +51,7 @@ CASES = {
     "recomputed interleaved": Case(world=2, layout=TWO | SCHEDULES["interleaved"], plan={"activation_checkpointing": 3}),
     "recomputed zero bubble": Case(world=2, layout=TWO | SCHEDULES["zero bubble"], plan={"activation_checkpointing": 4}),
     "chunked loss": Case("qwen2 tied", 2, TWO, {"loss_chunk_tokens": 16}),
+    "bf16 weights, tied": Case("qwen2 tied", 2, TWO, {"precision": "bf16-weights"}),
     "one micro-batch": Case(world=2, layout=TWO, micro_batch=8),
     "four stages": Case("qwen2 tied", 4, {"pipeline_parallel": 4}),
     **{
@@ -64,3 +90,85 @@ def test_stages_train_as_one_process(name: str, results: dict[str, Result]) -> N
     fp32 = case.plan.get("precision", "fp32") == "fp32"
     assert ours.difference(theirs) < (1e-5 if fp32 else 1e-3)
     assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
+
+
+SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97, "intermediate_size": 64}
+DRY = dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+APART: dict[str, PretrainedConfig] = {
+    "scaled embeddings": GraniteConfig(**SIZES, num_key_value_heads=2, embedding_multiplier=3.0, logits_scaling=2.0),
+    "projected embeddings": OPTConfig(
+        hidden_size=32, num_hidden_layers=4, num_attention_heads=4, vocab_size=97, ffn_dim=64, word_embed_proj_dim=16,
+        max_position_embeddings=64, dropout=0.0,
+    ),
+    "layers of two kinds": Gemma3TextConfig(
+        **SIZES, num_key_value_heads=2, head_dim=8, sliding_window=8,
+        layer_types=["sliding_attention", "full_attention", "sliding_attention", "sliding_attention"],
+    ),
+    "masked": ElectraConfig(**SIZES, **DRY, embedding_size=16, max_position_embeddings=64, architectures=["ElectraForMaskedLM"]),
+    "no attention": MambaConfig(hidden_size=32, num_hidden_layers=4, vocab_size=97, state_size=4),
+}  # fmt: skip
+
+
+def a_model(config: PretrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    return build_model(config, choose_class(config, "test")[0], dtype=torch.float32)
+
+
+@pytest.mark.parametrize("name", APART)
+def test_stages_are_the_model(name: str) -> None:
+    """One after the other, in one process: the same loss, gradients and names of weights."""
+    model = a_model(APART[name])
+    ids = torch.randint(3, 97, (2, 16), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    mask[1, 10:] = 0
+    given = {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100), **extra_inputs(model)}
+    whole = copy.deepcopy(model)
+    loss = whole(**given).loss
+    loss.backward()
+    parts = find_parts(model)
+    first, last = (as_stage(one, Stage(one, parts, number, 2, None)) for number, one in enumerate((model, copy.deepcopy(model))))
+    sent = first(**given)
+    received = sent.detach().requires_grad_()
+    last.pipeline_stage.received = received
+    ours = last(**given).loss
+    ours.backward()
+    sent.backward(received.grad)
+    assert float(ours) == pytest.approx(float(loss), abs=1e-6)
+    found = [(name, weight) for stage in (first, last) for name, weight in stage.named_parameters()]
+    tied = set(last.pipeline_stage.shared)
+    for name, weight in whole.named_parameters():
+        gradients = [one.grad for other, one in found if other == name or (name in first.pipeline_stage.shared and other in tied)]
+        assert torch.allclose(sum(gradients), weight.grad, atol=1e-6), name
+
+
+def a_pipeline(ranks: int = 2, **choices: Any) -> Plan:
+    plain = {"device": "cpu", "host": "test", "model": "test", "sequence_length": 32, "per_device_train_batch_size": 1}
+    layout = {"pipeline_parallel": ranks} | {name: choices.pop(name) for name in list(choices) if name in Layout.model_fields}
+    return Plan(**plain, gradient_accumulation_steps=4, num_processes=ranks, layout=Layout(**layout), **choices)
+
+
+def test_what_does_not_come_apart_is_told_before_launch() -> None:
+    t5 = T5Config(d_model=32, d_ff=64, d_kv=8, num_layers=2, num_heads=4, vocab_size=97, decoder_start_token_id=0)
+    llama, mixture = (a_model(a_config(name)) for name in ("llama", "mixture"))
+    assert cannot_run(a_pipeline(), llama) is None
+    assert "2 (encoder.block, decoder.block); use fully_shard=weights" in str(cannot_run(a_pipeline(), a_model(t5)))
+    assert "does not divide 4 layers; stages times ranks can be 2, 4" in str(cannot_run(a_pipeline(3), llama))
+    mixture.config.output_router_logits = True
+    assert "output_router_logits" in str(cannot_run(a_pipeline(), mixture))
+    assert "use torch_compile=layer" in str(cannot_run(a_pipeline(torch_compile="model"), llama))
+    relative = a_model(MPNetConfig(**SIZES, **DRY, max_position_embeddings=64, architectures=["MPNetForMaskedLM"]))
+    with pytest.raises(RequestError, match=r"mpnet.encoder.layer take more .* than hidden states.*use fully_shard=weights"):
+        find_parts(relative)
+
+
+@pytest.mark.parametrize(
+    "choices",
+    [{"fully_shard": "weights"}, {"fully_shard": "optimizer", "master_weights": True, "precision": "bf16"},
+     {"loss_chunk_tokens": 8}, {"torch_compile": "layer"}],
+    ids=str,
+)  # fmt: skip
+def test_what_zero_bubble_cannot_split(choices: dict[str, Any]) -> None:
+    plan = a_pipeline(**choices, pipeline_schedule="zero_bubble")
+    assert "use pipeline_schedule=1f1b" in str(conflict(plan, clips_gradients=True))
+    plain = plan.changed(layout=plan.layout.model_copy(update={"pipeline_schedule": "1f1b"}))
+    assert conflict(plain, clips_gradients=True) is None

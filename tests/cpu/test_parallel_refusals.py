@@ -43,9 +43,6 @@ WRONG: dict[str, tuple[Case, tuple[str, ...]]] = {
     "quantized state": (
         Case(world=2, layout=SHARED, plan={"optim": "adamw_torch_8bit"}), ("adamw_torch_8bit", "cannot be saved"),
     ),
-    "experts and optimizer": (
-        Case("mixture", 2, EXPERTS | {"fully_shard": "optimizer", "shard_size": 2}), ("gradients or weights",),
-    ),
 }  # fmt: skip
 
 

@@ -14,7 +14,16 @@ SAVING = {"activation_checkpointing": 2, "recompute_granularity": "selective", "
 BF16 = {"precision": "bf16"}
 EAGER = {"attention": "eager"}
 ZERO1 = {"fully_shard": "optimizer", "shard_size": 2}
-DECLARING = {"llama": {}, "qwen2 tied": {}, "gpt neox": {}, "gemma2": EAGER, "phi3": {}, "mixture": {}}
+DECLARING = {
+    "llama": {},
+    "qwen2 tied": {},
+    "gpt neox": {},
+    "gemma2": EAGER,
+    "phi3": {},
+    "mixture": {},
+    "apertus": {},
+    "llama4": {},
+}
 CASES = {
     **{f"tensor {model}": Case(model, 2, TENSOR) for model in ("llama", "qwen2 tied", "mixture")},
     **{f"sequence {model}": Case(model, 2, SEQUENCE, plan) for model, plan in DECLARING.items()},

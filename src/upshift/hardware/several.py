@@ -42,8 +42,8 @@ def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
 
 
 def measure_link(group: Any = None) -> Link | None:
-    """Between the first ranks of all machines, of whose ``group`` (None: all ranks) this process is one. Each of them calls it, and
-    all get the same; None with one rank."""
+    """Between the first ranks of all machines, of whose ``group`` (None: all ranks) this process is one. Each of them calls it,
+    and all get the same; None with one rank."""
     import torch
     import torch.distributed as dist
 

@@ -45,6 +45,11 @@ class Layout(Value):
         return self.fully_shard in ("gradients", "weights")
 
     @property
+    def splits_backward(self) -> bool:
+        """Whether a layer's backward pass runs for its input, and later for its weights."""
+        return self.pipeline_parallel > 1 and self.pipeline_schedule == "zero_bubble"
+
+    @property
     def exchanges(self) -> bool:
         """Whether ranks wait for each other within a micro-batch, so that all must run it."""
         return self.gathers or self.ranks_per_replica > 1 or self.expert_parallel > 1
@@ -76,8 +81,8 @@ def divisors(number: int) -> list[int]:
 
 
 def reason_not_split(layout: Layout) -> str | None:
-    """Why zero_bubble, which runs a layer's backward pass for its input, and later for its weights, cannot; None where it can."""
-    if layout.pipeline_parallel == 1 or layout.pipeline_schedule != "zero_bubble":
+    """Why zero_bubble cannot; None where it can."""
+    if not layout.splits_backward:
         return None
     asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"
     if layout.fully_shard == "weights":

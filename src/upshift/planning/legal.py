@@ -28,7 +28,7 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
             f"interleaved_1f1b takes micro-batches in groups of pipeline_parallel={layout.pipeline_parallel}, and "
             f"{plan.gradient_accumulation_steps} are not a multiple of it; use another pipeline_schedule or micro-batch"
         )
-    if layout.pipeline_parallel > 1 and layout.pipeline_schedule == "zero_bubble":
+    if layout.splits_backward:
         problem = _with_zero_bubble(plan)
         if problem is not None:
             return problem

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -127,8 +128,9 @@ def prove(
         expected = 0.5 * tried[0].best.wall_seconds if len(tried) == 1 else tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * budget_seconds) if len(tried) > 2 else 0.0
         left = deadline - time.monotonic() - reserve
-        due = left > 0.5 * expected or not any(obeys(entry.candidate.plan) for entry in tried)
-        best_left = _next(candidates, tried, seconds=left) if due else None
+        if not any(obeys(entry.candidate.plan) for entry in tried):
+            left = math.inf  # one that may be chosen is tried, however late it is
+        best_left = _next(candidates, tried, seconds=left) if left > 0.5 * expected else None
         if best_left is None:
             break
         look(best_left)
@@ -138,11 +140,14 @@ def prove(
     asked = [entry for entry in tried if obeys(entry.candidate.plan)]
     working = [entry for entry in asked if entry.ok and not (limit_bytes and (entry.best.resident_bytes or 0) > limit_bytes)]
     if not working:
-        first = (asked or tried)[0]
-        reason = first.failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
-        which = "the plain default" if first is tried[0] else first.candidate.plan.label()
-        raise JobFailed(f"no plan ran; {which} failed: {reason}")
+        raise _failed((asked or tried)[0], tried[0], limit_bytes)
     return Proof(default=tried[0], tried=tried, chosen=max(working, key=lambda t: t.whole_run_speed(workload)))
+
+
+def _failed(first: Tried, default: Tried, limit_bytes: float | None) -> JobFailed:
+    reason = first.failure or f"it held more than the {format_bytes(limit_bytes or 0.0)} that are allowed"
+    which = "the plain default" if first is default else first.candidate.plan.label()
+    return JobFailed(f"no plan ran; {which} failed: {reason}")
 
 
 def _rivals(tried: list[Tried], workload: Workload) -> list[Tried]:

@@ -22,6 +22,7 @@ from upshift.planning.rank import Coster, Ranking, rank_plans
 from upshift.planning.space import choices
 from upshift.planning.workload import Workload
 
+Chains = list[list[dict[str, Any]]]
 KEPT_LAYOUTS = 24  # the fastest of the first round, around which every other choice is searched
 SEARCHED_TOGETHER = (
     "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing", "recompute_granularity",
@@ -89,22 +90,27 @@ def _distinct(ranking: Ranking) -> list[Plan]:
 def _search_layouts(plans: Plans, coster: Coster, ranking: Ranking) -> None:
     """Memory grows with the micro-batch, and with every layer that is not recomputed: behind a plan that is far too big there
     are only larger ones, which are counted and not looked at. Raises RequestError where no plan is legal."""
-    chains = None
+    known: dict[bool, Chains] = {}
     for sharing in plans.sharings:
         each = plans.workload.global_batch // sharing.data
         sizes = [size for size in plans.micro_batches(sharing) if divides_evenly(sharing.layout, each // size)]
         for number, size in enumerate(sizes):
-            chains = _chains(plans, sharing, size) if chains is None else chains
+            if sharing.layout.splits_backward not in known:
+                known[sharing.layout.splits_backward] = _chains(plans, sharing, size)
+            chains = known[sharing.layout.splits_backward]
+            if not chains:
+                break
             if not _add_leanest_first(plans.start(sharing, size), chains, coster, ranking):
                 ranking.unseen += sum(map(len, chains)) * (len(sizes) - number - 1)
                 break
-    if not chains:
+    if not any(known.values()):
         next(plans.all(), None)  # says why none is legal
 
 
-def _chains(plans: Plans, sharing: Sharing, size: int) -> list[list[dict[str, Any]]]:
-    """The other choices, of which none decides with another layout or micro-batch what is legal: in each chain the number of
-    recomputed layers falls. Of those that differ only in what is compiled, the last: it holds least."""
+def _chains(plans: Plans, sharing: Sharing, size: int) -> Chains:
+    """The other choices, of which none decides with another micro-batch what is legal, nor with another layout, but whether that
+    splits backward passes: in each chain the number of recomputed layers falls. Of those that differ only in what is compiled,
+    the last: it holds least."""
     legal = [plan for plan in plans.of(sharing, size) if isinstance(plan, Plan)]
     distinct = {(_kind(plan), -plan.activation_checkpointing): plan for plan in legal}
     ordered = [distinct[key] for key in sorted(distinct)]
@@ -112,7 +118,7 @@ def _chains(plans: Plans, sharing: Sharing, size: int) -> list[list[dict[str, An
     return [[{name: getattr(plan, name) for name in names} for plan in same] for _, same in groupby(ordered, key=_kind)]
 
 
-def _add_leanest_first(start: Plan, chains: list[list[dict[str, Any]]], coster: Coster, ranking: Ranking) -> bool:
+def _add_leanest_first(start: Plan, chains: Chains, coster: Coster, ranking: Ranking) -> bool:
     """Of one layout and micro-batch; whether any plan is not far too big."""
     any_near = False
     for chain in chains:

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from upshift.errors import JobFailed, RequestError
+from upshift.planning.cost.optimizer import rounds_stochastically
 from upshift.planning.legal import conflict
 from upshift.training.arguments import Arguments
 from upshift.training.autopsy import Scene, read_scene
@@ -26,6 +27,7 @@ from upshift.training.parallel.overlap import Overlap, overlaps
 from upshift.training.parallel.pipeline import Pipeline
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
+from upshift.training.parallel.tied import agree_on_tied
 from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
 from upshift.training.prepare import computing, extra_inputs, loss_of
 
@@ -165,6 +167,8 @@ class Stepper:
         loss = float(total)
         check_finite(loss)
         self.scaler.step(self.optimizer)
+        if rounds_stochastically(self.plan):
+            agree_on_tied(self.model)
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()

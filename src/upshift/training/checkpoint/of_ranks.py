@@ -81,15 +81,7 @@ def save_parts(
     final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
     own = own_parts(model, optimizer, place.plan, place.rank)
     saved_optimizer = _merged(gather(describe(optimizer, updated_names(model, optimizer)), place.plan))
-    need = sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer)
-    with on_rank_0(place.plan), writing(directory, name=final.name, temporary=temporary):
-        if place.rank == 0:
-            directory.mkdir(parents=True, exist_ok=True)
-            remove_leftovers(directory)
-            check_room(directory, name=final.name, need=need)
-            temporary.mkdir()
-    with together(place.plan):
-        check_shared(temporary)
+    _make(temporary, sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
     behind = all(gather(has_room(own.num_bytes), place.plan))
     kept = own.copied() if behind else own
 
@@ -116,6 +108,19 @@ def save_parts(
             write_latest(directory, final.name)
 
     return final, seal
+
+
+def _make(temporary: Path, need: int, name: str, place: Place) -> None:
+    """The directory that all ranks write to, by rank 0."""
+    directory = temporary.parent
+    with on_rank_0(place.plan), writing(directory, name=name, temporary=temporary):
+        if place.rank == 0:
+            directory.mkdir(parents=True, exist_ok=True)
+            remove_leftovers(directory)
+            check_room(directory, name=name, need=need)
+            temporary.mkdir()
+    with together(place.plan):
+        _check_shared(temporary)
 
 
 def load_shared(
@@ -163,7 +168,7 @@ def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton
                 check_room(directory, name="the final model", need=3 * size + extra_bytes(tokenizer))
                 parts.mkdir()
     with together(place.plan), writing(directory, name="the final model", temporary=None):
-        check_shared(parts)
+        _check_shared(parts)
         own.write(parts)
     with on_rank_0(place.plan):
         if place.rank == 0:
@@ -179,7 +184,7 @@ def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton
                 shutil.rmtree(parts, ignore_errors=True)
 
 
-def check_shared(temporary: Path) -> None:
+def _check_shared(temporary: Path) -> None:
     """Rank 0 made it. Raises JobFailed."""
     if not temporary.is_dir():
         raise JobFailed(

@@ -64,7 +64,20 @@ def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: b
     if plain or sequence:
         part.register_forward_pre_hook(arrive, with_kwargs=True)
     if sequence and not plain:
-        part.register_forward_hook(leaving(group, own, gathered))
+        part.register_forward_hook(_share_result(group), with_kwargs=True)
+
+
+def _share_result(group: dist.ProcessGroup) -> Callable[..., Any]:
+    """Some feed-forward networks return [batch x tokens, hidden]."""
+
+    def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
+        result = output[0] if isinstance(output, tuple) else output
+        tokens = result.reshape(*_hidden(args, kwargs).shape[:-1], result.shape[-1])
+        shared = Exchanged.apply(tokens, group, own, gathered)
+        shared = shared.flatten(0, 1) if result.ndim == 2 else shared
+        return (shared, *output[1:]) if isinstance(output, tuple) else shared
+
+    return leave
 
 
 def enter_and_let_go(layer: nn.Module, part: nn.Module, group: dist.ProcessGroup) -> None:

@@ -183,9 +183,9 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
     parts, group, count = find_parts(model), place.mesh.get_group("pipeline"), ranks * layout.virtual_stages
     own = range(place.stage, count, ranks)
     if len(own) == 1:
-        return _as_stage(model, Stage(model, parts, place.stage, count, group))
+        return as_stage(model, Stage(model, parts, place.stage, count, group))
     alike = [_with_own_path(model, parts.stack) for _ in own]
-    return Stages([_as_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
+    return Stages([as_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
@@ -230,7 +230,8 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
     return None
 
 
-def _as_stage(model: nn.Module, stage: Stage) -> nn.Module:
+def as_stage(model: nn.Module, stage: Stage) -> nn.Module:
+    """``model``, which was cut to ``stage``."""
     model.forward = functools.update_wrapper(functools.partial(stage.forward), model.forward)
     model.pipeline_stage = stage  # type: ignore[assignment]
     return model

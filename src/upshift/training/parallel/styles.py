@@ -15,6 +15,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from upshift.errors import RequestError
 from upshift.training.parallel.exchanged import Exchanged, gathered, gathered_last, own_last, same, sum_shared, summed
 from upshift.training.parallel.partial import mark_partial
 
@@ -56,6 +57,8 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         with local_weights(module, without_bias=True):
             term = run(*args, **kwargs)
+        if sequence and term.ndim != 3:
+            raise RequestError("a layer of this model flattens its tokens before it ends; use sequence_parallel=False")
         out: torch.Tensor = Exchanged.apply(term, group, there, back)
         bias = module._parameters.get("bias")
         return out if bias is None else out + bias.to(out.dtype)

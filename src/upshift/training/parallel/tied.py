@@ -1,6 +1,7 @@
 """Weights that the first and the last pipeline stage both have, such as an embedding that is the head too.
 
-Both get the same gradient, the sum of the two, so both stay the same; in the norm of all gradients it counts once.
+Both get the same gradient, the sum of the two, so both stay the same; in the norm of all gradients it counts once. An update that
+rounds at random draws other numbers in each stage: then the last one takes the first one's weights.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from upshift.training.parallel.gradients import local
 from upshift.training.parallel.stage import Stage, modules_of
 
 
@@ -25,12 +27,30 @@ def sum_tied(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tenso
         own = gradient_of(weight)
         if own is None or not own.numel():
             continue
-        peer = dist.get_global_rank(stage.group, 0 if stage.is_last else dist.get_world_size(stage.group) - 1)
+        peer = _peer(stage)
         sent, received = own.contiguous(), torch.empty_like(own, memory_format=torch.contiguous_format)
         exchanged = [dist.P2POp(dist.isend, sent, peer, stage.group), dist.P2POp(dist.irecv, received, peer, stage.group)]
         for work in dist.batch_isend_irecv(exchanged):
             work.wait()
         own.add_(received)
+
+
+@torch.no_grad()
+def agree_on_tied(model: nn.Module) -> None:
+    """After an update that rounds at random."""
+    for stage, weight in _shared(model):
+        own = local(weight)
+        whole = own.contiguous()
+        if stage.is_last:
+            dist.recv(whole, _peer(stage), stage.group)
+            own.copy_(whole)
+        else:
+            dist.send(whole, _peer(stage), stage.group)
+
+
+def _peer(stage: Stage) -> int:
+    """The rank of the other one."""
+    return dist.get_global_rank(stage.group, 0 if stage.is_last else dist.get_world_size(stage.group) - 1)
 
 
 def _shared(model: nn.Module) -> list[tuple[Stage, nn.Parameter]]:
