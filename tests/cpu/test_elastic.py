@@ -25,6 +25,9 @@ LENGTH, STEPS, LIMIT = 16, 24, 400
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 UPSHIFT = ("-m", "upshift.cli.main", "train")
 ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+CHOICES = (  # what is left to plan is little
+    "precision=fp32", "fully_shard=no", "tensor_parallel=1", "pipeline_parallel=1", "attention=eager", "optim=adamw_torch",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -43,7 +46,7 @@ def arguments(home: Path, output: Path, *more: str, batch: int = 4) -> list[str]
     return [
         str(home / "llama"), "--data", str(home / "data.jsonl"), "--from-config", "--sequence-length", str(LENGTH),
         "--global-batch", str(batch), "--max-steps", str(STEPS), "--save-steps", "2", "--learning-rate", "1e-3",
-        "--set", "precision=fp32", "--set", "fully_shard=no", "--json", "--output", str(output), *more,
+        *(f"--set={choice}" for choice in CHOICES), "--json", "--output", str(output), *more,
     ]  # fmt: skip
 
 
