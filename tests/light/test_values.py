@@ -21,6 +21,7 @@ from pydantic.fields import FieldInfo
 
 from upshift.errors import RequestError
 from upshift.hardware import Cpu, Gpu, Host
+from upshift.launching.request import Launch
 from upshift.planning.lengths import LengthHistogram
 from upshift.value import Value
 
@@ -168,7 +169,23 @@ def histograms(draw: st.DrawFn) -> LengthHistogram:
     return LengthHistogram(**draw(fields_of(LengthHistogram, **instead)))
 
 
-SPECIAL: dict[type[Value], Callable[[], st.SearchStrategy[Any]]] = {Host: hosts, LengthHistogram: histograms}
+@st.composite
+def launches(draw: st.DrawFn) -> Launch:
+    names = st.from_regex(r"[a-z][a-z0-9]{0,9}", fullmatch=True)
+    labels = st.lists(st.tuples(names, names), max_size=MAX_ITEMS).map(tuple)
+    least, more = draw(st.integers(1, 9)), draw(st.integers(0, 9))
+    instead = {
+        "train": st.lists(names, max_size=MAX_ITEMS).map(lambda words: ("train", *words)), "name": names,
+        "hosts": st.lists(names.filter(lambda name: name != "localhost"), max_size=MAX_ITEMS, unique=True).map(tuple),
+        "min_nodes": st.just(least), "max_nodes": st.just(least + more), "memory": st.none() | st.just("64Gi"),
+        "environment": labels, "node_selector": labels,
+    }  # fmt: skip
+    return Launch(**draw(fields_of(Launch, **instead)))
+
+
+SPECIAL: dict[type[Value], Callable[[], st.SearchStrategy[Any]]] = {
+    Host: hosts, Launch: launches, LengthHistogram: histograms,
+}  # fmt: skip
 
 
 @cache

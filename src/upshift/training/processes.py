@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import torch.distributed as dist
 
-from upshift.errors import JobFailed, UpshiftError
+from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.planning.plan import Plan
 
 PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
@@ -98,7 +98,11 @@ def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
     backend = "nccl" if plan.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, **meeting)
     try:
-        yield
+        try:
+            yield
+        except Interrupted:  # all ranks are, at the same step
+            dist.barrier()
+            raise
         dist.barrier()
     finally:
         dist.destroy_process_group()
