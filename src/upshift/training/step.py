@@ -21,6 +21,7 @@ from upshift.training.batches.source import GlobalBatch
 from upshift.training.optimizers.build import build_optimizer, build_schedule
 from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve, stand_in
+from upshift.training.parallel.fully_shard import announce
 from upshift.training.parallel.gradients import sum_loss
 from upshift.training.parallel.keep_pace import KeepPace, can_keep_pace
 from upshift.training.parallel.overlap import Overlap, overlaps
@@ -144,6 +145,7 @@ class Stepper:
             return torch.zeros((), device=self.plan.device)
         together = self._pace or self._overlap
         if together is None:
+            announce(self.model, self.plan, last=last)
             return self._pass(micro_batch, num_label_tokens)
         return together.run(micro_batch, lambda one: self._pass(one, num_label_tokens), last=last)
 

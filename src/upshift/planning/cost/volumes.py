@@ -106,35 +106,32 @@ class Volumes:
         return self.tokens * (self.profile.hidden_size or 0) * compute_bytes(self.plan)
 
     @property
-    def entering_bytes(self) -> float:
-        """As they enter a part of a layer: autocast leaves what stands between products, and its gradient, in fp32."""
+    def residual_bytes(self) -> float:
+        """As they are between layers: autocast leaves their sum, and its gradient, in fp32."""
         return self.tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
 
     def tensor(self) -> Iterator[Moved]:
         """Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers
         repeat those of the forward pass but the last, after which the backward pass needs nothing; an input that is not kept
         whole is gathered again."""
-        layout, entering, leaving = self.plan.layout, self.entering_bytes, self.hidden_bytes
+        layout, hidden = self.plan.layout, self.hidden_bytes
         if layout.tensor_parallel == 1:
             return
         pairs = PAIRS_A_LAYER * self.layers
-        forward = pairs + (pairs - self.layers) * self.repeated
         sums: Operation = "reduce_scatter" if layout.sequence_parallel else "all_reduce"
-        yield Moved("tensor", sums, leaving, forward)
-        yield Moved("tensor", sums, entering, pairs)
+        yield Moved("tensor", sums, hidden, 2.0 * pairs + (pairs - self.layers) * self.repeated)
         if layout.sequence_parallel:
-            yield Moved("tensor", "all_gather", leaving, pairs)
-            # And behind the last layer; backward before the first.
-            yield Moved("tensor", "all_gather", entering, pairs * (1.0 + self.repeated + layout.gather_again) + 2.0)
+            yield Moved("tensor", "all_gather", hidden, pairs * (2.0 + self.repeated + layout.gather_again))
+            yield Moved("tensor", "all_gather", self.residual_bytes, 2.0)  # behind the last layer; backward before the first
         yield from self._at_the_ends()
 
     def _at_the_ends(self) -> Iterator[Moved]:
         """Embedding and head, where ranks have their own words of them."""
         layout, styles = self.plan.layout, set(self.profile.declares.tensor_parallel_plan.values())
         if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
-            yield Moved("tensor", "all_reduce", self.entering_bytes)
+            yield Moved("tensor", "all_reduce", self.residual_bytes)
         if self.stage.has_head and (layout.vocabulary_parallel or styles & GATHERED_HEADS):
-            yield Moved("tensor", "all_reduce", self.entering_bytes)  # of the gradient
+            yield Moved("tensor", "all_reduce", self.residual_bytes)  # of the gradient
             if layout.vocabulary_parallel or self.plan.loss_chunk_tokens:
                 yield Moved("tensor", "all_reduce", self.tokens * STATISTICS)
             else:
