@@ -16,7 +16,6 @@ from upshift.training.parallel.gradients import Spread, buckets, local, spread, 
 from upshift.training.parallel.place import Place
 
 collectives = torch.ops._c10d_functional
-waited = collectives.wait_tensor
 
 
 class DividedUpdate:
@@ -95,7 +94,7 @@ class DividedUpdate:
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             torch._chunk_cat([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
-            received = waited(collectives.reduce_scatter_tensor(sent.view(-1), "sum", self.ranks, self.group))
+            received = collectives.wait_tensor(collectives.reduce_scatter_tensor(sent.view(-1), "sum", self.ranks, self.group))
             sum_over(received, self.place, ("replicas",))
             for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):
                 part = self._parts[parameter]
@@ -119,7 +118,7 @@ class DividedUpdate:
             sent = torch.zeros(sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
             for (parameter, _), piece in zip(bucket, sent.split(sizes), strict=True):
                 piece[: parts[parameter].numel()].copy_(parts[parameter].reshape(-1))
-            received = waited(collectives.all_gather_into_tensor(sent, self.ranks, self.group))
+            received = collectives.wait_tensor(collectives.all_gather_into_tensor(sent, self.ranks, self.group))
             for (_, whole), pieces in zip(bucket, received.view(self.ranks, -1).split(sizes, dim=1), strict=True):
                 whole.copy_(pieces.reshape(-1)[: whole.numel()].view_as(whole))
 
