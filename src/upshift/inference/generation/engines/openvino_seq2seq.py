@@ -10,8 +10,9 @@ import numpy as np
 from upshift.errors import RequestError
 from upshift.inference.generation.engines.decoder import DecoderBuild
 from upshift.inference.generation.engines.openvino_decoder import load
-from upshift.inference.generation.model import load_model, start_token
+from upshift.inference.generation.model import load_model
 from upshift.inference.padding import padded_rows
+from upshift.models.generation_config import start_token
 
 MASK = "encoder_attention_mask"
 
