@@ -80,11 +80,37 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def quiet_tensorflow() -> None:
+    """TensorFlow and XLA print from C++ what they find of GPUs and instruction sets, unless they are told before they are loaded."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+
 def wait_briefly() -> None:
     """Threads of torch and llama.cpp that wait for each other do so in a loop, for milliseconds: beside other work they take the
     cores from whom they wait for. Called before either is loaded; so long a loop is as fast where nothing else runs, and none at
     all is not (docs/log.md)."""
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
+XLA_FLAGS = "TF_XLA_FLAGS"
+KEEP_XLA_PROGRAMS = "--tf_xla_persistent_cache_directory="
+
+
+def keep_xla_programs(folder: Path) -> None:
+    """TensorFlow reads this when it is loaded: what XLA compiled is kept there, and found by later processes."""
+    said = os.environ.get(XLA_FLAGS, "")
+    if KEEP_XLA_PROGRAMS not in said:
+        os.environ[XLA_FLAGS] = f"{said} {KEEP_XLA_PROGRAMS}{folder}".strip()
+
+
+def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
+    """For a child process alone: libtpu's compiler asks no metadata server what it is on, and jax looks for no TPU."""
+    said = {
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
+        "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+    return {**os.environ, **said}
 
 
 @contextmanager

@@ -61,13 +61,13 @@ def _searched(passes: Passes, options: XlaGeneration, fill: int, weights: Weight
     count, new = options.num_beams, options.max_new_tokens
     begun = passes.begin(weights, ids, mask, new)
     # The prompts are read once; their beams are the same until the first token of each is chosen.
-    logits, context = (tf.nest.map_structure(lambda one: tf.repeat(one, count, axis=0), part) for part in (begun.logits, begun.context))
+    logits, *context = (tf.repeat(one, count, axis=0) for one in (begun.logits, *begun.context))
     first = tf.constant(0)
     beams, _, token = advance(first_beams(ids.shape[0], options, fill), logits, first, options)
     states = tuple(tf.repeat(one, count, axis=0) for one in begun.states)  # of a prompt's beams all are the first's
 
     def body(number: Any, token: Any, beams: Any, states: Any) -> tuple[Any, ...]:
-        logits, states = passes.step(weights, token, number, states, context)
+        logits, states = passes.step(weights, token, number, states, tuple(context))
         beams, rows, token = advance(beams, logits, number, options)
         return number + 1, token, beams, tuple(tf.gather(one, rows) for one in states)
 

@@ -124,15 +124,16 @@ def _refuse(problem: str, where: Topology) -> None:
     said = "\n".join(line for line in problem.splitlines()[:SHOWN] if line.strip())
     if "RESOURCE_EXHAUSTED" in problem or "OOM" in problem:
         gib = (where.facts.gpu.memory_bytes or 0) / GIB
-        raise NothingFits(f"a chip of {where.name} has {gib:.2f} GiB for a program; use fewer or shorter rows, or another chip:\n{said}")
+        room = f"a chip of {where.name} has {gib:.2f} GiB for a program"
+        raise NothingFits(f"{room}; use fewer or shorter rows, or another chip. The compiler says:\n{said}")
     raise JobFailed(f"the TPU compiler refuses the program: {said}")
 
 
 def _roofline(
     answer: CompileAnswer, where: Topology, *, kind: Kind, parameters: int, weights: int, tokens: int, steps: int
 ) -> tuple[float, float]:
-    """Seconds of one chip, of arithmetic at the datasheet's bf16 rate and of traffic at its memory's. The compiler counts a loop's
-    turn once, so for generation it is 2 FLOPs a parameter and token, and the weights read at each step."""
+    """Seconds of one chip, of arithmetic at the datasheet's bf16 rate and of traffic at its memory's. The compiler counts a
+    loop's turn once, so for generation it is 2 FLOPs a parameter and token, and the weights read at each step."""
     peak = where.facts.gpu.peak
     assert peak is not None and peak.bf16 is not None and peak.memory_bytes_per_second is not None
     if kind == "train":

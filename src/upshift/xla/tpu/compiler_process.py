@@ -17,6 +17,7 @@ from typing import Any
 from upshift.whole_file import write_whole
 from upshift.xla.tpu.request import CompileAnswer, CompileRequest
 
+EXCHANGE = re.compile(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
 TWO_CORES_AS_ONE = "megacore"  # how programs see a chip of v4, by default
 
 
@@ -75,39 +76,40 @@ def _annotate(module: Any, request: CompileRequest) -> None:
     number = ir.IntegerType.get_signless(32)
     everywhere, over = ir.StringAttr.get("{replicated}"), request.chips > 1
     attributes = []
+    (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
     for argument in request.arguments:
         said: dict[str, Any] = {}
         if argument.becomes is not None:
             said["tf.aliasing_output"] = ir.IntegerAttr.get(number, argument.becomes)
         if over:
-            said["mhlo.sharding"] = ir.StringAttr.get(_divided(module, argument.name, len(attributes), request)) if (
-                argument.divided
-            ) else everywhere
+            place = len(attributes)
+            said["mhlo.sharding"] = _by_rows(main, place, request.chips) if argument.divided else everywhere
         attributes.append(ir.DictAttr.get(said))
-    (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
     if len(main.type.inputs) != len(attributes) or len(main.type.results) != request.num_results:
         raise RuntimeError(f"the program has {len(main.type.inputs)} arguments, of {len(attributes)} that it was made with")
     main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
     if over:
         results = [ir.DictAttr.get({"mhlo.sharding": everywhere})] * request.num_results
         main.attributes["res_attrs"] = ir.ArrayAttr.get(results)
-    named = {"sym_name": ir.StringAttr.get("upshift")}
-    named |= {"mhlo.num_partitions": ir.IntegerAttr.get(number, request.chips), "mhlo.num_replicas": ir.IntegerAttr.get(number, 1)}
+    named = {
+        "sym_name": ir.StringAttr.get("upshift"), "mhlo.num_replicas": ir.IntegerAttr.get(number, 1),
+        "mhlo.num_partitions": ir.IntegerAttr.get(number, request.chips),
+    }  # fmt: skip
     for name, value in named.items():
         module.operation.attributes[name] = value
 
 
-def _divided(module: Any, name: str, place: int, request: CompileRequest) -> str:
-    (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
-    rank = main.type.inputs[place].rank
-    shape = ",".join([str(request.chips), *["1"] * (rank - 1)])
-    return f"{{devices=[{shape}]<=[{request.chips}]}}"
+def _by_rows(main: Any, place: int, chips: int) -> Any:
+    from jax._src.lib.mlir import ir
+
+    shape = ",".join([str(chips), *["1"] * (main.type.inputs[place].rank - 1)])
+    return ir.StringAttr.get(f"{{devices=[{shape}]<=[{chips}]}}")
 
 
 def _answer(compiled: Any, seconds: float, text: str) -> CompileAnswer:
     memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()
     (module, *_) = compiled.hlo_modules()
-    exchanges = len(re.findall(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(", module.to_string()))
+    exchanges = len(EXCHANGE.findall(module.to_string()))
     return CompileAnswer(
         compile_seconds=seconds,
         peak_bytes=memory.peak_memory_in_bytes,
