@@ -80,6 +80,12 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def quiet_tensorflow() -> None:
+    """TensorFlow and XLA print from C++ what they find of GPUs and instruction sets, unless they are told before they are loaded."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+
 def wait_briefly() -> None:
     """Threads of torch and llama.cpp that wait for each other do so in a loop, for milliseconds: beside other work they take the
     cores from whom they wait for. Called before either is loaded; so long a loop is as fast where nothing else runs, and none at
