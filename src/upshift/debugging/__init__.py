@@ -1,1 +1,1 @@
-"""What is wrong with this machine, this run, this loss. Light; files that look into models or measure need torch: import by name."""
+"""What is wrong with this machine, this run, this loss. Files that look into models need torch: import them by name."""

@@ -32,3 +32,23 @@ class Finding(Value):
 def worst_first(findings: Iterable[Finding]) -> list[Finding]:
     order = get_args(Severity)
     return sorted(findings, key=lambda finding: order.index(finding.severity))
+
+
+def error(subject: str, *, what: str, fix: str, evidence: str = "", cause: str | None = None) -> Finding:
+    return Finding(severity="error", subject=subject, what=what, evidence=evidence, cause=cause, fix=fix)
+
+
+def warning(subject: str, *, what: str, fix: str, evidence: str = "", cause: str | None = None) -> Finding:
+    return Finding(severity="warning", subject=subject, what=what, evidence=evidence, cause=cause, fix=fix)
+
+
+def hint(subject: str, *, what: str, fix: str, evidence: str = "", cause: str | None = None) -> Finding:
+    return Finding(severity="hint", subject=subject, what=what, evidence=evidence, cause=cause, fix=fix)
+
+
+def ok(subject: str, *, what: str, evidence: str = "") -> Finding:
+    return Finding(severity="ok", subject=subject, what=what, evidence=evidence)
+
+
+def unknown(subject: str, *, what: str, evidence: str = "") -> Finding:
+    return Finding(severity="unknown", subject=subject, what=what, evidence=evidence)
