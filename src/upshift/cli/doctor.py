@@ -54,7 +54,8 @@ def show_finding(finding: Finding) -> None:
 
     subject = escape(finding.subject)
     facts = f" [dim]| {escape(finding.evidence)}[/]" if finding.evidence else ""
-    show.out.print(f"{MARKS[finding.severity]} [bold]{subject}[/]: {escape(finding.what)}{facts}", highlight=False, soft_wrap=True)
+    line = f"{MARKS[finding.severity]} [bold]{subject}[/]: {escape(finding.what)}{facts}"
+    show.out.print(line, highlight=False, soft_wrap=True)
     for name, text in (("because", finding.cause), ("fix", finding.fix)):
         if text is not None:
             show.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)

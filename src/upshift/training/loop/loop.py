@@ -11,6 +11,7 @@ from pathlib import Path
 
 from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
+from upshift.debugging.half_precision import examine_fp16
 from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
@@ -24,7 +25,18 @@ from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone, Waited
+from upshift.training.loop.events import (
+    Doubted,
+    Evaluated,
+    Event,
+    Finished,
+    OnEvent,
+    OutOfMemory,
+    Saved,
+    Started,
+    StepDone,
+    Waited,
+)
 from upshift.training.loop.failures import out_of_memory_in_words
 from upshift.training.loop.meter import StepMeter
 from upshift.training.loop.run import RUN_NAME, Run
@@ -111,6 +123,9 @@ class TrainingLoop:
         resumed = str(self.checkpoint) if self.checkpoint else None
         label, max_steps = self.plan.label(), self.arguments.max_steps
         self._tell(Started(self.step, max_steps, self.tokens[-1], self.num_parameters, label, resumed))
+        doubt = examine_fp16(self.stepper.model) if self.plan.precision == "fp16" else None
+        if doubt is not None:
+            self._tell(Doubted(f"{doubt.what}; {doubt.fix}"))
         with watching(self.plan, lambda step, words: self._on_event(Waited(step, words))) as self._watched:
             reason = self._steps()
         if reason == "interrupted":
