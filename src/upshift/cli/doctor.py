@@ -20,6 +20,7 @@ MARKS = {
     "unknown": "[dim]?    [/]",
 }  # fmt: skip
 
+RunDir = Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="a run that hung, slowed or died: what it left")]
 Quick = Annotated[bool, typer.Option("--quick", help="only what can be read, in seconds: no rates are measured")]
 Psu = Annotated[float | None, typer.Option("--psu", min=1, metavar="WATTS", help="what the power supply is rated for")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a file of upshift plan --json: has its best plan room here?")]
@@ -27,15 +28,27 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="the folder that ru
 
 
 def command(
-    quick: Quick = False, psu: Psu = None, plan: PlanFile = None, output: Output = Path("upshift-output"), as_json: Json = False
-) -> None:
+    run_dir: RunDir = None, quick: Quick = False, psu: Psu = None, plan: PlanFile = None,
+    output: Output = Path("upshift-output"), as_json: Json = False,
+) -> None:  # fmt: skip
     """What is wrong with this machine and its software, each line with what to type. Exit code 1: an error was found."""
+    if run_dir is not None:
+        _tell_run(run_dir, as_json=as_json)
+        return
     from upshift.debugging.doctor import examine
 
     needed = None if plan is None else _held(plan)
     with show.step("Looking at this machine" + ("" if quick else " and measuring it")):
         diagnosis = examine(quick=quick, output=output, psu_watts=psu, needed_bytes=needed)
     tell(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
+
+
+def _tell_run(run_dir: Path, *, as_json: bool) -> None:
+    from upshift.debugging.run_report import examine_run
+
+    findings = examine_run(run_dir)
+    document = json.dumps({"run": str(run_dir), "findings": [finding.model_dump() for finding in findings]})
+    tell(findings, document=document, as_json=as_json)
 
 
 def tell(findings: list[Finding], *, document: str, as_json: bool) -> None:

@@ -11,25 +11,33 @@ from torch import nn
 from upshift.debugging.half_precision import examine_fp16
 from upshift.debugging.numerics import DebugUnderflowOverflow
 from upshift.planning.plan import Plan
+from upshift.training.trainer.asked import Ours
 from upshift.training.trainer.report import tell
 
 OPTION = "underflow_overflow"
 
 
 @contextmanager
+def without_their_own(arguments: Any) -> Iterator[None]:
+    """transformers' ``train`` attaches its own class by the option, before there is a plan: it does not see it meanwhile."""
+    asked = arguments.debug
+    arguments.debug = Ours(option for option in asked if option != OPTION) if OPTION in asked else asked
+    try:
+        yield
+    finally:
+        arguments.debug = asked
+
+
+@contextmanager
 def numbers_watched(arguments: Any, model: nn.Module, plan: Plan) -> Iterator[None]:
-    """transformers would attach its own class by the same option: it does not see it meanwhile."""
     doubt = examine_fp16(model) if plan.precision == "fp16" else None
     if doubt is not None:
         tell(f"{doubt.what} ({doubt.cause}); {doubt.fix}")
-    asked = arguments.debug
-    if OPTION not in asked:
+    if not isinstance(arguments.debug, Ours):
         yield
         return
-    arguments.debug = [option for option in asked if option != OPTION]
     debugger = DebugUnderflowOverflow(model, tell=tell)
     try:
         yield
     finally:
         debugger.remove()
-        arguments.debug = asked

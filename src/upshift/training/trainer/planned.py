@@ -43,7 +43,7 @@ from upshift.training.trainer.asked import (
 from upshift.training.trainer.choose import Choice, correct
 from upshift.training.trainer.choosing import Choosing
 from upshift.training.trainer.fields import refuse_unsupported, was_set
-from upshift.training.trainer.numerics import numbers_watched
+from upshift.training.trainer.numerics import numbers_watched, without_their_own
 from upshift.training.trainer.report import report, tell
 from upshift.training.trainer.separable import Split
 from upshift.training.trainer.step import BatchStep, Shape, halve_part
@@ -83,6 +83,10 @@ class PlannedTraining(Choosing):
         self._updates: list[Any] = []  # the hooks that update weights in the backward pass
 
     # The run
+
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        with without_their_own(self.args):
+            return super().train(*arguments, **named)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         self.choice, split = self._choose()
