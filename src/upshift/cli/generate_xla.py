@@ -13,7 +13,6 @@ from upshift.cli import show
 from upshift.cli.race import dim
 from upshift.errors import RequestError
 
-
 EXACT = "exact"
 
 

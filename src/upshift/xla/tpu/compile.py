@@ -12,9 +12,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
+from upshift.benchmarking.environment import environment
 from upshift.errors import JobFailed, MissingExtra, NothingFits, RequestError
+from upshift.hardware.detect import detect
 from upshift.installed import installed_version
 from upshift.models.source import find_model
+from upshift.planning.tpu_programs import keep_program
+from upshift.record import Numbers, Record
 from upshift.settings import tpu_compiler_environment
 from upshift.units import GIB
 from upshift.value import Value
@@ -93,19 +97,36 @@ def compile_for_tpu(
     }
     compute, traffic = _roofline(answer, where, kind=kind, parameters=program.num_parameters, weights=sizes["weights"],
                                  tokens=rows * length // where.chips, steps=max_new_tokens - 1)  # fmt: skip
-    return TpuProgram(
+    made = TpuProgram(
         model=model, model_hash=source.model_hash, kind=kind, topology=where, rows=rows, length=length,
         max_new_tokens=max_new_tokens if kind == "generate" else None, dtype=dtype, num_parameters=program.num_parameters,
         answer=answer, weight_bytes=sizes["weights"], optimizer_bytes=sizes["optimizer"],
         memory_bytes=where.facts.gpu.memory_bytes or 0, compute_seconds=compute, traffic_seconds=traffic,
         versions={name: installed_version(name) or "unknown" for name in NEEDED},
     )  # fmt: skip
+    keep_program(_record(made))
+    return made
+
+
+def _record(program: TpuProgram) -> Record:
+    """Compiled, not run: the memory is the compiler's, and no time was measured but its own."""
+    where = program.topology
+    return Record(
+        kind="trial", name="tpu program",
+        plan={
+            "model": program.model_hash, "device": f"tpu-{where.version}", "topology": where.name, "kind": program.kind,
+            "rows": program.rows, "length": program.length, "max_new_tokens": program.max_new_tokens, "dtype": program.dtype,
+        },
+        predicted=None, flop_convention="as XLA's cost analysis counts", environment=environment(detect()),
+        measured=Numbers(peak_gib=program.answer.peak_bytes / GIB, one_time_seconds=program.answer.compile_seconds),
+        details={"memory_gib": program.memory_bytes / GIB, "roofline_seconds": program.roofline_seconds},
+    )  # fmt: skip
 
 
 def _need_compiler() -> None:
     for library in NEEDED:
         if installed_version(library) is None:
-            raise MissingExtra(library=library, extra="tpu-compiler", purpose="upshift xla compile")
+            raise MissingExtra(library=library, extra="xla-compile", purpose="upshift xla compile")
 
 
 def _ask(request: CompileRequest, where: Topology, folder: Path) -> CompileAnswer:
