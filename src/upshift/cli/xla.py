@@ -29,7 +29,7 @@ def compile_command(
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="sequences of all chips; default: one a chip")] = None,
     sequence_length: Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of a sequence, or of a prompt")] = 512,
     max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="of --generate")] = 128,
-    dtype: Annotated[str, typer.Option("--dtype", help="computed in: bfloat16 or float32; a step's weights are fp32")] = "bfloat16",
+    dtype: Annotated[str, typer.Option("--dtype", help="computed in: bfloat16 or float32; trained weights: fp32")] = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Does it compile for this TPU, how much of its memory does it take, and how fast can it be? Needs no TPU, and makes no

@@ -62,7 +62,7 @@ def _rehearsal(facts: TpuFacts) -> Finding:
     name = "2 compiled elsewhere first"
     if facts.tensorflow is None:
         return hint(
-            name, what="no TensorFlow here that compiles for this host", fix="on a machine without a TPU: pip install 'upshift[xla]'",
+            name, what="no TensorFlow here that compiles for this host", fix="without a TPU: pip install 'upshift[xla]'",
             evidence="tensorflow-tpu alone compiles for TPUs only" if facts.tensorflow_tpu else "none installed",
         )  # fmt: skip
     if facts.jax is None or facts.libtpu is None:
@@ -100,13 +100,13 @@ def _initializing(facts: TpuFacts) -> Finding:
     name = "5 initializing"
     if facts.chips and facts.tensorflow_tpu is None:
         return error(name, what="TensorFlow here cannot reach the TPU", evidence="no tensorflow-tpu", fix=INSTALL)
-    return ok(name, what="the TPU system is found and initialized before the first tensor", evidence="upshift train --backend xla")
+    return ok(name, what="the TPU is found and initialized before the first tensor", evidence="upshift train --backend xla")
 
 
 def _wheels(facts: TpuFacts) -> Finding:
     name = "8 wheels that fit"
     if facts.tensorflow_tpu is None:
-        return unknown(name, what="tensorflow-tpu is not installed, as it is not needed without a TPU", evidence=f"there: {INSTALL}")
+        return unknown(name, what="tensorflow-tpu is not installed; without a TPU nothing needs it", evidence=f"there: {INSTALL}")
     if facts.tensorflow is not None:
         fix = f"pip uninstall tensorflow tensorflow-cpu tensorflow-tpu, then {INSTALL}"
         return error(name, what="two TensorFlows are installed over each other", evidence=str(facts.tensorflow), fix=fix)

@@ -10,13 +10,13 @@ import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from upshift.benchmarking.environment import environment
 from upshift.errors import JobFailed, MissingExtra, NothingFits, RequestError
 from upshift.hardware.detect import detect
 from upshift.installed import installed_version
-from upshift.models.source import find_model
+from upshift.models.source import ModelSource, find_model
 from upshift.planning.tpu_programs import keep_program
 from upshift.record import Numbers, Record
 from upshift.settings import tpu_compiler_environment
@@ -69,18 +69,9 @@ def compile_for_tpu(
     from upshift.xla.needs import need_tensorflow
 
     need_tensorflow("upshift xla compile")
-    from upshift.xla.generation.options import XlaGeneration
-    from upshift.xla.tpu.abstract import DTYPES, generation_program, training_program
-
-    if dtype not in DTYPES:
-        raise RequestError(f"--dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
     source = find_model(model)
     on_step("Lowering to HLO")
-    if kind == "train":
-        program = training_program(source, rows=rows, length=length, dtype=dtype)
-    else:
-        options = XlaGeneration(max_new_tokens=max_new_tokens)
-        program = generation_program(source, options, rows=rows, width=length, dtype=dtype)
+    program = _lowered(source, kind, rows=rows, length=length, max_new_tokens=max_new_tokens, dtype=dtype)
     on_step(f"Compiling for {where.name}")
     with tempfile.TemporaryDirectory(prefix="upshift-tpu-") as folder:
         file = Path(folder) / "program.hlo"
@@ -106,6 +97,18 @@ def compile_for_tpu(
     )  # fmt: skip
     keep_program(_record(made))
     return made
+
+
+def _lowered(source: ModelSource, kind: Kind, *, rows: int, length: int, max_new_tokens: int, dtype: str) -> Any:
+    from upshift.xla.generation.options import XlaGeneration
+    from upshift.xla.tpu.abstract import DTYPES, generation_program, training_program
+
+    if dtype not in DTYPES:
+        raise RequestError(f"--dtype {dtype!r} is not known; use {' or '.join(DTYPES)}")
+    if kind == "train":
+        return training_program(source, rows=rows, length=length, dtype=dtype)
+    options = XlaGeneration(max_new_tokens=max_new_tokens)
+    return generation_program(source, options, rows=rows, width=length, dtype=dtype)
 
 
 def _record(program: TpuProgram) -> Record:
