@@ -10,8 +10,8 @@ torch compiled     transformers' generate() with its static cache and a forward 
 
 GPT-2 of random weights at its 124 M shape, one prompt of 32 tokens and 32 new ones, fp32, all cores. Contenders run in turn, each
 in a fresh process; what is timed is the best of a few calls after the first, whose time (export, tracing, compilation) is beside
-it as first_seconds. same: share of the tokens that are torch eager's. With --processor-time each contender has one thread, and what
-counts is the processor's seconds: for a machine that others use, too.
+it as first_seconds. same: share of the tokens that are torch eager's. With --processor-time each contender has one thread, and
+what counts is the processor's seconds: for a machine that others use, too.
 """
 
 from __future__ import annotations
@@ -136,7 +136,8 @@ def run(case: Case, shape: str, *, length: int, rounds: int, seed: int, processo
         folder = Path(name)
         save_model(folder / "model", shape, seed)
         prompt = [(7 * place * place + place // 5) % 290 + 5 for place in range(length)]
-        asked = {"model": str(folder / "model"), "folder": name, "tokens": length, "prompt": prompt, "processor_time": processor_time}
+        asked = {"model": str(folder / "model"), "folder": name, "tokens": length, "prompt": prompt}
+        asked["processor_time"] = processor_time
 
         def fresh(one: str) -> dict[str, Any]:
             path = folder / "request.json"
