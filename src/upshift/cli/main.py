@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import convert, demo, encode, generate, inspect, launch, merge, plan, quantize, shard, train
+from upshift.cli import convert, data, demo, encode, generate, inspect, launch, merge, plan, quantize, shard, train
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
@@ -48,6 +48,7 @@ app.command("shard")(shard.command)
 app.command("merge")(merge.command)
 app.command("convert")(convert.command)
 app.command("demo")(demo.command)
+app.add_typer(data.app, name="data")
 
 
 def main() -> None:

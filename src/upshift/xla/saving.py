@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face directory: transformers itself names, shards and writes; the weights come from TensorFlow."""
+"""The trained model as a Hugging Face directory: transformers names, shards and writes; the weights come from TensorFlow."""
 
 from __future__ import annotations
 
