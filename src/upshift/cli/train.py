@@ -52,9 +52,8 @@ def command(
     backend: train_xla.Backend = "torch",
 ) -> None:
     """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
-    asked = locals()
     if train_xla.is_asked(backend):
-        train_xla.run(**asked)
+        train_xla.run(**locals())
         return
     from upshift.training.run import train
 

@@ -37,6 +37,7 @@ def run(
     from upshift.xla.needs import need_tensorflow
 
     _refuse(others)
+    fields = _fields(set_ or [])
     need_tensorflow("--backend xla")
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
     from upshift.xla.training.door import train
@@ -56,7 +57,7 @@ def run(
     names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type")
     trained = train(
         model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
-        save_steps=save_steps, **{name: others[name] for name in names}, **_fields(set_ or []),
+        save_steps=save_steps, **{name: others[name] for name in names}, **fields,
     )  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(trained.model_directory)

@@ -24,8 +24,6 @@ from upshift.xla.training.optimizers import Optimizer, learning_rates
 from upshift.xla.training.step import Step
 from upshift.xla.training.strategy import Devices, choose_devices
 
-MODEL = "model"  # the folder of the final model in the output
-
 
 @dataclass(frozen=True)
 class StepDone:
@@ -59,9 +57,7 @@ def train(
     Raises RequestError over what was asked, Interrupted after SIGINT or SIGTERM, with a checkpoint that ``resume`` continues."""
     given = Arguments(**arguments)
     output, rates = Path(output), learning_rates(given)
-    found = newest_checkpoint(output)
-    if found is not None and not resume:
-        raise RequestError(f"{output} has {found[0].name}; add resume to continue its run, or give another directory")
+    found = _start_of(output, resume=resume)
     if isinstance(data, str):
         data = record_batches(data, global_batch=global_batch, num_steps=given.max_steps, seed=given.seed)
     devices = devices or choose_devices()
@@ -75,13 +71,23 @@ def train(
         losses = list(_restored(found, built, optimizer, data, given))
     run = _Run(built, optimizer, data, devices, given, rates, output, losses)
     run.to_the_end(on_step)
-    final = output / MODEL
     if devices.is_chief:
-        built.save(final)
+        built.save(output)
     return Trained(
-        losses=tuple(losses), model_directory=str(final), devices=devices.reason, num_traces=run.step.num_traces,
+        losses=tuple(losses), model_directory=str(output), devices=devices.reason, num_traces=run.step.num_traces,
         widths=data.buckets.widths, padded_share=data.buckets.padded_share, resumed_from=str(found[0]) if found else None,
     )  # fmt: skip
+
+
+def _start_of(output: Path, *, resume: bool) -> tuple[Path, Standing] | None:
+    """The checkpoint to go on from; None: from the beginning. Nothing that is in the directory is ever written over otherwise."""
+    inside = sorted(output.iterdir()) if output.is_dir() else []
+    if inside and not resume:
+        raise RequestError(f"{output} is not empty ({inside[0].name}); resume its run (--resume), or give another directory")
+    found = newest_checkpoint(output)
+    if inside and found is None:
+        raise RequestError(f"{output} has no whole checkpoint to resume from; give the directory of an earlier run")
+    return found
 
 
 def _check_divides(global_batch: int, devices: Devices, arguments: Arguments) -> None:
@@ -131,10 +137,8 @@ class _Run:
                     raise JobFailed(f"the loss of step {number + 1} is {loss}; lower the learning rate, or train in fp32")
                 self.losses.append(loss)
                 width = max(value.shape[1] for value in batch.values() if value.ndim == 2) if "input_ids" in batch else 1
-                done = StepDone(
-                    number + 1, last, loss, norm, time.perf_counter() - start, width, self.step.num_traces
-                )
-                on_step(done)
+                seconds = time.perf_counter() - start
+                on_step(StepDone(number + 1, last, loss, norm, seconds, width, self.step.num_traces))
                 self._save_at(number + 1, stop)
 
     def _save_at(self, done: int, stop: list[int]) -> None:
