@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
+from upshift.errors import RequestError
 from upshift.value import Value
 
 
@@ -89,7 +92,7 @@ def quiet_libraries() -> None:
 
 
 def quiet_tensorflow() -> None:
-    """TensorFlow and XLA print from C++ what they find of GPUs and instruction sets, unless they are told before they are loaded."""
+    """TensorFlow and XLA print from C++ what they find of GPUs and instruction sets, unless told not to when they are loaded."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
@@ -135,3 +138,13 @@ def without_telemetry() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def read_tensorflow_cluster() -> dict[str, Any]:
+    """TF_CONFIG, which TensorFlow reads itself: the workers of a run and which one this is. Empty where it is not set."""
+    text = os.environ.get("TF_CONFIG", "")
+    try:
+        found = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        raise RequestError(f"TF_CONFIG is not JSON: {text[:60]!r}; set it as tf.distribute says, or unset it") from None
+    return found if isinstance(found, dict) else {}

@@ -11,7 +11,7 @@ from upshift.hardware.spec import Host
 from upshift.installed import installed_versions
 from upshift.record import Environment
 
-LIBRARIES = ("upshift", "torch", "transformers", "accelerate", "torchao", "numpy")
+LIBRARIES = ("upshift", "torch", "transformers", "accelerate", "torchao", "numpy", "tensorflow-cpu")
 
 
 def library_versions() -> dict[str, str]:

@@ -1,8 +1,8 @@
 """A Hugging Face checkpoint as a tf.Module: variables under their Hugging Face names, tied weights one variable.
 
 Weights go from the files' own pages into variables one by one, so that none is held twice; the torch model stays as an empty
-skeleton that programs are exported from. ``weights_dtype`` is what variables are kept in, ``dtype`` what is computed in: the policy
-mixed_bfloat16 of Keras is bfloat16 over float32.
+skeleton that programs are exported from. ``weights_dtype`` is what variables are kept in, ``dtype`` what is computed in: Keras'
+policy mixed_bfloat16 is bfloat16 over float32.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class XlaModel(tf.Module):
         return dict(self._names)
 
     def save(self, directory: str | Path) -> None:
-        """A Hugging Face directory, by transformers' own save_pretrained: safetensors in the names that the model is published in."""
+        """A Hugging Face directory, by transformers' own save_pretrained: safetensors, in the names that it is published in."""
         from upshift.xla.saving import save
 
         save(self, Path(directory))

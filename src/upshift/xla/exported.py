@@ -20,7 +20,8 @@ from upshift.errors import RequestError
 def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
     """``example``: arguments by name, tensors or nested lists of them. Raises RequestError where a branch or a shape depends on
     data, or where torch cannot trace the module."""
-    distinct = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, dict(example))  # the same tensor twice would be one input
+    # The same tensor twice would be one input of the graph.
+    distinct = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, dict(example))
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -28,8 +29,8 @@ def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
             return exported.run_decompositions()
     except Exception as error:  # torch.export raises dozens of kinds; each means: this module has no static graph
         raise RequestError(
-            f"{type(module).__name__} has no static graph ({type(error).__name__}: {_first_line(error)}); XLA needs one: run this "
-            "model without --backend xla"
+            f"{type(module).__name__} has no static graph ({type(error).__name__}: {_first_line(error)}); XLA needs one: run "
+            "this model without --backend xla"
         ) from error
 
 

@@ -9,7 +9,7 @@ from upshift.settings import quiet_tensorflow
 
 
 def need_tensorflow(purpose: str = "the xla backend") -> None:
-    """Raises MissingExtra where it is not installed. Where it is, its C++ log is kept to errors: call this before importing it."""
+    """Raises MissingExtra where it is not installed. Call it before importing: its C++ log is kept to errors from here on."""
     if find_spec("tensorflow") is None:
         raise MissingExtra(library="tensorflow", extra="xla", purpose=purpose)
     quiet_tensorflow()

@@ -1,4 +1,4 @@
-"""The trained model as a Hugging Face directory: transformers itself names, shards and writes; the weights come from TensorFlow."""
+"""The trained model as a Hugging Face directory: transformers names, shards and writes; the weights come from TensorFlow."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
+from transformers.utils import logging as transformers_logging
 
 if TYPE_CHECKING:
     from upshift.xla.build import XlaModel
@@ -18,12 +19,15 @@ def save(model: XlaModel, directory: Path) -> None:
     """In the dtype of the variables."""
     directory.mkdir(parents=True, exist_ok=True)
     state = torch_state(model)
-    kept = model.config.dtype
+    kept, shown = model.config.dtype, transformers_logging.is_progress_bar_enabled()
+    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
     model.config.dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     try:
         model.torch_model.save_pretrained(directory, state_dict=state, max_shard_size=MAX_SHARD_SIZE, save_original_format=True)
     finally:
         model.config.dtype = kept
+        if shown:
+            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
 
 
 def torch_state(model: XlaModel) -> dict[str, Tensor]:

@@ -17,6 +17,7 @@ from torch.export.graph_signature import InputKind, OutputKind
 from torch.fx import Node
 
 from upshift.errors import RequestError
+from upshift.xla.lowering.creation import SEED
 from upshift.xla.lowering.registry import DTYPES, LOWERINGS
 
 FAMILIES = ("convolution", "creation", "elementwise", "indexing", "normalization", "products", "reductions", "shaping")
@@ -62,10 +63,17 @@ class Program:
     def weights(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(self._weights.values()))
 
-    def __call__(self, inputs: Sequence[Any], weights: Mapping[str, Any]) -> list[tf.Tensor]:
+    def __call__(self, inputs: Sequence[Any], weights: Mapping[str, Any], *, seed: tf.Tensor | None = None) -> list[tf.Tensor]:
         """In the order of ``self.inputs``; the results in the order in which the module gives them. Weights are read here, in the
-        dtype that the module has them in."""
+        dtype that the module has them in. ``seed``: two integers, for programs that draw random numbers."""
         assert len(inputs) == len(self.inputs), f"{len(inputs)} inputs for {self.inputs}"
+        before = SEED.set(seed)
+        try:
+            return self._walk(inputs, weights)
+        finally:
+            SEED.reset(before)
+
+    def _walk(self, inputs: Sequence[Any], weights: Mapping[str, Any]) -> list[tf.Tensor]:
         given = dict(zip(self.inputs, inputs, strict=True))
         values: dict[str, Any] = {}
         for node in self._nodes:

@@ -51,8 +51,10 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """A tensor or a number."""
-    return tf.cast(value, dtype) if is_tensor(value) else tf.constant(value, dtype)
+    """A tensor or a number; torch writes -100.0 for integers, too."""
+    if is_tensor(value):
+        return tf.cast(value, dtype)
+    return tf.constant(int(value) if dtype.is_integer else value, dtype)
 
 
 def positive(dim: int, rank: int) -> int:
