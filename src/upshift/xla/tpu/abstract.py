@@ -13,16 +13,17 @@ import torch
 
 from upshift.errors import RequestError
 from upshift.models.source import ModelSource
-from upshift.xla.exported import export
 from upshift.xla.generation.choose import Sampling
 from upshift.xla.generation.generator import passes_of
 from upshift.xla.generation.options import XlaGeneration
 from upshift.xla.generation.program import generate
-from upshift.xla.lowering.program import lower
+from upshift.xla.lowering.registry import DTYPES as TENSORFLOW_DTYPES
 from upshift.xla.skeleton import names_of, skeleton
 from upshift.xla.tpu.request import Argument, Part
+from upshift.xla.training.loss import loss_program, loss_sum, shifts_labels
 
 LEARNING_RATE, BETAS, EPSILON, DECAY = 1e-4, (0.9, 0.999), 1e-8, 0.01
+BATCH = ("input_ids", "attention_mask", "labels")
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
@@ -61,13 +62,15 @@ def generation_program(source: ModelSource, options: XlaGeneration, *, rows: int
 
 
 def training_program(source: ModelSource, *, rows: int, length: int, dtype: str) -> Program:
-    """One AdamW step on the mean loss of a causal language model; weights and states are fp32, ``dtype`` is computed in."""
+    """One AdamW step on the model's own loss; weights and states are fp32, ``dtype`` is computed in."""
     model = skeleton(source, dtype=DTYPES[dtype])
-    if model.config.is_encoder_decoder or not model.can_generate():
-        raise RequestError(f"{source.reference!r} is no causal language model, whose step alone is compiled; use --generate")
-    ids, mask = torch.ones(rows, length, dtype=torch.long), torch.ones(rows, length, dtype=torch.long)
-    program = lower(export(_Logits(model), {"ids": ids, "mask": mask}))
-    weights = [one._replace(spec=tf.TensorSpec(one.spec.shape, tf.float32), becomes=n) for n, one in enumerate(_weights(model))]
+    if not model.can_generate():
+        raise RequestError(f"{source.reference!r} is no language model, whose step alone is compiled; see docs/xla_generation.md")
+    program = loss_program(model, dict.fromkeys(BATCH, ((rows, length), "int64")))
+    parameters = dict(model.named_parameters())
+    fixed = [one for one in _weights(model) if one.name not in parameters]  # buffers that a checkpoint holds
+    trained = [one for one in _weights(model) if one.name in parameters]
+    weights = [one._replace(spec=tf.TensorSpec(one.spec.shape, tf.float32), becomes=n) for n, one in enumerate(trained)]
     count = len(weights)
     slots = [
         _Input(f"{slot} of {one.name}", "optimizer", one.spec, becomes=count * place + n)
@@ -75,37 +78,24 @@ def training_program(source: ModelSource, *, rows: int, length: int, dtype: str)
         for n, one in enumerate(weights)
     ]
     step_count = _Input("step", "optimizer", tf.TensorSpec((), tf.float32), becomes=3 * count)
-    names = [one.name for one in weights]
+    names, fixed_names = [one.name for one in weights], [one.name for one in fixed]
 
     def run(*given: Any) -> Any:
         held, first, second = (given[count * place : count * (place + 1)] for place in range(3))
-        step, ids, mask = given[3 * count :]
+        step, batch = given[3 * count], dict(zip(BATCH, given[-len(BATCH) :], strict=True))
+        others = dict(zip(fixed_names, given[3 * count + 1 :], strict=False))
         with tf.GradientTape() as tape:
             tape.watch(held)
-            loss = _loss(program([ids, mask], dict(zip(names, held, strict=True)))[0], ids, mask)
-        gradients = tape.gradient(loss, held)
+            seed = tf.stack([0, tf.cast(step, tf.int32)])  # of dropout
+            everything = {**dict(zip(names, held, strict=True)), **others}
+            total, number = loss_sum(program, batch, everything, seed, shifted=shifts_labels(model))
+            loss = total / number
+        gradients = tape.gradient(loss, held, unconnected_gradients=tf.UnconnectedGradients.ZERO)
         after = [_adamw(*one, step + 1.0) for one in zip(held, gradients, first, second, strict=True)]
         return [*(one[0] for one in after), *(one[1] for one in after), *(one[2] for one in after), step + 1.0, loss]
 
-    data = [_Input(name, "data", tf.TensorSpec((rows, length), tf.int64)) for name in ("input_ids", "attention_mask")]
-    return _program(run, [*weights, *slots, step_count, *data], num_results=3 * count + 2, rows=rows, model=model)
-
-
-class _Logits(torch.nn.Module):
-    def __init__(self, model: Any) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-        logits: torch.Tensor = self.model(input_ids=ids, attention_mask=mask, use_cache=False).logits
-        return logits
-
-
-def _loss(logits: Any, ids: Any, mask: Any) -> Any:
-    """Mean over the tokens that follow one."""
-    real = tf.cast(mask[:, 1:], tf.float32)
-    each = tf.nn.sparse_softmax_cross_entropy_with_logits(labels=ids[:, 1:], logits=tf.cast(logits[:, :-1], tf.float32))
-    return tf.reduce_sum(each * real) / tf.reduce_sum(real)
+    data = [_Input(name, "data", tf.TensorSpec((rows, length), tf.int64)) for name in BATCH]
+    return _program(run, [*weights, *slots, step_count, *fixed, *data], num_results=3 * count + 2, rows=rows, model=model)
 
 
 def _adamw(weight: Any, gradient: Any, first: Any, second: Any, step: Any) -> tuple[Any, Any, Any]:
@@ -119,9 +109,9 @@ def _adamw(weight: Any, gradient: Any, first: Any, second: Any, step: Any) -> tu
 
 def _weights(model: Any) -> list[_Input]:
     """One for all that are tied."""
-    state, dtypes = model.state_dict(), {torch.float32: tf.float32, torch.bfloat16: tf.bfloat16}
+    state = model.state_dict()
     first = [name for name, first in names_of(model).items() if name == first]
-    return [_Input(name, "weights", tf.TensorSpec(tuple(state[name].shape), dtypes[state[name].dtype])) for name in first]
+    return [_Input(name, "weights", tf.TensorSpec(tuple(state[name].shape), TENSORFLOW_DTYPES[state[name].dtype])) for name in first]
 
 
 def _program(
