@@ -111,7 +111,8 @@ def _weights(model: Any) -> list[_Input]:
     """One for all that are tied."""
     state = model.state_dict()
     first = [name for name, first in names_of(model).items() if name == first]
-    return [_Input(name, "weights", tf.TensorSpec(tuple(state[name].shape), TENSORFLOW_DTYPES[state[name].dtype])) for name in first]
+    specs = {name: tf.TensorSpec(tuple(one.shape), TENSORFLOW_DTYPES[one.dtype]) for name, one in state.items()}
+    return [_Input(name, "weights", specs[name]) for name in first]
 
 
 def _program(
