@@ -78,6 +78,6 @@ def test_without_the_compiler_it_is_one_line(model: str, upshift: Command, monke
 
 
 def test_wrong_requests(model: str, upshift: Command, tmp_path: Path) -> None:
-    for arguments, words in ((("--batch", 6), "multiple of 4"), (("--dtype", "int8"), "bfloat16 or float32")):
+    for arguments, words in ((("--batch", 6), "multiple of 4"), (("--dtype", "int8"), "float32 or bfloat16")):
         done = upshift("xla", "compile", model, "--topology", "v5e-4", *arguments)
         assert done.code == 2 and words in done.err
