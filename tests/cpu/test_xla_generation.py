@@ -187,7 +187,7 @@ def test_sampling_follows_the_distribution() -> None:
         likely = chances * draws >= 5  # the test's usual condition; the rest is one class
         seen, due = [[*values[likely], values[~likely].sum()] for values in (found, chances * draws)]
         few = int(due[-1] < 1e-9)
-        seen, due = np.array(seen[: len(seen) - few]), np.array(due[: len(due) - few])
+        seen, due = (np.array(values[: len(values) - few], np.float64) for values in (seen, due))
         assert stats.chisquare(seen, due / due.sum() * seen.sum()).pvalue > 0.001
     assert run.experimental_get_tracing_count() == 1
 
