@@ -122,6 +122,24 @@ def test_everything_on_the_disk_says_what_memory_says(
     assert all(torch.equal(tensor, expected[key]) for key, tensor in ours.state_dict().items())
 
 
+def test_only_experts_that_are_chosen_are_read(folder: Folder, tmp_path: Path) -> None:
+    name = "experts that are stored apart"
+    ours = everything_on_disk(folder(name), None, tmp_path)
+    theirs = AutoModelForCausalLM.from_pretrained(folder(name)).eval()
+    config, experts = theirs.config, ours._upshift_offload.experts
+    each = sum(one.nbytes for one in theirs.model.layers[0].mlp.experts.parameters()) // config.num_local_experts
+    assert len(experts) == config.num_hidden_layers
+    with torch.no_grad():
+        assert torch.equal(ours(torch.ones(1, 1, dtype=torch.long)).logits, theirs(torch.ones(1, 1, dtype=torch.long)).logits)
+    assert [one.bytes_read for one in experts] == [config.num_experts_per_tok * each] * len(experts)
+    with torch.device("meta"):
+        empty = AutoModelForCausalLM.from_config(config)
+    placement = place_model(empty, device_map={"": "disk"}, max_memory={"cpu": "1GiB"})
+    streamed = sum(group.nbytes for group in ours._upshift_offload.reader.groups)
+    read = streamed + sum(one.bytes_read for one in experts)
+    assert placement.disk_read == read
+
+
 def test_tensors_need_not_be_aligned(folder: Folder, tmp_path: Path) -> None:
     """As in files that were written by hand: a header may have any length."""
     shutil.copytree(folder("untied"), tmp_path / "m")

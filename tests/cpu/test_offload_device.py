@@ -1,7 +1,7 @@
 """Weights on their way to a GPU: the scheduling that a GPU runs, driven by a stand-in whose copies and products end late.
 
-The stand-in's memory is the CPU's; its copies are made by a thread of their own after a while, and what was computed with a buffer
-ends a while after it was said to. A copy that did not wait for either gives other numbers, or fails here.
+The stand-in's memory is the CPU's; its copies are made by a thread of their own after a while, and what was computed with a
+buffer ends a while after it was said to. A copy that did not wait for either gives other numbers, or fails here.
 """
 
 from __future__ import annotations

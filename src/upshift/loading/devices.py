@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from upshift.loading.layout import is_looked_up
+from upshift.loading.kinds import is_looked_up
 from upshift.loading.place import CPU, DISK, Placement
 from upshift.models.build import find_stacks
 

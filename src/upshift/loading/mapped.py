@@ -22,7 +22,7 @@ from upshift.errors import JobFailed
 from upshift.loading.header import StoredTensor
 from upshift.loading.tensors import dtype_of, shape_of
 
-DONT_NEED, POPULATE_READ = 4, 22  # of madvise(2)
+WILL_NEED, DONT_NEED, POPULATE_READ = 3, 4, 22  # of madvise(2)
 PAGE = mmap.ALLOCATIONGRANULARITY
 
 
@@ -65,6 +65,11 @@ def can_populate() -> bool:
         return False
     with mmap.mmap(-1, PAGE) as page:
         return _advise(ctypes.addressof(ctypes.c_char.from_buffer(page)), PAGE, POPULATE_READ) == 0
+
+
+def announce(content: Tensor) -> None:
+    """The disk may begin."""
+    _advise(*_pages(content), WILL_NEED)
 
 
 def populate(content: Tensor, path: Path) -> None:

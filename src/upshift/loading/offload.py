@@ -21,10 +21,13 @@ from torch import Tensor, nn
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.devices import move_arguments
+from upshift.loading.experts import RoutedExperts
 from upshift.loading.feed import Feed, make_feed
 from upshift.loading.header import StoredTensor
+from upshift.loading.kinds import experts_in
 from upshift.loading.lanes import Lanes
 from upshift.loading.place import CPU, Placement
+from upshift.loading.slots import can_be_pages
 from upshift.loading.waiting import Weight, units_of, weights_on_disk
 
 
@@ -113,6 +116,7 @@ class Offload:
         self.reader, self.starts = feed.reader, feed.starts
         self.units = [_Unit(self, number, weights) for number, weights in enumerate(units)]
         self.mapped_bytes = 0
+        self.experts: list[RoutedExperts] = []
         self._backward: tuple[int, list[Tensor]] | None = None
 
     def acquire(self, number: int) -> list[Tensor]:
@@ -145,16 +149,18 @@ def dispatch(
     from the disk, else as the placement says. ``lanes``: to the main device, where that is a GPU.
     """
     weights = weights_on_disk(model, placement, stored)
-    units, hooked = units_of(model, placement, weights, lanes)
-    if lanes is not None:
-        move_arguments(model, placement, lanes.device)
     total = sum(weight.stored.nbytes for weight in weights.values())
-    if weights:
-        model._upshift_offload = True  # type: ignore[assignment]
-    if not units:
-        return
     free = detect().cpu
     keep = free is None or free.free_memory_bytes is None or total < free.free_memory_bytes
+    routed = {} if lanes is not None else _routed(model, weights)
+    units, hooked = units_of(model, placement, weights, lanes, apart={id(one.parameter) for own in routed.values() for one in own})
+    if lanes is not None:
+        move_arguments(model, placement, lanes.device)
+    if weights:
+        model._upshift_offload = True  # type: ignore[assignment]
+    experts = [RoutedExperts(module, own, keep=keep) for module, own in routed.items()]
+    if not units:
+        return
     budgets = dict(placement.stream_bytes) | ({} if buffer_bytes is None else {CPU: buffer_bytes})
     offload = Offload(units, make_feed(units, budgets, placement.main, keep=keep, lanes=lanes))
     for module, number in hooked:
@@ -162,8 +168,16 @@ def dispatch(
         module.register_forward_hook(offload.units[number].leave, always_call=True)
         module._upshift_unit = offload.units[number]  # type: ignore[assignment]
     weakref.finalize(model, offload.reader.close)
-    offload.mapped_bytes = total
+    offload.mapped_bytes, offload.experts = total, experts
     model._upshift_offload = offload  # type: ignore[assignment]
+
+
+def _routed(model: nn.Module, weights: Mapping[int, Weight]) -> dict[nn.Module, list[Weight]]:
+    """Experts that are on the disk and can be used where they lie."""
+    of = {id(weight.parameter): weight for weight in weights.values()}
+    found = {module: [of[id(one)] for one in module.parameters() if id(one) in of] for module in experts_in(model)}
+    whole = {module: own for module, own in found.items() if len(own) == len(list(module.parameters()))}
+    return {module: own for module, own in whole.items() if can_be_pages([weight.stored for weight in own])}
 
 
 def recompute_offloaded(model: nn.Module) -> None:

@@ -13,8 +13,8 @@ from transformers.core_model_loading import set_param_for_module
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import Checkpoint
 from upshift.loading.fill import Filling, Progress
-from upshift.loading.layout import place_model
 from upshift.loading.lanes import CudaLanes
+from upshift.loading.layout import place_model
 from upshift.loading.mapped import Mapped
 from upshift.loading.offload import dispatch
 from upshift.loading.offload_store import check_placed_together, stored_on_disk

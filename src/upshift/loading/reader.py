@@ -194,12 +194,11 @@ class Reader:
         group.loaded = []
 
     def _slot(self, nbytes: int) -> Slot | None:
-        fitting = [slot for slot in self._free if nbytes <= slot.capacity]
-        if fitting:
-            slot = min(fitting, key=lambda slot: slot.capacity)
-            if slot.capacity <= 2 * nbytes or self._held + nbytes > self.budget:
-                self._free.remove(slot)
-                return slot
+        """Of just this size, as layers are alike: in a larger one a small piece would take another's room."""
+        slot = next((slot for slot in self._free if slot.capacity == nbytes), None)
+        if slot is not None:
+            self._free.remove(slot)
+            return slot
         while self._free and self._held + nbytes > self.budget:
             self._held -= self._free.pop().capacity
         return self._new(nbytes) if self._held + nbytes <= self.budget else None

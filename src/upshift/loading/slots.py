@@ -58,7 +58,7 @@ class Slots(Protocol):
 
 def can_be_pages(tensors: Sequence[StoredTensor]) -> bool:
     """Whether torch can view all of them where they lie."""
-    return can_populate() and all(tensor.offset % dtype_of(tensor).itemsize == 0 for tensor in tensors)
+    return can_populate() and all(tensor.nbytes and tensor.offset % dtype_of(tensor).itemsize == 0 for tensor in tensors)
 
 
 class PageSlots:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
 from upshift.loading.header import StoredTensor
+from upshift.loading.kinds import is_looked_up
 from upshift.loading.lanes import Lanes
-from upshift.loading.layout import is_looked_up
 from upshift.loading.mapped import Mapped
 from upshift.loading.place import CPU, DISK, Placement
 from upshift.loading.reader import ALIGNMENT
@@ -61,10 +60,10 @@ def _at_rest(model: nn.Module, names: Sequence[str], parameter: nn.Parameter, re
 
 
 def units_of(
-    model: nn.Module, placement: Placement, on_disk: Mapping[int, Weight], lanes: Lanes | None
+    model: nn.Module, placement: Placement, on_disk: Mapping[int, Weight], lanes: Lanes | None, *, apart: Set[int]
 ) -> tuple[list[list[Weight]], list[tuple[nn.Module, int]]]:
     """What is read together, and for which modules: one unit for a module of the placement and those that are tied to it.
-    With ``lanes`` to a GPU, weights on the host are units, too."""
+    With ``lanes`` to a GPU, weights on the host are units, too. ``apart``: parameters that are read in another way."""
     units: list[list[Weight]] = []
     hooked: list[tuple[nn.Module, int]] = []
     of: dict[int, int] = {}  # unit by parameter
@@ -75,7 +74,9 @@ def units_of(
         waits = place.device == DISK or (place.device == CPU and lanes is not None)
         if not waits or not place.streams or module is None or is_looked_up(module):
             continue
-        own = list({id(weight): weight for weight in module.parameters()}.values())
+        own = list({id(weight): weight for weight in module.parameters() if id(weight) not in apart}.values())
+        if not own:
+            continue
         number = next((of[id(weight)] for weight in own if id(weight) in of), len(units))
         if number == len(units):
             units.append([])

@@ -104,6 +104,9 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     model = divide(model, place)
     if plan.weight_offload == "none" and not plan.layout.gathers:
         model.to(plan.device)
+    elif plan.weight_offload != "none":
+        for weight in (weight for weight in model.parameters() if weight.requires_grad):
+            weight.data = weight.data.to(plan.device)  # an adapter begins where the weights around it wait
     modules = modules_of(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
