@@ -1,7 +1,7 @@
 """A model on several devices: what a module is called with is moved to where its weights are computed.
 
-Layers of a stack pass on where they are; what other modules give goes to the main device, where the code between modules runs. The
-model's own answer is where its input was.
+Layers of a stack pass on where they are; what other modules give goes to the main device, where the code between modules runs.
+The model's own answer is where its input was.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ from upshift.loading.checkpoint import Checkpoint
 from upshift.loading.kinds import experts_in, is_looked_up
 from upshift.loading.memory_limits import memory_limits, read_device
 from upshift.loading.place import CPU, Placement, Unit, Work, follow, place
+from upshift.loading.products import product_rate
 from upshift.loading.speed import predict
 from upshift.models.build import find_stacks
 from upshift.settings import read_settings
@@ -47,8 +48,8 @@ def place_model(
     host: Host | None = None,
     memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Of a model on the meta device in its final dtypes. The rate is the CPU's: with it, the disk's is measured, and what loading
-    and a token cost is predicted.
+    """Of a model on the meta device in its final dtypes. The rate is the CPU's: with it, those of the disk and of products are
+    measured, and what loading and a token cost is predicted.
 
     Raises RequestError for a device_map that does not fit the model, and NothingFits.
     """
@@ -66,7 +67,7 @@ def place_model(
     return predict(
         placement, host, memory_bytes_per_second=memory_bytes_per_second,
         disk_bytes_per_second=disk_rate(checkpoint.files) if checkpoint is not None else None,
-        stored_bytes=checkpoint and checkpoint.total_bytes,
+        stored_bytes=checkpoint and checkpoint.total_bytes, products_bytes_per_second=product_rate(model.dtype),
     )  # fmt: skip
 
 

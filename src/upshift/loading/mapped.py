@@ -1,7 +1,7 @@
 """Files as memory: which pages of them are brought in ahead, in large reads and without a copy, and let go again.
 
-A page of a mapped file is the page cache's own. Populating reads what is missing; forgetting takes the pages from this process, and
-they stay cached. Linux 5.14 and newer can populate; elsewhere files are read into buffers.
+A page of a mapped file is the page cache's own. Populating reads what is missing; forgetting takes the pages from this process,
+and they stay cached. Linux 5.14 and newer can populate; elsewhere files are read into buffers.
 """
 
 from __future__ import annotations

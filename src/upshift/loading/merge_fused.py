@@ -1,7 +1,7 @@
-"""Merges into weights that transformers puts together of several stored tensors, such as the experts of a layer, or makes parts of one.
+"""Merges into weights that transformers puts together of several stored tensors, as experts of a layer, or makes parts of one.
 
-A group is put together as loading does, changed by peft's own arithmetic, and taken apart as transformers' saving does. In memory are
-the weights of one group, twice.
+A group is put together as loading does, changed by peft's own arithmetic, and taken apart as transformers' saving does. In memory
+are the weights of one group, twice.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ class _Merging:
         for name, tensor in stored.items():
             if name not in apart or tuple(apart[name].shape) != shape_of(tensor):
                 raise RequestError(
-                    f"{self._group.target} is made of {len(stored)} stored tensors, and transformers does not give {name} back of "
-                    "it; merge this adapter with peft's merge_and_unload"
+                    f"{self._group.target} is made of {len(stored)} stored tensors, and transformers does not give {name} back "
+                    "of it; merge this adapter with peft's merge_and_unload"
                 )
         return {name: apart[name].to(dtype_of(tensor)) for name, tensor in stored.items()}
 

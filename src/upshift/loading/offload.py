@@ -1,4 +1,4 @@
-"""Runs a model whose weights are partly on the disk, or on the host of a GPU: they are where they are computed while a module runs.
+"""Runs a model whose weights are partly on the disk, or on a GPU's host: they are where they are computed while a module runs.
 
 Between its turns a weight on the disk is a read-only mapping of the file: its dtype, shape and content are there for whoever asks
 (an embedding looks its rows up in it, a tied head's other end finds it), and no memory is taken. Writing to it ends the process.
@@ -54,7 +54,7 @@ class _Unit:
     def enter(self, module: nn.Module, arguments: Any) -> None:
         if any(weight.parameter.requires_grad for weight in self.weights):
             raise RequestError(
-                "weights that wait on the disk or the host are frozen and cannot be trained; train an adapter around them, such as LoRA"
+                "weights that wait on the disk or the host are frozen and cannot be trained; train an adapter around them: LoRA"
             )
         if self._inside == 0:
             pieces = self.offload.acquire(self.number)
@@ -153,7 +153,8 @@ def dispatch(
     free = detect().cpu
     keep = free is None or free.free_memory_bytes is None or total < free.free_memory_bytes
     routed = {} if lanes is not None else _routed(model, weights)
-    units, hooked = units_of(model, placement, weights, lanes, apart={id(one.parameter) for own in routed.values() for one in own})
+    apart = {id(weight.parameter) for own in routed.values() for weight in own}
+    units, hooked = units_of(model, placement, weights, lanes, apart=apart)
     if lanes is not None:
         move_arguments(model, placement, lanes.device)
     if weights:

@@ -54,8 +54,8 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 
 
 class Stretches:
-    """Stored tensors, of which those that lie behind each other are one private mapping, which lasts as long as any of them: Linux
-    maps 65,530 of a process (vm.max_map_count), and a model may have more tensors."""
+    """Stored tensors, of which those that lie behind each other are one private mapping, which lasts as long as any of them is
+    used: Linux maps 65,530 of a process (vm.max_map_count), and a model may have more tensors."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         self._lock = threading.Lock()
