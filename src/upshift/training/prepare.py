@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.load import load_source
 from upshift.loading.offload import recompute_offloaded
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
@@ -78,8 +79,11 @@ def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
 def _from_files(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
+    """By transformers where weights are quantized: how codes and scales belong together is known to it and the method alone."""
     if plan.weight_offload != "none":
         return load_elsewhere(source, config, model_class, plan, dtype=dtype)
+    if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
+        return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class)
     model: PreTrainedModel = model_class.from_pretrained(
         source.directory, dtype=dtype, use_safetensors=True, **_quantizing(source)
     )
@@ -100,6 +104,9 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     model = divide(model, place)
     if plan.weight_offload == "none" and not plan.layout.gathers:
         model.to(plan.device)
+    elif plan.weight_offload != "none":
+        for weight in (weight for weight in model.parameters() if weight.requires_grad):
+            weight.data = weight.data.to(plan.device)  # an adapter begins where the weights around it wait
     modules = modules_of(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
