@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -25,12 +26,18 @@ def runnable(planning: Planning, source: ModelSource) -> Planning:
     with torch.device("meta"):
         empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
         model = complete_model(empty, source)
+    return keep_runnable(planning, lambda plan: cannot_run(plan, model))
+
+
+def keep_runnable(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:
+    """``runnable``, by ``reason_not``: why a plan cannot run, or None."""
+    ranking = planning.ranking
     reasons: dict[tuple[object, ...], str | None] = {}
 
     def reason(plan: Plan) -> str | None:
-        key = (plan.num_processes, plan.layout, plan.torch_compile, plan.attention, plan.optimizer_in_backward)
+        key = (plan.num_processes, plan.layout, plan.torch_compile, plan.attention, plan.optim, plan.optimizer_in_backward)
         if key not in reasons:
-            reasons[key] = cannot_run(plan, model)
+            reasons[key] = reason_not(plan)
         return reasons[key]
 
     kept: list[Candidate] = []
