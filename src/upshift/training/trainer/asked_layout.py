@@ -71,6 +71,8 @@ def not_in_trainer(plan: Plan, *, optimizer_given: bool, averages: bool) -> str 
         return "pipeline_parallel has no logits for a Trainer's metrics but in its last stage; use upshift train, or fully_shard"
     if layout.context_parallel > 1:
         return "context_parallel gives each rank the logits of its own tokens alone; use upshift train, or fully_shard"
+    if layout.sequence_parallel:
+        return "sequence_parallel divides the tokens of a row, and a collator's rows have any number; leave it out"
     if plan.num_processes > 1 and plan.optimizer_in_backward:
         return "optimizer_in_backward updates weights before the ranks' gradients are summed; leave it out"
     if optimizer_given and (layout.tensor_parallel > 1 or layout.fully_shard != "no"):
