@@ -1,7 +1,7 @@
 """Ranks that share a model read their own parts of its files: the model is built and divided empty, then each part is filled.
 
-A weight that is stored as it is used, or under another dtype, is sliced in the pages of its file, so that no other pages are read;
-what operations make of several stored tensors is made whole, one weight at a time, and sliced then.
+A weight that is stored as it is used, or in another dtype, is sliced in the pages of its file, so that no other pages are read.
+What operations make of several stored tensors is made whole, one weight at a time, and sliced then.
 """
 
 from __future__ import annotations
@@ -90,12 +90,13 @@ def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
     """``model``: what the rank has of ``empty.model``, still without weights."""
     for part in parts_of(model):
         part._apply(_made_on(plan.device))
-    targets: dict[str, list[Tensor]] = {}
-    for part in parts_of(model):
+    tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()
+    for part in parts_of(model):  # a stage may have one of the names of a tied weight alone
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):
-            targets.setdefault(name, []).append(tensor)
+            targets.setdefault(tied.get(name, name), []).append(tensor)
     for group in empty.filling.names.groups:
-        here = {name: targets[name] for name in empty.filling.filled(group) if name in targets}
+        filled = {name: tied.get(name, name) for name in empty.filling.filled(group)}
+        here = {name: targets[known] for name, known in filled.items() if known in targets}
         if not here:
             continue
         if group.converter is None:

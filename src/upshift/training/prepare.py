@@ -73,7 +73,7 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
 
 
 def load_shared(source: ModelSource, plan: Plan, place: Place, *, seed: int) -> tuple[nn.Module, int] | None:
-    """``load_or_build`` and ``prepare`` for a rank that has a part of the model, which reads no more of the files, with the number
+    """``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files, with the number
     of parameters of the whole. None where the model is built whole."""
     if source.directory is None or not reads_slices(source, plan):
         return None

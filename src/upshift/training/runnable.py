@@ -15,6 +15,7 @@ from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate, Rejected
 from upshift.training.parallel.refusals import cannot_run
+from upshift.training.parallel.rehearsal import Rehearsals
 
 
 def runnable(planning: Planning, source: ModelSource) -> Planning:
@@ -26,7 +27,8 @@ def runnable(planning: Planning, source: ModelSource) -> Planning:
     with torch.device("meta"):
         empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
         model = complete_model(empty, source)
-    return keep_runnable(planning, lambda plan: cannot_run(plan, model))
+    rehearsals = Rehearsals(source)
+    return keep_runnable(planning, lambda plan: cannot_run(plan, model) or rehearsals.reason_not(plan))
 
 
 def keep_runnable(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:

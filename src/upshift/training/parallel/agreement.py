@@ -14,8 +14,8 @@ WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
 
 class Agreement:
     def __init__(self, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve) -> None:
-        """``on_failure`` may look at memory, as it was then on this rank, or is now where another one failed. ``halve``: a part of
-        the step's work, None where it is indivisible."""
+        """``on_failure`` may look at memory, as it was then on this rank, or is now where another one failed. ``halve``: a part
+        of the step's work, None where it is indivisible."""
         self.place, self._on_failure, self._halve = place, on_failure, halve
         self.words: str | None = None  # the allocator's, when this rank ran out in this step
         self._outcome = WENT_WELL

@@ -1,12 +1,14 @@
 """One rank's first forward pass, before any rank is there: on fake tensors, in a world that answers every exchange at once.
 
-A plan that a model declares may not fit its modules: a view with the number of heads of the whole model, features that meet in a
-part of a layer which the plan divides differently. Names say nothing of that; running the divided layers does. A layer of each kind
-runs, and memory is not asked for.
+A plan that a model declares may not fit its modules: a view with the number of heads of the whole model, features that meet in
+a part of a layer which the plan divides differently. Names say nothing of that; running the divided layers does. A layer of each
+kind runs, and memory is not asked for.
 """
 
 from __future__ import annotations
 
+import inspect
+import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
 from unittest import mock
@@ -20,7 +22,6 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from upshift.models.adapter import base_of
 from upshift.models.build import build_model, choose_class, cut_stacks, read_config, sample_inputs
-from upshift.models.forked import run_forked
 from upshift.models.measure import fake_masks
 from upshift.models.source import ModelSource
 from upshift.planning.layout import Layout
@@ -28,29 +29,39 @@ from upshift.planning.plan import Plan
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.tensor import INSTEAD, divide_tensors
 
-ROWS = 2
+OF_LAYERS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
+ROWS, WIDTH = 2, 64
 WORDS = 160  # of torch's
 
 
-def reason_not_run(source: ModelSource, plan: Plan) -> str | None:
-    """Why the layers of the model do not run as ranks of tensor parallelism divide them, or None: also where they do not run on
-    fake tensors undivided, which says nothing."""
-    degree = plan.layout.tensor_parallel
-    if degree == 1 or dist.is_initialized():
-        return None
-    alone = plan.changed(num_processes=1, layout=Layout())
-    kept = {name: getattr(plan.layout, name) for name in ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")}
-    divided = plan.changed(num_processes=degree, layout=Layout(**kept))
-    problem = _fails(source, divided)
-    if problem is None or _fails(source, alone) is not None:
-        return None
-    return f"tensor_parallel={degree}: the plan that the model declares does not fit its layers ({problem}); {INSTEAD}"
+class Rehearsals:
+    """Of one model, each kind of division once."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self._problems: dict[Layout, str | None] = {}
+
+    def reason_not(self, plan: Plan) -> str | None:
+        """Why the layers of the model do not run as ranks of tensor parallelism divide them, or None: also where they do not run
+        on fake tensors undivided, which says nothing, and where this process is a rank already."""
+        degree = plan.layout.tensor_parallel
+        if degree == 1 or dist.is_initialized():
+            return None
+        kept = Layout(**{name: getattr(plan.layout, name) for name in OF_LAYERS})
+        if kept not in self._problems:
+            problem = _fails(self.source, plan.changed(num_processes=degree, layout=kept))
+            alone = plan.changed(num_processes=1, layout=Layout())
+            self._problems[kept] = None if problem is None or _fails(self.source, alone) else problem
+        problem = self._problems[kept]
+        if problem is None:
+            return None
+        return f"tensor_parallel={degree}: the plan that the model declares does not fit its layers ({problem}); {INSTEAD}"
 
 
 def _fails(source: ModelSource, plan: Plan) -> str | None:
     config = read_config(source)
     model_class, objective = choose_class(config, source.reference)
-    with _fake_world(plan.num_processes), _meshes_are_real():
+    with _fake_world(plan.num_processes), _meshes_are_real(), _without_traceback():
         place = find_place(plan)
         fake = FakeTensorMode()
         try:
@@ -58,9 +69,10 @@ def _fails(source: ModelSource, plan: Plan) -> str | None:
                 model = build_model(config, model_class, dtype=torch.float32)
                 cut_stacks(model)
                 divide_tensors(model, place)
-                width = min(plan.sequence_length, 64)
+                width = min(plan.sequence_length, WIDTH)
                 inputs = sample_inputs(base_of(model), objective, batch=ROWS, sequence=width, masked=False)
-                model(**inputs)
+                extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+                model(**inputs, **extra)
         except Exception as error:  # whatever the layers, or torch, say of the shapes they meet
             return " ".join(str(error).split())[:WORDS] or type(error).__name__
     return None
@@ -73,6 +85,18 @@ def _fake_world(size: int) -> Iterator[None]:
         yield
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def _without_traceback() -> Iterator[None]:
+    """Of an operator that refuses the shapes: what it says is enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 @contextmanager

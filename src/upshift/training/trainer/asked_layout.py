@@ -1,4 +1,4 @@
-"""What the launcher and the user's arguments say of several processes: which ranks there are, and how they shall share the model."""
+"""What the launcher and the user's arguments say of several processes: which ranks there are, and how they share the model."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ def join_ranks(arguments: Any) -> None:
     vars(arguments).pop("_setup_devices", None)  # a cached property, which reads use_cpu
     if arguments.device.type != "cpu" or arguments.world_size != ranks.size:
         raise RequestError(
-            f"{ranks.size} ranks were launched, and transformers sees {arguments.world_size}; start the script with torchrun, and "
-            "set TrainingArguments(use_cpu=True)"
+            f"{ranks.size} ranks were launched, and transformers sees {arguments.world_size}; start the script with torchrun, "
+            "and set TrainingArguments(use_cpu=True)"
         )
 
 
@@ -46,8 +46,8 @@ def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
     other = sorted(name for name, value in config.items() if value and name not in HONOURED_OF_FSDP)
     if other:
         raise RequestError(
-            f"fsdp_config={{{other[0]!r}: {config[other[0]]!r}}} cannot be honoured: layers are wrapped by the plan; leave it out"
-            + (", and set gradient_checkpointing=True" if other[0] == "activation_checkpointing" else "")
+            f"fsdp_config={{{other[0]!r}: {config[other[0]]!r}}} cannot be honoured: layers are wrapped by the plan; leave it "
+            "out" + (", and set gradient_checkpointing=True" if other[0] == "activation_checkpointing" else "")
         )
     world = arguments.world_size
     if world == 1:
@@ -65,10 +65,10 @@ def layout_fields(layout: Layout) -> tuple[str, ...]:
 
 
 def not_in_trainer(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
-    """Why the Trainer does not run a layout that ``upshift train`` may, or None. ``averages``: labels are counted over all ranks."""
+    """Why the Trainer does not run a layout, or None. ``averages``: labels are counted over all ranks."""
     layout = plan.layout
     if layout.pipeline_parallel > 1:
-        return "pipeline_parallel has no logits for a Trainer's metrics but in its last stage; use upshift train, or fully_shard"
+        return "pipeline_parallel has logits in its last stage alone, and a Trainer wants them; use upshift train, or fully_shard"
     if layout.context_parallel > 1:
         return "context_parallel gives each rank the logits of its own tokens alone; use upshift train, or fully_shard"
     if layout.sequence_parallel:
@@ -76,7 +76,7 @@ def not_in_trainer(plan: Plan, *, optimizer_given: bool, averages: bool) -> str 
     if plan.num_processes > 1 and plan.optimizer_in_backward:
         return "optimizer_in_backward updates weights before the ranks' gradients are summed; leave it out"
     if optimizer_given and (layout.tensor_parallel > 1 or layout.fully_shard != "no"):
-        return "an optimizer that the script made has whole weights, which this layout divides; leave the optimizer to the Trainer"
+        return "an optimizer that the script made has whole weights, and this layout divides them; leave it to the Trainer"
     if layout.tensor_parallel > 1 and not averages:
         return "tensor_parallel computes the batches of its ranks together; leave average_tokens_across_devices at True"
     return None

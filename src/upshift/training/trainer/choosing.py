@@ -48,8 +48,8 @@ class Choosing:
     _memory_limit_gib: float | None
 
     def _choose(self) -> tuple[Choice, Split]:
-        """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits. Once ranks have
-        their parts of the model, what was chosen stays."""
+        """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits. Once ranks
+        have their parts of the model, what was chosen stays."""
         if self._chosen is None or not self._is_divided:
             chosen = chosen_by_rank_0(self._choose_here) if self.args.world_size > 1 else self._choose_here()
             problem = self._reason_not(chosen[0].plan)
@@ -137,7 +137,8 @@ class Choosing:
     def _fixed_fields(self) -> tuple[str, ...]:
         layers = sum(len(stack) for _, stack in find_stacks(self.model))
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        fixed = [*fixed_fields(self.args, num_layers=layers, optimizer_given=given), *layout_fields(self._asked_layout), *self._fixed]
+        by_arguments = fixed_fields(self.args, num_layers=layers, optimizer_given=given)
+        fixed = [*by_arguments, *layout_fields(self._asked_layout), *self._fixed]
         if self._loss_is_own:
             fixed.append("loss_chunk_tokens=0")
         own = getattr(getattr(base_of(self.model), "config", None), "_attn_implementation", None)

@@ -23,7 +23,7 @@ HONOURED = Field("honoured", "as transformers does")
 EVALUATION = Field("honoured", "as transformers does; predictions beyond 64 MiB are kept on disk, not in memory")
 CHECKPOINTS = Field("honoured", "as transformers does; checkpoints are safetensors and JSON, complete or absent")
 DDP = Field("honoured", "has no effect: gradients are summed once a step by the plan's layout, unused weights as zero")
-OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix a degree: fixed=('tensor_parallel=2',)")
+OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix it: fixed=('tensor_parallel=2',)")
 
 FIELDS: dict[str, Field] = {
     # planned: what the user leaves unset is chosen and printed
@@ -46,7 +46,7 @@ FIELDS: dict[str, Field] = {
     "fsdp_config": Field(
         "honoured", "with fsdp: reshard_after_forward; how layers are wrapped is the plan's, and its other options are refused"
     ),
-    "ddp_broadcast_buffers": Field("honoured", "as transformers does, for models with statistics of batches; others have no need"),
+    "ddp_broadcast_buffers": Field("honoured", "as transformers does, where a model has statistics of batches"),
     **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph"), DDP),
     # honoured by transformers' own code
     **dict.fromkeys(
@@ -61,7 +61,8 @@ FIELDS: dict[str, Field] = {
             "seed", "data_seed", "use_cpu", "accelerator_config", "dataloader_drop_last", "dataloader_pin_memory",
             "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
             "dataloader_in_order", "remove_unused_columns", "label_names", "train_sampling_strategy",
-            "ddp_backend", "ddp_timeout", "local_rank", "length_column_name", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "torch_empty_cache_steps",
+            "length_column_name", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "torch_empty_cache_steps",
+            "ddp_backend", "ddp_timeout", "local_rank",
         ),
         HONOURED,
     ),

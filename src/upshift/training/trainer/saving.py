@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -22,12 +21,11 @@ from transformers.trainer_utils import SaveStrategy
 
 from upshift.errors import RequestError
 from upshift.training.checkpoint.background import BackgroundWriter
-from upshift.training.checkpoint.files import check_room, file_sizes, put_in_place, remove_leftovers, writing
+from upshift.training.checkpoint.files import check_room, remove_leftovers, writing
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
 from upshift.training.checkpoint.rng import capture_rng, write_rngs
 from upshift.training.checkpoint.snapshot import ParameterNames, copy_optimizer, copy_weights, has_room
-from upshift.training.checkpoint.state import TrainerManifest
 from upshift.training.optimizers.on_parts import OnParts
 from upshift.training.parallel.ranks import on_rank_0
 from upshift.training.trainer.batch_rng import BatchRng
@@ -37,8 +35,8 @@ from upshift.training.trainer.trainer_files import (
     SCALER_NAME,
     SCHEDULER_NAME,
     check_optimizer,
+    finish_checkpoint,
     plain_state,
-    rotate,
     write_arguments,
     write_state,
     write_trained,
@@ -82,7 +80,7 @@ class PlainSaving:
             self._save_together(run_dir, temporary, final)
             return
         finish = partial(
-            _finish, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
+            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
             limit=self.args.save_total_limit,
         )  # fmt: skip
         with writing(run_dir, name=final.name, temporary=temporary):
@@ -109,7 +107,7 @@ class PlainSaving:
         if self.args.save_only_model:
             raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
         finish = partial(
-            _finish, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
+            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
             limit=self.args.save_total_limit,
         )  # fmt: skip
 
@@ -296,10 +294,3 @@ class PlainSaving:
         """Not so where there are adapters: they are saved alone."""
         model = self._plain_model()
         return not hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False)
-
-
-def _finish(run_dir: Path, *, final: Path, temporary: Path, best: str | None, limit: int | None) -> None:
-    manifest = TrainerManifest(files=file_sizes(temporary), trainer=transformers.__version__)
-    manifest.write(temporary)
-    put_in_place(temporary, final)
-    rotate(run_dir, newest=final, best=best, limit=limit)

@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What is computed at once: a whole batch of the collator's, or rows. ``stands_in``: little of it, whose loss counts nothing."""
+    """What is computed at once: a whole batch of the collator's, or rows. ``stands_in``: little of it, which counts nothing."""
 
     batch: int | None
     group: RowGroup

@@ -70,7 +70,7 @@ class StepOfRanks:
         if not self.plan.layout.exchanges:
             return parts
         if not parts:
-            raise JobFailed(f"the batches of rank {self.place.rank} have no label, and the others wait for it; leave such rows out")
+            raise JobFailed(f"the batches of rank {self.place.rank} have no label, and others wait for it; leave such rows out")
         return parts + [stand_in(parts[-1])] * (highest(len(parts), self.plan) - len(parts))
 
     def run(self, part: Any, compute: Callable[[Any], Tensor], *, last: bool) -> Tensor:
