@@ -38,7 +38,8 @@ from upshift.training.prepare import prepare
 from upshift.training.processes import join_processes
 from upshift.training.step import Stepper
 
-SETTLE_SECONDS = 0.01  # gloo's threads hold what they sent or summed a moment longer than wait() does
+GLOO_THREAD = "pt_gloo_runloop"  # it holds what it sent or summed a moment longer than wait() does
+LOOK_SECONDS = 5e-4
 VOCABULARY = 500
 ops = torch.ops._c10d_functional
 
@@ -92,25 +93,37 @@ def measure(case: dict[str, Any]) -> dict[str, Any]:
     before = tensors()
     step = a_step(case)
     step()
+    settle()
     held = [tensor.untyped_storage().nbytes() for key, tensor in tensors().items() if key not in before]
     with settled(), allocated_peak("cpu", resident_bytes=sum(held)) as peak:
         step()
-        time.sleep(SETTLE_SECONDS)
+        settle()
     with ExchangedBytes() as counted:
         step()
     moved = [[*key, number, counted.calls[key]] for key, number in counted.bytes.items()]
     return {"peak": peak.bytes, "held": sum(held), "left": peak.left, "moved": moved}
 
 
+def settle() -> None:
+    """Until all of gloo's threads sleep: between the end of an exchange and that a thread runs, or waits for a core to run on.
+    Twice, as a thread that waited for Python's lock sleeps, too, and runs on when it is free."""
+    seen = 0
+    while seen < 2:
+        time.sleep(LOOK_SECONDS)
+        stats = [path.read_text() for path in Path("/proc/self/task").glob("*/stat")]
+        states = [stat.rpartition(")")[2].split()[0] for stat in stats if f"({GLOO_THREAD})" in stat]
+        seen = seen + 1 if all(state == "S" for state in states) else 0
+
+
 class Settled:
-    """Waits a moment longer than what it stands for."""
+    """Waits until gloo's threads have let go of what they exchanged."""
 
     def __init__(self, waits: Any) -> None:
         self._waits = waits
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         done = self._waits(*args, **options)
-        time.sleep(SETTLE_SECONDS)
+        settle()
         return done
 
     def __get__(self, work: Any, kind: Any) -> Any:

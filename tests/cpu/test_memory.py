@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -62,6 +62,15 @@ CONFIGS: dict[str, PretrainedConfig] = {
         decoder_start_token_id=0, architectures=["T5ForConditionalGeneration"],
     ),
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    """Scratch inside kernels, which no trace shows, is for each thread."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def source_of(config: PretrainedConfig, folder: Path) -> ModelSource:

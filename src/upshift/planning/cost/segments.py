@@ -5,16 +5,18 @@ from __future__ import annotations
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, Polynomial, Segment, StepTrace
+from upshift.models.profile import LOSS_CHUNK_TOKENS, ModelProfile, PassCost, Polynomial, Segment, StepTrace
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.cost.compiled import compiled_trace
-from upshift.planning.cost.divide import divide, divide_experts, keep_more
+from upshift.planning.cost.divide import divide, divide_experts, keep_more, scaled, total
 from upshift.planning.cost.fused import fused_trace
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.share import Stage, compute_bytes
 from upshift.planning.cost.vocabulary import with_own_loss
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
+
+RANDOM_STATE = Polynomial(one=5056.0)  # of the generator: torch.utils.checkpoint keeps one for each layer that it recomputes
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ def _place(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage) ->
         for index, count in _runs(mine, to_recompute):
             recompute = to_recompute > 0
             to_recompute = max(to_recompute - count, 0)
-            segment = traced.recomputed[way][index] if recompute else traced.plain[index]
+            segment = _with_random_state(traced.recomputed[way][index], plan) if recompute else traced.plain[index]
             if plan.layout.context_parallel > 1 and plan.layout.context_kind == "ulysses":
                 segment = keep_more(segment, _exchanged_back(profile, plan), keeps=not recompute)
             placed.append(Placed(segment, count, stack.layer_trainable[index], is_layer=True, is_recomputed=recompute))
@@ -110,6 +112,23 @@ def _place(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage) ->
     if stage.has_head:
         placed.append(Placed(gap, 1, head if last else outside, is_loss=True, scratch=scratch))
     return placed
+
+
+def _with_random_state(layer: Segment, plan: Plan) -> Segment:
+    """Of a recomputed layer, which fake tensors do not show. GPUs have their own few bytes."""
+    if plan.device != "cpu":
+        return layer
+    freed = scaled(RANDOM_STATE, -1.0)
+    return layer.model_copy(
+        update={
+            "forward": _leaving(layer.forward, RANDOM_STATE), "backward": _leaving(layer.backward, freed),
+            "backward_accumulating": _leaving(layer.backward_accumulating, freed),
+        }
+    )  # fmt: skip
+
+
+def _leaving(cost: PassCost, more: Polynomial) -> PassCost:
+    return cost.model_copy(update={"left": total(cost.left, more)})
 
 
 def _exchanged_back(profile: ModelProfile, plan: Plan) -> Polynomial:
