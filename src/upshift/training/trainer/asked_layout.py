@@ -39,7 +39,7 @@ def local_ranks() -> int:
 
 
 def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
-    """(the arguments without fsdp, for which accelerate would wrap the model, the layout that it asks for). Raises RequestError."""
+    """(the arguments without fsdp, for which accelerate would wrap the model, the layout asked for). Raises RequestError."""
     if not arguments.fsdp:
         return arguments, ALONE
     config = dict(arguments.fsdp_config or {})
