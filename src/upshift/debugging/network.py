@@ -117,7 +117,7 @@ def examine_network(hosts: list[str], *, port: int, wait_seconds: float) -> Iter
     for place, host in enumerate(hosts):
         if place != me:
             yield from _pair(hosts[me], host, port, deadline)
-    server.wait(len(hosts) - 1, deadline + 2 * CONNECT_SECONDS if wait_seconds else deadline)
+    server.wait(len(hosts) - 1, deadline + CONNECT_SECONDS + 1 if wait_seconds else deadline)
 
 
 def _own_name() -> Iterator[Finding]:
@@ -248,7 +248,8 @@ def _blocked(subject: str, host: str, address: str, port: int, failure: OSError)
             fix=f"ip route get {address}; name the host by an address of a shared network",
         )
     return error(
-        subject, what=f"port {port} of {host} is blocked: {where} does not answer", evidence=f"{failure}, {CONNECT_SECONDS:.0f} s",
+        subject, what=f"port {port} of {host} is blocked: {where} does not answer",
+        evidence=f"{failure}, {CONNECT_SECONDS:.0f} s",
         cause="a firewall drops them",
         fix=f"on {host}: sudo iptables -I INPUT -p tcp --dport {port} -j ACCEPT; or another port: --port",
     )  # fmt: skip

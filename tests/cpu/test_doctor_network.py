@@ -42,7 +42,7 @@ wait $second
 
 def in_namespaces(folder: Path, *, blocked: str = "") -> list[list[Finding]]:
     """What each of the two hosts found."""
-    command = f"{sys.executable} -m upshift.cli.main doctor --network --hosts 10.7.0.1,10.7.0.2 --wait 4 --json"
+    command = f"{sys.executable} -m upshift.cli.main doctor --network --hosts 10.7.0.1,10.7.0.2 --wait 1 --json"
     script = NAMESPACES.format(blocked=blocked, command=command, folder=folder)
     if shutil.which("unshare") is None or shutil.which("ip") is None:
         pytest.skip("needs unshare and ip")
@@ -108,3 +108,26 @@ def test_wrong_hosts_are_refused() -> None:
         own_place(["203.0.113.1", "203.0.113.2"])
     with pytest.raises(RequestError, match="names one host"):
         list(examine_network(["127.0.0.1"], port=1, wait_seconds=0))
+
+
+def test_ranks_of_a_launcher() -> None:
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port())]
+    command = [*launcher, "-m", "upshift.cli.main", "doctor", "--network", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    reduced, pair = json.loads(done.stdout)["findings"]  # rank 0 speaks
+    assert reduced["severity"] == "ok" and "2 ranks allocate on cpu and reduce by gloo" in reduced["what"]
+    assert pair["subject"] == "rank 0 <-> rank 1" and "round trip" in pair["evidence"]
+
+
+def test_a_rank_that_does_not_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    from upshift.debugging import network_ranks
+    from upshift.settings import Ranks
+
+    monkeypatch.setattr(network_ranks, "MEET_SECONDS", 1.0)
+    port = free_port()
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("MASTER_ADDR", "127.0.0.1"), ("MASTER_PORT", str(port))):
+        monkeypatch.setenv(name, value)
+    (found,) = network_ranks.examine_ranks(Ranks(rank=0, size=2, local_rank=0, address="127.0.0.1", port=port))
+    assert found.severity == "error" and f"127.0.0.1:{port}" in found.what
+    assert "GLOO_SOCKET_IFNAME" in (found.fix or "")
