@@ -31,7 +31,7 @@ def work(given: dict[str, Any]) -> list[tuple[int, str]]:
         with said.open("a") as file:
             file.write(json.dumps([rank, step, words]) + "\n")
 
-    with watch.watching(given["plan"], tell) as step:
+    with watch.watching(given["plan"], tell, said.parent) as step:
         for number in range(1, STEPS + 1):
             with step(number):
                 one_step(given["case"], rank, number, said)

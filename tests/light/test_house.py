@@ -59,6 +59,8 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.trace",
     "upshift.models.trace_steps",
     "upshift.models.tracker",
+    "upshift.debugging.half_precision",
+    "upshift.debugging.numerics",
     "upshift.hardware.base_process",
     "upshift.hardware.probe",
     "upshift.loading.convert",

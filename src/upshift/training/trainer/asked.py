@@ -13,6 +13,10 @@ ONLY_WHEN_ASKED = ("optimizer_in_backward", *OFFLOADS)  # with them callbacks se
 OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
 
 
+class Ours(list[Any]):
+    """The options of ``debug`` without underflow_overflow, which was among them."""
+
+
 def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
     """``field=value`` for the planner. ``optimizer_given``: an optimizer or its class came through Trainer's arguments."""
     fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
@@ -22,7 +26,7 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
     if recomputes(arguments):
         fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
-    if arguments.torch_compile or arguments.debug:
+    if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, Ours):
         fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
     if arguments.use_liger_kernel:
         fixed["loss_chunk_tokens"] = "0"  # its own fused head

@@ -70,7 +70,7 @@ FIELDS: dict[str, Field] = {
     "torch_compile_mode": Field("honoured", "with torch_compile: the whole model, as transformers does"),
     "label_smoothing_factor": Field("honoured", "as transformers defines it, in chunks where planned"),
     "logging_nan_inf_filter": Field("honoured", "for what is logged; a loss that is not finite ends training before the update"),
-    "debug": Field("honoured", "underflow_overflow as transformers does; nothing is compiled then"),
+    "debug": Field("honoured", "underflow_overflow: by upshift.debugging, warns before it too; nothing is compiled unasked"),
     **dict.fromkeys(
         (
             "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only",

@@ -46,6 +46,7 @@ from upshift.training.trainer.asked_layout import local_ranks
 from upshift.training.trainer.choose import Choice, correct
 from upshift.training.trainer.choosing import Choosing
 from upshift.training.trainer.fields import refuse_unsupported, was_set
+from upshift.training.trainer.numerics import numbers_watched, without_their_own
 from upshift.training.trainer.report import report, tell
 from upshift.training.trainer.separable import Split
 from upshift.training.trainer.sharing import SharedTraining
@@ -88,6 +89,10 @@ class PlannedTraining(Choosing, SharedTraining):
 
     # The run
 
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        with without_their_own(self.args):
+            return super().train(*arguments, **named)
+
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         self.choice, split = self._choose()
         if self.args.should_log:
@@ -95,7 +100,8 @@ class PlannedTraining(Choosing, SharedTraining):
                 tell(line)
         # A CUDA context maps far more than it uses.
         limit = limited_memory(local_ranks()) if torch.device(self.args.device).type == "cpu" else contextlib.nullcontext()
-        with self._as_planned(self.choice.plan), limit:
+        watched = numbers_watched(self.args, self.model, self.choice.plan)
+        with self._as_planned(self.choice.plan), limit, watched:
             self._batch_step = self._make_step(self.choice, split)
             try:
                 return super()._inner_training_loop(*arguments, **named)
