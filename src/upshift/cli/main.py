@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import convert, demo, encode, generate, inspect, launch, merge, plan, quantize, shard, train
+from upshift.cli import convert, demo, encode, generate, inspect, launch, merge, plan, quantize, shard, train, tune
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
@@ -39,6 +39,7 @@ def _of_all(
 
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("tune")(tune.command)
 app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
