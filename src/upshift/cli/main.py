@@ -21,6 +21,7 @@ from upshift.cli import (
     quantize,
     shard,
     train,
+    tune,
 )
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
@@ -53,6 +54,7 @@ def _of_all(
 
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("tune")(tune.command)
 app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
