@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from watched_ranks import STOPPED
 
 from upshift.debugging.run_report import examine_run
 from upshift.errors import JobFailed
@@ -42,9 +43,10 @@ def test_who_waits_and_who_does_not_come(tmp_path: Path) -> None:
     assert "watched_ranks.py" in found.evidence and "(wait_until_said)" in found.evidence
 
 
-def test_a_stopped_process_is_named(tmp_path: Path) -> None:
-    (teller, step, words), *_ = stalls_in("stopped", tmp_path)
-    assert (teller, step) == (0, 5) and "rank 0 waits" in words
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_stopped_process_is_named(case: str, tmp_path: Path) -> None:
+    (teller, step, words), *_ = stalls_in(case, tmp_path)
+    assert (teller, step) == (0, STOPPED[case]) and "rank 0 waits" in words
     assert re.search(r"rank 1 says nothing since [\d.]+ s: its process is stopped", words), words
 
 

@@ -79,6 +79,16 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.reader",
     "upshift.loading.slices",
     "upshift.loading.staging",
+    "upshift.loading.devices",
+    "upshift.loading.experts",
+    "upshift.loading.feed",
+    "upshift.loading.kinds",
+    "upshift.loading.lanes",
+    "upshift.loading.mapped",
+    "upshift.loading.merge_fused",
+    "upshift.loading.products",
+    "upshift.loading.slots",
+    "upshift.loading.waiting",
     "upshift.loading.tensors",
 }
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported
