@@ -140,14 +140,10 @@ class TrainingLoop:
         seconds = time.perf_counter() - self.start
         self._tell(Finished(self.step, self.tokens[-1], seconds, reason))
         return Outcome(
-            reason=reason,
-            measured=self._numbers(),
-            loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
-            evaluations=tuple(self.evaluations),
-            memory_samples=self.recorder.samples,
-            resumed_step=self.resumed_step,
-            seconds=seconds,
-        )
+            reason=reason, measured=self._numbers(), loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
+            evaluations=tuple(self.evaluations), memory_samples=self.recorder.samples,
+            resumed_step=self.resumed_step, seconds=seconds,
+        )  # fmt: skip
 
     def _steps(self) -> str:
         batches = self.source.batches(self.position)
