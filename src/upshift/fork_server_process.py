@@ -29,7 +29,9 @@ def main(worker_name: str) -> None:
     worker = importlib.import_module(worker_name)
     for line in sys.stdin:
         task = json.loads(line)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # who ends this process must know of the child
         children.append(_start_child(worker.main, Path(task["request"]), said))
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         ending = _wait(children[0], limit_seconds=float(task["limit"]))
         children.clear()
         _say(said, ending)
@@ -42,6 +44,7 @@ def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request:
         try:
             os.setpgid(0, 0)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             work(request, lambda value: _say(said, {"answer": value.to_json()}))
             code = 0
         except BaseException:  # the log says what it was

@@ -72,6 +72,14 @@ def read_ranks() -> Ranks | None:
     return None
 
 
+LIBRARY_PREFIXES = ("CUDA_", "DS_", "GLOO_", "GOMP_", "KMP_", "LD_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "THP_MEM_", "TORCH_")
+
+
+def read_library_variables() -> dict[str, str]:
+    """What is set for the libraries underneath, which Upshift leaves to them: doctor reads it, and PATH. No keys, no tokens."""
+    return {name: value for name, value in sorted(os.environ.items()) if name == "PATH" or name.startswith(LIBRARY_PREFIXES)}
+
+
 def quiet_libraries() -> None:
     """Libraries that print from C++ read these when they are loaded; called once, by a program's entry point."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):

@@ -131,6 +131,15 @@ def reference_name(case: Case) -> str:
     return "alone: " + json.dumps(asdict(case.alone), sort_keys=True)
 
 
+def assert_as_one_process(name: str, case: Case, results: dict[str, Result], *, loss: float | None = None) -> None:
+    """``loss``: the difference allowed, where it is not the precision's own."""
+    ours, theirs = results[name], results[reference_name(case)]
+    print(f"{name}: loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}, holds {ours.held:.3f}")
+    fp32 = case.plan.get("precision", "fp32") == "fp32"
+    assert ours.difference(theirs) < (loss or (1e-5 if fp32 else 1e-3))
+    assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
+
+
 def a_config(model: str) -> Any:
     import transformers
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from parallel_runs import Case, Result, a_config, a_plan, reference_name, run, with_references
+from parallel_runs import Case, Result, a_config, a_plan, assert_as_one_process, run, with_references
 
 from upshift.models.build import build_model, choose_class
 from upshift.training.parallel.refusals import cannot_run
@@ -37,12 +37,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_ranks_that_share_sequences_train_as_one_process(name: str, results: dict[str, Result]) -> None:
-    case = CASES[name]
-    ours, theirs = results[name], results[reference_name(case)]
-    print(f"{name}: loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}")
-    fp32 = case.plan.get("precision", "fp32") == "fp32"
-    assert ours.difference(theirs) < (1e-5 if fp32 else 1e-3)
-    assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
+    assert_as_one_process(name, CASES[name], results)
 
 
 REFUSED = {

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from parallel_runs import Case, Result, a_config, reference_name, run, with_references
+from parallel_runs import Case, Result, a_config, assert_as_one_process, run, with_references
 from transformers import (
     ElectraConfig,
     Gemma3TextConfig,
@@ -83,12 +83,7 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_stages_train_as_one_process(name: str, results: dict[str, Result]) -> None:
-    case = CASES[name]
-    ours, theirs = results[name], results[reference_name(case)]
-    print(f"{name}: loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}, holds {ours.held:.3f}")
-    fp32 = case.plan.get("precision", "fp32") == "fp32"
-    assert ours.difference(theirs) < (1e-5 if fp32 else 1e-3)
-    assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
+    assert_as_one_process(name, CASES[name], results)
 
 
 SIZES = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4, "vocab_size": 97, "intermediate_size": 64}

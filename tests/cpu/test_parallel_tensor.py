@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from parallel_runs import Case, Result, reference_name, run, with_references
+from parallel_runs import Case, Result, assert_as_one_process, run, with_references
 
 TENSOR = {"tensor_parallel": 2}
 SEQUENCE = TENSOR | {"sequence_parallel": True}
@@ -57,9 +57,4 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Result]:
 
 @pytest.mark.parametrize("name", CASES)
 def test_a_layout_trains_as_one_process(name: str, results: dict[str, Result]) -> None:
-    case = CASES[name]
-    ours, theirs = results[name], results[reference_name(case)]
-    print(f"{name}: loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}, holds {ours.held:.3f}")
-    fp32 = case.plan.get("precision", "fp32") == "fp32"
-    assert ours.difference(theirs) < (1e-5 if fp32 else 1e-3)
-    assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
+    assert_as_one_process(name, CASES[name], results)

@@ -7,7 +7,22 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import convert, demo, encode, generate, inspect, launch, merge, plan, quantize, shard, train
+from upshift.cli import (
+    compare_runs,
+    convert,
+    demo,
+    doctor,
+    encode,
+    generate,
+    inspect,
+    launch,
+    merge,
+    plan,
+    quantize,
+    shard,
+    train,
+    tune,
+)
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
@@ -39,10 +54,13 @@ def _of_all(
 
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("tune")(tune.command)
 app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
 app.command("quantize")(quantize.command)
+app.command("doctor")(doctor.command)
+app.command("compare-runs")(compare_runs.command)
 app.command("inspect")(inspect.command)
 app.command("shard")(shard.command)
 app.command("merge")(merge.command)

@@ -42,13 +42,15 @@ class GenerationOptions(Value):
     stop_strings: tuple[str, ...] = ()  # the text ends with the one that was met
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
+    prompt_lookup_num_tokens: int | None = Field(None, gt=0)  # most that are guessed at once (lookup.py)
 
 
 def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOptions:
     """Raises RequestError for a name or a value that is not possible, with what is."""
     said = _config(source) or {"eos_token_id": source.config.get("eos_token_id")}  # as transformers does, without that file
     asked = {name: value for name, value in given.items() if value is not None}
-    known = {name: value for name, value in said.items() if name in GenerationOptions.model_fields and value is not None}
+    ours = set(GenerationOptions.model_fields) - {"prompt_lookup_num_tokens"}  # which changes speed alone, and one engine has
+    known = {name: value for name, value in said.items() if name in ours and value is not None}
     merged = {**known, **asked}
     for name in ("eos_token_id", "stop_strings", "suppress_tokens"):  # transformers takes one for a list of one
         if name in merged and isinstance(merged[name], int | str):
