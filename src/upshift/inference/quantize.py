@@ -130,8 +130,8 @@ def _write_torch(source: ModelSource, rounding: Rounding, fitted: list[list[int]
     alone = [name for name in model.state_dict() if "." not in name]
     if bits == 8 and alone:  # transformers splits each name at its last dot (torchao 0.18, safetensors_support.py)
         raise RequestError(
-            f"transformers could not load the 8 bits of {type(model).__name__} again, which torchao writes, for the name of its tensor "
-            f"{alone[0]}; use --engine openvino, or --bits 4"
+            f"transformers could not load the 8 bits of {type(model).__name__} again, which torchao writes, for the name of its "
+            f"tensor {alone[0]}; use --engine openvino, or --bits 4"
         )
     model.save_pretrained(folder)
     _copy_beside(source, folder, leave=("config.json",))
