@@ -120,3 +120,8 @@ def read_tensorflow_cluster() -> dict[str, Any]:
     except json.JSONDecodeError:
         raise RequestError(f"TF_CONFIG is not JSON: {text[:60]!r}; set it as tf.distribute says, or unset it") from None
     return found if isinstance(found, dict) else {}
+
+
+def read_tpu_name() -> str | None:
+    """TPU_NAME, which TensorFlow's cluster resolver reads, too."""
+    return os.environ.get("TPU_NAME") or None
