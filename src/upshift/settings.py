@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import platformdirs
 
+from upshift.errors import RequestError
 from upshift.value import Value
 
 
@@ -88,6 +91,12 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def quiet_tensorflow() -> None:
+    """TensorFlow and XLA print from C++ what they find of GPUs and instruction sets, unless told not to when they are loaded."""
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+
+
 def wait_briefly() -> None:
     """Threads of torch and llama.cpp that wait for each other do so in a loop, for milliseconds: beside other work they take the
     cores from whom they wait for. Called before either is loaded; so long a loop is as fast where nothing else runs, and none at
@@ -109,3 +118,18 @@ def without_telemetry() -> Iterator[None]:
                 del os.environ[name]
             else:
                 os.environ[name] = value
+
+
+def read_tensorflow_cluster() -> dict[str, Any]:
+    """TF_CONFIG, which TensorFlow reads itself: the workers of a run and which one this is. Empty where it is not set."""
+    text = os.environ.get("TF_CONFIG", "")
+    try:
+        found = json.loads(text) if text else {}
+    except json.JSONDecodeError:
+        raise RequestError(f"TF_CONFIG is not JSON: {text[:60]!r}; set it as tf.distribute says, or unset it") from None
+    return found if isinstance(found, dict) else {}
+
+
+def read_tpu_name() -> str | None:
+    """TPU_NAME, which TensorFlow's cluster resolver reads, too."""
+    return os.environ.get("TPU_NAME") or None

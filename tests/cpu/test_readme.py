@@ -29,6 +29,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
     (folder / "prompts.txt").write_text("once\nupon a time\n")
     return {
         "MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained"),
+        "trained-xla": str(folder / "trained-xla"),
         "texts.txt": str(folder / "text.txt"), "rows.npy": str(folder / "rows.npy"),
         "prompts.txt": str(folder / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
         "small": str(folder / "small"), "sharded": str(folder / "sharded"),
@@ -48,7 +49,9 @@ def test_the_readme_shows_the_commands():
 @pytest.mark.parametrize("line", commands())
 def test_commands(line, paths, upshift):
     arguments = [paths.get(word, word) for word in shlex.split(line)]
-    if arguments[1] == "train":  # short, and without the minute of trials
+    if "xla" in arguments:
+        arguments += ["--max-steps", "2"]
+    elif arguments[1] == "train":  # short, and without the minute of trials
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
     if arguments[1] in ("encode", "generate"):  # without a race of all engines
         arguments += ["--engine", "torch"]

@@ -13,7 +13,7 @@ from upshift.record import Environment
 
 LIBRARIES = (
     "upshift", "torch", "transformers", "accelerate", "torchao", "numpy", "openvino", "nncf", "onnxruntime", "ctranslate2",
-    "llama-cpp-python", "sentence-transformers",
+    "llama-cpp-python", "sentence-transformers", "tensorflow-cpu",
 )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ import typer
 from upshift.cli import (
     compare_runs,
     convert,
+    data,
     demo,
     doctor,
     encode,
@@ -66,6 +67,7 @@ app.command("shard")(shard.command)
 app.command("merge")(merge.command)
 app.command("convert")(convert.command)
 app.command("demo")(demo.command)
+app.add_typer(data.app, name="data")
 
 
 def main() -> None:

@@ -8,20 +8,23 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show
+from upshift.cli import show, train_xla
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.record import Record
 from upshift.settings import read_ranks
 from upshift.units import GIB, format_bytes, format_seconds
 
+Data = Annotated[
+    str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")
+]
+TrialSeconds = Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")]
+
 
 @with_layout_flags
 def command(
     model: Model,
-    data: Annotated[
-        str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")
-    ],
+    data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="where the trained model goes")] = Path("upshift-output"),
     sequence_length: SequenceLength = 512,
     global_batch: GlobalBatch = 8,
@@ -42,14 +45,16 @@ def command(
     plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
     set_: Set = None,
     allow: Allow = "",
-    trial_seconds: Annotated[
-        float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")
-    ] = 60.0,
+    trial_seconds: TrialSeconds = 60.0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in the output directory")] = False,
     as_json: Json = False,
+    backend: train_xla.Backend = "torch",
 ) -> None:
     """Plan, prove and run the training of MODEL on DATA; Ctrl-C saves a checkpoint that --resume continues."""
+    if train_xla.is_asked(backend):
+        train_xla.run(**locals())
+        return
     from upshift.training.run import train
 
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)

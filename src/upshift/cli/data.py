@@ -1,0 +1,48 @@
+"""``upshift data to-tfrecord``: tokenized once, then read by every run; the form in which a TPU's host reads best."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Annotated, Any
+
+import typer
+
+from upshift.cli import show
+from upshift.cli.plan import Model, SequenceLength
+
+app = typer.Typer(no_args_is_help=True, help="Data in the form that a backend reads best.")
+
+
+@app.command("to-tfrecord")
+def to_tfrecord(
+    model: Model,
+    data: Annotated[str, typer.Option("--data", help="as in train: text, JSON lines, Parquet, or a saved datasets directory")],
+    output: Annotated[str, typer.Option("--output", "-o", help="a new folder: a local path, or gs://bucket/folder")],
+    sequence_length: SequenceLength = 512,
+    shards: Annotated[int, typer.Option("--shards", min=1, help="files; a TPU pod reads best from at least one a host")] = 1,
+    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="of the tokens that a masked language model is to find")] = 42,
+) -> None:
+    """Tokenize DATA for MODEL and write it as TFRecord files, for upshift train --backend xla --data FOLDER."""
+    from upshift.xla.needs import need_tensorflow
+
+    need_tensorflow("upshift data to-tfrecord")
+    from upshift.models.source import find_model
+    from upshift.training.data.training_data import prepare_data
+    from upshift.xla.data.tfrecord import write_records
+
+    found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
+    pad = found.objective.pad_token_id
+    index = write_records(_examples(found, seed), output, pad_token_id=pad, shards=shards)
+    show.out.print(f"{index.num_examples:,} sequences, {index.num_tokens:,} tokens, in {output}", highlight=False)
+
+
+def _examples(found: Any, seed: int) -> Iterator[dict[str, Any]]:
+    """One sequence each, as training would batch it."""
+    from upshift.training.batches.fill import fill
+    from upshift.training.batches.layout import Layout, RowGroup
+
+    layout = Layout(micro_batch=1, pad_multiple=1)
+    for number, length in enumerate(found.training.lengths.tolist()):
+        made = fill(RowGroup(((number,),), length), found.training, layout, found.objective, seed=seed, epoch=0)
+        yield {name: made.arrays[name][0] for name in ("input_ids", "labels")}

@@ -1,0 +1,152 @@
+"""``upshift train --backend xla``: the same data, order and loss as the torch backend's, in TensorFlow under XLA."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from upshift.cli import show
+from upshift.errors import RequestError
+from upshift.units import format_seconds
+
+Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
+BACKENDS = ("torch", "xla")
+TORCH_ONLY = {  # option -> what it is when it is not given
+    "eval_steps": 0, "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False,
+}  # fmt: skip
+FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
+
+
+def is_asked(backend: str) -> bool:
+    if backend not in BACKENDS:
+        raise RequestError(f"--backend {backend} is not known; use {' or '.join(BACKENDS)}")
+    return backend == "xla"
+
+
+def run(
+    *, model: str, data: str, output: Path, sequence_length: int, global_batch: int, max_steps: int | None, epochs: float,
+    from_config: bool, text_column: str | None, resume: bool, set_: list[str] | None, as_json: bool, seed: int, save_steps: int,
+    **others: Any,
+) -> None:  # fmt: skip
+    """``others``: the remaining options of ``upshift train``."""
+    from upshift.xla.needs import need_tensorflow
+
+    _refuse(others)
+    fields = _fields(set_ or [])
+    need_tensorflow("--backend xla")
+    from upshift.xla.data.tfrecord import has_records, read_index, record_batches
+    from upshift.xla.training.door import train
+
+    if has_records(data):
+        steps = max_steps or max(round(read_index(data).num_examples / global_batch * epochs), 1)
+        batches, tokenizer = record_batches(data, global_batch=global_batch, num_steps=steps, seed=seed), None
+    else:
+        batches, steps, tokenizer = _tokenized(model, data, sequence_length, global_batch, max_steps, epochs, text_column, seed)
+    told: list[Any] = []
+    start = time.perf_counter()
+
+    def on_step(done: Any) -> None:
+        told.append(done)
+        _tell(done, quiet=as_json)
+
+    names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type")
+    trained = train(
+        model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
+        save_steps=save_steps, **{name: others[name] for name in names}, **fields,
+    )  # fmt: skip
+    if tokenizer is not None:
+        tokenizer.save_pretrained(trained.model_directory)
+    _print(trained, told, time.perf_counter() - start, as_json=as_json)
+
+
+def _refuse(others: dict[str, Any]) -> None:
+    for name, unset in TORCH_ONLY.items():
+        if others[name] != unset:
+            raise RequestError(f"--{name.replace('_', '-')} is not for --backend xla; leave it out, or use --backend torch")
+
+
+def _fields(assignments: list[str]) -> dict[str, str]:
+    found = dict(text.partition("=")[::2] for text in assignments)
+    unknown = next((name for name in found if name not in FIELDS), None)
+    if unknown is not None:
+        raise RequestError(f"--set {unknown} is not for --backend xla, which knows {', '.join(FIELDS)}")
+    return found
+
+
+def _tokenized(
+    model: str, data: str, sequence_length: int, global_batch: int, max_steps: int | None, epochs: float, text_column: str | None,
+    seed: int,
+) -> tuple[Any, int, Any]:  # fmt: skip
+    """(batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
+    from upshift.models.source import find_model
+    from upshift.training.batches.layout import Layout
+    from upshift.training.batches.source import BatchSource
+    from upshift.training.data.training_data import prepare_data
+    from upshift.xla.data.batches import Batches
+    from upshift.xla.data.buckets import plan_buckets
+
+    found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
+    steps = max_steps or max(round(len(found.training) / global_batch * epochs), 1)
+    layout = Layout(micro_batch=global_batch, pad_multiple=1)
+    source = BatchSource(
+        sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed
+    )
+    lengths = found.histogram
+    buckets = plan_buckets(
+        lengths.lengths, lengths.counts, longest=lengths.longest, batch_size=global_batch, num_steps=steps
+    )
+
+    def start(step: int) -> Iterator[Any]:
+        return (batch.micro_batches[0].arrays for batch in source.batches(source.position_of_step(step)))
+
+    pad = found.objective.pad_token_id
+    return Batches(start=start, global_batch=global_batch, buckets=buckets, pad_token_id=pad), steps, found.tokenizer
+
+
+def _tell(done: Any, *, quiet: bool) -> None:
+    if not quiet:
+        compiled = f", {done.num_traces} programs" if done.num_traces > 1 else ""
+        text = f"step {done.step}/{done.max_steps} loss {done.loss:.4f}, {done.seconds:.2f} s at {done.width} tokens{compiled}"
+        show.err.print(f"[dim]{text}[/dim]", highlight=False)
+
+
+def _print(trained: Any, told: list[Any], seconds: float, *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(_record(trained, told).to_json() + "\n")
+        return
+    widths = ", ".join(map(str, trained.widths))
+    show.out.print(f"{trained.devices}. Widths {widths}: {trained.padded_share:.0%} padding expected", highlight=False)
+    loss = f"{trained.losses[-1]:.4f}" if trained.losses else "unknown"
+    took = f"{len(trained.losses)} steps in {format_seconds(seconds)}"
+    show.out.print(f"Loss {loss} after {took}. Model saved in {trained.model_directory}", highlight=False)
+
+
+def _record(trained: Any, told: list[Any]) -> Any:
+    """The first step of each width compiles it: its time is not a step's."""
+    from upshift.benchmarking.environment import environment
+    from upshift.hardware.detect import detect
+    from upshift.record import Numbers, Record, Spread
+    from upshift.units import FLOP_CONVENTION
+
+    seen: set[int] = set()
+    warm, first = [], 0.0
+    for done in told:
+        if done.width in seen:
+            warm.append(1000 * done.seconds)
+        else:
+            first += done.seconds
+        seen.add(done.width)
+    measured = Numbers(
+        step_ms=Spread.of(warm, num_warmup=len(seen)) if warm else None, loss=trained.losses[-1] if trained.losses else None,
+        one_time_seconds=first,
+    )  # fmt: skip
+    return Record(
+        kind="train", name="train --backend xla", plan={"backend": "xla", "devices": trained.devices, "widths": trained.widths},
+        predicted=None, measured=measured, flop_convention=f"model FLOPs: {FLOP_CONVENTION}", environment=environment(detect()),
+        checkpoint=trained.model_directory, details={"losses": trained.losses, "num_traces": trained.num_traces},
+    )  # fmt: skip

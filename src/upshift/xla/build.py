@@ -1,0 +1,109 @@
+"""A Hugging Face checkpoint as a tf.Module: variables under their Hugging Face names, tied weights one variable.
+
+Weights go from the files' own pages into variables one by one, so that none is held twice; the torch model stays as an empty
+skeleton that programs are exported from. ``weights_dtype`` is what variables are kept in, ``dtype`` what is computed in: Keras'
+policy mixed_bfloat16 is bfloat16 over float32.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, Literal
+
+import tensorflow as tf
+import torch
+from transformers import PreTrainedModel
+
+from upshift.errors import RequestError
+from upshift.loading.load import load_source
+from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.source import ModelSource, fetch_weights, find_model
+from upshift.xla.lowering.program import as_constant
+from upshift.xla.skeleton import names_of, set_implementations
+
+Dtype = Literal["float32", "bfloat16"]
+DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+class XlaModel(tf.Module):
+    """``weights``: variables by their first Hugging Face name; ``names``: every name of the state_dict with that first name."""
+
+    def __init__(self, source: ModelSource, torch_model: PreTrainedModel, weights: dict[str, tf.Variable]) -> None:
+        super().__init__(name="xla_model")
+        self.source, self.config = source, torch_model.config
+        self._torch_model = [torch_model]  # in a list that tf.Module does not search for variables
+        self.weights = weights
+        self._names = tuple(names_of(torch_model).items())
+
+    @property
+    def torch_model(self) -> PreTrainedModel:
+        return self._torch_model[0]
+
+    @property
+    def names(self) -> dict[str, str]:
+        return dict(self._names)
+
+    def save(self, directory: str | Path) -> None:
+        """A Hugging Face directory, by transformers' own save_pretrained: safetensors, in the names that it is published in."""
+        from upshift.xla.saving import save
+
+        save(self, Path(directory))
+
+
+def build(
+    reference: str | ModelSource, *, dtype: Dtype = "float32", weights_dtype: Dtype | None = None, from_config: bool = False,
+    seed: int = 0,
+) -> XlaModel:  # fmt: skip
+    """``weights_dtype``: None: as ``dtype``. ``from_config``: random weights, by ``seed``.
+
+    Raises RequestError for adapters, quantized weights, and directories without weights."""
+    for name in (dtype, weights_dtype or dtype):
+        if name not in DTYPES:
+            raise RequestError(f"dtype {name!r} is not computed under XLA here; use {' or '.join(DTYPES)}")
+    source = find_model(reference) if isinstance(reference, str) else reference
+    _check(source)
+    model = _random(source, seed) if from_config else _loaded(source)
+    computed = DTYPES[dtype]
+    weights = _variables(model, DTYPES[weights_dtype or dtype], computed)
+    for module in model.modules():
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.dtype in (torch.bfloat16, torch.float16):
+                module._buffers[name] = buffer.to(computed)
+    model.config.dtype = computed
+    return XlaModel(source, set_implementations(model).eval(), weights)
+
+
+def _check(source: ModelSource) -> None:
+    if source.adapter is not None:
+        raise RequestError(f"{source.reference!r} is an adapter; merge it into its model first: upshift merge")
+    if source.config.get("quantization_config"):
+        raise RequestError(f"the weights of {source.reference!r} are quantized; give the model that it was made from")
+
+
+def _loaded(source: ModelSource) -> PreTrainedModel:
+    """In the dtype that the config says, so that weights stay the files' own pages."""
+    fetch_weights(source)
+    return load_source(source)
+
+
+def _random(source: ModelSource, seed: int) -> PreTrainedModel:
+    config = read_config(source)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
+
+
+def _variables(model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype) -> dict[str, tf.Variable]:
+    """Each weight of the model is let go of when its variable is made; an empty one of the computed dtype stays in its place."""
+    state: dict[str, Any] = model.state_dict(keep_vars=True)
+    variables: dict[str, tf.Variable] = {}
+    for name, first in names_of(model).items():
+        if name != first:
+            continue
+        tensor = state[name]
+        floating = tensor.is_floating_point()
+        made = as_constant(tensor.detach().to(dtype) if floating else tensor.detach())
+        variables[name] = tf.Variable(made, trainable=tensor.requires_grad, name=name.replace(".", "/"))
+        if isinstance(tensor, torch.nn.Parameter):
+            tensor.data = torch.empty(tensor.shape, dtype=computed if floating else tensor.dtype)
+    return variables

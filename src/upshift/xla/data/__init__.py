@@ -1,0 +1,1 @@
+"""Data for programs of static shapes: TFRecord files, planned widths, batches."""

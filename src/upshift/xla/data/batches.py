@@ -1,0 +1,51 @@
+"""Global batches of planned shapes: rows as they come from the data, widened to the bucket that holds the longest."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from upshift.errors import RequestError
+from upshift.xla.data.buckets import Buckets
+
+IGNORED = -100
+Arrays = Mapping[str, NDArray[Any]]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Batches:
+    """``start``: the global batches from an optimizer step on, endless, the same for the same step whenever it is asked."""
+
+    start: Callable[[int], Iterator[Arrays]]
+    global_batch: int
+    buckets: Buckets
+    pad_token_id: int = 0
+    num_examples: int | None = None
+
+    def from_step(self, step: int) -> Iterator[dict[str, NDArray[Any]]]:
+        for arrays in self.start(step):
+            yield self.padded(arrays)
+
+    def padded(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
+        """Raises RequestError for a row that is longer than the widest bucket."""
+        given = dict(arrays)
+        rows = [value for value in given.values() if value.ndim == 2]
+        longest = max(value.shape[1] for value in rows) if rows else 0
+        if longest > self.buckets.widths[-1]:
+            widest = self.buckets.widths[-1]
+            raise RequestError(f"a row has {longest} tokens, the widest planned shape {widest}; plan for this data")
+        if "input_ids" in given and "attention_mask" not in given:
+            given["attention_mask"] = np.ones_like(given["input_ids"])
+        width = self.buckets.width_of(longest)
+        fills = {"input_ids": self.pad_token_id, "labels": IGNORED}
+        return {name: _widened(value, width, fills.get(name, 0)) for name, value in given.items()}
+
+
+def _widened(value: NDArray[Any], width: int, fill: int) -> NDArray[Any]:
+    if value.ndim != 2 or value.shape[1] == width:
+        return value
+    return np.pad(value, [(0, 0), (0, width - value.shape[1])], constant_values=fill)

@@ -1,0 +1,135 @@
+"""Convolutions and pooling. torch has channels before space, TensorFlow on CPUs after: they are moved around each one, and
+XLA chooses its own layout."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import tensorflow as tf
+from torch.fx import Node
+
+from upshift.xla.lowering.registry import lowers, moved
+
+
+def _channels_last(rank: int) -> list[int]:
+    return [0, *range(2, rank), 1]
+
+
+def _channels_first(rank: int) -> list[int]:
+    return [0, rank - 1, *range(1, rank - 1)]
+
+
+def _each(values: Sequence[int], count: int) -> list[int]:
+    return list(values) if len(values) == count else [values[0]] * count
+
+
+@lowers("aten.convolution.default")
+def _convolution(
+    node: Node, value: tf.Tensor, weight: tf.Tensor, bias: tf.Tensor | None, stride: Sequence[int], padding: Sequence[int],
+    dilation: Sequence[int], transposed: bool, output_padding: Sequence[int], groups: int,
+) -> tf.Tensor:  # fmt: skip
+    rank = len(value.shape)
+    space = rank - 2
+    stride, padding, dilation = (_each(one, space) for one in (stride, padding, dilation))
+    turned = moved(value, _channels_last(rank))
+    if transposed:
+        made = _transposed(turned, weight, stride, padding, dilation, _each(output_padding, space), groups)
+    else:
+        padded = tf.pad(turned, [[0, 0], *([one, one] for one in padding), [0, 0]])
+        made = _grouped(padded, tf.transpose(weight, [*range(2, rank), 1, 0]), stride, dilation, groups)
+    made = made if bias is None else made + bias
+    return moved(made, _channels_first(rank))
+
+
+def _grouped(value: tf.Tensor, kernel: tf.Tensor, stride: list[int], dilation: list[int], groups: int) -> tf.Tensor:
+    def convolved(one: tf.Tensor, of: tf.Tensor) -> tf.Tensor:
+        return tf.nn.convolution(one, of, strides=stride, padding="VALID", dilations=dilation)
+
+    if groups == 1:
+        return convolved(value, kernel)
+    channels = int(value.shape[-1])
+    if len(stride) == 2 and groups == channels and stride[0] == stride[1]:  # depthwise: one pass over the image
+        multiplier = int(kernel.shape[-1]) // groups
+        shape = [*kernel.shape[:2], groups, multiplier]
+        return tf.nn.depthwise_conv2d(value, tf.reshape(kernel, shape), [1, *stride, 1], "VALID", dilations=dilation)
+    if len(stride) == 1 and groups == channels:
+        return tf.squeeze(_grouped(value[:, :, None], kernel[:, None], [*stride, *stride], [*dilation, 1], groups), 2)
+    parts = zip(tf.split(value, groups, axis=-1), tf.split(kernel, groups, axis=-1), strict=True)
+    return tf.concat([convolved(one, of) for one, of in parts], axis=-1)
+
+
+def _transposed(
+    value: tf.Tensor, weight: tf.Tensor, stride: list[int], padding: list[int], dilation: list[int], extra: list[int], groups: int
+) -> tf.Tensor:
+    """A convolution of the value with zeros between its numbers, by the kernel turned around."""
+    rank, sizes = len(value.shape), [int(size) for size in weight.shape[2:]]
+    spread = value
+    for place, step in enumerate(stride):
+        spread = _spread(spread, place + 1, step)
+    edges = []
+    for size, pad, dilate, more in zip(sizes, padding, dilation, extra, strict=True):
+        left = dilate * (size - 1) - pad
+        edges.append([left, left + more])
+    cut = tuple([slice(None), *(slice(max(0, -low), None if high >= 0 else high) for low, high in edges)])
+    spread = tf.pad(spread[cut], [[0, 0], *([max(0, low), max(0, high)] for low, high in edges), [0, 0]])
+    turned = tf.reverse(weight, list(range(2, rank)))  # [in, out / groups, ..]
+    kernels = [tf.transpose(one, [*range(2, rank), 0, 1]) for one in tf.split(turned, groups, axis=0)]
+    return _grouped(spread, tf.concat(kernels, axis=-1), [1] * len(stride), dilation, groups)
+
+
+def _spread(value: tf.Tensor, dim: int, step: int) -> tf.Tensor:
+    if step == 1:
+        return value
+    shape = [int(size) for size in value.shape]
+    wide = tf.pad(tf.expand_dims(value, dim + 1), [[0, 0]] * (dim + 1) + [[0, step - 1]] + [[0, 0]] * (len(shape) - dim - 1))
+    shape[dim] *= step
+    whole = tf.reshape(wide, shape)
+    return whole[tuple([slice(None)] * dim + [slice(0, shape[dim] - step + 1)])]
+
+
+@lowers("aten.max_pool2d_with_indices.default")
+def _max_pool(
+    node: Node, value: tf.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    dilation: Sequence[int] = (1,), ceil_mode: bool = False,
+) -> tuple[tf.Tensor, None]:  # fmt: skip
+    """Its places are not lowered: no model of transformers reads them."""
+    pads = _each(padding, 2)
+    edges = [[0, 0], [0, 0], *([one, one + _ceil_more(node, value, kernel, stride, pads, place, ceil_mode)]
+             for place, one in enumerate(pads))]  # fmt: skip
+    padded = moved(tf.pad(value, edges, constant_values=value.dtype.min), _channels_last(4))
+    made = tf.nn.pool(padded, _each(kernel, 2), "MAX", _each(stride or kernel, 2), "VALID", dilations=_each(dilation, 2))
+    return moved(made, _channels_first(4)), None
+
+
+def _ceil_more(node: Node, value: Any, kernel: Any, stride: Any, pads: list[int], place: int, ceil_mode: bool) -> int:
+    if not ceil_mode:
+        return 0
+    step, size = _each(stride or kernel, 2)[place], _each(kernel, 2)[place]
+    wanted = node.meta["val"][0].shape[2 + place]
+    return max(0, (int(wanted) - 1) * step + size - int(value.shape[2 + place]) - 2 * pads[place])
+
+
+@lowers("aten.avg_pool2d.default", "aten.avg_pool1d.default")
+def _avg_pool(
+    node: Node, value: tf.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
+    ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
+) -> tf.Tensor:  # fmt: skip
+    rank = len(value.shape)
+    space = rank - 2
+    if ceil_mode or divisor_override is not None or (any(padding) and not count_include_pad):
+        raise NotImplementedError("average pooling with ceil_mode, a divisor of its own, or padding that does not count")
+    padded = tf.pad(value, [[0, 0], [0, 0], *([one, one] for one in _each(padding, space))])
+    made = tf.nn.pool(moved(padded, _channels_last(rank)), _each(kernel, space), "AVG", _each(stride or kernel, space), "VALID")
+    return moved(made, _channels_first(rank))
+
+
+@lowers("aten._adaptive_avg_pool2d.default", "aten.adaptive_avg_pool1d.default")
+def _adaptive_avg_pool(node: Node, value: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
+    """The mean of each of ``size`` parts, which overlap where they do not divide the image."""
+    for dim, count in enumerate(size, start=len(value.shape) - len(size)):
+        whole = int(value.shape[dim])
+        parts = [slice(place * whole // count, -(-(place + 1) * whole // count)) for place in range(count)]
+        cut = [value[tuple([slice(None)] * dim + [part])] for part in parts]
+        value = tf.concat([tf.reduce_mean(one, axis=dim, keepdims=True) for one in cut], axis=dim)
+    return value

@@ -1,0 +1,57 @@
+"""The unmodified torch model with empty weights: what is exported. Its weights live in TensorFlow, never in torch.
+
+Decides how attention and experts are computed, for every model the same: attention as plain products and a softmax (eager),
+which XLA fuses itself; experts without shapes that depend on data.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from upshift.loading.load import build_empty, class_of
+from upshift.models.build import read_config
+from upshift.models.source import ModelSource
+from upshift.xla import experts
+
+
+def skeleton(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
+    """In evaluation mode. Weights have addresses and are never touched, so that the system gives them no memory; buffers that
+    no checkpoint holds are computed."""
+    config = read_config(source)
+    config.dtype = dtype
+    model = build_empty(class_of(config, source), config, dtype)
+    stored = set(model.state_dict())
+    _allocate(model, dtype)
+    for name in stored:
+        model.get_parameter_or_buffer(name)._is_hf_initialized = True
+    model._initialize_missing_keys(False)
+    model.tie_weights(recompute_mapping=False)
+    return set_implementations(model).eval()
+
+
+def set_implementations(model: PreTrainedModel) -> PreTrainedModel:
+    model.set_attn_implementation("eager")
+    name = experts.register()
+    for part in model.modules():  # a part's config may be its own
+        if getattr(getattr(part, "config", None), "_experts_implementation", None) is not None:
+            part.config._experts_implementation = name  # type: ignore[union-attr]
+    return model
+
+
+def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None and parameter.is_meta:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None and buffer.is_meta:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def names_of(model: PreTrainedModel) -> dict[str, str]:
+    """Every name of the state_dict, with the first name of what is tied to it."""
+    first: dict[int, str] = {}
+    return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}

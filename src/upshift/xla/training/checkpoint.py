@@ -1,0 +1,119 @@
+"""Checkpoints of a run under XLA: weights and optimizer as safetensors, where it stands as JSON. No pickle, no TensorFlow format.
+
+A checkpoint is written beside its place and renamed, so that each checkpoint-<step> is whole; its state file, with the sizes of
+the others, is written last.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from upshift.errors import JobFailed, RequestError
+from upshift.value import Value, first_problem
+
+NAME = re.compile(r"checkpoint-(\d+)")
+STATE, WEIGHTS, OPTIMIZER = "upshift_state.json", "model.safetensors", "optimizer.safetensors"
+KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
+
+
+class Standing(Value):
+    """Where a run stands apart from tensors: with the same one, and the same data, it goes on the same way."""
+
+    step: int  # optimizer steps done
+    losses: tuple[float, ...]
+    arguments: dict[str, Any]
+    global_batch: int
+    files: dict[str, int] = {}  # size in bytes
+
+
+def write_checkpoint(
+    output: Path, standing: Standing, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable]
+) -> Path:  # fmt: skip
+    """Raises JobFailed where the disk does not take it."""
+    final = output / f"checkpoint-{standing.step}"
+    temporary = final.with_name(f"{final.name}.tmp")
+    try:
+        shutil.rmtree(temporary, ignore_errors=True)
+        temporary.mkdir(parents=True)
+        for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
+            save_file({key: variable.numpy() for key, variable in variables.items()}, temporary / name)
+        sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
+        (temporary / STATE).write_text(standing.changed(files=sizes).to_json(), encoding="utf-8")
+        for file in [*temporary.iterdir(), temporary]:
+            _sync(file)
+        shutil.rmtree(final, ignore_errors=True)
+        temporary.rename(final)
+        _sync(output)
+    except (OSError, SafetensorError) as error:
+        shutil.rmtree(temporary, ignore_errors=True)
+        raise JobFailed(f"{final.name} could not be written to {output}: {error}; earlier ones are still whole") from error
+    for old in _found(output)[KEPT:]:
+        shutil.rmtree(old)
+    return final
+
+
+def newest_checkpoint(output: Path) -> tuple[Path, Standing] | None:
+    """The newest that is whole."""
+    for path in _found(output):
+        standing = _standing(path)
+        if standing is not None:
+            return path, standing
+    return None
+
+
+def restore(path: Path, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable]) -> None:
+    """Bit for bit. Raises RequestError where the model or the optimizer is another one."""
+    for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
+        with safe_open(path / name, framework="numpy") as stored:
+            if set(stored.keys()) != set(variables):
+                other = min(set(stored.keys()) ^ set(variables))
+                raise RequestError(f"{path / name} and this run differ in {other}; resume with that run's model and optimizer")
+            for key, variable in variables.items():
+                value = stored.get_tensor(key)
+                if tuple(value.shape) != tuple(variable.shape):
+                    raise RequestError(f"{path / name} has {key} as {value.shape}, this run as {tuple(variable.shape)}")
+                variable.assign(value)
+
+
+def _found(output: Path) -> list[Path]:
+    """Newest first."""
+    if not output.is_dir():
+        return []
+    paths = [path for path in output.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
+    return sorted(paths, key=lambda path: -int(path.name.rpartition("-")[2]))
+
+
+def _standing(path: Path) -> Standing | None:
+    """None: it is not whole."""
+    try:
+        standing = Standing.model_validate(json.loads((path / STATE).read_bytes()))
+    except (OSError, ValueError):
+        return None
+    whole = all((path / name).is_file() and (path / name).stat().st_size == size for name, size in standing.files.items())
+    return standing if whole else None
+
+
+def arguments_of(standing: Standing, kind: type[Value]) -> Any:
+    try:
+        return kind.model_validate(standing.arguments)
+    except ValidationError as error:
+        raise RequestError(f"the checkpoint's arguments are not of this version: {first_problem(kind, error)}") from None
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,172 @@
+"""``upshift.xla.train``: a Hugging Face directory and batches in, a trained Hugging Face directory out."""
+
+from __future__ import annotations
+
+import math
+import signal
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.models.source import ModelSource
+from upshift.xla.build import XlaModel, build
+from upshift.xla.data.batches import Batches
+from upshift.xla.data.tfrecord import record_batches
+from upshift.xla.training.arguments import Arguments
+from upshift.xla.training.checkpoint import Standing, newest_checkpoint, restore, write_checkpoint
+from upshift.xla.training.optimizers import Optimizer, learning_rates
+from upshift.xla.training.step import Step
+from upshift.xla.training.strategy import Devices, choose_devices
+
+
+@dataclass(frozen=True)
+class StepDone:
+    step: int
+    max_steps: int
+    loss: float
+    gradient_norm: float
+    seconds: float
+    width: int
+    num_traces: int
+
+
+@dataclass(frozen=True)
+class Trained:
+    losses: tuple[float, ...]  # of every step of the run, those before a resume included
+    model_directory: str
+    devices: str  # with the reason
+    num_traces: int
+    widths: tuple[int, ...]
+    padded_share: float  # of the computed tokens, expected
+    resumed_from: str | None
+
+
+def train(
+    model: str | ModelSource, data: Batches | str, *, output: str | Path, global_batch: int = 8, resume: bool = False,
+    from_config: bool = False, devices: Devices | None = None, on_step: Callable[[StepDone], None] = lambda done: None,
+    **arguments: Any,
+) -> Trained:  # fmt: skip
+    """``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``Arguments``, max_steps at least.
+
+    Raises RequestError over what was asked, Interrupted after SIGINT or SIGTERM, with a checkpoint that ``resume`` continues."""
+    given = Arguments(**arguments)
+    output, rates = Path(output), learning_rates(given)
+    found = _start_of(output, resume=resume)
+    if isinstance(data, str):
+        data = record_batches(data, global_batch=global_batch, num_steps=given.max_steps, seed=given.seed)
+    devices = devices or choose_devices()
+    _check_divides(data.global_batch, devices, given)
+    with devices.strategy.scope() if devices.strategy else nullcontext():
+        dtype = "bfloat16" if given.precision == "bf16" else "float32"
+        built = build(model, dtype=dtype, weights_dtype="float32", from_config=from_config, seed=given.seed)
+        optimizer = Optimizer(built.weights, given)
+    losses: list[float] = []
+    if found is not None:
+        losses = list(_restored(found, built, optimizer, data, given))
+    run = _Run(built, optimizer, data, devices, given, rates, output, losses)
+    run.to_the_end(on_step)
+    if devices.is_chief:
+        built.save(output)
+    return Trained(
+        losses=tuple(losses), model_directory=str(output), devices=devices.reason, num_traces=run.step.num_traces,
+        widths=data.buckets.widths, padded_share=data.buckets.padded_share, resumed_from=str(found[0]) if found else None,
+    )  # fmt: skip
+
+
+def _start_of(output: Path, *, resume: bool) -> tuple[Path, Standing] | None:
+    """The checkpoint to go on from; None: from the beginning. Nothing that is in the directory is ever written over otherwise."""
+    inside = sorted(output.iterdir()) if output.is_dir() else []
+    if inside and not resume:
+        raise RequestError(f"{output} is not empty ({inside[0].name}); resume its run (--resume), or give another directory")
+    found = newest_checkpoint(output)
+    if inside and found is None:
+        raise RequestError(f"{output} has no whole checkpoint to resume from; give the directory of an earlier run")
+    return found
+
+
+def _check_divides(global_batch: int, devices: Devices, arguments: Arguments) -> None:
+    parts = devices.num_replicas * arguments.gradient_accumulation_steps
+    if global_batch % parts:
+        raise RequestError(
+            f"global_batch={global_batch} is not divided by {devices.num_replicas} replicas x gradient_accumulation_steps="
+            f"{arguments.gradient_accumulation_steps}; use a multiple of {parts}"
+        )
+
+
+def _restored(
+    found: tuple[Path, Standing], model: XlaModel, optimizer: Optimizer, data: Batches, arguments: Arguments
+) -> tuple[float, ...]:
+    path, standing = found
+    asked = arguments.model_dump()
+    other = next((name for name in asked if name != "save_steps" and standing.arguments.get(name) != asked[name]), None)
+    if other is not None:
+        was = standing.arguments.get(other)
+        raise RequestError(f"{path.name} is of a run with {other}={was}, not {asked[other]}; resume it as it was started")
+    if standing.global_batch != data.global_batch:
+        raise RequestError(f"{path.name} is of a run with global_batch={standing.global_batch}; resume it as it was started")
+    restore(path, model.weights, optimizer.state)
+    return standing.losses
+
+
+class _Run:
+    def __init__(
+        self, model: XlaModel, optimizer: Optimizer, data: Batches, devices: Devices, arguments: Arguments, rates: list[float],
+        output: Path, losses: list[float],
+    ) -> None:  # fmt: skip
+        self.model, self.optimizer, self.data, self.devices = model, optimizer, data, devices
+        self.arguments, self.rates, self.output, self.losses = arguments, rates, output, losses
+        self.step = Step(model, optimizer, devices, max_traces=len(data.buckets.widths))
+
+    def to_the_end(self, on_step: Callable[[StepDone], None]) -> None:
+        last, first = self.arguments.max_steps, len(self.losses)
+        batches = self.data.from_step(first)
+        with _stop_asked(self.devices) as stop:
+            for number in range(first, last):
+                batch = next(batches)
+                start = time.perf_counter()
+                seed = (self.arguments.seed & 0x7FFFFFFF, number)
+                scalars = self.optimizer.scalars(number, self.rates[number])
+                loss, norm = (float(value) for value in self.step(batch, scalars, seed))
+                if not math.isfinite(loss):
+                    raise JobFailed(f"the loss of step {number + 1} is {loss}; lower the learning rate, or train in fp32")
+                self.losses.append(loss)
+                width = max(value.shape[1] for value in batch.values() if value.ndim == 2) if "input_ids" in batch else 1
+                seconds = time.perf_counter() - start
+                on_step(StepDone(number + 1, last, loss, norm, seconds, width, self.step.num_traces))
+                self._save_at(number + 1, stop)
+
+    def _save_at(self, done: int, stop: list[int]) -> None:
+        every = self.arguments.save_steps
+        if not stop and not (every and done % every == 0):
+            return
+        if self.devices.is_chief:
+            standing = Standing(
+                step=done, losses=tuple(self.losses), arguments=self.arguments.model_dump(), global_batch=self.data.global_batch
+            )
+            write_checkpoint(self.output, standing, self.model.weights, self.optimizer.state)
+        if stop:
+            raise Interrupted(f"stopped after step {done}; checkpoint-{done} in {self.output} is whole: continue with --resume")
+
+
+@contextmanager
+def _stop_asked(devices: Devices) -> Iterator[list[int]]:
+    """The list has a number once SIGINT or SIGTERM came. Of several hosts none can stop alone: there signals end the process, and
+    the run goes on from the newest checkpoint."""
+    asked: list[int] = []
+    is_alone = not isinstance(devices.strategy, tf.distribute.MultiWorkerMirroredStrategy)
+    signals = (signal.SIGINT, signal.SIGTERM) if is_alone else ()
+    try:
+        before = {number: signal.signal(number, lambda number, _: asked.append(number)) for number in signals}
+    except ValueError:  # not the main thread, which alone may take signals
+        before = {}
+    try:
+        yield asked
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,75 @@
+"""The model's own loss as a program: exported in training mode, with labels, for one shape of a micro-batch.
+
+What counts is a sum over labels, so that a global batch's loss does not depend on how it is divided: the model gives the mean of
+a micro-batch, which is weighted by its number of labels.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from typing import Any
+
+import tensorflow as tf
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from upshift.errors import RequestError
+from upshift.xla.exported import export
+from upshift.xla.lowering.program import Program, lower
+
+IGNORED = -100
+Shapes = Mapping[str, tuple[tuple[int, ...], str]]  # of the model's arguments: shape and dtype of numpy
+
+
+class _Loss(nn.Module):
+    def __init__(self, model: PreTrainedModel) -> None:
+        super().__init__()
+        self.model = model
+        self.extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+
+    def forward(self, **inputs: torch.Tensor) -> torch.Tensor:
+        loss: torch.Tensor = self.model(**inputs, **self.extra).loss
+        return loss.float()
+
+
+def loss_program(model: PreTrainedModel, shapes: Shapes) -> Program:
+    """Raises RequestError where the model has no loss, no static graph, or an operator that is not lowered."""
+    if "labels" not in shapes:
+        raise RequestError(f"the batches have {', '.join(shapes)} and no labels; training needs labels")
+    example = {name: torch.ones(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
+    for name in shapes:
+        if shapes[name][1].startswith("float"):
+            example[name] = example[name].to(model.dtype)
+    model.train()
+    try:
+        return lower(export(_Loss(model), example))
+    finally:
+        model.eval()
+
+
+def shifts_labels(model: PreTrainedModel) -> bool:
+    """Whether the model predicts each label from the token before it: then the first label of a row never counts."""
+    return "ForCausalLM" in str(getattr(model, "loss_type", None) or "")
+
+
+def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:
+    """Those that the mean was taken over. Rows where labels are numbers to regress or classes of a row."""
+    if not labels.dtype.is_integer or len(labels.shape) < 2:
+        return tf.constant(float(labels.shape[0]))
+    counted = labels[:, 1:] if shifted else labels
+    return tf.reduce_sum(tf.cast(counted != IGNORED, tf.float32))
+
+
+def loss_sum(
+    program: Program, inputs: Mapping[str, Any], weights: Mapping[str, tf.Variable], seed: tf.Tensor, *, shifted: bool
+) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
+    """(sum of the labels' losses, their number). A micro-batch without labels has the sum 0 and gradients of 0."""
+    labels = inputs["labels"]
+    number = count_labels(labels, shifted=shifted)
+    if labels.dtype.is_integer:
+        labels = tf.where(number > 0, labels, tf.zeros_like(labels))  # a mean over no label is not a number
+    given = {**inputs, "labels": labels}
+    (mean,) = program([given[name] for name in program.inputs], weights, seed=seed)
+    return mean * number, number

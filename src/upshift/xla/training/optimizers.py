@@ -1,0 +1,81 @@
+"""AdamW and SGD as torch computes them, on variables of TensorFlow; learning rates are those of transformers' schedules.
+
+Bias corrections and learning rates are computed by the host in double precision and given to each step as numbers, so that no
+step is traced again and float32 does not lose what 1 - 0.999 ** t needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import tensorflow as tf
+import torch
+from transformers import SchedulerType, get_scheduler
+
+from upshift.errors import RequestError
+from upshift.xla.training.arguments import Arguments
+
+Scalars = dict[str, tf.Tensor]
+STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
+
+
+class Optimizer(tf.Module):
+    """``state``: variables by "<weight>.<state>", made in the scope that the weights were made in."""
+
+    def __init__(self, weights: Mapping[str, tf.Variable], arguments: Arguments) -> None:
+        super().__init__(name="optimizer")
+        self.arguments = arguments
+        self.trained = {name: weight for name, weight in weights.items() if weight.trainable}
+        kept = STATES[arguments.optim] if arguments.optim == "adamw" or arguments.momentum else ()
+        self.state = {
+            f"{name}.{state}": tf.Variable(tf.zeros(weight.shape, weight.dtype), trainable=False, name=f"{state}")
+            for name, weight in self.trained.items()
+            for state in kept
+        }
+
+    def states_of(self, name: str) -> list[tf.Variable]:
+        return [self.state[key] for state in STATES[self.arguments.optim] if (key := f"{name}.{state}") in self.state]
+
+    def scalars(self, step: int, learning_rate: float) -> dict[str, float]:
+        """Of optimizer step ``step``, counted from 0."""
+        given = self.arguments
+        return {
+            "learning_rate": learning_rate,
+            "correction1": 1 - given.adam_beta1 ** (step + 1),
+            "correction2_root": (1 - given.adam_beta2 ** (step + 1)) ** 0.5,
+        }
+
+    def update(self, weight: tf.Variable, states: list[tf.Variable], gradient: tf.Tensor, scalars: Scalars) -> tf.Operation:
+        """One weight, where it is. No weight decay on biases and norms (vectors), as transformers.Trainer has it."""
+        given, rate = self.arguments, scalars["learning_rate"]
+        decay = given.weight_decay if len(weight.shape) >= 2 else 0.0
+        if given.optim == "sgd":
+            return self._sgd(weight, states, gradient + decay * weight if decay else gradient, rate)
+        average, squares = states
+        average.assign(given.adam_beta1 * average + (1 - given.adam_beta1) * gradient)
+        squares.assign(given.adam_beta2 * squares + (1 - given.adam_beta2) * tf.square(gradient))
+        size = tf.sqrt(squares) / scalars["correction2_root"] + given.adam_epsilon
+        kept = weight * (1 - rate * decay) if decay else weight
+        return weight.assign(kept - rate / scalars["correction1"] * average / size)
+
+    def _sgd(self, weight: tf.Variable, states: list[tf.Variable], gradient: tf.Tensor, rate: tf.Tensor) -> tf.Operation:
+        if states:
+            states[0].assign(self.arguments.momentum * states[0] + gradient)
+            gradient = states[0]
+        return weight.assign(weight - rate * gradient)
+
+
+def learning_rates(arguments: Arguments) -> list[float]:
+    """Of every step. Raises RequestError for a schedule that transformers does not have."""
+    if arguments.lr_scheduler_type not in [str(one.value) for one in SchedulerType]:
+        known = ", ".join(str(one.value) for one in SchedulerType)
+        raise RequestError(f"lr_scheduler_type={arguments.lr_scheduler_type!r} is not known; use one of {known}")
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
+    steps, warmup = arguments.max_steps, arguments.warmup_steps
+    schedule = get_scheduler(arguments.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
+    rates = []
+    for _ in range(steps):
+        rates.append(float(optimizer.param_groups[0]["lr"]))
+        optimizer.step()
+        schedule.step()
+    return rates

@@ -1,0 +1,147 @@
+"""One optimizer step as a traced program: gradients of a replica's micro-batches, summed over replicas, clipped, applied.
+
+jit_compile stands inside the replica's function: around strategy.run TensorFlow cannot compile, and on a TPU's host everything in
+strategy.run is compiled anyway. One device has one program, weights and optimizer updated in place. Shapes come from the planned
+buckets alone, one trace each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from upshift.errors import JobFailed
+from upshift.xla.build import XlaModel
+from upshift.xla.lowering.program import Program
+from upshift.xla.training.loss import loss_program, loss_sum, shifts_labels
+from upshift.xla.training.optimizers import Optimizer, Scalars
+from upshift.xla.training.rules import check_rules
+from upshift.xla.training.strategy import Devices
+
+Batch = Mapping[str, Any]
+Results = tuple[tf.Tensor, tf.Tensor]  # mean loss, norm of the gradients before clipping
+
+
+class Step:
+    """``max_traces``: the number of planned shapes; one more is an error, as each costs a compilation."""
+
+    def __init__(self, model: XlaModel, optimizer: Optimizer, devices: Devices, *, max_traces: int) -> None:
+        self.model, self.optimizer, self.devices, self.max_traces = model, optimizer, devices, max_traces
+        self._shifted = shifts_labels(model.torch_model)
+        self._programs: dict[tuple[Any, ...], Program] = {}
+        self._gradients_of_replica = self._traced(self._gradients, jit=not devices.on_tpu)
+        if devices.strategy is None:
+            self.function = self._traced(self._on_one_device, jit=True)
+        else:
+            self.function = self._traced(self._on_replicas, jit=False)
+
+    def _traced(self, function: Any, *, jit: bool) -> Any:
+        return tf.function(function, jit_compile=jit or None, autograph=False)
+
+    @property
+    def num_traces(self) -> int:
+        return int(self.function.experimental_get_tracing_count())
+
+    def __call__(self, batch: Mapping[str, np.ndarray], scalars: Mapping[str, float], seed: tuple[int, int]) -> Results:
+        """``batch``: of all replicas. Raises JobFailed where it is traced for a shape that was not planned."""
+        given = {name: tf.constant(value, tf.float32) for name, value in scalars.items()}
+        made: Results = self.function(self._divided(batch), given, tf.constant(seed, tf.int32))
+        if self.num_traces > self.max_traces:
+            shapes = {name: value.shape for name, value in batch.items()}
+            raise JobFailed(f"the step was traced {self.num_traces} times, {self.max_traces} shapes were planned; last {shapes}")
+        return made
+
+    def _divided(self, batch: Mapping[str, np.ndarray]) -> Batch:
+        """Rows of the global batch, in order, to the replicas. Of several hosts each has the whole and takes its own."""
+        strategy, number = self.devices.strategy, self.devices.num_replicas
+        if strategy is None:
+            return {name: tf.constant(value) for name, value in batch.items()}
+
+        def part(value: np.ndarray) -> Any:
+            rows = len(value) // number
+
+            def of_replica(context: Any) -> tf.Tensor:
+                first = int(context.replica_id_in_sync_group) * rows
+                return tf.constant(value[first : first + rows])
+
+            return strategy.experimental_distribute_values_from_function(of_replica)
+
+        return {name: part(value) for name, value in batch.items()}
+
+    def _on_one_device(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
+        loss, number, gradients = self._gradients(batch, seed)
+        gradients, norm = self._clipped(gradients, number)
+        for (name, weight), gradient in zip(self.optimizer.trained.items(), gradients, strict=True):
+            self.optimizer.update(weight, self.optimizer.states_of(name), gradient, scalars)
+        return loss / number, norm
+
+    def _on_replicas(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
+        strategy = self.devices.strategy
+        assert strategy is not None
+        loss, norm = strategy.run(self._in_replica, args=(batch, scalars, seed))
+        mean = tf.distribute.ReduceOp.MEAN  # of equal numbers
+        return strategy.reduce(mean, loss, axis=None), strategy.reduce(mean, norm, axis=None)
+
+    def _in_replica(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
+        context = tf.distribute.get_replica_context()
+        own = tf.random.experimental.stateless_fold_in(seed, context.replica_id_in_sync_group)
+        summed = context.all_reduce(tf.distribute.ReduceOp.SUM, self._gradients_of_replica(batch, own))
+        loss, number, gradients = summed
+        gradients, norm = self._clipped(gradients, number)
+        context.merge_call(self._update_all, args=(gradients, scalars))
+        return loss / number, norm
+
+    def _update_all(self, strategy: Any, gradients: list[Any], scalars: Scalars) -> None:
+        """All replicas have the same gradients; each updates its own copy."""
+        for (name, weight), gradient in zip(self.optimizer.trained.items(), gradients, strict=True):
+            states = self.optimizer.states_of(name)
+
+            def update(weight: Any, gradient: Any, scalars: Any, *states: Any) -> None:
+                self.optimizer.update(weight, list(states), gradient, scalars)
+
+            strategy.extended.update(weight, update, args=(gradient, scalars, *states), group=False)
+
+    def _clipped(self, gradients: list[tf.Tensor], number: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
+        """Means over all labels, cut to the norm that is allowed, as torch.nn.utils.clip_grad_norm_ does."""
+        means = [gradient / number for gradient in gradients]
+        norm = tf.linalg.global_norm(means)
+        limit = self.optimizer.arguments.max_grad_norm
+        if not limit:
+            return means, norm
+        scale = tf.minimum(1.0, limit / (norm + 1e-6))
+        return [gradient * scale for gradient in means], norm
+
+    def _gradients(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        """Sums over a replica's micro-batches, one after the other."""
+        parts = self.optimizer.arguments.gradient_accumulation_steps
+        if parts == 1:
+            return self._of_micro_batch(batch, seed)
+        cut = {name: tf.reshape(value, [parts, value.shape[0] // parts, *value.shape[1:]]) for name, value in batch.items()}
+        zeros = [tf.zeros(weight.shape, weight.dtype) for weight in self.optimizer.trained.values()]
+
+        def add(part: tf.Tensor, loss: tf.Tensor, number: tf.Tensor, *gradients: tf.Tensor) -> tuple[tf.Tensor, ...]:
+            own = tf.random.experimental.stateless_fold_in(seed, part)
+            found = self._of_micro_batch({name: value[part] for name, value in cut.items()}, own)
+            return part + 1, loss + found[0], number + found[1], *(a + b for a, b in zip(gradients, found[2], strict=True))
+
+        first = (tf.constant(0), tf.constant(0.0), tf.constant(0.0), *zeros)
+        _, loss, number, *gradients = tf.while_loop(lambda part, *_: part < parts, add, first, maximum_iterations=parts)
+        return loss, number, gradients
+
+    def _of_micro_batch(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
+        program, weights = self._program(batch), self.optimizer.trained
+        with tf.GradientTape() as tape:
+            loss, number = loss_sum(program, batch, self.model.weights, seed, shifted=self._shifted)
+            check_rules(tf.compat.v1.get_default_graph().get_operations())  # what follows from it has the shapes of the weights
+        found = tape.gradient(loss, list(weights.values()), unconnected_gradients=tf.UnconnectedGradients.ZERO)
+        return loss, number, [tf.convert_to_tensor(gradient) for gradient in found]
+
+    def _program(self, batch: Batch) -> Program:
+        shapes = {name: (tuple(value.shape), value.dtype.name) for name, value in batch.items()}
+        key = tuple(sorted(shapes.items()))
+        if key not in self._programs:
+            self._programs[key] = loss_program(self.model.torch_model, shapes)
+        return self._programs[key]

@@ -1,0 +1,66 @@
+"""Which devices a run takes: a TPU where one answers, else the hosts of TF_CONFIG, else all devices of this host, else one.
+
+Each choice carries its reason, which is shown.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import tensorflow as tf
+
+from upshift.errors import RequestError
+from upshift.settings import read_tensorflow_cluster, read_tpu_name
+
+
+@dataclass(frozen=True)
+class Devices:
+    strategy: Any | None  # of tf.distribute; None: one device
+    reason: str
+    on_tpu: bool = False
+
+    @property
+    def num_replicas(self) -> int:
+        return 1 if self.strategy is None else int(self.strategy.num_replicas_in_sync)
+
+    @property
+    def is_chief(self) -> bool:
+        """The one process that writes."""
+        return self.strategy is None or bool(self.strategy.extended.should_save_summary)
+
+
+def choose_devices() -> Devices:
+    """Raises RequestError where a TPU is named and does not answer."""
+    tpu = _tpu()
+    if tpu is not None:
+        return tpu
+    workers = read_tensorflow_cluster().get("cluster", {}).get("worker", [])
+    if len(workers) > 1:
+        strategy = tf.distribute.MultiWorkerMirroredStrategy()
+        return Devices(strategy, f"MultiWorkerMirroredStrategy: TF_CONFIG names {len(workers)} workers")
+    for kind in ("GPU", "CPU"):
+        devices = tf.config.list_logical_devices(kind)
+        if len(devices) > 1:
+            strategy = tf.distribute.MirroredStrategy([device.name for device in devices])
+            return Devices(strategy, f"MirroredStrategy: {len(devices)} {kind} devices in this process")
+        if devices:
+            return Devices(None, f"one {kind}: no TPU answers, TF_CONFIG names no other worker")
+    raise RequestError("TensorFlow sees no device at all; install tensorflow-cpu again")
+
+
+def _tpu() -> Devices | None:
+    """Without TensorFlow's resolver where none is named: it starts the runtime, and then it is too late for workers to meet."""
+    is_here = any(tf.config.list_physical_devices(kind) for kind in ("TPU_SYSTEM", "TPU"))
+    name = "local" if is_here else read_tpu_name()
+    if name is None:
+        return None
+    try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
+        tf.config.experimental_connect_to_cluster(resolver)
+        tf.tpu.experimental.initialize_tpu_system(resolver)
+    except (tf.errors.OpError, RuntimeError, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise RequestError(f"TPU {name!r} does not answer ({reason}); unset TPU_NAME to train without it") from None
+    strategy = tf.distribute.TPUStrategy(resolver)
+    return Devices(strategy, f"TPUStrategy: a TPU of {strategy.num_replicas_in_sync} cores answers", on_tpu=True)

@@ -1,0 +1,177 @@
+"""Models under XLA against torch: forward passes of several kinds, what cannot be lowered, weights held once."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.xla.needs import need_tensorflow
+
+need_tensorflow()
+import tensorflow as tf  # noqa: E402
+
+from upshift.xla.build import build  # noqa: E402
+from upshift.xla.exported import export  # noqa: E402
+from upshift.xla.lowering.program import UnloweredOp, lower  # noqa: E402
+
+SMALL = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "max_position_embeddings": 64, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0,
+}  # fmt: skip
+DECODER = SMALL | {"num_key_value_heads": 2}
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32, "rope_theta": 10000.0,
+}  # fmt: skip
+MODELS = {
+    "encoder": ("Bert", "BertForSequenceClassification", SMALL | {"num_labels": 3}),
+    "decoder, llama3 positions, tied": (
+        "Llama", "LlamaForCausalLM", DECODER | {"rope_parameters": LLAMA3_ROPE, "tie_word_embeddings": True},
+    ),
+    "windows that bite, soft-capping": (
+        "Gemma2", "Gemma2ForCausalLM", DECODER | {"head_dim": 8, "sliding_window": 8, "query_pre_attn_scalar": 8},
+    ),
+    "mixture of experts": ("Mixtral", "MixtralForCausalLM", DECODER | {"num_experts_per_tok": 2, "num_local_experts": 4}),
+    "encoder and decoder": (
+        "T5", "T5ForConditionalGeneration",
+        {"vocab_size": 96, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4},
+    ),
+    "vision": (
+        "ConvNext", "ConvNextForImageClassification",
+        {"hidden_sizes": [16, 32], "depths": [1, 1], "num_stages": 2, "num_labels": 5, "image_size": 32},
+    ),
+}  # fmt: skip
+
+
+class Logits(torch.nn.Module):
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+
+    def forward(self, **inputs):
+        return self.model(**inputs).logits
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory):
+    """A directory with random weights large enough that every part of the model shows in its result."""
+    made = {}
+
+    def save(name):
+        if name not in made:
+            config, architecture, arguments = MODELS[name]
+            torch.manual_seed(0)
+            config = getattr(transformers, f"{config}Config")(**arguments, architectures=[architecture])
+            model = getattr(transformers, architecture)(config)
+            with torch.no_grad():
+                for parameter in model.parameters():
+                    parameter.add_(0.1 * torch.randn_like(parameter))
+            made[name] = tmp_path_factory.mktemp("model")
+            model.save_pretrained(made[name])
+        return made[name], getattr(transformers, MODELS[name][1])
+
+    return save
+
+
+def inputs_of(kind):
+    torch.manual_seed(1)
+    if kind.main_input_name == "pixel_values":
+        return {"pixel_values": torch.rand(2, 3, 32, 32)}
+    ids, mask = torch.randint(5, 90, (2, 16)), torch.ones(2, 16, dtype=torch.long)
+    mask[1, 12:] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    return given | {"decoder_input_ids": ids} if "ForConditionalGeneration" in kind.__name__ else given
+
+
+@pytest.mark.parametrize(
+    "name, dtype, limit", [(name, "float32", 1e-5) for name in MODELS] + [("mixture of experts", "bfloat16", 2e-2)]
+)
+def test_the_forward_pass_is_that_of_torch(name, dtype, limit, saved):
+    folder, kind = saved(name)
+    given = inputs_of(kind)
+    reference = kind.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    inputs = {key: value.to(reference.dtype) if value.is_floating_point() else value for key, value in given.items()}
+    for model in (reference, built := build(str(folder), dtype=dtype)):
+        if hasattr(model.config, "use_cache"):
+            model.config.use_cache = False
+    with torch.no_grad():
+        expected = reference(**inputs).logits.float().numpy()
+    program = lower(export(Logits(built.torch_model), inputs))
+    assert set(program.weights) <= set(built.weights)
+    assert {name for name in built.names if name in dict(reference.named_parameters())} == set(dict(reference.named_parameters()))
+    compiled = tf.function(lambda *values: program(values, built.weights)[0], jit_compile=True, autograph=False)
+    found = tf.cast(compiled(*[tf.constant(inputs[key].numpy()) for key in program.inputs]), tf.float32).numpy()
+    real = given["attention_mask"].bool().numpy() if found.ndim == 3 else slice(None)
+    assert np.abs(found - expected)[real].max() <= limit * max(1.0, np.abs(expected).max())
+
+
+def test_tied_weights_are_one_variable(saved):
+    folder, _ = saved("decoder, llama3 positions, tied")
+    model = build(str(folder))
+    assert model.names["lm_head.weight"] == "model.embed_tokens.weight"
+    assert "lm_head.weight" not in model.weights
+    assert len({id(variable) for variable in model.trainable_variables}) == len(model.weights)
+
+
+def test_what_is_not_lowered_is_named_with_its_module():
+    class Inner(torch.nn.Module):
+        def forward(self, value):
+            return torch.linalg.inv(value)
+
+    class Outer(torch.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.inner = Inner()
+
+        def forward(self, value):
+            return self.inner(value)
+
+    with pytest.raises(UnloweredOp, match=r"aten\.linalg_inv_ex.*inner: Inner"):
+        lower(export(Outer(), {"value": torch.eye(3)}))
+
+
+def test_a_shape_that_depends_on_data_is_refused_in_one_line():
+    class Picks(torch.nn.Module):
+        def forward(self, value):
+            return value[value > 0].sum() if value.sum() > 0 else value.sum()
+
+    with pytest.raises(RequestError, match="no static graph"):
+        export(Picks(), {"value": torch.ones(3)})
+
+
+def test_a_missing_tensorflow_is_one_line(monkeypatch):
+    monkeypatch.setattr("upshift.xla.needs.find_spec", lambda name: None)
+    with pytest.raises(MissingExtra, match=r"pip install 'upshift\[xla\]'"):
+        need_tensorflow("--backend xla")
+
+
+MEMORY = """
+import resource, sys
+from upshift.xla.needs import need_tensorflow
+need_tensorflow()
+from upshift.xla.build import build
+build(sys.argv[1])  # what libraries load once
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+model = build(sys.argv[2])
+print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024, sum(v.numpy().nbytes for v in model.weights.values()))
+"""
+
+
+def test_weights_are_held_once(saved, tmp_path):
+    config = transformers.LlamaConfig(
+        vocab_size=1000, hidden_size=1024, intermediate_size=4096, num_hidden_layers=4, num_attention_heads=8,
+        num_key_value_heads=8, architectures=["LlamaForCausalLM"],
+    )  # fmt: skip
+    transformers.LlamaForCausalLM(config).save_pretrained(tmp_path)
+    small, _ = saved("decoder, llama3 positions, tied")
+    command = [sys.executable, "-c", MEMORY, str(small), str(tmp_path)]
+    answer = subprocess.run(command, capture_output=True, text=True, timeout=600)
+    assert answer.returncode == 0, answer.stderr
+    held, weights = map(int, answer.stdout.split())
+    assert weights > 250e6 and held <= 1.3 * weights, f"{held / weights:.2f} x the weights"

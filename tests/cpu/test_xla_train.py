@@ -1,0 +1,282 @@
+"""Training under XLA against torch, against itself in several layouts, and after an interruption."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors.numpy import load_file
+from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, get_scheduler
+
+from upshift.errors import JobFailed, RequestError
+from upshift.training.data.tokenizer import train_byte_level_bpe
+from upshift.xla.needs import need_tensorflow
+
+need_tensorflow()
+import tensorflow as tf  # noqa: E402
+
+from upshift.xla.build import build  # noqa: E402
+from upshift.xla.data.batches import Batches  # noqa: E402
+from upshift.xla.data.buckets import Buckets  # noqa: E402
+from upshift.xla.data.tfrecord import read_index, record_batches, write_records  # noqa: E402
+from upshift.xla.training.arguments import Arguments  # noqa: E402
+from upshift.xla.training.door import train  # noqa: E402
+from upshift.xla.training.optimizers import Optimizer  # noqa: E402
+from upshift.xla.training.rules import check_rules, custom_calls, dynamic_dimensions  # noqa: E402
+from upshift.xla.training.step import Step  # noqa: E402
+from upshift.xla.training.strategy import Devices, choose_devices  # noqa: E402
+
+REPLICAS = Path(__file__).parent / "xla_replicas" / "run_replicas.py"
+STEPS = 20
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory) -> Path:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=96, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        max_position_embeddings=128, tie_word_embeddings=True,
+    )  # fmt: skip
+    return saved(LlamaForCausalLM(config), tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def dropping(tmp_path_factory) -> Path:
+    """A model with dropout."""
+    config = GPT2Config(vocab_size=96, n_positions=64, n_embd=32, n_layer=1, n_head=4, resid_pdrop=0.2)
+    return saved(GPT2LMHeadModel(config), tmp_path_factory)
+
+
+def saved(model, tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    model.save_pretrained(folder)
+    return folder
+
+
+def ragged_batches(count=STEPS, shortest=29, longest=123, rows=4):
+    rng, made = np.random.RandomState(0), []
+    for _ in range(count):
+        lengths = rng.randint(shortest, longest + 1, rows)
+        mask = (np.arange(lengths.max()) < lengths[:, None]).astype("int64")
+        ids = rng.randint(5, 90, mask.shape).astype("int64") * mask
+        made.append({"input_ids": ids, "attention_mask": mask, "labels": np.where(mask, ids, -100)})
+    return made
+
+
+def as_batches(made, *widths):
+    buckets = Buckets(widths=widths, padded_share=0.0)
+    return Batches(start=lambda step: iter(made[step:]), global_batch=len(made[0]["labels"]), buckets=buckets)
+
+
+def torch_losses(folder, made, *, optim, rate, decay):
+    model = LlamaForCausalLM.from_pretrained(folder)
+    groups = [
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=rate) if optim == "adamw" else torch.optim.SGD(groups, lr=rate, momentum=0.9)
+    schedule, losses = get_scheduler("cosine", optimizer, num_warmup_steps=2, num_training_steps=len(made)), []
+    for batch in made:
+        loss = model(**{name: torch.tensor(value) for name, value in batch.items()}, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        schedule.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses, model
+
+
+@pytest.mark.parametrize("optim, rate, parts", [("adamw", 1e-3, 1), ("sgd", 0.1, 2)])
+def test_twenty_steps_are_those_of_torch(optim, rate, parts, llama, tmp_path):
+    """Lengths of 29 to 123, one program; in parts that hold unequal numbers of labels, too."""
+    made = ragged_batches()
+    expected, reference = torch_losses(llama, made, optim=optim, rate=rate, decay=0.01)
+    trained = train(
+        str(llama), as_batches(made, 128), output=tmp_path / "out", max_steps=STEPS, learning_rate=rate, warmup_steps=2,
+        weight_decay=0.01, lr_scheduler_type="cosine", optim=optim, momentum=0.9, gradient_accumulation_steps=parts,
+    )  # fmt: skip
+    assert trained.losses == pytest.approx(expected, abs=1e-4)
+    assert trained.num_traces == 1
+    again, report = LlamaForCausalLM.from_pretrained(tmp_path / "out", output_loading_info=True)
+    assert not report["missing_keys"] and not report["unexpected_keys"]
+    for name, weight in reference.state_dict().items():
+        assert (again.state_dict()[name] - weight).abs().max() < 1e-4, name
+
+
+def test_bfloat16_over_float32_weights_learns_the_same(llama, tmp_path):
+    made = ragged_batches(6)
+    losses = {
+        precision: train(
+            str(llama), as_batches(made, 128), output=tmp_path / precision, max_steps=6, learning_rate=1e-3, precision=precision
+        ).losses
+        for precision in ("fp32", "bf16")
+    }
+    assert losses["bf16"] != losses["fp32"]
+    assert losses["bf16"] == pytest.approx(losses["fp32"], rel=2e-2)
+
+
+def test_killed_and_resumed_is_undisturbed(dropping, tmp_path):
+    """With dropout: its numbers are drawn by the step, not by what ran before."""
+    made = ragged_batches(6, 8, 30)
+    given = {"max_steps": 6, "learning_rate": 1e-3, "save_steps": 2}
+
+    def die(done):
+        if done.step == 5:
+            raise KeyboardInterrupt
+
+    whole = train(str(dropping), as_batches(made, 32), output=tmp_path / "whole", **given)
+    with pytest.raises(KeyboardInterrupt):
+        train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", on_step=die, **given)
+    with pytest.raises(RequestError, match="learning_rate=0.001, not 0.002"):
+        changed = given | {"learning_rate": 2e-3}
+        train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", resume=True, **changed)
+    (tmp_path / "killed" / "checkpoint-4" / "optimizer.safetensors").write_bytes(b"cut")  # as a full disk leaves it
+    resumed = train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", resume=True, **given)
+    assert resumed.resumed_from is not None and resumed.resumed_from.endswith("checkpoint-2")
+    assert resumed.losses == whole.losses
+    weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
+    assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
+
+
+@pytest.fixture(scope="module")
+def step(llama):
+    model = build(str(llama))
+    return Step(model, Optimizer(model.weights, Arguments(max_steps=1)), Devices(None, "one"), max_traces=1)
+
+
+def test_the_program_is_static_and_whole(step):
+    (batch,) = ragged_batches(1, 32, 32)
+    scalars = {name: tf.constant(value, tf.float32) for name, value in step.optimizer.scalars(0, 1e-3).items()}
+    given = {name: tf.constant(value) for name, value in batch.items()}, scalars, tf.constant([0, 0])
+    text = step.function.experimental_get_compiler_ir(*given)(stage="stablehlo")
+    assert "stablehlo.dot_general" in text
+    assert dynamic_dimensions(text) == 0 and custom_calls(text) == []
+
+
+def test_a_shape_that_was_not_planned_is_an_error(step):
+    scalars = step.optimizer.scalars(0, 1e-3)
+    with pytest.raises(JobFailed, match="1 shapes were planned"):
+        for length in (32, 48):
+            (batch,) = ragged_batches(1, length, length)
+            step(batch, scalars, (0, 0))
+
+
+def test_a_branch_on_data_is_an_error():
+    graph = tf.function(lambda x: tf.cond(tf.reduce_sum(x) > 0, lambda: x, lambda: -x)).get_concrete_function(tf.zeros(3)).graph
+    with pytest.raises(RequestError, match="branches on data"):
+        check_rules(graph.get_operations())
+    graph = tf.function(lambda x: tf.boolean_mask(x, x > 0)).get_concrete_function(tf.zeros(3)).graph
+    with pytest.raises(RequestError, match="shape that depends on data"):
+        check_rules(graph.get_operations())
+
+
+def test_one_device_says_why():
+    assert "no TPU answers" in choose_devices().reason
+
+
+def test_replicas_are_one_device(llama, tmp_path):
+    """Two logical CPUs, and two processes: SGD too, whose result a gradient counted twice changes and AdamW's hides."""
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        workers = [f"127.0.0.1:{held.getsockname()[1]}" for held in (one, other)]
+    runs = {"single": None, "mirrored": None} | {
+        f"worker {rank}": {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}} for rank in (0, 1)
+    }
+    started = {}
+    for name, cluster in runs.items():
+        env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)} | ({"TF_CONFIG": json.dumps(cluster)} if cluster else {})
+        command = [sys.executable, str(REPLICAS), name, str(llama), str(tmp_path / name)]
+        started[name] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    found = {}
+    try:
+        for name, process in started.items():
+            out, err = process.communicate(timeout=900)
+            assert process.returncode == 0, f"{name}: {err[-2000:]}"
+            found[name] = json.loads(out.splitlines()[-1])
+    finally:
+        for process in started.values():
+            process.kill()
+    assert [found[name]["replicas"] for name in runs] == [1, 2, 2, 2]
+    assert "MirroredStrategy" in found["mirrored"]["reason"] and "TF_CONFIG" in found["worker 0"]["reason"]
+    for optim in ("sgd", "adamw"):
+        expected = load_file(tmp_path / "single" / optim / "model.safetensors")
+        for name in ("mirrored", "worker 0"):
+            assert found[name]["losses"][optim] == pytest.approx(found["single"]["losses"][optim], abs=1e-5)
+            weights = load_file(tmp_path / name / optim / "model.safetensors")
+            assert max(np.abs(weights[key] - expected[key]).max() for key in expected) < 1e-5
+    assert not (tmp_path / "worker 1" / "sgd").exists()  # the chief alone writes
+
+
+def test_records_come_back_in_whole_batches(tmp_path):
+    rng = np.random.RandomState(0)
+    examples = [{"input_ids": (ids := rng.randint(5, 90, length)), "labels": ids} for length in range(10, 40)]
+    write_records(examples, str(tmp_path / "records"), pad_token_id=7, shards=3)
+    assert (read_index(str(tmp_path / "records")).num_examples, len(list((tmp_path / "records").glob("*.tfrecord")))) == (30, 3)
+    with pytest.raises(RequestError, match="records already"):
+        write_records(examples, str(tmp_path / "records"))
+    found = record_batches(str(tmp_path / "records"), global_batch=4, num_steps=5)
+    stream = found.from_step(0)
+    batches = [next(stream) for _ in range(9)]  # 7 whole batches an epoch
+    assert {batch["input_ids"].shape for batch in batches} <= {(4, width) for width in found.buckets.widths}
+    rows = [tuple(ids[mask == 1]) for b in batches[:7] for ids, mask in zip(b["input_ids"], b["attention_mask"], strict=True)]
+    assert len(set(rows)) == 28 and set(rows) <= {tuple(example["input_ids"]) for example in examples}
+    assert all((batch["input_ids"][batch["attention_mask"] == 0] == 7).all() for batch in batches)
+    assert all((batch["labels"][batch["attention_mask"] == 0] == -100).all() for batch in batches)
+    assert not np.array_equal(batches[0]["input_ids"], batches[7]["input_ids"])
+    again = next(found.from_step(8))
+    assert all(np.array_equal(again[name], batches[8][name]) for name in again)
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory) -> tuple[Path, Path]:
+    """(a model's config and tokenizer, texts)."""
+    text = "def add(first, second):\n    return first + second\n\n\nfor number in range(10):\n    print(add(number, 1))\n"
+    folder, texts = tmp_path_factory.mktemp("told"), tmp_path_factory.mktemp("text")
+    tokenizer = train_byte_level_bpe([text * 20], 300)
+    tokenizer.save_pretrained(folder)
+    LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=2, max_position_embeddings=64, architectures=["LlamaForCausalLM"],
+    ).save_pretrained(folder)  # fmt: skip
+    for number in range(12):
+        (texts / f"{number}.txt").write_text(text * (1 + number % 4))
+    return folder, texts
+
+
+def test_the_command_trains_from_text_and_from_records(upshift, told, tmp_path):
+    model, texts = told
+    records = tmp_path / "records"
+    answer = upshift("data", "to-tfrecord", model, "--data", texts, "--output", records, "--sequence-length", 32)
+    assert answer.code == 0 and "sequences" in answer.out, answer.err
+    given = ("--backend", "xla", "--global-batch", 4, "--sequence-length", 32, "--max-steps", 3, "--from-config", "--json")
+    for number, path in enumerate((texts, records)):
+        answer = upshift("train", model, "--data", path, "--output", tmp_path / f"out{number}", *given)
+        assert answer.code == 0, answer.err
+        record = json.loads(answer.out)
+        assert record["details"]["num_traces"] == 1 and record["measured"]["loss"] < 7
+        LlamaForCausalLM.from_pretrained(tmp_path / f"out{number}")
+
+
+@pytest.mark.parametrize(
+    "asked, words",
+    [
+        (("--backend", "xla", "--lora-rank", 4), ("--lora-rank", "--backend torch")),
+        (("--backend", "jax"), ("--backend jax", "torch or xla")),
+        (("--backend", "xla", "--set", "zero=3"), ("--set zero", "gradient_accumulation_steps")),
+    ],
+)
+def test_what_is_not_possible_is_said_in_one_line(asked, words, upshift, told, tmp_path):
+    model, texts = told
+    answer = upshift("train", model, "--data", texts, "--output", tmp_path / "out", "--from-config", *asked)
+    lines = [line for line in answer.err.splitlines() if line.startswith("upshift: ")]
+    assert answer.code == 2 and len(lines) == 1 and "Traceback" not in answer.err, answer.err
+    assert all(word in lines[0] for word in words)
