@@ -104,6 +104,27 @@ def wait_briefly() -> None:
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
+XLA_FLAGS = "TF_XLA_FLAGS"
+KEEP_XLA_PROGRAMS = "--tf_xla_persistent_cache_directory="
+
+
+def keep_xla_programs(folder: Path) -> None:
+    """TensorFlow reads this when it is loaded: what XLA compiled is kept there, and found by later processes."""
+    said = os.environ.get(XLA_FLAGS, "")
+    if KEEP_XLA_PROGRAMS not in said:
+        os.environ[XLA_FLAGS] = f"{said} {KEEP_XLA_PROGRAMS}{folder}".strip()
+
+
+def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
+    """For a child process alone: libtpu asks no metadata server what it is on and takes no lock, as no TPU is opened, and jax looks
+    for none."""
+    said = {
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+    return {**os.environ, **said}
+
+
 @contextmanager
 def without_telemetry() -> Iterator[None]:
     """OpenVINO's converter and NNCF send usage data unless they believe to run in somebody's continuous integration."""

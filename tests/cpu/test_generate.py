@@ -44,7 +44,6 @@ from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_stateful import convert
 from upshift.inference.generation.files import read_prompts
-from upshift.inference.generation.model import start_token
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
 from upshift.inference.generation.prefill import SHORTEST, common_prefix, remainder
 from upshift.inference.generation.prompts import Prompts
@@ -54,6 +53,7 @@ from upshift.inference.quantize import quantize
 from upshift.inference.setup import QUANTIZED, EngineSetup
 from upshift.inference.unfinished_lines import UnfinishedLines
 from upshift.inference.weights import engine_folder, find_weights
+from upshift.models.generation_config import start_token
 
 SMALL = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 CONFIGS: dict[str, Any] = {

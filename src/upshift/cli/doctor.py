@@ -30,13 +30,15 @@ Network = Annotated[bool, typer.Option("--network", help="do hosts, or the ranks
 Hosts = Annotated[str | None, typer.Option("--hosts", help="a,b,c: start the same command on each at the same time")]
 Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="with --hosts: where ranks would meet")]
 Wait = Annotated[float, typer.Option("--wait", min=0.0, help="with --hosts: seconds for the other hosts to start")]
+Tpu = Annotated[bool, typer.Option("--tpu", help="is all ready to train on a TPU? The nine steps, in order")]
+Data = Annotated[str | None, typer.Option("--data", help="of --tpu: where the training data is, a path or gs://...")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="the folder that runs are to write to")]
 
 
 def command(
     run_dir: RunDir = None, quick: Quick = False, psu: Psu = None, plan: PlanFile = None,
-    output: Output = Path("upshift-output"), network: Network = False, hosts: Hosts = None, port: Port = RENDEZVOUS_PORT,
-    wait: Wait = 30.0, as_json: Json = False,
+    tpu: Tpu = False, data: Data = None, output: Output = Path("upshift-output"), network: Network = False, hosts: Hosts = None,
+    port: Port = RENDEZVOUS_PORT, wait: Wait = 30.0, as_json: Json = False,
 ) -> None:  # fmt: skip
     """What is wrong with this machine and its software, each line with what to type. Exit code 1: an error was found."""
     if run_dir is not None:
@@ -44,6 +46,9 @@ def command(
         return
     if network or hosts is not None:
         _tell_network(hosts, port=port, wait=wait, as_json=as_json)
+        return
+    if tpu:
+        _tell_tpu(data, as_json=as_json)
         return
     from upshift.debugging.doctor import examine
 
@@ -74,6 +79,15 @@ def _tell_network(hosts: str | None, *, port: int, wait: float, as_json: bool) -
     tell(findings, document=document, as_json=as_json)
 
 
+def _tell_tpu(data: str | None, *, as_json: bool) -> None:
+    from upshift.debugging.tpu import read_tpu_facts, tpu_readiness
+
+    facts = read_tpu_facts(data=data)
+    findings = tpu_readiness(facts)
+    document = json.dumps({"facts": facts.model_dump(), "findings": [finding.model_dump() for finding in findings]})
+    tell(findings, document=document, as_json=as_json, in_order=True)
+
+
 def _tell_run(run_dir: Path, *, as_json: bool) -> None:
     from upshift.debugging.run_report import examine_run
 
@@ -82,12 +96,12 @@ def _tell_run(run_dir: Path, *, as_json: bool) -> None:
     tell(findings, document=document, as_json=as_json)
 
 
-def tell(findings: list[Finding], *, document: str, as_json: bool) -> None:
+def tell(findings: list[Finding], *, document: str, as_json: bool, in_order: bool = False) -> None:
     """One page, or one JSON document; then the exit code."""
     if as_json:
         sys.stdout.write(document + "\n")
     else:
-        for finding in worst_first(findings):
+        for finding in findings if in_order else worst_first(findings):
             show_finding(finding)
     if any(finding.severity == "error" for finding in findings):
         raise typer.Exit(1)

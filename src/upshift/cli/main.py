@@ -23,6 +23,7 @@ from upshift.cli import (
     shard,
     train,
     tune,
+    xla,
 )
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
@@ -67,6 +68,7 @@ app.command("shard")(shard.command)
 app.command("merge")(merge.command)
 app.command("convert")(convert.command)
 app.command("demo")(demo.command)
+app.add_typer(xla.app, name="xla")
 app.add_typer(data.app, name="data")
 
 

@@ -16,7 +16,7 @@ from upshift.inference.generation.decode import decode
 from upshift.inference.generation.divided import divide, is_too_large, room
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.lookup import Lookup
-from upshift.inference.generation.model import cache_bytes, generation_task, start_token
+from upshift.inference.generation.model import cache_bytes, generation_task
 from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.prompts import Prompt, Prompts
@@ -26,6 +26,7 @@ from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
+from upshift.models.generation_config import start_token
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them

@@ -11,9 +11,10 @@ import numpy as np
 from upshift.errors import RequestError
 from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension
 from upshift.inference.generation.engines.openvino_decoder import compile_file, load
-from upshift.inference.generation.model import load_model, start_token
+from upshift.inference.generation.model import load_model
 from upshift.inference.padding import padded_rows
 from upshift.inference.weights import OPENVINO_PARTS
+from upshift.models.generation_config import start_token
 
 MASK = "encoder_attention_mask"
 
