@@ -116,8 +116,8 @@ def keep_xla_programs(folder: Path) -> None:
 
 
 def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
-    """For a child process alone: libtpu asks no metadata server what it is on and takes no lock, as no TPU is opened, and jax looks
-    for none."""
+    """For a child process alone: libtpu asks no metadata server what it is on and takes no lock, as no TPU is opened, and jax
+    looks for none."""
     said = {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
