@@ -116,8 +116,8 @@ def keep_xla_programs(folder: Path) -> None:
 
 
 def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
-    """For a child process alone: libtpu asks no metadata server what it is on and takes no lock, as no TPU is opened, and jax looks
-    for none."""
+    """For a child process alone: libtpu asks no metadata server what it is on and takes no lock, as no TPU is opened, and jax
+    looks for none."""
     said = {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -149,3 +149,8 @@ def read_tensorflow_cluster() -> dict[str, Any]:
     except json.JSONDecodeError:
         raise RequestError(f"TF_CONFIG is not JSON: {text[:60]!r}; set it as tf.distribute says, or unset it") from None
     return found if isinstance(found, dict) else {}
+
+
+def read_tpu_name() -> str | None:
+    """TPU_NAME, which TensorFlow's cluster resolver reads, too."""
+    return os.environ.get("TPU_NAME") or None

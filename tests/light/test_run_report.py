@@ -13,7 +13,9 @@ from upshift.debugging.run_report import FOLDER, RankReport, Stack, examine_run,
 from upshift.errors import RequestError
 
 
-def report(rank: int, kind: str, words: str = "", *, waiting: str | None = None, at: str = "upshift/training/step.py:7 (step)") -> RankReport:
+def report(
+    rank: int, kind: str, words: str = "", *, waiting: str | None = None, at: str = "upshift/training/step.py:7 (step)"
+) -> RankReport:
     stacks = (Stack(thread="MainThread", frames=("upshift/cli/train.py:1 (command)", at)),)
     return RankReport.model_validate(
         {"rank": rank, "ranks": 3, "kind": kind, "step": 5, "words": words, "waiting": waiting, "stacks": stacks}
@@ -28,7 +30,8 @@ def look(folder: Path, *reports: RankReport) -> list[Finding]:
 
 def test_a_rank_that_died_is_named_and_not_those_that_lost_it(tmp_path: Path) -> None:
     lost = "RuntimeError: gloo: Connection closed by peer"
-    (found,) = look(tmp_path, report(0, "died", lost), report(1, "died", "JobFailed: the loss became NaN"), report(2, "died", lost))
+    others = [report(rank, "died", lost) for rank in (0, 2)]
+    (found,) = look(tmp_path, *others, report(1, "died", "JobFailed: the loss became NaN"))
     assert (found.severity, found.subject) == ("error", "rank 1")
     assert "died in step 5: JobFailed: the loss became NaN" in found.what
     assert "upshift/training/step.py:7" in found.evidence

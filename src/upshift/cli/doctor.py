@@ -13,6 +13,8 @@ from upshift.cli import show
 from upshift.cli.plan import Json
 from upshift.debugging.finding import Finding, worst_first
 from upshift.errors import RequestError
+from upshift.launching.request import RENDEZVOUS_PORT
+from upshift.settings import read_ranks
 from upshift.units import GIB
 
 MARKS = {
@@ -24,6 +26,10 @@ RunDir = Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="a run 
 Quick = Annotated[bool, typer.Option("--quick", help="only what can be read, in seconds: no rates are measured")]
 Psu = Annotated[float | None, typer.Option("--psu", min=1, metavar="WATTS", help="what the power supply is rated for")]
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a file of upshift plan --json: has its best plan room here?")]
+Network = Annotated[bool, typer.Option("--network", help="do hosts, or the ranks of a launcher, reach each other?")]
+Hosts = Annotated[str | None, typer.Option("--hosts", help="a,b,c: start the same command on each at the same time")]
+Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="with --hosts: where ranks would meet")]
+Wait = Annotated[float, typer.Option("--wait", min=0.0, help="with --hosts: seconds for the other hosts to start")]
 Tpu = Annotated[bool, typer.Option("--tpu", help="is all ready to train on a TPU? The nine steps, in order")]
 Data = Annotated[str | None, typer.Option("--data", help="of --tpu: where the training data is, a path or gs://...")]
 Output = Annotated[Path, typer.Option("--output", "-o", help="the folder that runs are to write to")]
@@ -31,11 +37,15 @@ Output = Annotated[Path, typer.Option("--output", "-o", help="the folder that ru
 
 def command(
     run_dir: RunDir = None, quick: Quick = False, psu: Psu = None, plan: PlanFile = None,
-    tpu: Tpu = False, data: Data = None, output: Output = Path("upshift-output"), as_json: Json = False,
+    tpu: Tpu = False, data: Data = None, output: Output = Path("upshift-output"), network: Network = False, hosts: Hosts = None,
+    port: Port = RENDEZVOUS_PORT, wait: Wait = 30.0, as_json: Json = False,
 ) -> None:  # fmt: skip
     """What is wrong with this machine and its software, each line with what to type. Exit code 1: an error was found."""
     if run_dir is not None:
         _tell_run(run_dir, as_json=as_json)
+        return
+    if network or hosts is not None:
+        _tell_network(hosts, port=port, wait=wait, as_json=as_json)
         return
     if tpu:
         _tell_tpu(data, as_json=as_json)
@@ -46,6 +56,27 @@ def command(
     with show.step("Looking at this machine" + ("" if quick else " and measuring it")):
         diagnosis = examine(quick=quick, output=output, psu_watts=psu, needed_bytes=needed)
     tell(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
+
+
+def _tell_network(hosts: str | None, *, port: int, wait: float, as_json: bool) -> None:
+    """Between hosts by sockets; between ranks, where a launcher started this, by what they train with."""
+    ranks = read_ranks()
+    if hosts is None and ranks is None:
+        command = "torchrun --nproc-per-node 2 -m upshift.cli.main doctor --network"
+        raise RequestError(f"--network needs --hosts A,B on each host, or a launcher: {command}")
+    if hosts is not None:
+        from upshift.debugging.network import examine_network
+
+        findings = list(examine_network(hosts.split(","), port=port, wait_seconds=wait))
+    else:
+        from upshift.debugging.network_ranks import examine_ranks
+
+        assert ranks is not None
+        findings = examine_ranks(ranks)
+        if not findings:
+            return  # rank 0 speaks
+    document = json.dumps({"findings": [finding.model_dump() for finding in findings]})
+    tell(findings, document=document, as_json=as_json)
 
 
 def _tell_tpu(data: str | None, *, as_json: bool) -> None:

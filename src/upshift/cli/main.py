@@ -22,6 +22,7 @@ from upshift.cli import (
     quantize,
     shard,
     train,
+    tune,
     xla,
 )
 from upshift.errors import UpshiftError
@@ -55,6 +56,7 @@ def _of_all(
 
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("tune")(tune.command)
 app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)

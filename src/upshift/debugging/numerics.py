@@ -14,13 +14,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from upshift.debugging.finding import Finding
 from upshift.debugging.ranges import Frame, Reading, Trends, diagnose, is_bad, underflows
+from upshift.debugging.tensors import FLOATS, holds_bad, is_mask, local_part, numbers, tensors
 from upshift.errors import JobFailed, RequestError
 
-FLOATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "float32", torch.float64: "float64"}
 SLOTS = 8  # tensors of a compiled module's call that are looked at: inputs, then outputs
 NOT_TOUCHED = -1.0  # no magnitude
 
@@ -90,7 +89,7 @@ class DebugUnderflowOverflow:
             device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
             self._slots = torch.empty(len(self._names) * SLOTS, 2, device=device)
         self._slots.fill_(NOT_TOUCHED)
-        self._bad_data = any(_is_bad(tensor) for _, tensor in _tensors(inputs, named, ()))
+        self._bad_data = any(holds_bad(tensor) for _, tensor in tensors(inputs, named, ()))
         self._look_at_weights()
 
     def _end(self, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
@@ -128,7 +127,7 @@ class DebugUnderflowOverflow:
         if not self._open:
             return  # a layer done again in the backward pass: it was looked at
         ranges = []
-        for label, tensor in _tensors(inputs, named, output):
+        for label, tensor in tensors(inputs, named, output):
             found = self._range(tensor)
             if found is not None:
                 ranges.append((label, tensor, found))
@@ -152,12 +151,12 @@ class DebugUnderflowOverflow:
     def _read_pending(self) -> list[Frame]:
         pending, self._pending = self._pending, []
         frames = []
-        numbers = iter(_numbers([found for _, _, ranges in pending for _, _, found in ranges]))
+        each = iter(numbers([found for _, _, ranges in pending for _, _, found in ranges]))
         for name, kind, ranges in pending:
             readings = []
             for label, tensor, _ in ranges:
-                low, high = next(numbers)
-                if label.startswith("input") and high == torch.inf and _is_mask(tensor):
+                low, high = next(each)
+                if label.startswith("input") and high == torch.inf and is_mask(tensor):
                     continue
                 readings.append(Reading(label, FLOATS[tensor.dtype], low, high))
             frames.append(Frame(name, kind, (*self._of_weights(name), *readings)))
@@ -198,7 +197,7 @@ class DebugUnderflowOverflow:
             local = local_part(parameter)
             if local is not None and self._weights.get(name, (0, -1))[:2] != (local.data_ptr(), local._version):
                 changed.append((name, local, torch.stack(torch.aminmax(local.detach().abs()))))
-        for (name, local, _), (low, high) in zip(changed, _numbers([found for _, _, found in changed]), strict=True):
+        for (name, local, _), (low, high) in zip(changed, numbers([found for _, _, found in changed]), strict=True):
             reading = Reading(name.rpartition(".")[2], FLOATS[local.dtype], low, high)
             self._weights[name] = (local.data_ptr(), local._version, reading)
         bad = [name for name, (_, _, reading) in self._weights.items() if not reading.is_finite]
@@ -217,7 +216,7 @@ class DebugUnderflowOverflow:
 
     def _into_slots(self, slot: int, inputs: Any, named: Any, output: Any) -> None:
         assert self._slots is not None
-        for place, (label, tensor) in enumerate(_tensors(inputs, named, output)):
+        for place, (label, tensor) in enumerate(tensors(inputs, named, output)):
             if place < SLOTS and tensor.dtype in FLOATS and tensor.numel():
                 with torch.no_grad():
                     self._slots[slot + place] = torch.stack(torch.aminmax(tensor.detach().abs())).to(self._slots)
@@ -253,50 +252,6 @@ def _children_first(module: nn.Module, prefix: str = "") -> Iterator[str]:
     for name, child in module.named_children():
         yield from _children_first(child, f"{prefix}.{name}" if prefix else name)
     yield prefix
-
-
-def local_part(tensor: Tensor) -> Tensor | None:
-    """What of it is here; None where that is nothing that has a range."""
-    if isinstance(tensor, DTensor):
-        tensor = tensor.to_local()
-    return tensor if tensor.dtype in FLOATS and tensor.numel() and tensor.device.type != "meta" else None
-
-
-def _tensors(inputs: Any, named: Any, output: Any) -> Iterator[tuple[str, Tensor]]:
-    for place, value in enumerate(inputs):
-        yield from _inside(value, f"input[{place}]")
-    for name, value in named.items():
-        yield from _inside(value, f"input[{name}]")
-    yield from _inside(output, "output")
-
-
-def _inside(value: Any, label: str) -> Iterator[tuple[str, Tensor]]:
-    if isinstance(value, Tensor):
-        yield label, value
-    elif isinstance(value, dict):
-        for name, part in value.items():
-            yield from _inside(part, f"{label}[{name}]")
-    elif isinstance(value, list | tuple):
-        for place, part in enumerate(value):
-            yield from _inside(part, f"{label}[{place}]")
-
-
-def _numbers(ranges: list[Tensor]) -> list[list[float]]:
-    if not ranges:
-        return []
-    stacked: list[list[float]] = torch.stack([found.to(ranges[0].device, torch.float32) for found in ranges]).tolist()
-    return stacked
-
-
-def _is_bad(tensor: Tensor) -> bool:
-    local = local_part(tensor)
-    return local is not None and not bool(torch.isfinite(local).all()) and not _is_mask(tensor)
-
-
-def _is_mask(tensor: Tensor) -> bool:
-    """Zero where attention may look, minus infinity where not."""
-    local = local_part(tensor)
-    return local is not None and bool(((local == -torch.inf) | (local == 0)).all())
 
 
 def detect_overflow(tensor: Tensor, name: str, *, tell: Callable[[str], None] = _to_stderr) -> bool:

@@ -87,7 +87,11 @@ def examine_compilers(
                 evidence=f"{compilers.cxx}; CUDA Installation Guide, host compilers",
                 fix=f"sudo apt install g++-{newest}; export CXX=g++-{newest} NVCC_PREPEND_FLAGS='-ccbin g++-{newest}'",
             )
-    if gpus.states and first is not None and compilers.ninja is None:
+    yield from _extensions(compilers, gpus, versions)
+
+
+def _extensions(compilers: Compilers, gpus: Gpus, versions: Mapping[str, str]) -> Iterator[Finding]:
+    if gpus.states and compilers.toolkits and compilers.ninja is None:
         yield hint("compiler", what="no ninja: extensions build one file at a time", evidence="PATH", fix="pip install ninja")
     if "deepspeed" in versions:
         arch = ";".join(sorted({dotted(gpu.compute_capability) for gpu in gpus.states if gpu.compute_capability}))

@@ -25,11 +25,15 @@ WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
 Options = TypeVar("Options", bound=Value)
 
 
-def merge_options(kind: type[Options], source: ModelSource, given: Mapping[str, Any]) -> Options:
-    """Raises RequestError for a name or a value that is not possible, with what is."""
+def merge_options(
+    kind: type[Options], source: ModelSource, given: Mapping[str, Any], *, only_asked: tuple[str, ...] = ()
+) -> Options:
+    """``only_asked``: names that count where the user says them, and not in the file.
+    Raises RequestError for a name or a value that is not possible, with what is."""
     said = _config(source) or {"eos_token_id": source.config.get("eos_token_id")}  # as transformers does, without that file
     asked = {name: value for name, value in given.items() if value is not None}
-    known = {name: value for name, value in said.items() if name in kind.model_fields and value is not None}
+    ours = kind.model_fields.keys() - {*only_asked}
+    known = {name: value for name, value in said.items() if name in ours and value is not None}
     merged = {**known, **asked}
     for name in SEVERAL:
         wants_several = name in merged and "tuple" in str(kind.model_fields[name].annotation)

@@ -11,6 +11,8 @@ from upshift.models.generation_config import merge_options, unused_options
 from upshift.models.source import ModelSource
 from upshift.value import Value
 
+ONLY_ASKED = ("prompt_lookup_num_tokens",)  # changes speed alone, and one engine has it
+
 
 class GenerationOptions(Value):
     """``seed``: the text of a prompt depends on it and on the prompt's place alone, however prompts are batched."""
@@ -34,11 +36,12 @@ class GenerationOptions(Value):
     stop_strings: tuple[str, ...] = ()  # the text ends with the one that was met
     eos_token_id: tuple[int, ...] = ()
     seed: int = Field(0, ge=0)
+    prompt_lookup_num_tokens: int | None = Field(None, gt=0)  # most that are guessed at once (lookup.py)
 
 
 def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOptions:
     """Raises RequestError for a name or a value that is not possible, with what is."""
-    return merge_options(GenerationOptions, source, given)
+    return merge_options(GenerationOptions, source, given, only_asked=ONLY_ASKED)
 
 
 def unused(source: ModelSource) -> dict[str, Any]:

@@ -44,7 +44,7 @@ from upshift.training.loop.stop import StopRequest
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.ranks import highest, on_rank_0
 from upshift.training.parallel.watch import watching
-from upshift.training.prepare import load_or_build, prepare, set_process
+from upshift.training.prepare import load_or_build, load_shared, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Shape, Stepper
 from upshift.units import gib
@@ -105,9 +105,13 @@ class TrainingLoop:
         if self.checkpoint is not None and source.adapter is None:
             in_one = not is_divided(self.checkpoint)
             source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
-        whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
-        self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
-        model = prepare(whole, self.plan, self.place)
+        found = None if from_config else load_shared(source, self.plan, self.place, seed=seed)
+        if found is None:
+            whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
+            count = sum(parameter.numel() for parameter in whole.parameters())
+            found = prepare(whole, self.plan, self.place), count
+            del whole
+        model, self.num_parameters = found
         self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out)
         self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
         self.losses: list[float] = []
@@ -136,14 +140,10 @@ class TrainingLoop:
         seconds = time.perf_counter() - self.start
         self._tell(Finished(self.step, self.tokens[-1], seconds, reason))
         return Outcome(
-            reason=reason,
-            measured=self._numbers(),
-            loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
-            evaluations=tuple(self.evaluations),
-            memory_samples=self.recorder.samples,
-            resumed_step=self.resumed_step,
-            seconds=seconds,
-        )
+            reason=reason, measured=self._numbers(), loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
+            evaluations=tuple(self.evaluations), memory_samples=self.recorder.samples,
+            resumed_step=self.resumed_step, seconds=seconds,
+        )  # fmt: skip
 
     def _steps(self) -> str:
         batches = self.source.batches(self.position)

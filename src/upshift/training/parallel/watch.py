@@ -53,7 +53,8 @@ class Watch:
         self._reported = 0  # the last step of which this rank left a report
         self._store = PrefixStore("watch", _own_connection())
         self._main = threading.get_ident()
-        self._state = (0, False, time.monotonic())  # the step, whether inside of it, since when
+        self._began = time.monotonic()
+        self._state = (0, False, self._began)  # the step, whether inside of it, since when
         self._times: deque[tuple[float, float]] = deque(maxlen=LAST_STEPS)  # whole, own
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it came
         self._beat = 0
@@ -120,10 +121,10 @@ class Watch:
         if not is_late and self._beat % STRAGGLER_PERIODS:
             return
         keys = [str(rank) for rank in range(self.size)]
-        if not self._store.check(keys):
-            return  # some have not begun
-        pulses = [Pulse.from_json(text) for text in self._store.multi_get(keys)]
-        now, silent = time.monotonic(), {}
+        said = [key for key in keys if self._store.check([key])]
+        pulses = [Pulse.from_json(text) for text in self._store.multi_get(said)]
+        now = time.monotonic()
+        silent = {int(key): now - self._began for key in keys if key not in said}  # stopped before their first pulse
         for pulse in pulses:
             beat, came = self._seen.get(pulse.rank, (None, now))
             self._seen[pulse.rank] = (pulse.beat, came if beat == pulse.beat else now)

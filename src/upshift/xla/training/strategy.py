@@ -11,7 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from upshift.errors import RequestError
-from upshift.settings import read_tensorflow_cluster
+from upshift.settings import read_tensorflow_cluster, read_tpu_name
 
 
 @dataclass(frozen=True)
@@ -50,16 +50,17 @@ def choose_devices() -> Devices:
 
 
 def _tpu() -> Devices | None:
-    is_here = bool(tf.config.list_physical_devices("TPU_SYSTEM")) or bool(tf.config.list_physical_devices("TPU"))
-    try:
-        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu="local" if is_here else "")
-    except ValueError:  # no name is given, and none is in the environment: there is no TPU
+    """Without TensorFlow's resolver where none is named: it starts the runtime, and then it is too late for workers to meet."""
+    is_here = any(tf.config.list_physical_devices(kind) for kind in ("TPU_SYSTEM", "TPU"))
+    name = "local" if is_here else read_tpu_name()
+    if name is None:
         return None
     try:
+        resolver = tf.distribute.cluster_resolver.TPUClusterResolver(tpu=name)
         tf.config.experimental_connect_to_cluster(resolver)
         tf.tpu.experimental.initialize_tpu_system(resolver)
-    except (tf.errors.OpError, RuntimeError) as error:
+    except (tf.errors.OpError, RuntimeError, ValueError) as error:
         reason = " ".join(str(error).split())[:200]
-        raise RequestError(f"a TPU is named and does not answer ({reason}); unset TPU_NAME to train without it") from None
+        raise RequestError(f"TPU {name!r} does not answer ({reason}); unset TPU_NAME to train without it") from None
     strategy = tf.distribute.TPUStrategy(resolver)
     return Devices(strategy, f"TPUStrategy: a TPU of {strategy.num_replicas_in_sync} cores answers", on_tpu=True)
