@@ -21,7 +21,6 @@ import json
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from functools import partial
 from importlib.util import find_spec
@@ -30,6 +29,7 @@ from typing import Any
 
 from upshift.benchmarking.case import Case, Times, command_line, tell
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
+from upshift.benchmarking.timed import timed
 from upshift.hardware import detect
 
 ROOT = Path(__file__).parents[1]
@@ -185,9 +185,8 @@ def contender(request: dict[str, Any]) -> tuple[Callable[[], list[list[int]]], s
 def run_one(request: dict[str, Any]) -> dict[str, Any]:
     generate, what = contender(request)
     generate()
-    start = time.perf_counter()
-    found = generate()
-    seconds = time.perf_counter() - start
+    found: list[list[int]] = []
+    times = timed(lambda: found.extend(generate()))
     reference = Path(request["folder"]) / f"expected-{len(found)}.json"
     if request["contender"] == "transformers":
         reference.write_text(json.dumps(found))
@@ -195,7 +194,7 @@ def run_one(request: dict[str, Any]) -> dict[str, Any]:
     agree = sum(a == b for one, other in zip(found, expected, strict=True) for a, b in zip(one, other, strict=False))
     count = sum(len(row) for row in found)
     same = None if request["contender"] == ALONE else agree / count
-    return {"seconds": seconds, "what": what, "per_second": count / seconds, "tokens": count, "same": same}
+    return {**times, "what": what, "per_second": count / times["seconds"], "tokens": count, "same": same}
 
 
 def contenders(shared: int) -> list[str]:

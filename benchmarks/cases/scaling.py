@@ -36,7 +36,7 @@ from upshift.planning.workload import Workload
 
 SEQUENCE, BATCH, MICRO = 128, 8, 2
 HALF = "half of the batch, alone"
-STEPS = 4  # of which the first is not counted
+STEPS = 6  # of which the first is not counted
 CONFIG = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
     "vocab_size": 2048, "max_position_embeddings": 512, "architectures": ["LlamaForCausalLM"], "use_cache": False,
@@ -138,7 +138,7 @@ def make_hosts(mbit: int) -> None:
             f"ip netns add {name}", f"ip link add upshiftv{number} type veth peer name eth0 netns {name}",
             f"ip link set upshiftv{number} master {BRIDGE} up", f"ip -n {name} addr add {address}/24 dev eth0",
             f"ip -n {name} link set eth0 up", f"ip -n {name} link set lo up",
-            f"ip netns exec {name} tc qdisc add dev eth0 root tbf rate {mbit}mbit burst 256kb latency 400ms",
+            f"ip netns exec {name} tc qdisc add dev eth0 root tbf rate {mbit}mbit burst 32kb latency 400ms",
         ]  # fmt: skip
     for line in lines:
         subprocess.run(line.split(), check=True)

@@ -11,8 +11,9 @@ from typing import Any
 _HOME = {
     "plan": "upshift.planning.planner",
     "train": "upshift.training.run",
-    "Trainer": "upshift.training.trainer.trainer",
-    "Seq2SeqTrainer": "upshift.training.trainer.trainer",
+    "tune": "upshift.tuning.tune",
+    "Trainer": "upshift.tuning.trainer",
+    "Seq2SeqTrainer": "upshift.tuning.trainer",
     "Encoder": "upshift.inference.encoding.encoder",
     "Generator": "upshift.inference.generation.generator",
     "inspect": "upshift.models.inspect",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import PackageNotFoundError, requires, version
 
 
 def installed_version(library: str) -> str | None:
@@ -18,3 +18,8 @@ def installed_versions(libraries: Iterable[str]) -> dict[str, str]:
     """Of those that are installed."""
     found = {library: installed_version(library) for library in libraries}
     return {library: known for library, known in found.items() if known is not None}
+
+
+def requirements_of(library: str) -> list[str]:
+    """As its own metadata states them: "tokenizers<0.24,>=0.22; extra == ..."."""
+    return requires(library) or []

@@ -75,6 +75,14 @@ def read_ranks() -> Ranks | None:
     return None
 
 
+LIBRARY_PREFIXES = ("CUDA_", "DS_", "GLOO_", "GOMP_", "KMP_", "LD_", "MKL_", "NCCL_", "OMP_", "PYTORCH_", "THP_MEM_", "TORCH_")
+
+
+def read_library_variables() -> dict[str, str]:
+    """What is set for the libraries underneath, which Upshift leaves to them: doctor reads it, and PATH. No keys, no tokens."""
+    return {name: value for name, value in sorted(os.environ.items()) if name == "PATH" or name.startswith(LIBRARY_PREFIXES)}
+
+
 def quiet_libraries() -> None:
     """Libraries that print from C++ read these when they are loaded; called once, by a program's entry point."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
@@ -94,6 +102,27 @@ def wait_briefly() -> None:
     cores from whom they wait for. Called before either is loaded; so long a loop is as fast where nothing else runs, and none at
     all is not (docs/log.md)."""
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
+
+
+XLA_FLAGS = "TF_XLA_FLAGS"
+KEEP_XLA_PROGRAMS = "--tf_xla_persistent_cache_directory="
+
+
+def keep_xla_programs(folder: Path) -> None:
+    """TensorFlow reads this when it is loaded: what XLA compiled is kept there, and found by later processes."""
+    said = os.environ.get(XLA_FLAGS, "")
+    if KEEP_XLA_PROGRAMS not in said:
+        os.environ[XLA_FLAGS] = f"{said} {KEEP_XLA_PROGRAMS}{folder}".strip()
+
+
+def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
+    """For a child process alone: libtpu asks no metadata server what it is on and takes no lock, as no TPU is opened, and jax
+    looks for none."""
+    said = {
+        "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
+    }  # fmt: skip
+    return {**os.environ, **said}
 
 
 @contextmanager

@@ -44,7 +44,6 @@ from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
 from upshift.inference.generation.engines.openvino_stateful import convert
 from upshift.inference.generation.files import read_prompts
-from upshift.inference.generation.model import start_token
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
 from upshift.inference.generation.prefill import SHORTEST, common_prefix, remainder
 from upshift.inference.generation.prompts import Prompts
@@ -54,6 +53,7 @@ from upshift.inference.quantize import quantize
 from upshift.inference.setup import QUANTIZED, EngineSetup
 from upshift.inference.unfinished_lines import UnfinishedLines
 from upshift.inference.weights import engine_folder, find_weights
+from upshift.models.generation_config import start_token
 
 SMALL = {"vocab_size": 260, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "max_position_embeddings": 256}
 CONFIGS: dict[str, Any] = {
@@ -266,6 +266,37 @@ def test_rounded_weights_of_encoder_decoders(tmp_path: Path) -> None:
         assert rounded.weight_bytes < 0.6 * plain.weight_bytes
         cosine = cosines(rounded.admit(prompts), expected)
         assert least < cosine.min() < 0.9999999
+
+
+def test_what_transformers_cannot_load_again_is_not_written(tmp_path: Path) -> None:
+    source = find_weights(save(tmp_path / "model", SEQ2SEQ["bart, absolute positions"], AutoModelForSeq2SeqLM))
+    with pytest.raises(RequestError, match="final_logits_bias; use --engine openvino, or --bits 4"):
+        quantize(source, rounding_of(source, WORDS), tmp_path / "small", bits=8, engine="torch")
+    assert not (tmp_path / "small").exists()
+
+
+@pytest.mark.parametrize(("engine", "bits"), [("openvino", 8), ("openvino", 4), ("torch", 4)])
+def test_quantized_encoder_decoders_generate(tmp_path: Path, engine: Any, bits: Any) -> None:
+    source = find_weights(save(tmp_path / "model", SEQ2SEQ["bart, absolute positions"], AutoModelForSeq2SeqLM))
+    output = tmp_path / "small"
+    found = quantize(source, rounding_of(source, WORDS), output, bits=bits, engine=engine)
+    assert found.task == "seq2seq" and (found.calibrated_on > 0) is ((engine, bits) == ("openvino", 4))
+    assert found.bytes_after == sum(path.stat().st_size for path in output.iterdir() if path.suffix in (".safetensors", ".bin"))
+    assert found.bytes_after < 0.6 * found.bytes_before
+    assert 0.9 < (found.after.worst_cosine or 0.0) < 0.9999999 and found.before.same_tokens == 1.0
+    generator = upshift.Generator(str(output), quality="0.999")
+    (answer,) = generator.generate([WORDS[0]], max_new_tokens=NEW)
+    assert generator.race is not None and generator.race.chosen.label() == f"{engine} stored"
+    if engine == "torch":
+        expected = AutoModelForSeq2SeqLM.from_pretrained(output).eval().generate(
+            torch.tensor(ids_of(WORDS[:1], str(output))), max_new_tokens=NEW, num_beams=1, do_sample=False, pad_token_id=0
+        )  # fmt: skip
+        assert answer.tokens == expected[0, 1:].tolist()
+    else:
+        assert len(answer.tokens) == NEW
+        (output / "upshift_decoder.xml").unlink()
+        with pytest.raises(RequestError, match="without .*safetensors or upshift_encoder.xml and upshift_decoder.xml"):
+            upshift.Generator(str(output)).generate(["a"], max_new_tokens=2)
 
 
 def test_a_trace_that_kept_a_value_is_refused() -> None:

@@ -14,10 +14,12 @@ from hypothesis import strategies as st
 from transformers import AutoModelForCausalLM, BloomConfig, Gemma2Config, GPT2Config, LlamaConfig, MixtralConfig, PreTrainedConfig
 
 from upshift.hardware import describe
+from upshift.inference.agreement import cosines
 from upshift.inference.engines import contestants
 from upshift.inference.generation.engines.decoder import DecoderBuild
 from upshift.inference.generation.engines.torch_decoder import TorchDecoder
 from upshift.inference.generation.engines.torch_graphs_decoder import Given, Room, TorchGraphsDecoder
+from upshift.inference.generation.engines.torchao_decoder import TorchaoDecoder
 from upshift.inference.setup import EngineSetup, Precision
 from upshift.inference.weights import find_weights
 
@@ -97,7 +99,21 @@ def test_who_races_on_a_gpu(builds: dict[str, DecoderBuild]) -> None:
 
     everything = raced("1xh100")
     assert everything[0] == "torch fp32" and {"torch bf16", "torch-graphs fp16"} < set(everything)
-    assert not any("bf16" in label for label in raced("1xt4"))
+    assert {"torchao int8-weights", "torchao int4-weights", "torchao fp8"} < set(everything)
+    assert not any("bf16" in label or "torchao" in label for label in raced("1xt4"))
+    assert "torchao int4-weights" in raced("1xa100-40gb") and "torchao fp8" not in raced("1xa100-40gb")
     assert set(raced("1xh100", exact=True)) == {"torch fp32", "torch tf32", "torch-graphs fp32", "torch-graphs tf32"}
     narrow = raced("1xh100", exact=True, reference="bf16")
     assert narrow == ["torch bf16", "torch-graphs bf16"]
+
+
+def test_weights_rounded_as_they_are_loaded(builds: dict[str, DecoderBuild]) -> None:
+    """8 bits, which torchao computes on a CPU, too; 4 bits and fp8 are in tests/gpu."""
+    for name in ("llama", "gpt2"):
+        plain = TorchDecoder(builds[name])
+        setup = builds[name].setup.changed(engine="torchao", precision="int8-weights")
+        rounded = TorchaoDecoder(builds[name]._replace(setup=setup))
+        expected, found = ([decoder.admit([[1, 2, 3], [4, 5]]), decoder.step(np.array([6, 7]))] for decoder in (plain, rounded))
+        agree = cosines(np.concatenate(found), np.concatenate(expected))
+        assert 0.999 < agree.min() < 0.9999999
+        assert rounded.weight_bytes < (0.6 if name == "llama" else 1.0) * plain.weight_bytes  # GPT-2's are no linear layers

@@ -238,6 +238,16 @@ def test_training_in_place_never_writes_to_the_file(llama):
     assert load_model(str(llama)).model.norm.weight.max() == 1.0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux tells what a process has mapped")
+def test_one_mapping_for_each_file(folders):
+    """Linux maps 65,530 stretches of a process at most, and models have had more tensors."""
+    path = folders("llama")
+    model = load_model(str(path))
+    shards, mapped = list(path.glob("*.safetensors")), Path("/proc/self/maps").read_text()
+    assert len(shards) > 1 and len(model.state_dict()) > 2 * len(shards)
+    assert [mapped.count(str(shard)) for shard in shards] == [1] * len(shards)
+
+
 def test_a_saved_copy_has_the_names_that_it_was_loaded_from(folders, tmp_path):
     model = load_model(str(folders("qwen3-moe")))
     model.save_pretrained(tmp_path / "ours")

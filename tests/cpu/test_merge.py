@@ -32,6 +32,9 @@ MODELS: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Qwen3MoeConfig", "Qwen3MoeForCausalLM",
         LLAMA | {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32, "head_dim": 16},
     ),
+    "mixtral": ("MixtralConfig", "MixtralForCausalLM", {key: size for key, size in LLAMA.items() if "bias" not in key} | {
+        "num_local_experts": 3,
+    }),
 }  # fmt: skip
 ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "plain": ("llama", {"target_modules": ["q_proj", "v_proj"]}),
@@ -51,8 +54,10 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any]]] = {
     "transposed dora": ("gpt2", {"target_modules": ["c_attn", "c_proj"], "use_dora": True}),
     "a head": ("bert", {"target_modules": ["query"], "task_type": "SEQ_CLS"}),
     "beside experts": ("moe", {"target_modules": ["q_proj"]}),
+    "experts": ("moe", {"target_modules": ["q_proj"], "target_parameters": ["experts.gate_up_proj", "experts.down_proj"]}),
+    "some experts' weights": ("mixtral", {"target_modules": [], "target_parameters": ["experts.down_proj"]}),
 }  # fmt: skip
-HALF = ("plain", "dora", "tied, both changed", "whole modules")
+HALF = ("plain", "experts", "dora", "tied, both changed", "whole modules")
 
 
 def made(folder: Path, model: str, options: dict[str, Any], dtype: torch.dtype = torch.float32) -> tuple[Path, Path]:
@@ -213,11 +218,6 @@ def test_refused_bases(upshift, tmp_path):
     refused(upshift("merge", adapter, "-o", tmp_path / "out"), "adapter_model.safetensors", "save the adapter again")
     shutil.rmtree(base)
     refused(upshift("merge", adapter, "-o", tmp_path / "out"), str(base), "does not exist")
-
-
-def test_experts_that_transformers_puts_together(upshift, tmp_path):
-    _, adapter = made(tmp_path, "moe", {"target_modules": ["q_proj"], "target_parameters": ["mlp.experts.down_proj"]})
-    refused(upshift("merge", adapter, "-o", tmp_path / "out"), "mlp.experts.down_proj", "4 stored tensors", "merge_and_unload")
 
 
 def test_an_adapter_is_merged_before_anything_else(upshift, tmp_path):

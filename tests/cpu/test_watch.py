@@ -9,7 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+from watched_ranks import STOPPED
 
+from upshift.debugging.run_report import examine_run
+from upshift.errors import JobFailed
+from upshift.training.loop.failures import death_reported
 from upshift.training.parallel.stall import Pulse, Waiting, stalled, straggler
 
 WORLD = Path(__file__).with_name("watched_ranks.py")
@@ -34,11 +38,15 @@ def test_who_waits_and_who_does_not_come(tmp_path: Path) -> None:
     waits = r"ranks 0, 2 wait since [\d.]+ s in all_reduce \d+ of group 0 default_pg \(4\.00 KiB\), step 5; "
     assert re.match(waits, words), words
     assert re.search(r"rank 1 is in no collective: step 5 since [\d.]+ s", words), words
+    (found,) = examine_run(tmp_path)  # what `upshift doctor` says of the reports that the ranks left
+    assert found.subject == "rank 1" and "in no collective" in found.what
+    assert "watched_ranks.py" in found.evidence and "(wait_until_said)" in found.evidence
 
 
-def test_a_stopped_process_is_named(tmp_path: Path) -> None:
-    (teller, step, words), *_ = stalls_in("stopped", tmp_path)
-    assert (teller, step) == (0, 5) and "rank 0 waits" in words
+@pytest.mark.parametrize("case", STOPPED)
+def test_a_stopped_process_is_named(case: str, tmp_path: Path) -> None:
+    (teller, step, words), *_ = stalls_in(case, tmp_path)
+    assert (teller, step) == (0, STOPPED[case]) and "rank 0 waits" in words
     assert re.search(r"rank 1 says nothing since [\d.]+ s: its process is stopped", words), words
 
 
@@ -76,3 +84,14 @@ def test_words() -> None:
 def test_who_is_slower(own: tuple[float | None, ...], named: int | None) -> None:
     found = straggler([pulse(rank, own_seconds=seconds, step_seconds=1.6) for rank, seconds in enumerate(own)])
     assert (found and found[0]) == named
+
+
+def test_a_run_that_dies_leaves_where_and_why(tmp_path: Path) -> None:
+    with pytest.raises(JobFailed), death_reported(tmp_path, lambda: 7, rank=0, ranks=1):
+        raise JobFailed("the loss became NaN")
+    (found,) = examine_run(tmp_path)
+    assert "died in step 7: JobFailed: the loss became NaN" in found.what
+    assert "debug='underflow_overflow'" in (found.fix or "")
+    with death_reported(tmp_path, lambda: 8, rank=0, ranks=1):
+        pass
+    assert not list(tmp_path.glob("*/rank-*.json"))  # a run that goes well takes away what the one before left

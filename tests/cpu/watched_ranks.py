@@ -13,6 +13,7 @@ from typing import Any
 
 PATIENCE, PERIOD = 1.0, 0.2
 STEPS = 20
+STOPPED = {"stopped": 15, "stopped at once": 1}  # in which step: after its first pulses, and before them
 
 
 def work(given: dict[str, Any]) -> list[tuple[int, str]]:
@@ -30,7 +31,7 @@ def work(given: dict[str, Any]) -> list[tuple[int, str]]:
         with said.open("a") as file:
             file.write(json.dumps([rank, step, words]) + "\n")
 
-    with watch.watching(given["plan"], tell) as step:
+    with watch.watching(given["plan"], tell, said.parent) as step:
         for number in range(1, STEPS + 1):
             with step(number):
                 one_step(given["case"], rank, number, said)
@@ -42,9 +43,9 @@ def one_step(case: str, rank: int, number: int, said: Path) -> None:
     if case == "slow" and rank == 1:
         compute(0.15)
     compute(0.02)
-    if number != 5 or rank != 1 or case == "slow":
+    if number != STOPPED.get(case, 5) or rank != 1 or case == "slow":
         return
-    if case == "stopped":
+    if case in STOPPED:
         if os.fork() == 0:  # who lets it go on
             wait_until_said(said)
             os.kill(os.getppid(), signal.SIGCONT)

@@ -15,12 +15,13 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 import upshift
+from upshift.inference.agreement import cosines
 from upshift.inference.engines import build_engine
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.engines.decoder import DecoderBuild
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import Sequence
-from upshift.inference.setup import Device, EngineName, EngineSetup
+from upshift.inference.setup import Device, EngineName, EngineSetup, Precision
 from upshift.inference.weights import computing_host, find_weights, free_memory
 
 DEVICE: Device = "cuda"
@@ -48,6 +49,23 @@ def test_tokens_are_those_of_transformers(engine: EngineName, tmp_path: Path) ->
     for _ in decode(decoder, waiting, rows=4):
         pass
     assert [sequence.tokens for sequence in waiting] == expected
+
+
+@pytest.mark.parametrize(("precision", "cosine"), [("int8-weights", 0.999), ("fp8", 0.99), ("int4-weights", 0.9)])
+def test_rounded_weights(precision: Precision, cosine: float, tmp_path: Path) -> None:
+    host = computing_host()
+    if precision == "fp8" and not host.supports("fp8"):
+        pytest.skip("the GPU has no products in fp8: compute capability 8.9 and above has them")
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**SMALL)).save_pretrained(tmp_path)
+    source = find_weights(str(tmp_path))
+    prompts = [[(7 * row + place) % 4096 for place in range(3 + 60 * row)] for row in range(6)]
+    found = {}
+    for engine, kind in (("torch", "fp32"), ("torchao", precision)):
+        setup = EngineSetup(engine=engine, precision=kind, device=DEVICE, threads=1, batch=4, hint="latency")  # type: ignore[arg-type]
+        decoder = build_engine("generate", setup.engine, DecoderBuild(source, setup, tmp_path))
+        found[engine] = np.stack([decoder.admit(prompts), decoder.step(np.arange(6)), decoder.step(np.arange(6))])
+    assert cosines(found["torchao"].reshape(-1, 4096), found["torch"].reshape(-1, 4096)).min() > cosine
 
 
 def test_a_race_runs_on_the_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -45,3 +45,35 @@ def test_memory_of_the_gpu_is_the_model_and_two_pieces_for_each_reader(tmp_path)
     loaded = load_model(str(tmp_path), dtype="bfloat16", device_map={"": 0})
     held = sum(tensor.nbytes for tensor in (*loaded.parameters(), *loaded.buffers()))
     assert torch.cuda.max_memory_allocated() - before < held + 4 * PIECE_BYTES + 2**20
+
+
+def answers(model):
+    ids = torch.arange(20, device="cuda").view(2, 10)
+    with torch.no_grad():
+        return [model(input_ids=ids).logits, model.generate(ids, max_new_tokens=4, do_sample=False)]
+
+
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("shares", [(0.4, 0.3), (0.3, 1.0), (0.3, 0.0)])
+def test_divided_between_the_gpu_the_host_and_the_disk(shares, tied, tmp_path):
+    """The same answers, and no more of the GPU than its limit."""
+    torch.manual_seed(0)
+    sizes = SIZES | {"hidden_size": 512, "intermediate_size": 1024, "num_hidden_layers": 12}
+    config = LlamaConfig(vocab_size=1024, tie_word_embeddings=tied, initializer_range=0.1, **sizes)
+    LlamaForCausalLM(config).save_pretrained(tmp_path, max_shard_size="20MB")
+    whole = load_model(str(tmp_path), device_map={"": 0})
+    expected, total = answers(whole), sum(weight.nbytes for weight in whole.parameters())
+    del whole
+    torch.cuda.empty_cache()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    largest = 4 * (4 * 512 * 512 + 3 * 512 * 1024) + 2**22
+    limits = {0: int(shares[0] * total) + largest, "cpu": int(shares[1] * total) + largest}
+    model = load_model(str(tmp_path), device_map="auto", max_memory=limits)
+    for one, other in zip(answers(model), expected, strict=True):
+        assert torch.equal(one, other)
+    assert model._upshift_offload.reader.bytes_read > 0
+    assert torch.cuda.max_memory_allocated() - before <= limits[0] + 4 * PIECE_BYTES + 2**21
+    states = torch.randn(1, 6, 512, device="cuda", requires_grad=True)
+    model(inputs_embeds=states, labels=torch.ones(1, 6, dtype=torch.long, device="cuda")).loss.backward()
+    assert states.grad.isfinite().all()

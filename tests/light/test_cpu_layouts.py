@@ -21,6 +21,7 @@ from upshift.planning.rank import Candidate, Coster, Ranking
 from upshift.planning.search import search
 from upshift.planning.space import parse_fixed
 from upshift.planning.trial import TrialResult
+from upshift.planning.variants import variants_for
 from upshift.planning.workload import Workload
 from upshift.record import Spread
 
@@ -128,6 +129,38 @@ def test_a_ring_between_hosts_carries_what_every_rank_sends() -> None:
     assert collective_seconds(host, "all_reduce", 1e8, Group(4, 1, 2)) == pytest.approx(6.0)
     assert collective_seconds(host, "all_reduce", 1e8, Group(2, 2, 2)) == pytest.approx(8.0)  # two groups share the port
     assert collective_seconds(host.changed(inter_node=None), "all_reduce", 1e8, Group(2, 1, 1)) is None
+
+
+def test_sums_between_hosts_take_two_rounds_of_latency() -> None:
+    host = TWO.changed(inter_node=Link(name="far", bytes_per_second=1e12, latency_seconds=1.0, measured=True))
+    rounds = {"all_reduce": 6.0, "reduce_scatter": 6.0, "all_gather": 3.0}
+    for operation, seconds in rounds.items():
+        assert collective_seconds(host, operation, 8.0, Group(4, 1, 1)) == pytest.approx(seconds)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(("schedule", "waits"), [("1f1b", 2 + 7), ("zero_bubble", 2)])
+def test_a_pipeline_of_1f1b_waits_for_transfers_between_micro_batches(schedule: str, waits: int) -> None:
+    """Two stages: hidden states go there and back while two micro-batches are under way."""
+    far = Link(name="far", bytes_per_second=1e15, latency_seconds=1.0, measured=True)
+    layout = Layout(pipeline_parallel=2, pipeline_schedule=schedule)  # type: ignore[arg-type]
+    assert plan_on(TWO.changed(inter_node=far), 2, layout).time.terms["pipeline transfers"] == pytest.approx(waits, rel=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("fixed", "precisions", "divided"),
+    [
+        (("num_processes=2",), {"fp32", "bf16", "bf16-pure"}, True),
+        (("num_processes=2", "fully_shard=weights"), {"fp32", "bf16-pure"}, False),
+        (("num_processes=4", "fully_shard=weights"), {"fp32", "bf16-pure"}, True),
+        (("tensor_parallel=2",), {"fp32", "bf16"}, True),
+        (("pipeline_parallel=2",), {"fp32", "bf16"}, False),
+        ((), {"fp32", "bf16"}, False),
+    ],
+)
+def test_only_what_layouts_can_need_is_traced(fixed: tuple[str, ...], precisions: set[str], divided: bool) -> None:
+    variants = variants_for(ONE, WORKLOAD, fixed)
+    assert {variant.precision for variant in variants} == precisions
+    assert any(variant.divided for variant in variants) == divided
 
 
 def plan_on(host: Host, ranks: int, layout: Layout = ALONE) -> Candidate:

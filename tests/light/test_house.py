@@ -18,7 +18,7 @@ PACKAGE = SOURCE / "upshift"
 
 PUBLIC_NAMES = [
     "Encoder", "Generator", "Host", "ModelProfile", "Plan", "Record", "Seq2SeqTrainer", "Trainer", "Workload", "describe",
-    "detect", "inspect", "load_model", "plan", "train",
+    "detect", "inspect", "load_model", "plan", "train", "tune",
 ]  # fmt: skip
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
@@ -59,6 +59,10 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.trace",
     "upshift.models.trace_steps",
     "upshift.models.tracker",
+    "upshift.debugging.half_precision",
+    "upshift.debugging.network_ranks",
+    "upshift.debugging.numerics",
+    "upshift.debugging.tensors",
     "upshift.hardware.base_process",
     "upshift.hardware.probe",
     "upshift.loading.convert",
@@ -75,6 +79,16 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.reader",
     "upshift.loading.slices",
     "upshift.loading.staging",
+    "upshift.loading.devices",
+    "upshift.loading.experts",
+    "upshift.loading.feed",
+    "upshift.loading.kinds",
+    "upshift.loading.lanes",
+    "upshift.loading.mapped",
+    "upshift.loading.merge_fused",
+    "upshift.loading.products",
+    "upshift.loading.slots",
+    "upshift.loading.waiting",
     "upshift.loading.tensors",
 }
 HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported

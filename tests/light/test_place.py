@@ -109,6 +109,14 @@ def test_speed_is_that_of_the_slowest_way() -> None:
     assert disk.load_seconds == pytest.approx((10 * GIB - disk.disk_bytes) / 1e9)
 
 
+def test_products_bind_where_they_are_slower_than_memory() -> None:
+    placement = place([Unit((f"layers.{number}",), GIB, GIB) for number in range(4)], {CPU: 20 * GIB}, Work(1, 8))
+    rates = {"memory_bytes_per_second": 10e9, "disk_bytes_per_second": 1e9, "stored_bytes": 4 * GIB}
+    fast, slow = (predict(placement, describe("epyc-9554"), **rates, products_bytes_per_second=rate) for rate in (9e9, 2e9))
+    assert (fast.bound, slow.bound) == ("memory", "products on the CPU")
+    assert slow.tokens_per_second == pytest.approx(2e9 / (4 * GIB))
+
+
 def test_sizes_and_devices_as_they_are_written() -> None:
     sizes = {"8GiB": 8 * GIB, "20GB": 20 * 10**9, " 1.5 gib": GIB + GIB // 2, "512": 512, 7: 7}
     assert [read_size(size) for size in sizes] == list(sizes.values())

@@ -11,7 +11,10 @@ from upshift.hardware.spec import Host
 from upshift.installed import installed_versions
 from upshift.record import Environment
 
-LIBRARIES = ("upshift", "torch", "transformers", "accelerate", "torchao", "numpy", "tensorflow-cpu")
+LIBRARIES = (
+    "upshift", "torch", "transformers", "accelerate", "torchao", "numpy", "openvino", "nncf", "onnxruntime", "ctranslate2",
+    "llama-cpp-python", "sentence-transformers", "tensorflow-cpu",
+)  # fmt: skip
 
 
 def library_versions() -> dict[str, str]:

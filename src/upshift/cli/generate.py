@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 from rich.table import Table
 
-from upshift.cli import show
+from upshift.cli import generate_xla, show
 from upshift.cli.plan import Json, Model
 from upshift.cli.race import RaceSeconds, dim, failures, table, teller
 from upshift.errors import RequestError
@@ -43,6 +43,7 @@ def command(
     chat: Annotated[bool, typer.Option("--chat", help="prompts are what a user says, by the model's chat template")] = False,
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine of logits to transformers in fp32: 0.999")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
+    backend: Annotated[str, typer.Option(help="race: the installed engines; xla: TensorFlow, compiled whole")] = "race",
     max_ttft_ms: MaxTtft = None,
     max_tpot_ms: MaxTpot = None,
     max_memory: MaxMemory = None,
@@ -53,28 +54,39 @@ def command(
     """Race the installed engines on some of the prompts, then generate with the winner."""
     wait_briefly()
     from upshift.inference.generation.files import check_files
-    from upshift.inference.generation.generator import Generator
-    from upshift.inference.generation.options import unused
-    from upshift.loading.memory_limits import read_max_memory
 
     if (prompt is None) == (prompts is None) or (prompts is None) != (output is None):
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
     if prompts is not None and output is not None:
         check_files(prompts, output, overwrite=overwrite)
-    given = {**_options(options or []), "stop_strings": tuple(stop or ()) or None, "seed": seed}
-    with show.step("Reading the model"):
-        generator = Generator(
-            model, quality=quality, engine=engine, max_ttft_ms=max_ttft_ms, max_tpot_ms=max_tpot_ms, chat=chat,
-            max_memory=read_max_memory(max_memory), race_seconds=race_seconds, on_run=teller("tokens/s"),
-        )  # fmt: skip
-    for name, value in unused(generator.source).items():
-        dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
-    read = generator.options(max_new_tokens=max_new_tokens, **given)
+    asked = {**_options(options or []), "max_new_tokens": max_new_tokens, "seed": seed}
+    races = {
+        "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
+        "race_seconds": race_seconds,
+    }  # fmt: skip
+    if backend != "race":
+        generate_xla.check(backend, {**races, "stop": stop})
+        generate_xla.run(model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=asked, as_json=as_json)
+        return
+    generator, read = _prepare(model, races, {**asked, "stop_strings": tuple(stop or ()) or None}, chat=chat)
     if prompt is not None:
         _stream(generator, prompt, read, as_json=as_json)
         return
     assert prompts is not None and output is not None
     _generate(generator, prompts, output, read, as_json=as_json)
+
+
+def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: bool) -> tuple[Any, Any]:
+    from upshift.inference.generation.generator import Generator
+    from upshift.inference.generation.options import unused
+    from upshift.loading.memory_limits import read_max_memory
+
+    limits = read_max_memory(races["max_memory"])
+    with show.step("Reading the model"):
+        generator = Generator(model, **{**races, "max_memory": limits}, chat=chat, on_run=teller("tokens/s"))
+    for name, value in unused(generator.source).items():
+        dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
+    return generator, generator.options(**given)
 
 
 def _options(pairs: list[str]) -> dict[str, Any]:

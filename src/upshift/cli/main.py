@@ -7,7 +7,24 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import convert, data, demo, encode, generate, inspect, launch, merge, plan, quantize, shard, train
+from upshift.cli import (
+    compare_runs,
+    convert,
+    data,
+    demo,
+    doctor,
+    encode,
+    generate,
+    inspect,
+    launch,
+    merge,
+    plan,
+    quantize,
+    shard,
+    train,
+    tune,
+    xla,
+)
 from upshift.errors import UpshiftError
 from upshift.settings import quiet_libraries
 
@@ -39,15 +56,19 @@ def _of_all(
 
 app.command("plan")(plan.command)
 app.command("train")(train.command)
+app.command("tune")(tune.command)
 app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
 app.command("quantize")(quantize.command)
+app.command("doctor")(doctor.command)
+app.command("compare-runs")(compare_runs.command)
 app.command("inspect")(inspect.command)
 app.command("shard")(shard.command)
 app.command("merge")(merge.command)
 app.command("convert")(convert.command)
 app.command("demo")(demo.command)
+app.add_typer(xla.app, name="xla")
 app.add_typer(data.app, name="data")
 
 

@@ -18,6 +18,8 @@ TRANSFORMERS = "transformers' from_pretrained"
 LOADS = {
     ("generate", "torch"): TRANSFORMERS,
     ("generate", "openvino"): "optimum-intel's OVModelForCausalLM and, beside a tokenizer by openvino_tokenizers, OpenVINO GenAI",
+    ("seq2seq", "torch"): TRANSFORMERS,
+    ("seq2seq", "openvino"): "OpenVINO's read_model, an encoder and a decoder apart",
     ("encode", "torch"): TRANSFORMERS,
     ("encode", "openvino"): "OpenVINO's read_model",
 }
@@ -34,11 +36,12 @@ def command(
     overwrite: Annotated[bool, typer.Option("--overwrite", help="replace what an earlier upshift quantize wrote")] = False,
     as_json: Json = False,
 ) -> None:
-    """Round a language model's or an encoder's weights, fitted to some of the texts, and compare what it computes on others."""
+    """Round the weights of a language model, encoder-decoder or encoder, fitted to some texts, and compare on others."""
     from upshift.inference.encoding import rounding as encoding
     from upshift.inference.encoding.recipe import is_encoder
     from upshift.inference.generation import rounding as generation
     from upshift.inference.generation.files import check_prompts, read_prompts
+    from upshift.inference.generation.model import generation_task
     from upshift.inference.lines import count_lines
     from upshift.inference.quantize import SAMPLE_TEXTS, check_output, choose_engine, quantize
     from upshift.inference.sample import spread_over
@@ -50,7 +53,7 @@ def command(
     check_output(output, overwrite=overwrite)
     source = find_plain_weights(model)
     encodes = is_encoder(source)
-    loads = choose_engine("encode" if encodes else "generate", source, bits, engine)
+    loads = choose_engine("encode" if encodes else generation_task(source), source, bits, engine)
     taken = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
     said = [text for text in taken if isinstance(text, str)]
     rounding_of = encoding.rounding_of if encodes else generation.rounding_of

@@ -176,6 +176,8 @@ class RunDisplay:
                 f"{event.smaller[0]} x {event.smaller[1]} tokens, {event.largest[0]} x {event.largest[1]} before, and the same "
                 f"gradients; {event.autopsy}[/yellow]"
             )
+        elif kind == "Doubted":
+            self._print(f"[yellow]{event.words}[/yellow]")
         elif kind == "Waited":
             self._print(f"[yellow]step {event.step}: {event.words}[/yellow]")
         elif kind == "Evaluated":

@@ -35,6 +35,11 @@ def read_limits(root: Path) -> CgroupLimits:
     )
 
 
+def own_group(root: Path, controller: str) -> Path | None:
+    """The folder of this process's own group, whose files tell what happened to it."""
+    return next((group.path for group in _ancestors(root, controller)), None)
+
+
 def _cores(group: _Group) -> float | None:
     if group.version == 2:
         quota, _, period = read_text(group.path / "cpu.max").partition(" ")

@@ -49,7 +49,7 @@ def detect(
     """
     limits = read_limits(root)
     cpu, cpu_origin = _cpu(root, affinity, limits)
-    gpus, gpu_origin = find_gpus(_find_nvml() if nvml is FIND_NVML else nvml, visible_devices)
+    gpus, gpu_origin = find_gpus(find_nvml() if nvml is FIND_NVML else nvml, visible_devices)
     same = len({str(gpu.identity()) for gpu in gpus}) == 1
     gpu = _least_free(gpus) if same else None
     link = gpu_link(gpu) if gpu is not None and len(gpus) > 1 else None
@@ -70,7 +70,7 @@ def detect(
     )
 
 
-def _find_nvml() -> Any:
+def find_nvml() -> Any:
     try:
         return importlib.import_module("pynvml")
     except ImportError:

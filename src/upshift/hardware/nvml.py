@@ -27,24 +27,27 @@ def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], 
     except nvml.NVMLError as error:
         return (), f"none: NVML says {error}"
     try:
-        handles = _select(nvml, _handles(nvml), visible_devices)
-        return tuple(_gpu(nvml, handle) for handle in handles), "NVML"
+        return tuple(_gpu(nvml, handle) for handle in usable_handles(nvml, visible_devices)), "NVML"
     except nvml.NVMLError as error:
         return (), f"none: NVML says {error}"
     finally:
         nvml.nvmlShutdown()
 
 
+def usable_handles(nvml: Any, visible_devices: str | None) -> list[Any]:
+    return _select(nvml, _handles(nvml), visible_devices)
+
+
 def _handles(nvml: Any) -> list[Any]:
     whole, instances = [], []
     for index in range(nvml.nvmlDeviceGetCount()):
         handle = nvml.nvmlDeviceGetHandleByIndex(index)
-        mode = _ask(nvml, "nvmlDeviceGetMigMode", handle)
+        mode = ask(nvml, "nvmlDeviceGetMigMode", handle)
         if mode is None or mode[0] != nvml.NVML_DEVICE_MIG_ENABLE:
             whole.append(handle)
             continue
-        for position in range(_ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
-            instance = _ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, position)
+        for position in range(ask(nvml, "nvmlDeviceGetMaxMigDeviceCount", handle) or 0):
+            instance = ask(nvml, "nvmlDeviceGetMigDeviceHandleByIndex", handle, position)
             if instance is not None:
                 instances.append(instance)
     return whole or instances[:1]
@@ -67,8 +70,8 @@ def _select(nvml: Any, handles: Sequence[Any], visible_devices: str | None) -> l
 
 
 def _gpu(nvml: Any, handle: Any) -> Gpu:
-    name = _plain(nvml.nvmlDeviceGetName(handle))
-    memory = _ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
+    name = plain(nvml.nvmlDeviceGetName(handle))
+    memory = ask(nvml, "nvmlDeviceGetMemoryInfo", handle)
     key = NVML_NAMES.get(name)
     links, link_rate = _nvlink(nvml, handle)
     return Gpu(
@@ -76,9 +79,9 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
         table_key=key,
         memory_bytes=None if memory is None else memory.total,
         free_memory_bytes=None if memory is None else memory.free,
-        compute_capability=_ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
-        pcie_generation=_ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle) or None,
-        pcie_width=_ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
+        compute_capability=ask(nvml, "nvmlDeviceGetCudaComputeCapability", handle),
+        pcie_generation=ask(nvml, "nvmlDeviceGetMaxPcieLinkGeneration", handle) or None,
+        pcie_width=ask(nvml, "nvmlDeviceGetMaxPcieLinkWidth", handle) or None,
         nvlink_links=links,
         nvlink_bytes_per_second=None if link_rate is None or not links else links * link_rate,
         tdp_watts=None if key is None else NVIDIA_GPUS[key].gpu.tdp_watts,
@@ -91,23 +94,23 @@ def _nvlink(nvml: Any, handle: Any) -> tuple[int, int | None]:
     active = [
         link
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
-        if _ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
+        if ask(nvml, "nvmlDeviceGetNvLinkState", handle, link) == nvml.NVML_FEATURE_ENABLED
     ]
-    version = _ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, active[0]) if active else None
+    version = ask(nvml, "nvmlDeviceGetNvLinkVersion", handle, active[0]) if active else None
     return len(active), NVLINK_BYTES_PER_SECOND.get(version or 0)
 
 
 def _uuid(nvml: Any, handle: Any) -> str:
-    return _plain(_ask(nvml, "nvmlDeviceGetUUID", handle) or "")
+    return plain(ask(nvml, "nvmlDeviceGetUUID", handle) or "")
 
 
-def _ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """The answer, None where this GPU or driver does not know it."""
+def ask(nvml: Any, question: str, *arguments: Any) -> Any:
+    """The answer, None where this GPU, driver or version of pynvml does not know it."""
     try:
-        return getattr(nvml, question)(*arguments)
+        return getattr(nvml, question)(*arguments) if hasattr(nvml, question) else None
     except nvml.NVMLError:
         return None
 
 
-def _plain(text: str | bytes) -> str:
+def plain(text: str | bytes) -> str:
     return text.decode() if isinstance(text, bytes) else text  # nvidia-ml-py before 11.5 returns bytes

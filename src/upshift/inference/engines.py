@@ -17,6 +17,7 @@ class Door(NamedTuple):
     name: str  # module and class, in the task's folder of engines
     precisions: tuple[Precision, ...]  # on a CPU
     on_gpu: tuple[Precision, ...] = ()
+    needs: Precision | None = None  # what it computes in, whatever its weights are
     kinds: str = ""  # module and name of the models that it has, by their configs' model_type; empty: of all
 
     def on(self, device: Device) -> tuple[Precision, ...]:
@@ -48,6 +49,10 @@ ENGINES: dict[EngineName, Entry] = {  # in the order of a race: the reference, t
     "torch-graphs": Entry(
         ("torch",), "",
         {"generate": Door("torch_graphs_decoder:TorchGraphsDecoder", (), ON_GPU)},
+    ),
+    "torchao": Entry(
+        ("torchao",), "quant",
+        {"generate": Door("torchao_decoder:TorchaoDecoder", (), ("int8-weights", "int4-weights", "fp8"), "bf16")},
     ),
     "llamacpp": Entry(
         ("llama_cpp", "gguf"), "llamacpp",
@@ -114,11 +119,12 @@ def contestants(
     if stored is not None:
         return [some if ENGINES[stored].doors[task].on(device) else some.changed(device="cpu")]
     unfit = {"bf16"} if host.supports("bf16") is False else {"fp16-weights"}  # as few bytes; of the two, what the CPU computes in
+    unfit |= set() if host.supports("fp8") else {"fp8"}
     unfit |= {precision for precision in ROUNDED if exact} | ({"fp32", "tf32"} if reference != "fp32" else set())
     found = []
     for name, entry in ENGINES.items():
         door = entry.doors.get(task)
-        able = () if door is None else door.on(device)
+        able = () if door is None or door.needs in unfit else door.on(device)
         kept = [precision for precision in able if precision == reference or precision not in unfit]
         if door is not None and kept and _has(task, door, source):
             found += [some.changed(engine=name, precision=precision) for precision in kept]

@@ -9,7 +9,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.encoding.batches import by_length
 from upshift.inference.engines import ENGINES
-from upshift.inference.setup import EngineSetup, Precision
+from upshift.inference.setup import ROUNDED, EngineSetup, Precision
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
@@ -26,6 +26,7 @@ FORMATS: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
     "bf16": ("bf16", "bf16"),
     "fp16": ("bf16", "bf16"),
     "fp16-weights": ("bf16", "fp32"),  # as many bytes; raced where the CPU has no bf16 and computes in fp32
+    "fp8": ("fp8", "bf16"),
     "int8-weights": ("int8", "fp32"),
     "int8": ("int8", "int8"),
     "int4-weights": ("int4", "fp32"),
@@ -82,6 +83,7 @@ def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Ca
         if ENGINES[setup.engine].uncompiled and not (measured.measured and measured.measured.compiler):
             return None
         weights, cached = FORMATS[setup.precision]
+        cached = "bf16" if setup.device == "cuda" and setup.precision in ROUNDED else cached  # beside any rounded weights there
         execution = "eager" if setup.engine == "torch" else "graphs"
         profile = traced()
         return profile and build_engine(measured, profile, workload, ReplicaShape(weights, cached, 1, 1, execution))

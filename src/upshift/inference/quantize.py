@@ -1,8 +1,8 @@
 """``upshift quantize``: a directory with weights of 8 or 4 bits, and how near what it computes is to what came out before.
 
 torch:    what transformers loads: 8 bits by torchao, weights scaled by output; 4 bits by bitsandbytes (NF4).
-openvino: what optimum-intel, Upshift and, of language models, OpenVINO GenAI load. How it rounds is the task's:
-          generation/rounding.py, encoding/rounding.py.
+openvino: what optimum-intel, Upshift and, of language models, OpenVINO GenAI load; of encoder-decoders Upshift alone. How it
+          rounds is the task's: generation/rounding.py, encoding/rounding.py.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware import detect
@@ -25,7 +25,7 @@ from upshift.inference.openvino_model import make
 from upshift.inference.sample import spread
 from upshift.inference.setup import EngineName, EngineSetup, Task
 from upshift.inference.standing import Standing
-from upshift.inference.weights import OPENVINO_FILE, engine_folder, find_weights, weights_size
+from upshift.inference.weights import engine_folder, find_weights, weights_size
 from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.whole_file import write_whole
@@ -53,10 +53,19 @@ class Quality(Value):
     after: Run
 
 
+class Part(NamedTuple):
+    """An OpenVINO model of a directory. ``folder``: below the engine's own, where races keep it in fp32. ``rounded``: from the
+    bits, OpenVINO's model in fp32 and token ids to fit to, to the rounded model."""
+
+    file: str
+    export: Callable[[], Any]
+    rounded: Callable[[Bits, Any, list[list[int]]], Any]
+    folder: str = ""
+
+
 @dataclass(frozen=True)
 class Rounding:
-    """What a task says of its models. ``rounded``: from the file's name, OpenVINO's model in fp32 and token ids to fit to, to the
-    rounded model; ``fitted``: the bits whose rounding is fitted to texts."""
+    """What a task says of its models. ``fitted``: the bits whose rounding is fitted to texts."""
 
     task: Task
     ids: list[list[int]]  # of the user's texts
@@ -66,8 +75,7 @@ class Rounding:
     batch: int
     run: Callable[[Entrants, EngineSetup, Standing], list[Run]]
     model_class: Any  # of transformers
-    export: Callable[[], Any]
-    rounded: Callable[[Bits, Any, list[list[int]]], Any]
+    parts: tuple[Part, ...]
     fitted: tuple[Bits, ...]
 
 
@@ -119,6 +127,12 @@ def _write_torch(source: ModelSource, rounding: Rounding, fitted: list[list[int]
     from upshift.loading.load import load_source
 
     model = load_source(source, quantize="int4" if bits == 4 else "int8", model_class=rounding.model_class)
+    alone = [name for name in model.state_dict() if "." not in name]
+    if bits == 8 and alone:  # transformers splits each name at its last dot (torchao 0.18, safetensors_support.py)
+        raise RequestError(
+            f"transformers could not load the 8 bits of {type(model).__name__} again, which torchao writes, for the name of its "
+            f"tensor {alone[0]}; use --engine openvino, or --bits 4"
+        )
     model.save_pretrained(folder)
     _copy_beside(source, folder, leave=("config.json",))
     return 0
@@ -126,18 +140,19 @@ def _write_torch(source: ModelSource, rounding: Rounding, fitted: list[list[int]
 
 def _write_openvino(source: ModelSource, rounding: Rounding, fitted: list[list[int]], bits: Bits, folder: Path) -> int:
     """Made beside the fp32 export, which races keep."""
-    made = engine_folder(rounding.task, source, "openvino") / f"int{bits}-written.xml"
-    made.unlink(missing_ok=True)  # of other texts
-    make(made, rounding.export, partial(_rounded, rounding, bits, fitted))
-    for suffix in (".xml", ".bin"):
-        shutil.copy(made.with_suffix(suffix), (folder / OPENVINO_FILE).with_suffix(suffix))
-        made.with_suffix(suffix).unlink()
+    for part in rounding.parts:
+        made = engine_folder(rounding.task, source, "openvino") / part.folder / f"int{bits}-written.xml"
+        made.unlink(missing_ok=True)  # of other texts
+        make(made, part.export, partial(_rounded, part, bits, fitted))
+        for suffix in (".xml", ".bin"):
+            shutil.copy(made.with_suffix(suffix), (folder / part.file).with_suffix(suffix))
+            made.with_suffix(suffix).unlink()
     _copy_beside(source, folder)
     return len(fitted) if bits in rounding.fitted else 0
 
 
-def _rounded(rounding: Rounding, bits: Bits, fitted: list[list[int]], model: Any) -> Any:
-    return rounding.rounded(bits, model, fitted)
+def _rounded(part: Part, bits: Bits, fitted: list[list[int]], model: Any) -> Any:
+    return part.rounded(bits, model, fitted)
 
 
 def _copy_beside(source: ModelSource, folder: Path, *, leave: tuple[str, ...] = ()) -> None:

@@ -10,13 +10,15 @@ from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
 EngineName = Literal[
-    "torch", "torch-graphs", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing"
+    "torch", "torch-graphs", "torchao", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing"
 ]  # fmt: skip
 Device = Literal["cpu", "cuda"]
-Precision = Literal["fp32", "tf32", "bf16", "fp16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"]
+Precision = Literal[
+    "fp32", "tf32", "bf16", "fp16", "fp8", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"
+]  # fmt: skip
 Hint = Literal["throughput", "latency"]
 QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")
-ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp16-weights", *QUANTIZED)
+ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp16-weights", *QUANTIZED)
 
 
 class EngineSetup(Value):

@@ -17,6 +17,7 @@ from upshift.settings import read_settings
 from upshift.units import format_bytes
 
 OPENVINO_FILE = "openvino_model.xml"  # as its own tools name it
+OPENVINO_PARTS = ("upshift_encoder.xml", "upshift_decoder.xml")  # of an encoder-decoder: no other tool has such a pair
 ROOM = 1.5  # over the weights: exporting a Llama of 134 M parameters for OpenVINO held 1.26 of them beside the libraries
 
 
@@ -58,8 +59,8 @@ def weight_files(source: ModelSource) -> list[Path]:
     """Those of transformers, else that of OpenVINO."""
     if source.directory is None:
         return []
-    exported = (source.directory / OPENVINO_FILE).with_suffix(".bin")
-    return sorted(source.directory.glob("*.safetensors")) or [path for path in (exported,) if path.is_file()]
+    exported = [(source.directory / name).with_suffix(".bin") for name in (OPENVINO_FILE, *OPENVINO_PARTS)]
+    return sorted(source.directory.glob("*.safetensors")) or [path for path in exported if path.is_file()]
 
 
 def weights_size(source: ModelSource) -> int:

@@ -20,7 +20,7 @@ from upshift.errors import RequestError
 from upshift.loading.header import StoredTensor
 from upshift.loading.names import Group, Names, convert, filled
 from upshift.loading.staging import Staging
-from upshift.loading.tensors import dtype_of, read_into, read_tensor, shape_of
+from upshift.loading.tensors import Stretches, dtype_of, read_into, read_tensor, shape_of
 
 READERS = 2  # one waits for the disk while another converts
 CPU = torch.device("cpu")
@@ -36,7 +36,7 @@ class Filling:
         quantizer: Any = None,
     ) -> None:  # fmt: skip
         self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
-        self._empty, self._staging = model.state_dict(), Staging()
+        self._empty, self._staging, self._stretches = model.state_dict(), Staging(), Stretches([])
         self._shapes = {name: torch.Size(shape_of(stored)) for name, stored in tensors.items()}
         self._dtypes = model._get_dtype_plan(dtype)
         self._kept = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
@@ -49,6 +49,7 @@ class Filling:
         """In the order of the files' bytes. ``info`` says then what no tensor fills. Raises RequestError for weights of another
         shape, before anything is read."""
         made_by = self._check_shapes()
+        self._stretches = Stretches(self._mapped(device_of))
         total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
         for group, made in self._read(device_of, made_by):
             for name, tensor in made.items():
@@ -56,7 +57,18 @@ class Filling:
             done += sum(self.tensors[name].nbytes for _, name in group.sources)
             if progress is not None:
                 progress(done, total)
+        self._stretches = Stretches([])
         self.model._weight_conversions = list(self.names.used)  # type: ignore[assignment]
+
+    def _mapped(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
+        """What stays as it is stored, on the CPU."""
+        for group in self.names.groups:
+            stored, device = self.tensors[group.sources[0][1]], device_of(group.target)
+            if self._is_plain(group) and device is not None and self._stays(stored, group.target, device):
+                yield stored
+
+    def _stays(self, stored: StoredTensor, target: str, device: torch.device) -> bool:
+        return device.type == "cpu" and dtype_of(stored) == self.dtype_of(target)
 
     def filled(self, group: Group) -> dict[str, torch.Size]:
         """The weights that a group fills and their shapes, without reading anything."""
@@ -105,10 +117,10 @@ class Filling:
         return str(first.file), first.offset
 
     def _load(self, name: str, target: str, device: torch.device) -> Tensor:
-        stored, dtype = self.tensors[name], self.dtype_of(target)
-        if device.type == "cpu" and dtype_of(stored) == dtype:
-            return read_tensor(stored)
-        made = torch.empty(shape_of(stored), dtype=dtype, device=device)
+        stored = self.tensors[name]
+        if self._stays(stored, target, device):
+            return self._stretches.tensor(stored) if stored in self._stretches else read_tensor(stored)
+        made = torch.empty(shape_of(stored), dtype=self.dtype_of(target), device=device)
         if device.type == "cuda":
             self._staging.read_into(stored, made)
         else:

@@ -16,8 +16,10 @@ from upshift.hardware.detect import detect
 from upshift.hardware.disk import disk_rate
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import Checkpoint
+from upshift.loading.kinds import experts_in, is_looked_up
 from upshift.loading.memory_limits import memory_limits, read_device
-from upshift.loading.place import Placement, Unit, Work, follow, place
+from upshift.loading.place import CPU, Placement, Unit, Work, follow, place
+from upshift.loading.products import product_rate
 from upshift.loading.speed import predict
 from upshift.models.build import find_stacks
 from upshift.settings import read_settings
@@ -46,8 +48,8 @@ def place_model(
     host: Host | None = None,
     memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Of a model on the meta device in its final dtypes. The rate is the CPU's: with it, the disk's is measured, and what loading
-    and a token cost is predicted.
+    """Of a model on the meta device in its final dtypes. The rate is the CPU's: with it, those of the disk and of products are
+    measured, and what loading and a token cost is predicted.
 
     Raises RequestError for a device_map that does not fit the model, and NothingFits.
     """
@@ -65,7 +67,7 @@ def place_model(
     return predict(
         placement, host, memory_bytes_per_second=memory_bytes_per_second,
         disk_bytes_per_second=disk_rate(checkpoint.files) if checkpoint is not None else None,
-        stored_bytes=checkpoint and checkpoint.total_bytes,
+        stored_bytes=checkpoint and checkpoint.total_bytes, products_bytes_per_second=product_rate(model.dtype),
     )  # fmt: skip
 
 
@@ -130,11 +132,6 @@ def _add(found: dict[int, _Found], path: str, module: nn.Module, alone: bool) ->
     unit.looked_up, unit.streams = is_looked_up(module), True
 
 
-def is_looked_up(module: nn.Module) -> bool:
-    """Whether only rows of its weight are read. Where ``max_norm`` is set, its forward writes to them."""
-    return isinstance(module, nn.Embedding) and module.max_norm is None
-
-
 def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:
     """A model that is not filled yet is not tied yet; which weights will be one, it says itself."""
     weights = dict(model.named_parameters(remove_duplicate=False))
@@ -176,6 +173,8 @@ def work_of(
     model: PreTrainedModel, units: tuple[Unit, ...], limits: dict[str, int], *, batch: int, sequence_length: int
 ) -> tuple[tuple[Unit, ...], dict[str, int], Work]:
     """The units with what their layers keep of ``batch`` sequences, the limits as they are, and the memory beside the weights."""
+    if next(iter(limits)) == CPU:
+        units = tuple(replace(unit, read=unit.read - _not_chosen(model, unit, batch)) for unit in units)
     kept = cache_bytes(model, sequence_length)
     if kept is not None:
         inside = [sum(kept.get(number, 0) for number in _layers_in(model, unit)) for unit in units]
@@ -188,6 +187,15 @@ def work_of(
         cache=None if kept is None else batch * sum(kept.values()),
     )
     return units, limits, work
+
+
+def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int) -> int:
+    """Bytes of experts that a pass of one token a sequence is not expected to ask for, if each is chosen as often."""
+    modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    experts = [inner for module in modules for inner in experts_in(module)] if chosen else []
+    idle = ((1 - chosen / module.num_experts) ** batch * sum(one.nbytes for one in module.parameters()) for module in experts)
+    return int(sum(idle))
 
 
 def _layers_in(model: nn.Module, unit: Unit) -> set[int]:

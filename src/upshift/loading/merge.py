@@ -21,7 +21,7 @@ from upshift.loading.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.header import StoredTensor, read_header, shown
 from upshift.loading.load import build_empty, class_of
 from upshift.loading.model_folder import CONFIG, METADATA, find_model_folder, small_files
-from upshift.loading.names import Names, filled, map_names
+from upshift.loading.names import map_names
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
 from upshift.loading.tensors import DTYPES, NAMES, bytes_of, dtype_of, read_into
 from upshift.loading.writing import NewTensor, copy_of, stored_pieces
@@ -126,25 +126,29 @@ def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> Pre
 
 def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> Merged:
     from upshift.loading.lora import Adapted
+    from upshift.loading.merge_fused import fused
 
     names = map_names(model, checkpoint.tensors)
     targets = {group.sources[0][1]: group.target for group in names.groups if group.converter is None}
     parameters = {name for name, _ in model.named_parameters()}
     _tie(model, {target: checkpoint.tensors[name] for name, target in targets.items()})
     parts = Adapted(model, lora, folder).parts
-    fused = _check_fused(model, names, checkpoint, parts)
+    together = fused(model, names, checkpoint.tensors, parts)
     found: list[NewTensor] = []
     written: set[int] = set()
     origins: dict[int, StoredTensor] = {}
     for name, stored in checkpoint.tensors.items():
         part = parts.get(targets.get(name, ""))
-        found.append(copy_of(stored) if part is None or part.is_base else _changed(name, stored, part))
+        if name in together.tensors:
+            found.append(together.tensors[name])
+        else:
+            found.append(copy_of(stored) if part is None or part.is_base else _changed(name, stored, part))
         if part is not None:
             written.add(part.key)
             origins[part.origin] = stored
     lost = {}
     for name, part in parts.items():
-        if name in targets.values() or name in fused:
+        if name in targets.values() or name in together.names:
             continue
         if part.key not in written and (part.given is not None or part.origin in origins):  # of the adapter, or tied no more
             found.append(_changed(name, origins.get(part.origin), part))
@@ -153,21 +157,6 @@ def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: 
             lost[name] = prod(part.shape)
     tied = Counter(origin for origin, _ in {(part.origin, part.key) for part in parts.values()})
     return Merged(found, max(tied.values()) > 1, lost)
-
-
-def _check_fused(model: PreTrainedModel, names: Names, checkpoint: Checkpoint, parts: Mapping[str, Part]) -> set[str]:
-    """The weights that are stored as several, or as parts of one. Raises RequestError where the adapter changes any of them."""
-    shapes = {name: torch.Size(tensor.shape) for name, tensor in checkpoint.tensors.items()}
-    found = set()
-    for group in names.groups:
-        for target in () if group.converter is None else filled(group, shapes, model):
-            if target in parts and not parts[target].is_base:
-                raise RequestError(
-                    f"the adapter changes {target}, which transformers puts together of {len(group.sources)} stored tensors "
-                    f"({group.sources[0][1]}, ...); merge it with peft's merge_and_unload"
-                )
-            found.add(target)
-    return found
 
 
 def _tie(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:

@@ -183,11 +183,12 @@ def _put(units: Sequence[Unit], numbers: Iterable[int], devices: Sequence[str], 
     for number in sorted(numbers, key=rank):
         unit = units[number]
         cache = {device: unit.cache if device != CPU else 0 for device in devices}
-        device = next((device for device in devices if unit.nbytes + cache[device] <= fill.room[device]), None)
+        able = devices if unit.streams or devices[0] == CPU else devices[:1]  # code between modules runs on the main device
+        device = next((device for device in able if unit.nbytes + cache[device] <= fill.room[device]), None)
         if device is not None:
             fill.room[device] -= unit.nbytes + cache[device]
             fill.devices[number] = device
-        elif rank(number) == 0 and unit.streams:
+        elif rank(number) == 0 and (unit.streams or devices[0] != CPU):
             return False
     return True
 

@@ -13,8 +13,10 @@ from transformers.core_model_loading import set_param_for_module
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import Checkpoint
 from upshift.loading.fill import Filling, Progress
+from upshift.loading.lanes import CudaLanes
 from upshift.loading.layout import place_model
-from upshift.loading.offload import Mapped, dispatch
+from upshift.loading.mapped import Mapped
+from upshift.loading.offload import dispatch
 from upshift.loading.offload_store import check_placed_together, stored_on_disk
 from upshift.loading.place import CPU, DISK, Placement
 
@@ -38,12 +40,7 @@ def fill_placed(
     """``finish``: what follows when all weights are there, by the devices of modules."""
     model = filling.model
     placement = placed(model, checkpoint, where)
-    used = {place.device for place in placement.modules}
-    if placement.main != CPU and used != {placement.main}:
-        raise RequestError(
-            f"the model would be divided between {', '.join(sorted(used))}, which runs on the CPU alone so far; give "
-            f'max_memory for the cpu only, or device_map="{placement.main}" for all of it'
-        )
+    check_placed_with_main(placement)
     check_placed_together(filling, placement)
     stored = stored_on_disk(filling, placement, where.offload_folder)
     filling.run(lambda name: _device(placement, name), progress)
@@ -51,7 +48,10 @@ def fill_placed(
     for name, tensor in stored.items():
         set_param_for_module(model, name, mapped.tensor(tensor), filling.info, None)
     finish({"": placement.main} | {name: device for name, device in placement.device_map.items() if device not in (CPU, DISK)})
-    dispatch(model, placement, stored)
+    if placement.main == CPU:
+        dispatch(model, placement, stored)
+    elif set(placement.device_map.values()) != {placement.main}:
+        dispatch(model, placement, stored, lanes=CudaLanes(torch.device(placement.main)))
 
 
 def placed(
@@ -61,6 +61,16 @@ def placed(
         model, device_map=where.device_map, max_memory=where.max_memory, checkpoint=checkpoint, batch=where.batch,
         sequence_length=where.sequence_length, memory_bytes_per_second=memory_bytes_per_second,
     )  # fmt: skip
+
+
+def check_placed_with_main(placement: Placement) -> None:
+    """Raises RequestError where a parameter beside modules, which no forward waits for, is not where that code runs."""
+    apart = [place for place in placement.modules if not place.streams and place.device != placement.main]
+    if placement.main != CPU and apart:
+        raise RequestError(
+            f"{apart[0].name} is used by code between modules, which runs on {placement.main}, and device_map has it on "
+            f"{apart[0].device}; give it to {placement.main}"
+        )
 
 
 def _device(placement: Placement, name: str) -> torch.device | None:

@@ -1,45 +1,32 @@
 """Reads groups of stored tensors into memory that is used again, ahead of the one who asks, in the order of the last time.
 
 A group is what one module needs. It is read in pieces of whole tensors, so that a part of the next group is on its way where
-there is no room for all of it. Files are read with pread into memory of our own: mapped pages would count as ours until the
-system takes them back, and are read in smaller steps.
+there is no room for all of it. What memory a piece is in, and how it gets there, slots say.
 """
 
 from __future__ import annotations
 
-import mmap
-import os
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from upshift.errors import JobFailed
 from upshift.loading.header import StoredTensor
+from upshift.loading.slots import Piece, Slot, Slots
 from upshift.units import MIB
 
 PIECE_BYTES = 16 * MIB  # at least, where a group has as much and the buffers hold many
 PIECES_HELD = 16
 ALIGNMENT = 64  # of a tensor in a piece: as torch's own allocator, so that kernels are the same ones
-MAX_VIEWS = 1024  # of one preadv: IOV_MAX of Linux and macOS
-
-
-@dataclass(frozen=True)
-class Piece:
-    tensors: tuple[StoredTensor, ...]  # of one file, by offset
-    starts: tuple[int, ...]
-    nbytes: int
 
 
 @dataclass(eq=False)
 class Group:
     number: int
     pieces: tuple[Piece, ...]
-    loaded: list[_Slot] = field(default_factory=list)  # of the first pieces
+    loaded: list[Slot] = field(default_factory=list)  # of the first pieces
     users: int = 0
 
     @property
@@ -51,91 +38,48 @@ class Group:
         return len(self.loaded) == len(self.pieces)
 
 
-class _Slot:
-    """Memory for a piece. As long as anybody holds a view of it, its buffer is referred to from there."""
-
-    def __init__(self, capacity: int) -> None:
-        self.capacity = capacity
-        self.memory = mmap.mmap(-1, capacity, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        self.content: Tensor | None = None
-
-    def fill(self, piece: Piece, files: dict[Path, int], *, keep: bool) -> None:
-        self.content = torch.frombuffer(self.memory, dtype=torch.uint8)
-        view = memoryview(self.memory)
-        for run in _runs(piece):
-            stored = piece.tensors[run.start]
-            views = [view[piece.starts[i] : piece.starts[i] + piece.tensors[i].nbytes] for i in run]
-            _read(files[stored.file], views, stored)
-            if not keep:
-                last = piece.tensors[run.stop - 1]
-                os.posix_fadvise(
-                    files[stored.file], stored.offset, last.offset + last.nbytes - stored.offset, os.POSIX_FADV_DONTNEED
-                )
-
-    def is_free(self) -> bool:
-        """Once it was given back: nobody saved a view of it."""
-        self.content = None
-        return sys.getrefcount(self.memory) <= 2  # this object's own, and the argument's
-
-
-def make_groups(wanted: Sequence[Sequence[StoredTensor]], budget: int) -> list[Group]:
+def make_groups(wanted: Sequence[Sequence[StoredTensor]], budget: int, *, in_place: bool = False) -> list[Group]:
+    """``in_place``: pieces are used where they lie in the file, so that a piece has no gap."""
     least = min(PIECE_BYTES, budget // PIECES_HELD)
-    return [Group(number, tuple(_pieces(tensors, least))) for number, tensors in enumerate(wanted)]
+    groups = []
+    for number, tensors in enumerate(wanted):
+        parts = enumerate(_parts(tensors, least, in_place=in_place))
+        groups.append(Group(number, tuple(_piece(part, number, place, in_place=in_place) for place, part in parts)))
+    return groups
 
 
-def _pieces(tensors: Sequence[StoredTensor], least: int) -> Iterator[Piece]:
+def _parts(tensors: Sequence[StoredTensor], least: int, *, in_place: bool) -> Iterator[list[StoredTensor]]:
     held: list[StoredTensor] = []
+    size = 0
     for tensor in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
-        if held and (held[-1].file != tensor.file or sum(other.nbytes for other in held) >= least):
-            yield _piece(held)
-            held = []
+        apart = held and (held[-1].file != tensor.file or (in_place and held[-1].offset + held[-1].nbytes != tensor.offset))
+        if held and (apart or size >= least):
+            yield held
+            held, size = [], 0
         held.append(tensor)
-    yield _piece(held)
+        size += tensor.nbytes
+    yield held
 
 
-def _piece(tensors: Sequence[StoredTensor]) -> Piece:
-    starts, end = [], 0
-    for tensor in tensors:
-        starts.append(end)
-        end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
-    return Piece(tuple(tensors), tuple(starts), max(end, ALIGNMENT))
-
-
-def _runs(piece: Piece) -> Iterator[range]:
-    """Tensors that lie behind each other in the file."""
-    first = 0
-    for number, tensor in enumerate(piece.tensors):
-        last = number + 1 == len(piece.tensors)
-        if last or piece.tensors[number + 1].offset != tensor.offset + tensor.nbytes or number + 1 - first == MAX_VIEWS:
-            yield range(first, number + 1)
-            first = number + 1
-
-
-def _read(descriptor: int, views: list[memoryview], stored: StoredTensor) -> None:
-    offset = stored.offset
-    views = [view for view in views if view]
-    while views:
-        try:
-            count = os.preadv(descriptor, views, offset)
-        except OSError as error:
-            raise JobFailed(f"cannot read the weights of {stored.file}: {error.strerror}; check the disk") from None
-        if count == 0:
-            raise JobFailed(f"{stored.file} is shorter than it was; its weights cannot be read any more")
-        offset += count
-        while views and count >= len(views[0]):
-            count -= len(views.pop(0))
-        if count:
-            views[0] = views[0][count:]
+def _piece(tensors: Sequence[StoredTensor], group: int, number: int, *, in_place: bool) -> Piece:
+    if in_place:
+        start, last = tensors[0].offset, tensors[-1]
+        starts, end = [tensor.offset - start for tensor in tensors], last.offset + last.nbytes - start
+    else:
+        starts, end = [], 0
+        for tensor in tensors:
+            starts.append(end)
+            end += -(-tensor.nbytes // ALIGNMENT) * ALIGNMENT
+    return Piece(tuple(tensors), tuple(starts), max(end, 0 if in_place else ALIGNMENT), group, number)
 
 
 class Reader:
-    """``budget``: bytes of all buffers together; more are taken only where modules that run at once need more."""
+    """``budget``: bytes of all slots together; more are taken only where modules that run at once need more."""
 
-    def __init__(self, groups: Sequence[Group], *, budget: int, keep_cached: bool) -> None:
-        self.groups, self.budget, self._keep = groups, max(budget, max(group.nbytes for group in groups)), keep_cached
-        self._files = {file: os.open(file, os.O_RDONLY) for file in {p.tensors[0].file for g in groups for p in g.pieces}}
+    def __init__(self, groups: Sequence[Group], slots: Slots, *, budget: int) -> None:
+        self.groups, self.budget, self._slots = groups, max(budget, max(group.nbytes for group in groups)), slots
         self._changed = threading.Condition()
-        self._free: list[_Slot] = []
+        self._free: list[Slot] = []
         self._held = 0
         self._last: tuple[int, int] = (-1, -1)  # the group before the one asked for last, and that one
         self._after: dict[tuple[int, int], int] = {}
@@ -163,11 +107,14 @@ class Reader:
                 group.users -= 1
                 raise self._error or JobFailed("the weights on the disk are closed already")
             self._changed.notify_all()
-            return [slot.content for slot in group.loaded if slot.content is not None]
+            return [slot.use() for slot in group.loaded]
 
     def release(self, number: int) -> None:
         with self._changed:
-            self.groups[number].users -= 1
+            group = self.groups[number]
+            group.users -= 1
+            for slot in group.loaded:
+                slot.used()
             self._changed.notify_all()
 
     def close(self) -> None:
@@ -183,8 +130,7 @@ class Reader:
                 self._error = error
                 self._changed.notify_all()
         finally:
-            for descriptor in self._files.values():
-                os.close(descriptor)
+            self._slots.close()
 
     def _read_ahead(self) -> None:
         while True:
@@ -193,7 +139,7 @@ class Reader:
                 if self._closed:
                     return
                 group, piece, slot = self._taken
-            slot.fill(piece, self._files, keep=self._keep)
+            slot.fill(piece)
             with self._changed:
                 group.loaded.append(slot)
                 self.bytes_read += piece.nbytes
@@ -247,18 +193,17 @@ class Reader:
                 self._held -= slot.capacity  # it lives as long as who holds a view of it
         group.loaded = []
 
-    def _slot(self, nbytes: int) -> _Slot | None:
-        fitting = [slot for slot in self._free if nbytes <= slot.capacity]
-        if fitting:
-            slot = min(fitting, key=lambda slot: slot.capacity)
-            if slot.capacity <= 2 * nbytes or self._held + nbytes > self.budget:
-                self._free.remove(slot)
-                return slot
+    def _slot(self, nbytes: int) -> Slot | None:
+        """Of just this size, as layers are alike: in a larger one a small piece would take another's room."""
+        slot = next((slot for slot in self._free if slot.capacity == nbytes), None)
+        if slot is not None:
+            self._free.remove(slot)
+            return slot
         while self._free and self._held + nbytes > self.budget:
             self._held -= self._free.pop().capacity
         return self._new(nbytes) if self._held + nbytes <= self.budget else None
 
-    def _new(self, nbytes: int) -> _Slot:
+    def _new(self, nbytes: int) -> Slot:
         self._held += nbytes
         self.most_held = max(self.most_held, self._held)
-        return _Slot(nbytes)
+        return self._slots.new(nbytes)

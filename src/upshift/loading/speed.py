@@ -2,7 +2,7 @@
 
 A pass reads every weight once: from the memory of the device that computes, over the link from the host, and from the disk. The
 three go on at the same time where the buffers hold two of the largest part; where they hold one, a part that is streamed is
-computed while nothing is read. Ignored: products slower than memory, which large batches have, and what the page cache keeps.
+computed while nothing is read. Ignored: that many tokens at once make products slower than memory, and what the page cache keeps.
 """
 
 from __future__ import annotations
@@ -10,12 +10,18 @@ from __future__ import annotations
 from upshift.hardware.spec import Host
 from upshift.loading.place import CPU, DISK, Placement
 
+SLOWER = 0.8  # than memory: what is called bound by products
+
 
 def predict(
     placement: Placement, host: Host, *, memory_bytes_per_second: float | None = None, disk_bytes_per_second: float | None = None,
-    stored_bytes: int | None = None,
+    stored_bytes: int | None = None, products_bytes_per_second: float | None = None,
 ) -> Placement:  # fmt: skip
-    """``memory_bytes_per_second``: the CPU's; a GPU's is the host's. ``stored_bytes``: of the files; None: there are none."""
+    """``memory_bytes_per_second``: the CPU's; a GPU's is the host's. ``stored_bytes``: of the files; None: there are none.
+    ``products_bytes_per_second``: of weights that the CPU multiplies with one token."""
+    slow = products_bytes_per_second is not None and products_bytes_per_second < SLOWER * (memory_bytes_per_second or 0.0)
+    if slow:
+        memory_bytes_per_second = products_bytes_per_second
     load = _load_bytes(placement, stored_bytes)
     written = 0 if stored_bytes is None or stored_bytes == sum(placement.totals.values()) else placement.disk_bytes
     seconds, bound = _pass(placement, host, memory_bytes_per_second, disk_bytes_per_second)
@@ -25,7 +31,7 @@ def predict(
         load_bytes=load,
         load_seconds=((load or 0) + written) / disk_bytes_per_second if known and disk_bytes_per_second else None,
         tokens_per_second=placement.batch / seconds if seconds else None,
-        bound=bound,
+        bound="products on the CPU" if slow and bound == "memory" and placement.main == CPU else bound,
     )
 
 

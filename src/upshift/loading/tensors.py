@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import mmap
 import os
+import threading
+from collections.abc import Iterable
 from dataclasses import replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -47,21 +50,53 @@ def bytes_of(tensor: Tensor) -> memoryview:
 
 def read_tensor(stored: StoredTensor) -> Tensor:
     """A private mapping: pages are read when they are touched, belong to the page cache, and are copied when written to."""
-    dtype, shape = dtype_of(stored), shape_of(stored)
-    if stored.nbytes == 0:
-        return torch.empty(shape, dtype=dtype)
-    before = stored.offset % mmap.ALLOCATIONGRANULARITY
-    try:
-        with stored.file.open("rb") as handle:
-            pages = mmap.mmap(
-                handle.fileno(), before + stored.nbytes, access=mmap.ACCESS_COPY, offset=stored.offset - before
-            )
-    except (OSError, ValueError) as error:  # ValueError: the file is shorter now
-        raise _unreadable(stored, error) from None
-    content = torch.frombuffer(pages, dtype=torch.uint8, count=stored.nbytes, offset=before)
-    if before % dtype.itemsize:
-        content = content.clone()
-    return content.view(dtype).view(shape)
+    return Stretches([stored]).tensor(stored)
+
+
+class Stretches:
+    """Stored tensors, of which those that lie behind each other are one private mapping, which lasts as long as any of them is
+    used: Linux maps 65,530 of a process (vm.max_map_count), and a model may have more tensors."""
+
+    def __init__(self, tensors: Iterable[StoredTensor]) -> None:
+        self._lock = threading.Lock()
+        self._pages: dict[int, mmap.mmap] = {}  # by the stretch
+        self._bounds: list[tuple[Path, int, int]] = []
+        self._of: dict[str, int] = {}
+        for stored in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
+            last = self._bounds[-1] if self._bounds else None
+            if last is not None and (last[0], last[2]) == (stored.file, stored.offset):
+                self._bounds[-1] = last[0], last[1], stored.offset + stored.nbytes
+            else:
+                self._bounds.append((stored.file, stored.offset, stored.offset + stored.nbytes))
+            self._of[stored.name] = len(self._bounds) - 1
+
+    def __contains__(self, stored: StoredTensor) -> bool:
+        return stored.name in self._of
+
+    def tensor(self, stored: StoredTensor) -> Tensor:
+        dtype, shape = dtype_of(stored), shape_of(stored)
+        if stored.nbytes == 0:
+            return torch.empty(shape, dtype=dtype)
+        number = self._of[stored.name]
+        first = self._bounds[number][1]
+        before = stored.offset - (first - first % mmap.ALLOCATIONGRANULARITY)
+        content = torch.frombuffer(self._mapped(number, stored), dtype=torch.uint8, count=stored.nbytes, offset=before)
+        if stored.offset % dtype.itemsize:
+            content = content.clone()
+        return content.view(dtype).view(shape)
+
+    def _mapped(self, number: int, stored: StoredTensor) -> mmap.mmap:
+        file, first, end = self._bounds[number]
+        with self._lock:
+            if number not in self._pages:
+                start = first - first % mmap.ALLOCATIONGRANULARITY
+                try:
+                    with file.open("rb") as handle:
+                        pages = mmap.mmap(handle.fileno(), end - start, access=mmap.ACCESS_COPY, offset=start)
+                except (OSError, ValueError) as error:  # ValueError: the file is shorter now
+                    raise _unreadable(stored, error) from None
+                self._pages[number] = pages
+            return self._pages[number]
 
 
 def read_into(stored: StoredTensor, destination: Tensor) -> None:

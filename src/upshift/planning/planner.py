@@ -29,6 +29,7 @@ from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.search import search
 from upshift.planning.space import check_allow, parse_fixed, read_fixed
+from upshift.planning.tpu_programs import compiled_so_far
 from upshift.planning.variants import variants_for
 from upshift.planning.whole_life import FITS_BUT, WholeLife
 from upshift.planning.workload import Workload
@@ -130,7 +131,10 @@ def plan_training(
     """Rank the space. ``described``: the host is not this machine, and what ran here says nothing of it. Raises RequestError for
     a wrong request, NothingFits with the nearest plan that would."""
     if host.device not in get_args(Plan.model_fields["device"].annotation):
-        raise RequestError(f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices")
+        known = compiled_so_far(source, host)
+        raise RequestError(
+            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{known}"
+        )
     host = with_disk_rate(host, source) if asks_where_weights_wait(fixed) and not described else host
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)

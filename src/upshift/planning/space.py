@@ -140,10 +140,15 @@ def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str,
 
 def texts_share(host: Host, fixed: tuple[str, ...]) -> bool:
     """layouts.shares_work, of ``field=value`` pairs."""
+    return shares_work(host, layout_of_texts(fixed))
+
+
+def layout_of_texts(fixed: tuple[str, ...]) -> dict[str, Any]:
+    """What ``field=value`` pairs fix of the layout, and of the number of processes."""
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     given = {name: text for name, _, text in (one.partition("=") for one in fixed)}
     layout = {name: text for name, text in given.items() if name in Layout.model_fields or name == "num_processes"}
-    return shares_work(host, {name: parse_value(name, text, hints[name]) for name, text in layout.items()})
+    return {name: parse_value(name, text, hints[name]) for name, text in layout.items()}
 
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from math import lcm
+from typing import NamedTuple
+
 from upshift.hardware.spec import Host
 from upshift.models.profile import TracedPrecision
 from upshift.models.store import Variant
-from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, texts_share
+from upshift.planning.layouts import rank_counts
+from upshift.planning.space import BLOCK_ATTENTION_LIMIT, can_compile, layout_of_texts, texts_share
 from upshift.planning.workload import Workload
 
 
@@ -34,9 +38,14 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
     if block and not {"attention=sdpa", "attention=eager"} & {*fixed}:
         kernels.append("block")
     compiled = can_compile(host)
-    if shared and "bf16" in precisions and "bf16-pure" not in precisions:
-        precisions.append("bf16-pure")  # with weights that were gathered in bf16
-    divided = shared and "tensor_parallel=1" not in fixed
+    divided = False
+    if shared:
+        divides = _dividing(host, fixed)
+        divided = divides.matrices
+        if "bf16" in precisions and divides.gathered and "bf16-pure" not in precisions:
+            precisions.append("bf16-pure")
+        if "bf16" in precisions and not divides.whole:
+            precisions.remove("bf16")
     variants = [
         Variant(precision, kernel, masked, divided=divided, selective=selective, compiled=compiled)
         for precision in precisions
@@ -44,6 +53,26 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
         for masked in masks
     ]
     return (*variants, *(Variant(p, "eager", False) for p in precisions))
+
+
+class _Dividing(NamedTuple):
+    """Whether some layout has it."""
+
+    matrices: bool
+    gathered: bool  # weights that were gathered in bf16
+    whole: bool  # weights that autocast casts
+
+
+def _dividing(host: Host, fixed: tuple[str, ...]) -> _Dividing:
+    """Of processes on CPUs: what is fixed leaves few ranks for the rest, and every trace takes seconds."""
+    given = layout_of_texts(fixed)
+    ranks, stage = max(rank_counts(host, given)), given.get("fully_shard")
+    sharing = lcm(given.get("context_parallel", 1), given.get("shard_size", 1 if stage in (None, "no") else 2))
+    pipeline = given.get("pipeline_parallel", 1)
+    tensor = given.get("tensor_parallel", ranks // (pipeline * sharing))
+    beside = ranks // (pipeline * given.get("tensor_parallel", 1)) > 1
+    gathers, masters = stage in ("gradients", "weights"), bool(given.get("master_weights"))
+    return _Dividing(tensor > 1, gathers or masters or (stage is None and beside), not (gathers or masters))
 
 
 def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:

@@ -16,6 +16,7 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.load import load_source
 from upshift.loading.offload import recompute_offloaded
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
@@ -30,6 +31,7 @@ from upshift.training.checkpoint.adapter import has_adapter, read_adapter
 from upshift.training.checkpoint.divided import parts_of
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
+from upshift.training.own_slices import build_to_fill, fill, reads_slices
 from upshift.training.parallel.context import share_context
 from upshift.training.parallel.divide import divide
 from upshift.training.parallel.fully_shard import shard_weights
@@ -71,6 +73,23 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     return whole
 
 
+def load_shared(source: ModelSource, plan: Plan, place: Place, *, seed: int) -> tuple[nn.Module, int] | None:
+    """``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files, with the number
+    of parameters of the whole. None where the model is built whole."""
+    if source.directory is None or not reads_slices(source, plan):
+        return None
+    torch.manual_seed(seed)
+    config = read_config(source)
+    model_class, _ = choose_class(config, source.reference)
+    empty = build_to_fill(source, config, model_class, dtype=_dtype_of(source, plan))
+    if empty is None:
+        return None
+    count = sum(parameter.numel() for parameter in empty.model.parameters())
+    model = prepare(empty.model, plan, place)
+    fill(model, empty, plan)
+    return model, count
+
+
 def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
     return torch.bfloat16 if plan.precision == "bf16-weights" or source.base_dtype == "bfloat16" else torch.float32
 
@@ -78,8 +97,11 @@ def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
 def _from_files(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
+    """By transformers where weights are quantized: how codes and scales belong together is known to it and the method alone."""
     if plan.weight_offload != "none":
         return load_elsewhere(source, config, model_class, plan, dtype=dtype)
+    if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
+        return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class)
     model: PreTrainedModel = model_class.from_pretrained(
         source.directory, dtype=dtype, use_safetensors=True, **_quantizing(source)
     )
@@ -98,8 +120,12 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     if plan.precision == "fp8":
         convert_to_fp8(model, emulate=plan.device != "cuda")
     model = divide(model, place)
-    if plan.weight_offload == "none" and not plan.layout.gathers:
+    is_empty = any(parameter.is_meta for parameter in model.parameters())  # it is filled last (own_slices.py)
+    if plan.weight_offload == "none" and not plan.layout.gathers and not is_empty:
         model.to(plan.device)
+    elif plan.weight_offload != "none":
+        for weight in (weight for weight in model.parameters() if weight.requires_grad):
+            weight.data = weight.data.to(plan.device)  # an adapter begins where the weights around it wait
     modules = modules_of(model)
     bases = [base_of(module) for module in modules]
     for base in bases:

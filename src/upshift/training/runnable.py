@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import torch
@@ -14,6 +15,7 @@ from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate, Rejected
 from upshift.training.parallel.refusals import cannot_run
+from upshift.training.parallel.rehearsal import Rehearsals
 
 
 def runnable(planning: Planning, source: ModelSource) -> Planning:
@@ -25,12 +27,19 @@ def runnable(planning: Planning, source: ModelSource) -> Planning:
     with torch.device("meta"):
         empty = build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32)
         model = complete_model(empty, source)
+    rehearsals = Rehearsals(source)
+    return keep_runnable(planning, lambda plan: cannot_run(plan, model) or rehearsals.reason_not(plan))
+
+
+def keep_runnable(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:
+    """``runnable``, by ``reason_not``: why a plan cannot run, or None."""
+    ranking = planning.ranking
     reasons: dict[tuple[object, ...], str | None] = {}
 
     def reason(plan: Plan) -> str | None:
-        key = (plan.num_processes, plan.layout, plan.torch_compile, plan.attention, plan.optimizer_in_backward)
+        key = (plan.num_processes, plan.layout, plan.torch_compile, plan.attention, plan.optim, plan.optimizer_in_backward)
         if key not in reasons:
-            reasons[key] = cannot_run(plan, model)
+            reasons[key] = reason_not(plan)
         return reasons[key]
 
     kept: list[Candidate] = []

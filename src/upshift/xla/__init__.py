@@ -1,6 +1,6 @@
 """TensorFlow and XLA: a Hugging Face checkpoint as a program of TensorFlow, trained, and compiled for CPU and TPU.
 
-``upshift.xla.build`` and ``upshift.xla.train``; their names are loaded when they are used, as TensorFlow takes seconds.
+``upshift.xla.build``, ``generate`` and ``train``; their names are loaded when they are used, as TensorFlow takes seconds.
 """
 
 from __future__ import annotations
@@ -8,9 +8,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import Any
 
-_HOMES = {"build": "upshift.xla.build", "train": "upshift.xla.training.door"}
+_HOMES = {"build": "upshift.xla.build", "generate": "upshift.xla.generation.door", "train": "upshift.xla.training.door"}
 
-__all__ = ["build", "train"]  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = ["build", "generate", "train"]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:

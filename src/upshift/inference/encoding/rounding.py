@@ -13,9 +13,9 @@ from upshift.inference.encoding.engines.openvino_engine import calibrated, expor
 from upshift.inference.encoding.recipe import read_recipe
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.generation.engines.openvino_export import int4_weights
-from upshift.inference.quantize import Bits, Rounding
+from upshift.inference.quantize import Bits, Part, Rounding
 from upshift.inference.setup import EngineSetup
-from upshift.inference.weights import engine_folder
+from upshift.inference.weights import OPENVINO_FILE, engine_folder
 from upshift.models.source import ModelSource
 
 HELD_OUT_TOKENS, BATCH_TOKENS = 512, 1024
@@ -29,10 +29,10 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     ids = tokens.of(texts)
     setup = EngineSetup(engine="openvino", precision="fp32", threads=1, batch=BATCH_TOKENS)
     build = Build(source, recipe, setup, engine_folder("encode", source, "openvino"), examples(ids, tokens.pad))
+    part = Part(OPENVINO_FILE, partial(export, build), partial(_rounded, tokens.pad))
     return Rounding(
         task="encode", ids=ids, held_out_tokens=HELD_OUT_TOKENS, asked=recipe.to_json(), pad=tokens.pad, batch=BATCH_TOKENS,
-        run=run, model_class=model_class(recipe), export=partial(export, build), rounded=partial(_rounded, tokens.pad),
-        fitted=(4, 8),
+        run=run, model_class=model_class(recipe), parts=(part,), fitted=(4, 8),
     )  # fmt: skip
 
 

@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Iterator
 
 import numpy as np
 
 from upshift.inference.generation.engines.decoder import Decoder
+from upshift.inference.generation.lookup import Lookup
 from upshift.inference.generation.prefill import PASS_TOKENS, common_prefix
 from upshift.inference.generation.sequence import Sequence
 
 ADMIT_SHARE = 4  # of the rows: admission copies the cache, so a quarter of them is awaited
 
 
-def decode(decoder: Decoder, waiting: list[Sequence], *, rows: int) -> Iterator[tuple[Sequence, int]]:
+def decode(
+    decoder: Decoder, waiting: list[Sequence], *, rows: int, lookup: Lookup | None = None
+) -> Iterator[tuple[Sequence, int]]:
     """Each sequence with each of its tokens, as they come; at most ``rows`` sequences at once, longest prompts first, so that
-    those that are admitted together are alike."""
+    those that are admitted together are alike. ``lookup``: of a decoder that extends; guesses while one sequence is there."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
     prefix = list[int]()
     if decoder.joins:
@@ -30,16 +34,37 @@ def decode(decoder: Decoder, waiting: list[Sequence], *, rows: int) -> Iterator[
             coming = [queue.popleft() for _ in range(min(free, len(queue), fitting))]
             logits = decoder.admit([sequence.prompt for sequence in coming])
             live += coming
+        elif lookup is not None and len(live) == 1:
+            yield from _looked_up(decoder, live[0], lookup)
+            coming = []
         else:
             coming = live
             logits = decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
-        for sequence, token in zip(coming, _tokens(logits, coming), strict=True):
+        for sequence, token in zip(coming, _tokens(logits, coming) if coming else (), strict=True):
             sequence.add(token)
             yield sequence, token
         kept = [row for row, sequence in enumerate(live) if sequence.ending is None]
         if len(kept) < len(live):
             decoder.keep(kept)
             live = [live[row] for row in kept]
+
+
+def _looked_up(decoder: Decoder, sequence: Sequence, lookup: Lookup) -> Iterator[tuple[Sequence, int]]:
+    """A token of one sequence, and those behind it that were guessed right."""
+    guess = lookup.guess([*sequence.prompt, *sequence.tokens], sequence.left - 1)
+    start = time.perf_counter()
+    logits = decoder.extend([sequence.tokens[-1], *guess])
+    seconds = time.perf_counter() - start
+    taken = 0
+    for place in range(len(logits)):
+        (token,) = _tokens(logits[place : place + 1], [sequence])
+        sequence.add(token)
+        taken += 1
+        yield sequence, token
+        if sequence.ending is not None or place == len(guess) or token != guess[place]:
+            break
+    decoder.cut(len(logits) - taken)
+    lookup.add(taken, seconds, guessed=bool(guess))
 
 
 def _tokens(logits: np.ndarray, sequences: list[Sequence]) -> list[int]:

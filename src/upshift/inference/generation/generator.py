@@ -15,7 +15,8 @@ from upshift.inference.forecast import forecast_generation
 from upshift.inference.generation.decode import decode
 from upshift.inference.generation.divided import divide, is_too_large, room
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
-from upshift.inference.generation.model import cache_bytes, generation_task, start_token
+from upshift.inference.generation.lookup import Lookup
+from upshift.inference.generation.model import cache_bytes, generation_task
 from upshift.inference.generation.options import GenerationOptions, read_options
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.prompts import Prompt, Prompts
@@ -25,6 +26,7 @@ from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
+from upshift.models.generation_config import start_token
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -118,6 +120,11 @@ class Generator:
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
         prompts there are, where these are some of them."""
+        if options.prompt_lookup_num_tokens and (self._engine != "torch" or self.task != "generate"):
+            raise RequestError(
+                "prompt_lookup_num_tokens is possible with causal language models in transformers alone; ask for --engine torch "
+                "(engine='torch'), or leave it out"
+            )
         asked = self.race is None and self._engine in (None, "torch")
         too_large = asked and is_too_large(self.source, self.host, self._max_memory)
         if too_large and self._max_memory is not None:
@@ -186,4 +193,5 @@ class Generator:
             Sequence(place, prompt, options, tokenizer, start=self._start) for place, prompt in enumerate(ids, start=first)
         ]
         self._decoder.keep([])
-        yield from decode(self._decoder, waiting, rows=min(chosen.batch, self._room(ids, options)))
+        lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None
+        yield from decode(self._decoder, waiting, rows=min(chosen.batch, self._room(ids, options)), lookup=lookup)

@@ -40,19 +40,6 @@ def generation_task(source: ModelSource) -> Task:
     return "generate"
 
 
-def start_token(source: ModelSource) -> int:
-    """What the decoder of an encoder-decoder begins with, as transformers finds it."""
-    from transformers import GenerationConfig
-
-    assert source.directory is not None
-    known = source.directory / "generation_config.json"
-    said: Any = GenerationConfig.from_pretrained(source.directory) if known.is_file() else read_config(source)
-    start = next((token for token in (said.decoder_start_token_id, said.bos_token_id) if token is not None), None)
-    if start is None:
-        raise RequestError(f"{source.reference!r} does not say decoder_start_token_id; put it into its generation_config.json")
-    return int(start[0] if isinstance(start, list) else start)
-
-
 def cache_bytes(source: ModelSource) -> int:
     """Keys and values of one token of one sequence, in fp32."""
     text: Any = read_config(source).get_text_config(decoder=True)

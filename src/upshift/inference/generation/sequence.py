@@ -36,6 +36,11 @@ class Sequence:
         """Its next token is the likeliest one."""
         return not self._processors and self._generator is None
 
+    @property
+    def left(self) -> int:
+        """Tokens that it may have more."""
+        return self.options.max_new_tokens - len(self.tokens)
+
     def choose(self, logits: np.ndarray) -> int:
         """logits [V] fp32 -> the next token."""
         ids: Any = torch.tensor([self._before + self.tokens])

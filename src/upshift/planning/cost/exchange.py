@@ -153,10 +153,15 @@ class Exchange:
         return max(reduce - hidden, 0.0) + back + between
 
     def _pipeline(self, groups: Groups) -> float:
-        """What fills and drains the pipeline waits; the rest is sent while the next micro-batch computes."""
-        layout = self.plan.layout
+        """What fills and drains the pipeline waits. 1F1B also waits in between: a stage has no more micro-batches under way than
+        there are stages from it to the last, and each of them goes there and back. Elsewhere others compute meanwhile."""
+        layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
         one = max(self._to_next(moved.num_bytes, groups.pipeline_stride) for moved in self._volumes.pipeline())
-        return 2.0 * (layout.pipeline_parallel * layout.virtual_stages - 1) * one
+        ranks = layout.pipeline_parallel
+        waits = 2.0 * (ranks * layout.virtual_stages - 1)
+        if layout.pipeline_schedule == "1f1b":
+            waits += 2.0 * (ranks - 1) / ranks * max(count - 1, 0)
+        return waits * one
 
     def _to_next(self, num_bytes: float, stride: int) -> float:
         node = self.host.ranks_per_node(self.plan.num_processes)

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from upshift.planning.cost.network import Group
 
 MEASURED_PROCESSES = 2
+SUMS = ("all_reduce", "reduce_scatter")  # a scatter of sums is a sum of which a part is kept
 LATENCY, BYTES_PER_SECOND = 300e-6, 2.5e9  # of two processes that were not measured; a sum on a 2-core Zen 4: 0.3 ms, 1 to 2 GB/s
 NETWORK_LATENCY = 50e-6  # of a TCP message between two hosts, where not measured
 TCP_EFFICIENCY = 0.9  # of the port's specified rate, where not measured: headers and acknowledgements take 5 to 10 %
@@ -36,7 +37,8 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
     else:
         leaves = _volume(operation, group.size)
     sent = num_bytes * leaves * group.side_by_side
-    return max(inside, _network_seconds(host, sent, steps=group.size - 1) or 0.0)
+    rounds = 2 if operation in SUMS else 1  # a ring sums, and then gathers
+    return max(inside, _network_seconds(host, sent, steps=rounds * (group.size - 1)) or 0.0)
 
 
 def send_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
@@ -48,7 +50,7 @@ def send_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) 
 
 def _volume(operation: Collective, ranks: int) -> float:
     """Of the tensor, what one rank sends."""
-    return (2.0 if operation in ("all_reduce", "reduce_scatter") else 1.0) * (ranks - 1) / ranks
+    return (2.0 if operation in SUMS else 1.0) * (ranks - 1) / ranks
 
 
 def _between_processes(host: Host, operation: Exchange, num_bytes: float, processes: int, *, steps: int = 1) -> float:

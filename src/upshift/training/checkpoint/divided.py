@@ -202,13 +202,12 @@ def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Pat
 
 
 @torch.no_grad()
-def load_parts(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Callable[[str], dict[str, Any]]
+def load_weights(
+    directory: Path, model: nn.Module, stored: dict[str, Stored] | None = None, *, rounds: bool = False
 ) -> None:
-    """Weights and optimizer state into this rank's parts. ``numbers``: of a parameter's state, what is no tensor."""
-    stored = read_pieces(directory)
+    """Of a checkpoint of any ranks, into what this rank has. ``rounds``: as of ``fill``."""
+    stored = stored or read_pieces(directory)
     ignored = set(getattr(base_of(parts_of(model)[0]), "_keys_to_ignore_on_save", None) or ())
-    masters = {part for part, parameter, _ in _updated(optimizer) if part.dtype != parameter.dtype}
     for name, (piece, tensor) in weights_here(model).items():
         if name in ignored:
             continue
@@ -216,7 +215,17 @@ def load_parts(
         if tensor.dtype == torch.float32 and exact in stored["optimizer"]:
             fill(tensor, piece, exact, stored["optimizer"], directory)
         else:
-            fill(tensor, piece, name, stored["weights"], directory, rounds=bool(masters))
+            fill(tensor, piece, name, stored["weights"], directory, rounds=rounds)
+
+
+@torch.no_grad()
+def load_parts(
+    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Callable[[str], dict[str, Any]]
+) -> None:
+    """Weights and optimizer state into this rank's parts. ``numbers``: of a parameter's state, what is no tensor."""
+    stored = read_pieces(directory)
+    masters = {part for part, parameter, _ in _updated(optimizer) if part.dtype != parameter.dtype}
+    load_weights(directory, model, stored, rounds=bool(masters))
     names = whole_names(model)
     keys: dict[str, list[str]] = {}
     for full_name in stored["optimizer"]:

@@ -80,8 +80,8 @@ def save_parts(
     writers of all ranks are done: until then the checkpoint does not count. Raises JobFailed on all ranks."""
     final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
     own = own_parts(model, optimizer, place.plan, place.rank)
-    saved_optimizer = _merged(gather(describe(optimizer, updated_names(model, optimizer)), place.plan))
-    _make(temporary, sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
+    saved_optimizer = described(model, optimizer, place)
+    make_shared(temporary, sum(gather(own.num_bytes, place.plan)) + extra_bytes(tokenizer), final.name, place)
     behind = all(gather(has_room(own.num_bytes), place.plan))
     kept = own.copied() if behind else own
 
@@ -110,7 +110,12 @@ def save_parts(
     return final, seal
 
 
-def _make(temporary: Path, need: int, name: str, place: Place) -> None:
+def described(model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> SavedOptimizer:
+    """The optimizers of all ranks as one, but for the tensors of their states."""
+    return _merged(gather(describe(optimizer, updated_names(model, optimizer)), place.plan))
+
+
+def make_shared(temporary: Path, need: int, name: str, place: Place) -> None:
     """The directory that all ranks write to, by rank 0."""
     directory = temporary.parent
     with on_rank_0(place.plan), writing(directory, name=name, temporary=temporary):
@@ -157,6 +162,24 @@ def load_shared(
 def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton: Callable[[], Any], place: Place) -> None:
     """The final Hugging Face directory. Each rank writes its parts; rank 0 puts them together in a file that is mapped: no rank
     holds the whole model. ``skeleton``: the model without weights. Raises JobFailed on all ranks."""
+
+    def save(weights: dict[str, Tensor]) -> None:
+        whole = skeleton()
+        save_model(directory, whole, tokenizer, weights=without_tied(weights, whole))
+
+    export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
+
+
+def without_tied(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
+    """Each weight under one of its names."""
+    twice = {tied for tied, name in tied_names(model).items() if name in weights}
+    return {name: weight for name, weight in weights.items() if name not in twice}
+
+
+def export_weights(
+    directory: Path, *, model: nn.Module, tokenizer: Any | None, save: Callable[[dict[str, Tensor]], None], place: Place
+) -> None:
+    """``save`` is called on rank 0 with the whole weights, in a file that is mapped."""
     parts = directory / PARTS_TEMPORARY
     own = own_parts(model, None, place.plan, place.rank)
     size = sum(gather(own.num_bytes, place.plan))  # thrice: in parts, put together, and as the model
@@ -174,12 +197,7 @@ def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton
         if place.rank == 0:
             try:
                 with tempfile.TemporaryFile(dir=parts) as file:
-                    weights = _put_together(read_pieces(parts)["weights"], parts, file)
-                    whole = skeleton()
-                    for tied, name in tied_names(whole).items():
-                        if name in weights:
-                            weights.pop(tied, None)
-                    save_model(directory, whole, tokenizer, weights=weights)
+                    save(_put_together(read_pieces(parts)["weights"], parts, file))
             finally:
                 shutil.rmtree(parts, ignore_errors=True)
 

@@ -52,10 +52,7 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
 
     Raises RequestError before anything is written, Interrupted after SIGINT or SIGTERM, JobFailed with what is safe.
     """
-    check_job(job, data)
-    output = Path(job.output)
-    check_output_directory(output, overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
-    open_run(job, data.training)
+    open_job(job, data)
     if fresh_process or job.plan.num_processes > 1:
         record = run_in_processes(job, data, on_event)
     else:
@@ -63,6 +60,13 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
             record = run_rank(job, data, on_event, stop)
     append_record(record)
     return record
+
+
+def open_job(job: Job, data: TrainingData) -> None:
+    """Its checks, then its output directory."""
+    check_job(job, data)
+    check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
+    open_run(job, data.training)
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:

@@ -12,7 +12,8 @@ import signal
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -33,12 +34,9 @@ JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
 
 def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
     """In the caller: start the process, pass its events on, give back what rank 0 gave."""
-    with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
-        folder = Path(name)
-        save_data(data, folder)
-        (folder / JOB).write_text(job.to_json(), encoding="utf-8")
+    with written(job, data) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "upshift.training.job.job", name], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [sys.executable, "-m", "upshift.training.job.job", str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None
@@ -52,10 +50,20 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
                     os.killpg(process.pid, signal.SIGKILL)
                     process.wait()
                 process.stdout.close()
-        return _result(folder, process.returncode, interrupted=stop.requested)
+        return result_in(folder, process.returncode, interrupted=stop.requested)
 
 
-def _result(folder: Path, exit_code: int, *, interrupted: bool) -> Record:
+@contextmanager
+def written(job: Job, data: TrainingData) -> Iterator[Path]:
+    """A folder with all that another process needs to run the job."""
+    with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
+        folder = Path(name)
+        save_data(data, folder)
+        (folder / JOB).write_text(job.to_json(), encoding="utf-8")
+        yield folder
+
+
+def result_in(folder: Path, exit_code: int, *, interrupted: bool) -> Record:
     path = folder / RESULT
     if not path.exists():
         if interrupted:
@@ -75,6 +83,12 @@ def main(folder: Path, run_rank: RunRank) -> None:
     def tell(event: Event) -> None:
         events.write(event_to_json(event) + "\n")
         events.flush()
+
+    run_in(folder, run_rank, tell)
+
+
+def run_in(folder: Path, run_rank: RunRank, tell: OnEvent) -> None:
+    """The job that is written there; its result is written beside it."""
 
     def work(job: Job) -> Record:
         data = load_data(folder)

@@ -42,6 +42,13 @@ class OutOfMemory:
 
 
 @dataclass(frozen=True)
+class Doubted:
+    """Before the first step: what will probably go wrong, and what to do instead."""
+
+    words: str
+
+
+@dataclass(frozen=True)
 class Waited:
     """Ranks wait for one that does not come, or a rank is slower than the others."""
 
@@ -70,9 +77,9 @@ class Finished:
     reason: str  # finished, or the early end that was asked for: tokens, seconds
 
 
-Event = Started | StepDone | OutOfMemory | Waited | Evaluated | Saved | Finished
+Event = Started | Doubted | StepDone | OutOfMemory | Waited | Evaluated | Saved | Finished
 OnEvent = Callable[[Event], None]
-_CLASSES = {kind.__name__: kind for kind in (Started, StepDone, OutOfMemory, Waited, Evaluated, Saved, Finished)}
+_CLASSES = {kind.__name__: kind for kind in (Started, Doubted, StepDone, OutOfMemory, Waited, Evaluated, Saved, Finished)}
 
 
 def event_to_json(event: Event) -> str:

@@ -2,13 +2,42 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from upshift.errors import JobFailed
+from torch import nn
+
+from upshift.benchmarking.environment import library_versions
+from upshift.debugging.half_precision import examine_fp16
+from upshift.debugging.run_report import forget, report_of
+from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.planning.plan import Plan
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.out_of_memory import is_out_of_memory
+
+
+def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
+    """What will probably go wrong, and what to do instead."""
+    found = examine_fp16(model) if plan.precision == "fp16" else None
+    if found is not None:
+        yield f"{found.what}; {found.fix}"
+
+
+@contextmanager
+def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
+    """A run that dies leaves a report for `upshift doctor`; what an earlier one left is gone."""
+    forget(output, rank)
+    try:
+        yield
+    except (Interrupted, RequestError):
+        raise
+    except BaseException as error:
+        words = " ".join(f"{type(error).__name__}: {error}".split())
+        report = report_of(error, rank=rank, ranks=ranks, kind="died", step=step(), words=words, versions=library_versions())
+        with suppress(OSError):  # the disk may be what failed
+            report.write(output)
+        raise
 
 
 @contextmanager

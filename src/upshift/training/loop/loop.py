@@ -24,8 +24,19 @@ from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Evaluated, Event, Finished, OnEvent, OutOfMemory, Saved, Started, StepDone, Waited
-from upshift.training.loop.failures import out_of_memory_in_words
+from upshift.training.loop.events import (
+    Doubted,
+    Evaluated,
+    Event,
+    Finished,
+    OnEvent,
+    OutOfMemory,
+    Saved,
+    Started,
+    StepDone,
+    Waited,
+)
+from upshift.training.loop.failures import death_reported, doubts, out_of_memory_in_words
 from upshift.training.loop.meter import StepMeter
 from upshift.training.loop.run import RUN_NAME, Run
 from upshift.training.loop.saves import Saves, load
@@ -33,7 +44,7 @@ from upshift.training.loop.stop import StopRequest
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.ranks import highest, on_rank_0
 from upshift.training.parallel.watch import watching
-from upshift.training.prepare import load_or_build, prepare, set_process
+from upshift.training.prepare import load_or_build, load_shared, prepare, set_process
 from upshift.training.processes import rank_environment
 from upshift.training.step import Shape, Stepper
 from upshift.units import gib
@@ -57,10 +68,12 @@ class Outcome:
 
 def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest) -> Outcome:
     """Run the job in this process, as one rank. Raises Interrupted after a checkpoint, JobFailed, RequestError."""
-    rank, _ = rank_environment()
+    rank, ranks = rank_environment()
     recorder = MemoryRecorder()
     with out_of_memory_in_words(Path(job.output)), recorder if rank == 0 else contextlib.nullcontext():
-        return TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder).run()
+        loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder)
+        with death_reported(Path(job.output), lambda: loop.step + 1, rank=rank, ranks=ranks):
+            return loop.run()
 
 
 class TrainingLoop:
@@ -92,9 +105,13 @@ class TrainingLoop:
         if self.checkpoint is not None and source.adapter is None:
             in_one = not is_divided(self.checkpoint)
             source, from_config = (find_model(str(self.checkpoint)), False) if in_one else (source, True)
-        whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
-        self.num_parameters = sum(parameter.numel() for parameter in whole.parameters())
-        model = prepare(whole, self.plan, self.place)
+        found = None if from_config else load_shared(source, self.plan, self.place, seed=seed)
+        if found is None:
+            whole = load_or_build(source, self.plan, from_config=from_config, seed=seed)
+            count = sum(parameter.numel() for parameter in whole.parameters())
+            found = prepare(whole, self.plan, self.place), count
+            del whole
+        model, self.num_parameters = found
         self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out)
         self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
         self.losses: list[float] = []
@@ -111,7 +128,9 @@ class TrainingLoop:
         resumed = str(self.checkpoint) if self.checkpoint else None
         label, max_steps = self.plan.label(), self.arguments.max_steps
         self._tell(Started(self.step, max_steps, self.tokens[-1], self.num_parameters, label, resumed))
-        with watching(self.plan, lambda step, words: self._on_event(Waited(step, words))) as self._watched:
+        for words in doubts(self.stepper.model, self.plan):
+            self._tell(Doubted(words))
+        with watching(self.plan, lambda step, words: self._on_event(Waited(step, words)), self.output) as self._watched:
             reason = self._steps()
         if reason == "interrupted":
             self._interrupt()
@@ -121,14 +140,10 @@ class TrainingLoop:
         seconds = time.perf_counter() - self.start
         self._tell(Finished(self.step, self.tokens[-1], seconds, reason))
         return Outcome(
-            reason=reason,
-            measured=self._numbers(),
-            loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
-            evaluations=tuple(self.evaluations),
-            memory_samples=self.recorder.samples,
-            resumed_step=self.resumed_step,
-            seconds=seconds,
-        )
+            reason=reason, measured=self._numbers(), loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
+            evaluations=tuple(self.evaluations), memory_samples=self.recorder.samples,
+            resumed_step=self.resumed_step, seconds=seconds,
+        )  # fmt: skip
 
     def _steps(self) -> str:
         batches = self.source.batches(self.position)
@@ -161,16 +176,11 @@ class TrainingLoop:
         self.losses.append(outcome.loss)
         self._tell(
             StepDone(
-                step=self.step,
-                max_steps=self.arguments.max_steps,
-                tokens=self.tokens[-1],
-                loss=outcome.loss,
-                learning_rate=outcome.learning_rate,
-                gradient_norm=outcome.gradient_norm,
-                tokens_per_second=self.meter.recent_tokens_per_second,
-                seconds_left=self._seconds_left(),
+                step=self.step, max_steps=self.arguments.max_steps, tokens=self.tokens[-1], loss=outcome.loss,
+                learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
+                tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self._seconds_left(),
                 resident_bytes=self.meter.resident_now(),
-            )
+            )  # fmt: skip
         )
 
     def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
+from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
 from upshift.training.autopsy import AUTOPSIES_NAME
@@ -18,7 +19,7 @@ from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # folder of what the ranks of a launcher read, until the run is finished
-OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME)
+OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
 CHANGEABLE = ("max_steps", "eval_steps", "save_steps")  # arguments that a resumed run may have anew
 
 

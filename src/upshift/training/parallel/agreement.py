@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
-from upshift.training.batches.fill import MicroBatch
 from upshift.training.out_of_memory import Agreed, halve
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
@@ -13,15 +13,16 @@ WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
 
 
 class Agreement:
-    def __init__(self, place: Place, *, on_failure: Callable[[], None]) -> None:
-        """``on_failure`` may look at memory, as it was then on this rank, or is now where another one failed."""
-        self.place, self._on_failure = place, on_failure
+    def __init__(self, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve) -> None:
+        """``on_failure`` may look at memory, as it was then on this rank, or is now where another one failed. ``halve``: a part
+        of the step's work, None where it is indivisible."""
+        self.place, self._on_failure, self._halve = place, on_failure, halve
         self.words: str | None = None  # the allocator's, when this rank ran out in this step
         self._outcome = WENT_WELL
 
-    def ran_out(self, error: BaseException, micro_batch: MicroBatch) -> None:
+    def ran_out(self, error: BaseException, part: Any) -> None:
         self.words = str(error)
-        self._outcome = RAN_OUT if halve(micro_batch) is not None else INDIVISIBLE
+        self._outcome = RAN_OUT if self._halve(part) is not None else INDIVISIBLE
         self._on_failure()
 
     def agree(self) -> None:

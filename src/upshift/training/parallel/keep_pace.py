@@ -16,8 +16,7 @@ from torch import nn
 from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
 from upshift.planning.layout import Layout
-from upshift.training.batches.fill import MicroBatch
-from upshift.training.out_of_memory import fewest_tokens, is_out_of_memory
+from upshift.training.out_of_memory import fewest_tokens, halve, is_out_of_memory
 from upshift.training.parallel.agreement import Agreement
 from upshift.training.parallel.fully_shard import announce, sharded_modules
 from upshift.training.parallel.place import Place
@@ -77,11 +76,19 @@ class Sums(DefaultReduceScatter):
 
 
 class KeepPace:
-    """Of one rank."""
+    """Of one rank. ``halve``, ``fewest``: what is done to a part of the step's work, by default to a MicroBatch."""
 
-    def __init__(self, model: nn.Module, place: Place, *, on_failure: Callable[[], None]) -> None:
-        self.model, self.place = model, place
-        self.agreement = Agreement(place, on_failure=on_failure)
+    def __init__(
+        self,
+        model: nn.Module,
+        place: Place,
+        *,
+        on_failure: Callable[[], None],
+        halve: Callable[[Any], object] = halve,
+        fewest: Callable[[Any], Any] = fewest_tokens,
+    ) -> None:
+        self.model, self.place, self._fewest = model, place, fewest
+        self.agreement = Agreement(place, on_failure=on_failure, halve=halve)
         self._number, self._last = 0, False  # of the micro-batch in its step
         self._gathers = Counted()
         self._sums = Counted(on_caught_up=lambda: announce(model, place.plan, last=self._last))
@@ -89,14 +96,14 @@ class KeepPace:
             module.set_custom_all_gather(Gathers(self._gathers))
             module.set_custom_reduce_scatter(Sums(self._sums))
 
-    def run(self, micro_batch: MicroBatch, compute: Callable[[MicroBatch], torch.Tensor], *, last: bool) -> torch.Tensor:
+    def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
         """``compute`` does the forward and the backward pass."""
         self._number, self._last = self._number + 1, last
         self._gathers.begin()
         self._sums.begin()
         announce(self.model, self.place.plan, last=last)
         if self.agreement.words is not None:
-            return compute(fewest_tokens(micro_batch))
+            return compute(self._fewest(micro_batch))
         try:
             return compute(micro_batch)
         except (MemoryError, RuntimeError) as error:
@@ -109,7 +116,7 @@ class KeepPace:
         keeps = self.place.plan.layout.fully_shard == "gradients"  # since the first micro-batch others have all weights
         self._gathers.begin_again(exchanges=self._number == 1 or not keeps)
         self._sums.begin_again()
-        return compute(fewest_tokens(micro_batch))
+        return compute(self._fewest(micro_batch))
 
     def agree(self) -> None:
         """At the end of a step."""

@@ -15,8 +15,7 @@ import torch.distributed as dist
 from torch import nn
 
 from upshift.planning.plan import Plan
-from upshift.training.batches.fill import MicroBatch
-from upshift.training.out_of_memory import is_out_of_memory
+from upshift.training.out_of_memory import halve, is_out_of_memory
 from upshift.training.parallel.agreement import Agreement
 from upshift.training.parallel.gradients import buckets
 from upshift.training.parallel.place import Place
@@ -34,10 +33,12 @@ class Overlap:
     """``run`` and ``agree`` as of KeepPace: a rank that runs out of memory while others sum takes part with what it has, and all
     do the step again."""
 
-    def __init__(self, model: nn.Module, place: Place, *, on_failure: Callable[[], None]) -> None:
+    def __init__(
+        self, model: nn.Module, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve
+    ) -> None:
         assert place.mesh is not None
         self.place, self.group = place, place.mesh.get_group("replicas")
-        self.agreement = Agreement(place, on_failure=on_failure)
+        self.agreement = Agreement(place, on_failure=on_failure, halve=halve)
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         found = buckets(((parameter, parameter) for parameter in reversed(trained)), elements=BUCKET_ELEMENTS)
         self._buckets = [[parameter for parameter, _ in bucket] for bucket in found]
@@ -49,7 +50,7 @@ class Overlap:
             for parameter in bucket:
                 parameter.register_post_accumulate_grad_hook(partial(self._born, number))
 
-    def run(self, micro_batch: MicroBatch, compute: Callable[[MicroBatch], torch.Tensor], *, last: bool) -> torch.Tensor:
+    def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
         if self._buckets[0][0].grad is None:
             self._make_gradients()
         if not last:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_leaves
 
 from upshift.errors import RequestError
 from upshift.models.build import find_stacks
+from upshift.models.measure import fake_masks
 
 ROWS, WIDTH = 3, 7  # of the tokens that it runs on: a dimension that is one of them, or their product, grows with it
 INSTEAD = "use fully_shard=weights, or tensor_parallel, in place of pipeline_parallel"
@@ -120,7 +121,8 @@ def _run(model: nn.Module) -> None:
     ids = torch.zeros((ROWS, WIDTH), dtype=torch.long, device=device)
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     devices = [device] if device.type == "cuda" else []
-    with torch.random.fork_rng(devices=devices), torch.enable_grad():
+    masks = fake_masks(masked=False) if device.type == "meta" else nullcontext()  # else they are looked at
+    with torch.random.fork_rng(devices=devices), torch.enable_grad(), masks:
         model(input_ids=ids, labels=ids, **extra)
 
 

@@ -180,12 +180,20 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
     ranks = layout.pipeline_parallel
     if place.mesh is None or ranks == 1:
         return model
-    parts, group, count = find_parts(model), place.mesh.get_group("pipeline"), ranks * layout.virtual_stages
+    parts, group, count = find_parts(_to_run(model)), place.mesh.get_group("pipeline"), ranks * layout.virtual_stages
     own = range(place.stage, count, ranks)
     if len(own) == 1:
         return as_stage(model, Stage(model, parts, place.stage, count, group))
     alike = [_with_own_path(model, parts.stack) for _ in own]
     return Stages([as_stage(one, Stage(one, parts, index, count, group)) for one, index in zip(alike, own, strict=True)])
+
+
+def _to_run(model: Any) -> Any:
+    """Itself; of one whose weights are not read yet, the same with its buffers on the meta device too."""
+    if not next(model.parameters()).is_meta:
+        return model
+    with torch.device("meta"):
+        return type(model)(model.config)
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:

@@ -23,9 +23,11 @@ import torch
 from torch._C._distributed_c10d import PrefixStore, Store
 from torch.distributed.distributed_c10d import _get_default_store
 
+from upshift.debugging.run_report import report_of
 from upshift.planning.plan import Plan
 from upshift.training.parallel.stall import Pulse, Waiting, stalled, straggler
 from upshift.training.processes import rank_environment
+from upshift.units import format_seconds
 
 PERIOD = 5.0  # seconds between two pulses
 PATIENCE = 60.0  # seconds in one step, and longer where steps take long
@@ -44,13 +46,15 @@ OnWords = Callable[[int, str], None]  # the step, and what is said of it
 class Watch:
     """Of one rank among several. ``step()`` stands around each step."""
 
-    def __init__(self, plan: Plan, on_words: OnWords) -> None:
+    def __init__(self, plan: Plan, on_words: OnWords, output: Path | None = None) -> None:
         self.rank, self.size = rank_environment()
         self.measures_own = plan.device == "cpu" and SCHEDSTAT.exists()
-        self._on_words = on_words
+        self._on_words, self._output = on_words, output
+        self._reported = 0  # the last step of which this rank left a report
         self._store = PrefixStore("watch", _own_connection())
         self._main = threading.get_ident()
-        self._state = (0, False, time.monotonic())  # the step, whether inside of it, since when
+        self._began = time.monotonic()
+        self._state = (0, False, self._began)  # the step, whether inside of it, since when
         self._times: deque[tuple[float, float]] = deque(maxlen=LAST_STEPS)  # whole, own
         self._seen: dict[int, tuple[int, float]] = {}  # of each rank: its last beat, and when it came
         self._beat = 0
@@ -101,11 +105,15 @@ class Watch:
         seconds = time.monotonic() - since
         times = list(self._times)
         looks = seconds > self.patience
+        waiting = active_collective() if looks else None
+        if looks and self._reported != step:
+            self._reported = step
+            self._report("stalled", step, f"in step {step} since {format_seconds(seconds)}", waiting)
         return Pulse(
             rank=self.rank, beat=self._beat, step=step, in_step=in_step, seconds=seconds,
             own_seconds=statistics.median(own for _, own in times) if self.measures_own and len(times) >= ENOUGH_STEPS else None,
             step_seconds=statistics.median(whole for whole, _ in times) if times else None,
-            waiting=active_collective() if looks else None, at=self._line() if looks else None,
+            waiting=waiting, at=self._line() if looks else None,
         )  # fmt: skip
 
     def _read(self, mine: Pulse) -> None:
@@ -113,10 +121,10 @@ class Watch:
         if not is_late and self._beat % STRAGGLER_PERIODS:
             return
         keys = [str(rank) for rank in range(self.size)]
-        if not self._store.check(keys):
-            return  # some have not begun
-        pulses = [Pulse.from_json(text) for text in self._store.multi_get(keys)]
-        now, silent = time.monotonic(), {}
+        said = [key for key in keys if self._store.check([key])]
+        pulses = [Pulse.from_json(text) for text in self._store.multi_get(said)]
+        now = time.monotonic()
+        silent = {int(key): now - self._began for key in keys if key not in said}  # stopped before their first pulse
         for pulse in pulses:
             beat, came = self._seen.get(pulse.rank, (None, now))
             self._seen[pulse.rank] = (pulse.beat, came if beat == pulse.beat else now)
@@ -128,11 +136,20 @@ class Watch:
             found = straggler(pulses)
             if found is not None:
                 self._say(mine.step, f"rank {found[0]}", found[1])
+                self._report("slow", mine.step, found[1], None)
 
     def _say(self, step: int, about: str, words: str | None) -> None:
         if words is not None and about not in self._said:
             self._said.add(about)
             self._on_words(step, words)
+
+    def _report(self, kind: str, step: int, words: str, waiting: Waiting | None) -> None:
+        """For `upshift doctor`: where every thread of this rank is."""
+        if self._output is None:
+            return
+        where = None if waiting is None else f"{waiting.name} {waiting.number} of group {waiting.group}"
+        report = report_of(None, rank=self.rank, ranks=self.size, kind=kind, step=step, words=words, waiting=where)
+        report.write(self._output)
 
     def _line(self) -> str | None:
         """Of this package, the innermost that the main thread is in."""
@@ -145,12 +162,14 @@ class Watch:
 
 
 @contextmanager
-def watching(plan: Plan, on_words: OnWords) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-    """What stands around each step; with one process, nothing."""
+def watching(
+    plan: Plan, on_words: OnWords, output: Path | None = None
+) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
+    """What stands around each step; with one process, nothing. ``output``: the folder that reports are left in."""
     if plan.num_processes == 1:
         yield lambda step: nullcontext()
         return
-    with Watch(plan, on_words) as watch:
+    with Watch(plan, on_words, output) as watch:
         yield watch.step
 
 

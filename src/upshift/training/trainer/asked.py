@@ -13,16 +13,20 @@ ONLY_WHEN_ASKED = ("optimizer_in_backward", *OFFLOADS)  # with them callbacks se
 OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pass, by transformers' own step
 
 
+class Ours(list[Any]):
+    """The options of ``debug`` without underflow_overflow, which was among them."""
+
+
 def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
     """``field=value`` for the planner. ``optimizer_given``: an optimizer or its class came through Trainer's arguments."""
-    fixed = {"num_processes": "1", "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
+    fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
     if arguments.bf16 or arguments.fp16:
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
     elif arguments.tf32 is not None:
         fixed["precision"] = "tf32" if arguments.tf32 else "fp32"
     if recomputes(arguments):
         fixed |= {"activation_checkpointing": str(num_layers), "recompute_granularity": "full"}
-    if arguments.torch_compile or arguments.debug:
+    if arguments.torch_compile or arguments.debug or isinstance(arguments.debug, Ours):
         fixed["torch_compile"] = "off"  # accelerate compiles what the user asked for; debugging looks into modules
     if arguments.use_liger_kernel:
         fixed["loss_chunk_tokens"] = "0"  # its own fused head
@@ -40,7 +44,10 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
     for assignment in fixed:
         name, _, value = assignment.partition("=")
         if name == "num_processes":
-            raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: it trains in one process; leave it out")
+            raise RequestError(
+                f"fixed {assignment!r} is not possible in the Trainer: the launcher starts the processes (torchrun "
+                "--nproc-per-node); leave it out"
+            )
         if name == "weight_offload" and value != "none":
             raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: the model is in memory; use upshift train")
         if name not in ONLY_WHEN_ASKED or value.lower() not in ("true", "1", "yes", "on"):
@@ -86,11 +93,9 @@ def recomputes(arguments: Any) -> bool:
 
 
 def check_devices(arguments: Any) -> None:
-    """Raises RequestError where several devices or processes would train."""
-    if arguments.world_size > 1:
-        raise RequestError(
-            f"{arguments.world_size} processes were launched, and the Trainer trains in one: start the script without a "
-            "launcher, or use `upshift train` on one host"
-        )
+    """Raises RequestError where one process would train on several devices."""
     if arguments.n_gpu > 1:
-        raise RequestError(f"{arguments.n_gpu} GPUs are visible, and the Trainer trains on one: set CUDA_VISIBLE_DEVICES to one")
+        raise RequestError(
+            f"{arguments.n_gpu} GPUs are visible to one process: start one for each (torchrun --nproc-per-node {arguments.n_gpu} "
+            "script.py), or set CUDA_VISIBLE_DEVICES to one"
+        )

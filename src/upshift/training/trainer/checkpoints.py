@@ -10,10 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from upshift.training.checkpoint.divided import is_divided, load_weights
 from upshift.training.checkpoint.model import read_weights
 from upshift.training.checkpoint.optimizer import read_optimizer
 from upshift.training.checkpoint.rng import RNG_NAME, read_rng, restore_rng, seed_rng
 from upshift.training.trainer.saving import PlainSaving
+from upshift.training.trainer.shared_files import read_shared
 from upshift.training.trainer.trainer_files import (
     SCALER_NAME,
     SCHEDULER_NAME,
@@ -43,7 +45,10 @@ class PlainCheckpoints(PlainSaving):
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory = Path(resume_from_checkpoint)
-        if self._is_saved_whole():
+        if self._is_of_parts(directory):
+            check_resumable(directory)
+            load_weights(directory, self._plain_model())
+        elif self._is_saved_whole():
             check_resumable(directory)
             read_weights(directory, self._plain_model())
         else:
@@ -58,9 +63,10 @@ class PlainCheckpoints(PlainSaving):
         if saved is None:
             logger.warning("%s is of a model only: optimizer, schedule and random numbers start anew", directory)
             return
-        read_optimizer(directory, saved, self._plain_optimizer(), self._plain_model())
+        read = read_shared if self._is_of_parts(directory) else read_optimizer
+        read(directory, saved, model=self._plain_model(), optimizer=self._plain_optimizer())
         read_state(directory / SCHEDULER_NAME, self.lr_scheduler)
-        rng = read_rng(directory, rank=self.args.process_index)
+        rng = read_rng(directory, rank=self._rank_of_numbers())
         if rng is not None:
             self._batches.resume(rng, self.args.device)
 
@@ -72,16 +78,30 @@ class PlainCheckpoints(PlainSaving):
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None or self._batches.resumed() or not (Path(checkpoint) / RNG_NAME).is_file():
             return
-        rng = read_rng(Path(checkpoint), rank=self.args.process_index)
+        rng = read_rng(Path(checkpoint), rank=self._rank_of_numbers())
         if rng is not None:
             restore_rng(rng, self.args.device)
         else:  # of fewer processes
-            seed_rng(self.args.seed, self.state.global_step, self.args.process_index)
+            seed_rng(self.args.seed, self.state.global_step, self._rank_of_numbers())
+
+    def _rank_of_numbers(self: Any) -> int:
+        """Whose random numbers this rank draws: ranks that share every layer's matrices drop out the same."""
+        place = getattr(self, "_place", None)
+        degree = place.plan.layout.tensor_parallel if place is not None else 1
+        return int(self.args.process_index) // degree * degree
+
+    def _is_of_parts(self: Any, directory: Path) -> bool:
+        """Whether a checkpoint, or this rank, has the model in parts."""
+        return is_divided(directory) or self._has_parts()
 
     def _load_best_model(self: Any) -> None:
         self._writer.wait()
         self.accelerator.wait_for_everyone()  # one process has written
         best = Path(self.state.best_model_checkpoint)
+        if best.is_dir() and self._is_of_parts(best):
+            check_resumable(best)
+            load_weights(best, self._plain_model())
+            return
         if best.is_dir() and self._is_saved_whole():
             check_resumable(best)
             read_weights(best, self._plain_model())

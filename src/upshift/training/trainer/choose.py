@@ -17,8 +17,9 @@ from upshift.hardware.spec import Host
 from upshift.models.live import source_of
 from upshift.models.source import ModelSource
 from upshift.planning.cost.resident import USABLE_SHARE
-from upshift.planning.plan import Plan
-from upshift.planning.planner import Planning, find_host, plan_training
+from upshift.planning.layout import Layout
+from upshift.planning.plan import ALONE, Plan
+from upshift.planning.planner import Planning, plan_training
 from upshift.planning.proof_store import forget_plan, proof_path
 from upshift.planning.prove import Proof, Tried, after_trial
 from upshift.planning.rank import Candidate
@@ -28,6 +29,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.training.batches.collated import CollatedRows
 from upshift.training.batches.stored_rows import StoredRows, write_rows
+from upshift.training.runnable import keep_runnable
 from upshift.training.trainer.sample import Sample, histogram
 from upshift.training.trainer.separable import Split
 from upshift.training.trials import known_proof, try_plans
@@ -59,6 +61,8 @@ class Request:
     device: str
     clips_gradients: bool
     memory_limit_gib: float | None  # that the process, or the device, may hold; None: what is free
+    host: Host  # of all ranks
+    reason_not: Callable[[Plan], str | None]  # why the model, or the Trainer, cannot run a plan
 
 
 @dataclass(frozen=True)
@@ -99,7 +103,16 @@ def correct(choice: Choice, *, rows: int) -> Choice:
     return replace(choice, plan=plan)
 
 
-def plain_plan(host: Host, *, device: str, batch: int, accumulation: int, sequence_length: int = 1) -> Plan:
+def plain_plan(
+    host: Host,
+    *,
+    device: str,
+    batch: int,
+    accumulation: int,
+    sequence_length: int = 1,
+    num_processes: int = 1,
+    layout: Layout = ALONE,
+) -> Plan:
     """The user's own settings: nothing is cut, nothing is changed."""
     return Plan(
         device="cuda" if device == "cuda" else "cpu",
@@ -108,6 +121,8 @@ def plain_plan(host: Host, *, device: str, batch: int, accumulation: int, sequen
         sequence_length=sequence_length,
         per_device_train_batch_size=batch,
         gradient_accumulation_steps=accumulation,
+        num_processes=num_processes,
+        layout=layout,
         threads_per_process=host.cpu.usable_cores if host.cpu else 1,
     )
 
@@ -129,8 +144,9 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     if not request.split.flattens and "packing=True" in request.fixed:
         raise RequestError("packing=True is not possible: the loss of two rows end to end is not that of the two; leave it out")
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
-    host = limited(find_host(None).one_device(), request.memory_limit_gib)
+    host = limited(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
+    planning = keep_runnable(planning, request.reason_not)
     seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
     proof = _prove(source, planning, request, path, seconds, on_trial) if seconds else None

@@ -10,14 +10,19 @@ import torch
 from torch import Tensor
 
 from upshift.errors import RequestError
+from upshift.hardware.spec import Host
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.attention import PACKED_KERNELS
+from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.training.batches.collated import CollatedRows, NotRows
+from upshift.training.parallel.refusals import cannot_run
 from upshift.training.trainer.asked import OWN_LOOP_OPTIMIZERS, allowed_by_hand, fixed_fields, optimizer_name
+from upshift.training.trainer.asked_layout import layout_fields, local_ranks, not_in_trainer
 from upshift.training.trainer.choose import SHORT_RUN_SECONDS, Choice, Request, choose, plain_plan, too_short, words_of
+from upshift.training.trainer.chosen import chosen_by_rank_0
 from upshift.training.trainer.report import tell, trial_line
 from upshift.training.trainer.sample import NoSample, Sample, draw_sample
 from upshift.training.trainer.separable import Split, evaluating_loss, measure_split
@@ -30,7 +35,12 @@ class Choosing:
 
     args: Any
     model: Any
+    optimizer: Any
+    optimizer_cls_and_kwargs: Any
+    _is_divided: bool
     _library_class: type
+    _chosen: tuple[Choice, Split] | None = None  # by the last training
+    _asked_layout: Layout
     _given_plan: Plan | None
     _fixed: tuple[str, ...]
     _allow: tuple[str, ...]
@@ -38,12 +48,25 @@ class Choosing:
     _memory_limit_gib: float | None
 
     def _choose(self) -> tuple[Choice, Split]:
-        """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits."""
+        """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits. Once ranks
+        have their parts of the model, what was chosen stays."""
+        if self._chosen is None or not self._is_divided:
+            chosen = chosen_by_rank_0(self._choose_here) if self.args.world_size > 1 else self._choose_here()
+            problem = self._reason_not(chosen[0].plan)
+            if problem is not None:
+                raise RequestError(problem)
+            self._chosen = chosen
+        return self._chosen
+
+    def _choose_here(self) -> tuple[Choice, Split]:
         demanded = bool(self._fixed or self._allow or self._memory_limit_gib)
-        host = find_host(None, probe=False).one_device()
+        host = self._host(probe=False)
         device, batch = torch.device(self.args.device).type, self._train_batch_size
         accumulation = self.args.gradient_accumulation_steps
-        plain = plain_plan(host, device=device, batch=batch, accumulation=accumulation)
+        plain = plain_plan(
+            host, device=device, batch=batch, accumulation=accumulation, num_processes=self.args.world_size,
+            layout=self._asked_layout,
+        )  # fmt: skip
         whole = Split(None)
         if optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS:
             return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), whole
@@ -63,10 +86,12 @@ class Choosing:
         if seconds < SHORT_RUN_SECONDS and not demanded:
             return Choice(plain, too_short(seconds)), split
         request = Request(
-            model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation,
+            model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation * self.args.world_size,
             accumulation=accumulation, total_steps=steps, fixed=self._fixed_fields(), device=device,
-            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))), trial_seconds=self._trial_seconds,
+            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))),
+            trial_seconds=0.0 if self.args.world_size > 1 else self._trial_seconds,  # they take the cores of ranks that wait
             clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=self._memory_limit_gib,
+            host=self._host(probe=True), reason_not=self._reason_not,
         )  # fmt: skip
         try:
             return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split
@@ -112,13 +137,36 @@ class Choosing:
     def _fixed_fields(self) -> tuple[str, ...]:
         layers = sum(len(stack) for _, stack in find_stacks(self.model))
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        fixed = [*fixed_fields(self.args, num_layers=layers, optimizer_given=given), *self._fixed]
+        by_arguments = fixed_fields(self.args, num_layers=layers, optimizer_given=given)
+        fixed = [*by_arguments, *layout_fields(self._asked_layout), *self._fixed]
         if self._loss_is_own:
             fixed.append("loss_chunk_tokens=0")
         own = getattr(getattr(base_of(self.model), "config", None), "_attn_implementation", None)
         if own in PACKED_KERNELS and not any(assignment.startswith("attention=") for assignment in self._fixed):
             fixed.append(f"attention={own}")
         return tuple(fixed)
+
+    def _host(self, *, probe: bool) -> Host:
+        """Of all ranks. Those of other hosts are as many, and alike (transformers' own ranks say no more)."""
+        host, world, here = find_host(None, probe=probe), self.args.world_size, local_ranks()
+        if world == 1:
+            return host.one_device()
+        if 0 < here < host.gpus_per_node:
+            host = host.one_device() if here == 1 else host.changed(gpus_per_node=here)
+        return host.changed(num_nodes=world // here) if world > here else host
+
+    def _reason_not(self, plan: Plan) -> str | None:
+        """Why this model, or the Trainer, cannot run a plan."""
+        if plan.num_processes != self.args.world_size:
+            return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
+        averages = bool(self.args.average_tokens_across_devices)
+        problem = not_in_trainer(plan, optimizer_given=self._optimizer_is_given, averages=averages)
+        return problem if problem is not None or self._is_divided else cannot_run(plan, self.model)
+
+    @property
+    def _optimizer_is_given(self) -> bool:
+        """By the script, and not made in an earlier training."""
+        return self._chosen is None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None)
 
     @property
     def _is_encoder_decoder(self) -> bool:

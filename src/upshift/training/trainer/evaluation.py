@@ -6,6 +6,7 @@ The loop is transformers' own; only the container in which it collects losses, o
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,12 @@ class StreamedEvaluation:
             return Outputs(spool, concatenated=do_nested_concat, padding=padding_index)
 
         loop = with_global(Trainer.evaluation_loop, CONTAINER, container)
-        return loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        with self._in_step():
+            return loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+
+    def _in_step(self) -> AbstractContextManager[None]:
+        """Open around a loop; of a Trainer of several ranks."""
+        return nullcontext()
 
 
 class Outputs:

@@ -22,7 +22,8 @@ class Field(NamedTuple):
 HONOURED = Field("honoured", "as transformers does")
 EVALUATION = Field("honoured", "as transformers does; predictions beyond 64 MiB are kept on disk, not in memory")
 CHECKPOINTS = Field("honoured", "as transformers does; checkpoints are safetensors and JSON, complete or absent")
-SEVERAL = Field("refused", "training on several devices is not in the Trainer yet; run one process on one device")
+DDP = Field("honoured", "has no effect: gradients are summed once a step by the plan's layout, unused weights as zero")
+OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix it: fixed=('tensor_parallel=2',)")
 
 FIELDS: dict[str, Field] = {
     # planned: what the user leaves unset is chosen and printed
@@ -40,7 +41,13 @@ FIELDS: dict[str, Field] = {
     "gradient_checkpointing_kwargs": Field("honoured", "with gradient_checkpointing"),
     "torch_compile": Field("planned", "kept when set; unset: compiling each layer is planned, its payback counted"),
     "optim": Field("planned", "kept when set; unset: the implementation of AdamW is planned, others with allow=(...)"),
+    "fsdp": Field("planned", "kept when set: weights are divided by torch's fully_shard; unset: the layout of ranks is planned"),
     "dataloader_num_workers": Field("planned", "kept when set; unset: chosen from the measured time of drawing a batch"),
+    "fsdp_config": Field(
+        "honoured", "with fsdp: reshard_after_forward; how layers are wrapped is the plan's, and its other options are refused"
+    ),
+    "ddp_broadcast_buffers": Field("honoured", "as transformers does, where a model has statistics of batches"),
+    **dict.fromkeys(("ddp_find_unused_parameters", "ddp_bucket_cap_mb", "ddp_static_graph"), DDP),
     # honoured by transformers' own code
     **dict.fromkeys(
         (
@@ -55,6 +62,7 @@ FIELDS: dict[str, Field] = {
             "dataloader_persistent_workers", "dataloader_prefetch_factor", "dataloader_multiprocessing_context",
             "dataloader_in_order", "remove_unused_columns", "label_names", "train_sampling_strategy",
             "length_column_name", "skip_memory_metrics", "do_train", "do_eval", "do_predict", "torch_empty_cache_steps",
+            "ddp_backend", "ddp_timeout", "local_rank",
         ),
         HONOURED,
     ),
@@ -62,7 +70,7 @@ FIELDS: dict[str, Field] = {
     "torch_compile_mode": Field("honoured", "with torch_compile: the whole model, as transformers does"),
     "label_smoothing_factor": Field("honoured", "as transformers defines it, in chunks where planned"),
     "logging_nan_inf_filter": Field("honoured", "for what is logged; a loss that is not finite ends training before the update"),
-    "debug": Field("honoured", "underflow_overflow as transformers does; nothing is compiled then"),
+    "debug": Field("honoured", "underflow_overflow: by upshift.debugging, warns before it too; nothing is compiled unasked"),
     **dict.fromkeys(
         (
             "eval_strategy", "eval_steps", "eval_delay", "per_device_eval_batch_size", "prediction_loss_only",
@@ -81,13 +89,7 @@ FIELDS: dict[str, Field] = {
     ),
     # refused
     "neftune_noise_alpha": Field("refused", "plans are for the model's own mathematics, without noise on it; leave it unset"),
-    **dict.fromkeys(
-        (
-            "fsdp", "fsdp_config", "deepspeed", "parallelism_config", "ddp_find_unused_parameters", "ddp_bucket_cap_mb",
-            "ddp_broadcast_buffers", "ddp_static_graph", "ddp_backend", "ddp_timeout", "local_rank",
-        ),
-        SEVERAL,
-    ),
+    **dict.fromkeys(("deepspeed", "parallelism_config"), OTHER_ENGINE),
 }  # fmt: skip
 
 

@@ -30,8 +30,10 @@ from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import limited_memory
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.optimizers.in_backward import update_in_backward
+from upshift.training.optimizers.on_parts import OnParts
 from upshift.training.out_of_memory import Halving
-from upshift.training.prepare import autocast, compile_layers, computing, set_process
+from upshift.training.parallel.place import Place
+from upshift.training.prepare import autocast, compile_layers, computing, losses_in_fp32, set_process
 from upshift.training.trainer.asked import (
     OWN_LOOP_OPTIMIZERS,
     check_devices,
@@ -40,17 +42,21 @@ from upshift.training.trainer.asked import (
     optimizer_name,
     recomputes,
 )
+from upshift.training.trainer.asked_layout import local_ranks
 from upshift.training.trainer.choose import Choice, correct
 from upshift.training.trainer.choosing import Choosing
 from upshift.training.trainer.fields import refuse_unsupported, was_set
+from upshift.training.trainer.numerics import numbers_watched, without_their_own
 from upshift.training.trainer.report import report, tell
 from upshift.training.trainer.separable import Split
-from upshift.training.trainer.step import BatchStep, Shape, halve_part
+from upshift.training.trainer.sharing import SharedTraining
+from upshift.training.trainer.step import BatchStep, Shape, fewest_rows, halve_part
+from upshift.training.trainer.step_of_ranks import StepOfRanks
 
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
 
 
-class PlannedTraining(Choosing):
+class PlannedTraining(Choosing, SharedTraining):
     """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the
     plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans (0: none are
     tried); None: a minute, or 2 % of a run for which that is more, five minutes at most.
@@ -83,14 +89,19 @@ class PlannedTraining(Choosing):
 
     # The run
 
+    def train(self, *arguments: Any, **named: Any) -> Any:
+        with without_their_own(self.args):
+            return super().train(*arguments, **named)
+
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         self.choice, split = self._choose()
         if self.args.should_log:
             for line in report(self.choice):
                 tell(line)
         # A CUDA context maps far more than it uses.
-        limit = limited_memory() if torch.device(self.args.device).type == "cpu" else contextlib.nullcontext()
-        with self._as_planned(self.choice.plan), limit:
+        limit = limited_memory(local_ranks()) if torch.device(self.args.device).type == "cpu" else contextlib.nullcontext()
+        watched = numbers_watched(self.args, self.model, self.choice.plan)
+        with self._as_planned(self.choice.plan), limit, watched:
             self._batch_step = self._make_step(self.choice, split)
             try:
                 return super()._inner_training_loop(*arguments, **named)
@@ -113,7 +124,11 @@ class PlannedTraining(Choosing):
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             torch.cuda.empty_cache()
-        return self._batch_step.run(batches, num_items_in_batch, scaled=self._is_scaled(num_items_in_batch))
+        self._forget_gradients()
+        self._same_statistics()
+        loss = self._batch_step.run(batches, num_items_in_batch, scaled=self._is_scaled(num_items_in_batch))
+        self._sum_gradients(summed=self._batch_step.ranks.summed)
+        return loss
 
     def _is_scaled(self, num_items: Any) -> bool:
         """transformers' own rule (Trainer.training_step)."""
@@ -126,6 +141,7 @@ class PlannedTraining(Choosing):
         stack: contextlib.ExitStack = super().compute_loss_context_manager()
         if self.choice is not None:
             stack.enter_context(autocast(self.choice.plan))
+            stack.enter_context(losses_in_fp32(self.choice.plan))
         return stack
 
     # Doing
@@ -134,6 +150,8 @@ class PlannedTraining(Choosing):
     def _as_planned(self, plan: Plan) -> Iterator[None]:
         """The model, the process and the optimizer as the plan says; the process's settings come back afterwards."""
         if self.choice is None or self.choice.planning is None and self._given_plan is None:
+            self._divide_model(plan)
+            self._shard_model()
             yield
             return
         threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
@@ -165,9 +183,10 @@ class PlannedTraining(Choosing):
         own = plan is not None and (plan.optim not in named or rounds_stochastically(plan) or plan.optim_offload)
         if self.optimizer is None and plan is not None and own:
             kept = {name: getattr(self.args, name) for name in SHARED_ARGUMENTS}
-            self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept))
+            self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept), division=self._division())
         if self.optimizer is None:
             super().create_optimizer(model)
+        self.optimizer = self._of_parts(self.optimizer)
         if plan is not None and plan.optimizer_in_backward and not self._updates:
             self._updates = list(update_in_backward(self.optimizer))
         return self.optimizer  # type: ignore[no-any-return]
@@ -178,12 +197,14 @@ class PlannedTraining(Choosing):
             self.model.to(torch.bfloat16)  # what allow=("bf16-weights",) allows
         if plan.precision == "fp8":
             convert_to_fp8(self.model, emulate=plan.device != "cuda")
+        self._divide_model(plan)
         own = base.config._attn_implementation  # one that plans do not know was asked for by the user
         if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
         if not recomputes(self.args):
             recompute_layers(self.model, plan.activation_checkpointing, plan.recompute_granularity)
         compile_layers(self.model, plan)
+        self._shard_model()
 
     def _make_step(self, choice: Choice, split: Split) -> BatchStep | None:
         if optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS:
@@ -192,6 +213,11 @@ class PlannedTraining(Choosing):
         smoothing = self.args.label_smoothing_factor
         chunked = planned and not self._loss_is_own
         head = partial(computing, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
+        halve = partial(halve_part, plan=choice.plan)
+        place = self._place or Place(choice.plan)
+        ranks = StepOfRanks(self.model, place, on_failure=self._look, halve=halve, fewest=fewest_rows)
+        # With the optimizer in the backward pass some weights may have moved: there is no going back.
+        halves = ranks.can_halve and not choice.plan.optimizer_in_backward
         return BatchStep(
             plan=choice.plan,
             split=split,
@@ -201,9 +227,9 @@ class PlannedTraining(Choosing):
             loss=self._loss_of,
             backward=self.accelerator.backward,
             computing=head,
+            ranks=ranks,
             halvings=Halving(
-                # With the optimizer in the backward pass some weights may have moved: there is no going back.
-                halve=partial(halve_part, plan=choice.plan) if not choice.plan.optimizer_in_backward else lambda pair: None,
+                halve=halve if halves else lambda pair: None,
                 size=lambda pair: pair[0].group.num_padded_tokens,
                 restart=self._drop_gradients,
                 on_failure=self._look,
@@ -229,8 +255,16 @@ class PlannedTraining(Choosing):
     def _look(self) -> None:
         self._scene = read_scene(torch.device(self.args.device).type)
 
+    def _forget_gradients(self) -> None:
+        """Those of parts, which the model does not know of."""
+        if isinstance(self._plain_optimizer(), OnParts):
+            self._plain_optimizer().zero_grad()
+        if self._batch_step is not None:
+            self._batch_step.ranks.forget()
+
     def _drop_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
+        self._forget_gradients()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
@@ -241,6 +275,9 @@ class PlannedTraining(Choosing):
             predicted=self.choice.predicted, free_when_planned=self.choice.free_bytes,
             shape=largest, smaller=smaller, words=words,
         )  # fmt: skip
+        if not self.args.should_log:
+            self.choice = correct(self.choice, rows=max(smaller[0], 1))
+            return
         path = autopsy.write(Path(self.args.output_dir))
         old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
         tell(f"step {autopsy.step} ran out of memory with {old} at once ({autopsy.words[:160]})")

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import transformers
 from torch import nn
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import ExportableState
@@ -22,20 +21,22 @@ from transformers.trainer_utils import SaveStrategy
 
 from upshift.errors import RequestError
 from upshift.training.checkpoint.background import BackgroundWriter
-from upshift.training.checkpoint.files import check_room, file_sizes, put_in_place, remove_leftovers, writing
+from upshift.training.checkpoint.files import check_room, remove_leftovers, writing
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
 from upshift.training.checkpoint.rng import capture_rng, write_rngs
 from upshift.training.checkpoint.snapshot import ParameterNames, copy_optimizer, copy_weights, has_room
-from upshift.training.checkpoint.state import TrainerManifest
+from upshift.training.optimizers.on_parts import OnParts
+from upshift.training.parallel.ranks import on_rank_0
 from upshift.training.trainer.batch_rng import BatchRng
 from upshift.training.trainer.borrowed import with_global
+from upshift.training.trainer.shared_files import export_trained, write_shared
 from upshift.training.trainer.trainer_files import (
     SCALER_NAME,
     SCHEDULER_NAME,
     check_optimizer,
+    finish_checkpoint,
     plain_state,
-    rotate,
     write_arguments,
     write_state,
     write_trained,
@@ -75,8 +76,11 @@ class PlainSaving:
         final = run_dir / f"checkpoint-{self.state.global_step}"
         temporary = final.with_name(f"{final.name}.tmp")
         self._note_best(run_dir)
+        if self._has_parts():
+            self._save_together(run_dir, temporary, final)
+            return
         finish = partial(
-            _finish, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
+            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
             limit=self.args.save_total_limit,
         )  # fmt: skip
         with writing(run_dir, name=final.name, temporary=temporary):
@@ -92,6 +96,32 @@ class PlainSaving:
                 self._save_behind(temporary, finish, run_dir)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
+
+    def _has_parts(self: Any) -> bool:
+        """Whether this rank has less than all."""
+        place = getattr(self, "_place", None)
+        return place is not None and (place.plan.layout.exchanges or isinstance(self._plain_optimizer(), OnParts))
+
+    def _save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
+        """While training waits."""
+        if self.args.save_only_model:
+            raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
+        finish = partial(
+            finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
+            limit=self.args.save_total_limit,
+        )  # fmt: skip
+
+        def seal() -> None:
+            self._write_extras(temporary)
+            write_state(temporary / SCHEDULER_NAME, self.lr_scheduler)
+            self._save_scaler(str(temporary))
+            self._save_trainer_state(temporary)
+            finish()
+
+        write_shared(
+            temporary, model=self._plain_model(), optimizer=self._plain_optimizer(), tokenizer=self._tokenizer(),
+            rest=partial(self._save_rng_state, str(temporary)), seal=seal, place=self._place,
+        )  # fmt: skip
 
     def _save_now(self: Any, temporary: Path, finish: Any) -> None:
         self._checkpoint = temporary
@@ -180,7 +210,18 @@ class PlainSaving:
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers.Trainer.save_model, after the checkpoint that is being written."""
         self._writer.wait()
-        super().save_model(output_dir, _internal_call=_internal_call)
+        if not self._has_parts():
+            super().save_model(output_dir, _internal_call=_internal_call)
+            return
+        directory, tokenizer = Path(output_dir or self.args.output_dir), self._tokenizer()
+        export_trained(
+            directory, model=self._plain_model(), model_class=self._model_class, tokenizer=tokenizer, place=self._place
+        )
+        with on_rank_0(self._place.plan), writing_model(directory):
+            if self.args.should_save:
+                self._write_extras(directory)
+        if self.args.push_to_hub and not _internal_call:
+            self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
         """Weights as safetensors, configuration, processing class and training_args.json. Raises JobFailed."""
@@ -225,7 +266,8 @@ class PlainSaving:
             if enabled:
                 raise RequestError(f"checkpoints hold whole models and {what} splits them; set save_strategy='no'")
         if not self.args.save_only_model:
-            check_optimizer(self._plain_optimizer(), self._plain_model())
+            if not isinstance(self._plain_optimizer(), OnParts):
+                check_optimizer(self._plain_optimizer(), self._plain_model())
             plain_state(self.lr_scheduler)
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **options: Any) -> None:
@@ -252,10 +294,3 @@ class PlainSaving:
         """Not so where there are adapters: they are saved alone."""
         model = self._plain_model()
         return not hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False)
-
-
-def _finish(run_dir: Path, *, final: Path, temporary: Path, best: str | None, limit: int | None) -> None:
-    manifest = TrainerManifest(files=file_sizes(temporary), trainer=transformers.__version__)
-    manifest.write(temporary)
-    put_in_place(temporary, final)
-    rotate(run_dir, newest=final, best=best, limit=limit)

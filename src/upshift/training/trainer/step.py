@@ -16,24 +16,29 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.collated import Batch, CollatedRows, NotRows
 from upshift.training.batches.cut import cut_rows, halve_group
 from upshift.training.batches.layout import RowGroup
+from upshift.training.batches.objective import IGNORED
 from upshift.training.out_of_memory import Halving
 from upshift.training.trainer.separable import Split
+from upshift.training.trainer.step_of_ranks import StepOfRanks
 
 Loss = Callable[[dict[str, Any], Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
 Shape = tuple[int, ...]
-Told = Callable[[Shape, Shape, str], None]  # rows and width of the largest part before and after, the allocator's words
 
 
 @dataclass(frozen=True)
 class Part:
-    """What is computed at once: a whole batch of the collator's, or rows."""
+    """What is computed at once: a whole batch of the collator's, or rows. ``stands_in``: little of it, which counts nothing."""
 
     batch: int | None
     group: RowGroup
+    stands_in: bool = False
 
     @property
     def shape(self) -> Shape:
         return len(self.group.rows), self.group.width
+
+
+Pair = tuple[Part, CollatedRows | None]
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,8 @@ class BatchStep:
     loss: Loss
     backward: Callable[[Tensor], None]
     computing: Callable[[], AbstractContextManager[Any]]  # open around each try
-    halvings: Halving[tuple[Part, CollatedRows | None]]
+    halvings: Halving[Pair]
+    ranks: StepOfRanks
 
     def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:
         """Sums the gradients of the global batch; returns its loss as transformers.Trainer would report it.
@@ -54,31 +60,40 @@ class BatchStep:
         ``scaled``: transformers holds the loss to be normalized over the whole step, and does not divide it by the number of
         batches. Raises JobFailed where the loss is not finite, before any weight has moved.
         """
+        batches = self.ranks.union(batches)
         rows = self._rows(batches)
         weights = rows.weights(by_labels=self.split.unit == "labels") if rows is not None else []
-        scale = 1.0 if scaled else 1.0 / len(batches)
+        scale = self.ranks.share(scaled=scaled) * (1.0 if scaled else 1.0 / len(batches))
         restore = remembered_random_numbers(self.plan.device)
 
-        def work(parts: list[tuple[Part, CollatedRows | None]]) -> Tensor:
+        def compute(pair: Pair) -> Tensor:
+            part, _ = pair
+            whole = part.batch is not None or rows is None
+            inputs = self._whole(batches, part) if whole else self._inputs(part, rows)
+            weight = 0.0 if part.stands_in else scale if whole else scale * self._share(part, weights)
+            loss = self.loss(inputs, num_items) * weight
+            if self.plan.optimizer_in_backward:
+                check_finite(float(loss.detach()))  # afterwards the weights have moved
+            self.backward(loss)
+            return loss.detach()
+
+        def work(parts: list[Pair]) -> Tensor:
             restore()
             total = torch.zeros(())
+            parts = self.ranks.fill_up(parts, fewest_rows)
             with self.computing():
-                for part, _ in parts:
-                    whole = part.batch is not None or rows is None
-                    inputs = dict(batches[part.batch or 0]) if whole else self._inputs(part, rows)
-                    loss = self.loss(inputs, num_items) * (scale if whole else scale * self._share(part, weights))
-                    if self.plan.optimizer_in_backward:
-                        check_finite(float(loss.detach()))  # afterwards the weights have moved
-                    self.backward(loss)
-                    total = total.to(loss.device) + loss.detach()
+                for number, pair in enumerate(parts):
+                    loss = self.ranks.run(pair, compute, last=number == len(parts) - 1)
+                    total = total.to(loss.device) + loss
+            self.ranks.agree()
             return total
 
         parts = self._parts(batches, rows, weights)
         if self.plan.optimizer_in_backward and len(parts) > 1:
             raise JobFailed(f"optimizer_in_backward needs a batch at once, and its rows make {len(parts)} parts; leave it out")
         total = self.halvings.run([(part, rows) for part in parts], work)
-        check_finite(float(total))
-        return total
+        check_finite(self.ranks.of_job(total))
+        return self.ranks.told(total)
 
     def _rows(self, batches: list[Batch]) -> CollatedRows | None:
         if self.split.unit is None:
@@ -112,6 +127,13 @@ class BatchStep:
         """Whether there is a label in it: a mean over no labels is not a number."""
         return any(rows.num_labels[member] for row in group.rows for member in row)
 
+    def _whole(self, batches: list[Batch], part: Part) -> dict[str, Any]:
+        inputs = dict(batches[part.batch or 0])
+        if not part.stands_in:
+            return inputs
+        row = slice(_labelled_row(inputs.get("labels")), None)
+        return {name: value[row][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
+
     def _inputs(self, part: Part, rows: CollatedRows) -> dict[str, Any]:
         drop_mask = self.split.drops_mask and self.cuts
         return dict(rows.build(part.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
@@ -141,7 +163,25 @@ def remembered_random_numbers(device: str) -> Callable[[], None]:
     return restore
 
 
-def halve_part(pair: tuple[Part, CollatedRows | None], plan: Plan) -> Any:
+def fewest_rows(pair: Pair) -> Pair:
+    """One row of it, for its shapes alone. It has labels: a mean over none is not a number, nor are its gradients."""
+    part, rows = pair
+    if part.batch is not None or rows is None:
+        return Part(part.batch, part.group, stands_in=True), rows
+    members = [member for row in part.group.rows for member in row]
+    chosen = next((member for member in members if rows.num_labels[member]), members[0])
+    width = rows.lengths[chosen] if part.group.has_shared_rows else part.group.width
+    return Part(None, RowGroup(((chosen,),), width), stands_in=True), rows
+
+
+def _labelled_row(labels: Any) -> int:
+    """Where rows have several."""
+    if not isinstance(labels, Tensor) or labels.ndim < 2:
+        return 0
+    return int((labels != IGNORED).flatten(1).sum(1).argmax())
+
+
+def halve_part(pair: Pair, plan: Plan) -> Any:
     part, rows = pair
     halves = halve_group(part.group, rows, plan) if rows is not None else None
     return None if halves is None else tuple((Part(None, half), rows) for half in halves)

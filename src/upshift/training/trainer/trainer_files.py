@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from pydantic import ValidationError
 from safetensors import SafetensorError
 from safetensors.torch import save_file
@@ -17,11 +18,18 @@ from transformers import PreTrainedModel
 from transformers.trainer_utils import sort_checkpoints
 
 from upshift.errors import JobFailed, RequestError
-from upshift.training.checkpoint.files import CHECKPOINT, check_checkpoint, find_checkpoints, remove_checkpoint
+from upshift.training.checkpoint.files import (
+    CHECKPOINT,
+    check_checkpoint,
+    file_sizes,
+    find_checkpoints,
+    put_in_place,
+    remove_checkpoint,
+)
 from upshift.training.checkpoint.model import write_weights
 from upshift.training.checkpoint.optimizer import plain_name, write_optimizer
 from upshift.training.checkpoint.plain_json import encode
-from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer
+from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer, TrainerManifest
 from upshift.training.trainer.plain_state import NotPlain, from_json, to_json
 from upshift.value import first_problem
 
@@ -167,3 +175,10 @@ def writing_model(directory: Path) -> Iterator[None]:
     except (OSError, SafetensorError) as error:
         reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
         raise JobFailed(f"the model could not be written to {directory}: {reason}; free space there and save again") from error
+
+
+def finish_checkpoint(run_dir: Path, *, final: Path, temporary: Path, best: str | None, limit: int | None) -> None:
+    manifest = TrainerManifest(files=file_sizes(temporary), trainer=transformers.__version__)
+    manifest.write(temporary)
+    put_in_place(temporary, final)
+    rotate(run_dir, newest=final, best=best, limit=limit)

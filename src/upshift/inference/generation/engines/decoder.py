@@ -20,6 +20,7 @@ class Decoder(Protocol):
 
     weight_bytes: int  # read for every step
     joins: bool  # rows can be admitted beside others, and go on from a prefix
+    extends: bool  # several tokens of a row in one pass, and back
 
     def remember(self, prefix: Sequence[int]) -> None:
         """Of an engine that joins: what every prompt to come begins with. Empty: they have nothing in common."""
@@ -33,9 +34,29 @@ class Decoder(Protocol):
         """tokens [R]: the next of each row -> logits [R, V] fp32."""
         ...
 
+    def extend(self, tokens: Sequence[int]) -> np.ndarray:
+        """Of an engine that extends, while one row is there: its next tokens -> the logits behind each [S, V] fp32."""
+        ...
+
+    def cut(self, tokens: int) -> None:
+        """Of an engine that extends: so many of the last ones are none of the row's."""
+        ...
+
     def keep(self, rows: list[int]) -> None:
         """Only these, in this order; none: as new."""
         ...
+
+
+class NoExtension:
+    """Of an engine that does not."""
+
+    extends = False
+
+    def extend(self, tokens: Sequence[int]) -> np.ndarray:
+        raise NotImplementedError
+
+    def cut(self, tokens: int) -> None:
+        raise NotImplementedError
 
 
 class DecoderBuild(NamedTuple):
@@ -71,6 +92,9 @@ class Padding:
         self.mask = np.concatenate([self.mask, np.ones((self.rows, 1), dtype=np.int64)], axis=1)
         found: np.ndarray = self.mask.sum(1, keepdims=True) - 1
         return found
+
+    def cut(self, places: int) -> None:
+        self.mask = self.mask[:, : self.mask.shape[1] - places]
 
     def keep(self, rows: list[int]) -> None:
         self.mask = self.mask[rows] if rows else NO_ROWS

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import DecoderBuild
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension
 from upshift.inference.generation.engines.gguf_file import make
 from upshift.inference.generation.engines.llamacpp_context import LlamaCppContext
 from upshift.inference.setup import Precision
@@ -37,7 +37,7 @@ class Row(NamedTuple):
     length: int
 
 
-class LlamaCppDecoder:
+class LlamaCppDecoder(NoExtension):
     """Rows are of different lengths as they are: there is no padding."""
 
     joins = True

@@ -7,12 +7,12 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Padding
 from upshift.inference.generation.prefill import remainder
 from upshift.models.build import read_config
 
 
-class NothingDecoder:
+class NothingDecoder(NoExtension):
     joins = True
     weight_bytes = 0
 

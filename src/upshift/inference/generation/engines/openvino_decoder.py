@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Padding
 from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import fp16_weights, int8_weights, make
@@ -46,10 +46,10 @@ def load(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> tuple[A
     path = folder / f"{kind.weights}.xml"
     rounded = {"fp16": fp16_weights, "int8": int8_weights, "int4": int4_weights}
     make(path, export, rounded.get(kind.weights))
-    return _compile(path, setup)
+    return compile_file(path, setup)
 
 
-def _compile(path: Path, setup: EngineSetup) -> tuple[Any, int]:
+def compile_file(path: Path, setup: EngineSetup) -> tuple[Any, int]:
     kind = KINDS[setup.precision]
     settings = {
         "INFERENCE_PRECISION_HINT": kind.products,
@@ -61,7 +61,7 @@ def _compile(path: Path, setup: EngineSetup) -> tuple[Any, int]:
     return core().compile_model(path, "CPU", settings), path.with_suffix(".bin").stat().st_size
 
 
-class OpenVinoDecoder:
+class OpenVinoDecoder(NoExtension):
     joins = True
 
     def __init__(self, build: DecoderBuild) -> None:
@@ -69,7 +69,7 @@ class OpenVinoDecoder:
 
         if build.setup.precision == "stored":
             assert build.source.directory is not None
-            compiled, self.weight_bytes = _compile(build.source.directory / OPENVINO_FILE, build.setup)
+            compiled, self.weight_bytes = compile_file(build.source.directory / OPENVINO_FILE, build.setup)
         else:
             compiled, self.weight_bytes = load(build.folder, partial(export, build.source), build.setup)
         self.names = {name for port in compiled.inputs for name in port.names}

@@ -4,31 +4,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from typing import Any
 
 import numpy as np
 
 from upshift.errors import RequestError
-from upshift.inference.generation.engines.decoder import DecoderBuild
-from upshift.inference.generation.engines.openvino_decoder import load
-from upshift.inference.generation.model import load_model, start_token
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension
+from upshift.inference.generation.engines.openvino_decoder import compile_file, load
+from upshift.inference.generation.model import load_model
 from upshift.inference.padding import padded_rows
+from upshift.inference.weights import OPENVINO_PARTS
+from upshift.models.generation_config import start_token
 
 MASK = "encoder_attention_mask"
 
 
-class OpenVinoSeq2Seq:
+class OpenVinoSeq2Seq(NoExtension):
     """Rows are not admitted beside others, as in torch_seq2seq."""
 
     joins = False
 
     def __init__(self, build: DecoderBuild) -> None:
-        from upshift.inference.generation.engines.openvino_seq2seq_export import export_decoder, export_encoder
-
-        if build.setup.precision == "stored":
-            raise RequestError(f"{build.source.reference!r} is an encoder-decoder without *.safetensors; give one that has them")
-        model = cache(lambda: load_model(build.source, "fp32"))  # once for both, and not where both are made already
-        encoder, _ = load(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
-        self._compiled, self.weight_bytes = load(build.folder / "decoder", lambda: export_decoder(model()), build.setup)
+        encoder, self._compiled, self.weight_bytes = _stored(build) if build.setup.precision == "stored" else _made(build)
         self._encoder, self._decoder = encoder.create_infer_request(), self._compiled.create_infer_request()
         self._encoded = [port.any_name for port in encoder.outputs]
         self._start = start_token(build.source)
@@ -60,3 +57,25 @@ class OpenVinoSeq2Seq:
         self._attended = attended
         for name, values in attended.items():
             self._decoder.set_tensor(name, openvino.Tensor(values, shared_memory=True))
+
+
+def _stored(build: DecoderBuild) -> tuple[Any, Any, int]:
+    """Encoder, decoder, and bytes of the decoder's weights, as ``upshift quantize`` wrote them."""
+    assert build.source.directory is not None
+    paths = [build.source.directory / name for name in OPENVINO_PARTS]
+    if not all(path.is_file() for path in paths):
+        raise RequestError(
+            f"{build.source.reference!r} is an encoder-decoder without *.safetensors or {' and '.join(OPENVINO_PARTS)}; "
+            "give one that has them"
+        )
+    (encoder, _), (decoder, size) = (compile_file(path, build.setup) for path in paths)
+    return encoder, decoder, size
+
+
+def _made(build: DecoderBuild) -> tuple[Any, Any, int]:
+    from upshift.inference.generation.engines.openvino_seq2seq_export import export_decoder, export_encoder
+
+    model = cache(lambda: load_model(build.source, "fp32"))  # once for both, and not where both are made already
+    encoder, _ = load(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
+    decoder, size = load(build.folder / "decoder", lambda: export_decoder(model()), build.setup)
+    return encoder, decoder, size

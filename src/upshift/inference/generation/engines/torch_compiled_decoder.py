@@ -19,6 +19,8 @@ from upshift.inference.torch_computing import UNLIKE, layers_to_compile
 
 
 class TorchCompiledDecoder(TorchDecoder):
+    extends = False
+
     def __init__(self, build: DecoderBuild) -> None:
         super().__init__(build)
         self._places: list[Place] | None = None  # of each layer, while a step runs

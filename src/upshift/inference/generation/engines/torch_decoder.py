@@ -17,15 +17,19 @@ from upshift.inference.torch_computing import computing
 
 class TorchDecoder:
     joins = True
+    extends = True
 
     def __init__(self, build: DecoderBuild) -> None:
         self.setup = build.setup
-        self.model = load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
+        self.model = self.load(build)
         self.weight_bytes = weight_bytes(build.source, self.model)
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self.padding = Padding()
         self.cache = plain_cache()
         self._prefix: list[np.ndarray] = []  # keys and values of the first layer, then of the next
+
+    def load(self, build: DecoderBuild) -> Any:
+        return load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
 
     def remember(self, prefix: Sequence[int]) -> None:
         self._prefix = []
@@ -53,6 +57,18 @@ class TorchDecoder:
         places = self.padding.step()
         return self._run(tokens[:, None], self.padding.mask, places, self.cache)
 
+    def extend(self, tokens: Sequence[int]) -> np.ndarray:
+        places = np.concatenate([self.padding.step() for _ in tokens], axis=1)
+        ids = np.array([tokens], dtype=np.int64)
+        found: np.ndarray = self._run(ids, self.padding.mask, places, self.cache, last=len(tokens))[0]
+        return found
+
+    def cut(self, tokens: int) -> None:
+        if tokens:
+            self.padding.cut(tokens)
+            for layer in self.cache.layers:
+                layer.keys, layer.values = layer.keys[:, :, :-tokens], layer.values[:, :, :-tokens]
+
     def keep(self, rows: list[int]) -> None:
         self.padding.keep(rows)
         if rows:
@@ -65,19 +81,21 @@ class TorchDecoder:
             logits = self._run(part.ids, part.mask, part.positions, cache)
         return logits
 
-    def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any) -> np.ndarray:
+    def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
+        """``last``: of so many tokens the logits [R, last, V]; 0: of the last one [R, V]."""
         given = [torch.from_numpy(array).to(self.model.device) for array in (ids, mask, places)]
         with computing(self.setup):
-            return self._told(self._logits(*given, cache))
+            logits = self._logits(*given, cache, last=max(last, 1))
+            return self._told(logits if last else logits[:, -1])
 
-    def _logits(self, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor, cache: Any) -> torch.Tensor:
-        """Of the last token of each row, [R, V]."""
+    def _logits(self, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor, cache: Any, *, last: int = 1) -> torch.Tensor:
+        """Of the last tokens of each row, [R, last, V]."""
         given = {
             "input_ids": ids, "attention_mask": mask, "position_ids": places,
-            "past_key_values": cache, "use_cache": True, "logits_to_keep": 1,
+            "past_key_values": cache, "use_cache": True, "logits_to_keep": last,
         }  # fmt: skip
-        found: torch.Tensor = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits[:, -1]
-        return found
+        found: torch.Tensor = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits
+        return found[:, -last:]
 
     @staticmethod
     def _told(logits: torch.Tensor) -> np.ndarray:

@@ -22,6 +22,8 @@ WARM_UPS = 3  # steps before one is captured: libraries choose their kernels and
 
 
 class TorchGraphsDecoder(TorchDecoder):
+    extends = False
+
     def __init__(self, build: DecoderBuild) -> None:
         super().__init__(build)
         self._rows = _power_of_two(build.setup.batch)
@@ -44,7 +46,7 @@ class TorchGraphsDecoder(TorchDecoder):
         return self._told(logits[:rows])
 
     def _replayed(self, given: Given) -> torch.Tensor:
-        return self._logits(given.ids, given.mask, given.positions, given.cache)
+        return self._logits(given.ids, given.mask, given.positions, given.cache)[:, -1]
 
 
 class Room:

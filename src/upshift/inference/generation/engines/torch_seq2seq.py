@@ -8,13 +8,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from upshift.inference.generation.engines.decoder import DecoderBuild
-from upshift.inference.generation.model import load_model, start_token, weight_bytes
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension
+from upshift.inference.generation.model import load_model, weight_bytes
 from upshift.inference.padding import padded_rows
 from upshift.inference.torch_computing import computing
+from upshift.models.generation_config import start_token
 
 
-class TorchSeq2Seq:
+class TorchSeq2Seq(NoExtension):
     """Rows are not admitted beside others: absolute positions of decoders are counted from the cache, the same for all rows."""
 
     joins = False

@@ -1,0 +1,131 @@
+"""``upshift doctor``: what is wrong here, and what to type about it."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from upshift.cli import show
+from upshift.cli.plan import Json
+from upshift.debugging.finding import Finding, worst_first
+from upshift.errors import RequestError
+from upshift.launching.request import RENDEZVOUS_PORT
+from upshift.settings import read_ranks
+from upshift.units import GIB
+
+MARKS = {
+    "error": "[bold red]ERROR[/]", "warning": "[yellow]WARN [/]", "hint": "[cyan]HINT [/]", "ok": "[green]ok   [/]",
+    "unknown": "[dim]?    [/]",
+}  # fmt: skip
+
+RunDir = Annotated[Path | None, typer.Argument(metavar="[RUN_DIR]", help="a run that hung, slowed or died: what it left")]
+Quick = Annotated[bool, typer.Option("--quick", help="only what can be read, in seconds: no rates are measured")]
+Psu = Annotated[float | None, typer.Option("--psu", min=1, metavar="WATTS", help="what the power supply is rated for")]
+PlanFile = Annotated[Path | None, typer.Option("--plan", help="a file of upshift plan --json: has its best plan room here?")]
+Network = Annotated[bool, typer.Option("--network", help="do hosts, or the ranks of a launcher, reach each other?")]
+Hosts = Annotated[str | None, typer.Option("--hosts", help="a,b,c: start the same command on each at the same time")]
+Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="with --hosts: where ranks would meet")]
+Wait = Annotated[float, typer.Option("--wait", min=0.0, help="with --hosts: seconds for the other hosts to start")]
+Tpu = Annotated[bool, typer.Option("--tpu", help="is all ready to train on a TPU? The nine steps, in order")]
+Data = Annotated[str | None, typer.Option("--data", help="of --tpu: where the training data is, a path or gs://...")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="the folder that runs are to write to")]
+
+
+def command(
+    run_dir: RunDir = None, quick: Quick = False, psu: Psu = None, plan: PlanFile = None,
+    tpu: Tpu = False, data: Data = None, output: Output = Path("upshift-output"), network: Network = False, hosts: Hosts = None,
+    port: Port = RENDEZVOUS_PORT, wait: Wait = 30.0, as_json: Json = False,
+) -> None:  # fmt: skip
+    """What is wrong with this machine and its software, each line with what to type. Exit code 1: an error was found."""
+    if run_dir is not None:
+        _tell_run(run_dir, as_json=as_json)
+        return
+    if network or hosts is not None:
+        _tell_network(hosts, port=port, wait=wait, as_json=as_json)
+        return
+    if tpu:
+        _tell_tpu(data, as_json=as_json)
+        return
+    from upshift.debugging.doctor import examine
+
+    needed = None if plan is None else _held(plan)
+    with show.step("Looking at this machine" + ("" if quick else " and measuring it")):
+        diagnosis = examine(quick=quick, output=output, psu_watts=psu, needed_bytes=needed)
+    tell(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
+
+
+def _tell_network(hosts: str | None, *, port: int, wait: float, as_json: bool) -> None:
+    """Between hosts by sockets; between ranks, where a launcher started this, by what they train with."""
+    ranks = read_ranks()
+    if hosts is None and ranks is None:
+        command = "torchrun --nproc-per-node 2 -m upshift.cli.main doctor --network"
+        raise RequestError(f"--network needs --hosts A,B on each host, or a launcher: {command}")
+    if hosts is not None:
+        from upshift.debugging.network import examine_network
+
+        findings = list(examine_network(hosts.split(","), port=port, wait_seconds=wait))
+    else:
+        from upshift.debugging.network_ranks import examine_ranks
+
+        assert ranks is not None
+        findings = examine_ranks(ranks)
+        if not findings:
+            return  # rank 0 speaks
+    document = json.dumps({"findings": [finding.model_dump() for finding in findings]})
+    tell(findings, document=document, as_json=as_json)
+
+
+def _tell_tpu(data: str | None, *, as_json: bool) -> None:
+    from upshift.debugging.tpu import read_tpu_facts, tpu_readiness
+
+    facts = read_tpu_facts(data=data)
+    findings = tpu_readiness(facts)
+    document = json.dumps({"facts": facts.model_dump(), "findings": [finding.model_dump() for finding in findings]})
+    tell(findings, document=document, as_json=as_json, in_order=True)
+
+
+def _tell_run(run_dir: Path, *, as_json: bool) -> None:
+    from upshift.debugging.run_report import examine_run
+
+    findings = examine_run(run_dir)
+    document = json.dumps({"run": str(run_dir), "findings": [finding.model_dump() for finding in findings]})
+    tell(findings, document=document, as_json=as_json)
+
+
+def tell(findings: list[Finding], *, document: str, as_json: bool, in_order: bool = False) -> None:
+    """One page, or one JSON document; then the exit code."""
+    if as_json:
+        sys.stdout.write(document + "\n")
+    else:
+        for finding in findings if in_order else worst_first(findings):
+            show_finding(finding)
+    if any(finding.severity == "error" for finding in findings):
+        raise typer.Exit(1)
+
+
+def show_finding(finding: Finding) -> None:
+    from rich.markup import escape
+
+    subject = escape(finding.subject)
+    facts = f" [dim]| {escape(finding.evidence)}[/]" if finding.evidence else ""
+    line = f"{MARKS[finding.severity]} [bold]{subject}[/]: {escape(finding.what)}{facts}"
+    show.out.print(line, highlight=False, soft_wrap=True)
+    for name, text in (("because", finding.cause), ("fix", finding.fix)):
+        if text is not None:
+            show.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
+
+
+def _held(path: Path) -> float:
+    """Bytes that the file's best plan holds, by its own prediction."""
+    try:
+        best = json.loads(path.read_text(encoding="utf-8"))["plans"][0]["predicted"]
+        held = best["resident_gib"] or best["peak_gib"]
+    except (OSError, ValueError, KeyError, IndexError, TypeError):
+        held = None
+    if not isinstance(held, int | float):
+        raise RequestError(f"{path} is not a file of plans; write one: upshift plan MODEL --json > {path}")
+    return held * GIB

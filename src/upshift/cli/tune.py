@@ -1,0 +1,145 @@
+"""``upshift tune``: searches hyper-parameters; starts no trial that cannot fit, ends early those that are no good."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from upshift.cli import show
+from upshift.cli.layout_flags import with_layout_flags
+from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split
+from upshift.errors import MissingExtra
+from upshift.installed import installed_version
+from upshift.units import format_seconds
+
+ROWS = 10
+
+
+@with_layout_flags
+def command(
+    model: Model,
+    data: Annotated[str, typer.Option("--data", help="as in upshift train")],
+    space: Annotated[Path, typer.Option("--space", help="a YAML file: learning_rate: {low: 1.0e-5, high: 1.0e-3, log: true}")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="where the study and the best models go")] = Path("upshift-tune"),
+    trials: Annotated[int, typer.Option("--trials", min=1, help="of this study in all, earlier calls counted")] = 20,
+    objective: Annotated[str, typer.Option("--objective", help="one or several of eval_loss,time,memory,speed")] = "eval_loss",
+    pruner: Annotated[str, typer.Option("--pruner", help="ends trials early: halving, hyperband, median, none")] = "halving",
+    evaluations: Annotated[int, typer.Option("--evaluations", min=1, help="of a trial, at which it may end")] = 9,
+    jobs: Annotated[int, typer.Option("--jobs", min=1, help="trials at once, each with its share of cores and memory")] = 1,
+    sequence_length: SequenceLength = 512,
+    global_batch: GlobalBatch = 8,
+    max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="of a trial; default: one epoch")] = None,
+    epochs: Annotated[float, typer.Option("--epochs", min=0.001)] = 1.0,
+    max_hours: Annotated[float | None, typer.Option("--max-hours", min=0.0, help="start no trial after so long")] = None,
+    max_cost: Annotated[float | None, typer.Option("--max-cost", min=0.0, help="likewise, by --price-per-hour")] = None,
+    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0.000001)] = None,
+    storage: Annotated[str | None, typer.Option("--storage", help="a database URL or a journal's path; default: SQLite")] = None,
+    study: Annotated[str, typer.Option("--study", help="name; processes that name the same in one storage share it")] = "upshift",
+    from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
+    lora_rank: LoraRank = None,
+    load_in_4bit: FourBits = False,
+    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="of the search, and of trials whose space has no seed")] = 42,
+    set_: Set = None,
+    allow: Allow = "",
+    trial_seconds: Annotated[float, typer.Option("--trial-seconds", min=0.0, help="to try plans, once a shape of run")] = 0.0,
+    html: Annotated[Path | None, typer.Option("--html", help="write the study, drawn, to this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Search hyper-parameters for training MODEL on DATA. The same command goes on with the study that is there."""
+    if installed_version("optuna") is None:
+        raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
+    from upshift.tuning.tune import tune
+
+    if html is not None:
+        from upshift.benchmarking.page_document import check_page_path
+
+        check_page_path(html)
+    with Display(quiet=as_json) as display:
+        found = tune(
+            model, data, space=space, output=output, trials=trials, objective=split(objective), pruner=pruner,
+            evaluations=evaluations, jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour,
+            storage=storage, study_name=study, seed=seed, arguments={"max_steps": max_steps, "seed": seed},
+            progress=display.progress(), sequence_length=sequence_length, global_batch=global_batch, epochs=epochs,
+            lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split(allow),
+            from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
+        )  # fmt: skip
+    if html is not None:
+        from upshift.tuning.report import write_study_page
+
+        write_study_page(html, found)
+    if as_json:
+        sys.stdout.write(found.to_json() + "\n")
+    else:
+        _print(found)
+
+
+class Display:
+    """A live table on standard error: trials that run, and the last that ended."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        from rich.live import Live
+
+        self._live = Live(console=show.err, transient=True, refresh_per_second=4, auto_refresh=not quiet)
+        self._quiet = quiet
+        self._running: dict[int, str] = {}
+        self._ended: list[Any] = []
+
+    def __enter__(self) -> Display:
+        if not self._quiet:
+            self._live.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
+
+    def progress(self) -> Any:
+        from upshift.tuning.tune import Progress
+
+        return Progress(step=self._step, ended=self._end)
+
+    def _step(self, number: int, event: Any) -> None:
+        if type(event).__name__ == "StepDone":
+            self._running[number] = f"step {event.step} of {event.max_steps}, loss {event.loss:.3f}"
+            self._draw()
+
+    def _end(self, row: Any) -> None:
+        self._running.pop(row.number, None)
+        self._ended.append(row)
+        self._draw()
+
+    def _draw(self) -> None:
+        if self._quiet:
+            return
+        table = _table(self._ended[-ROWS:])
+        for number, words in sorted(self._running.items()):
+            table.add_row(str(number), "running", words, "", "")
+        self._live.update(table)
+
+
+def _table(rows: Any) -> Table:
+    table = Table("trial", "state", "result", "hyper-parameters", "seconds", box=None, header_style="bold")
+    for row in rows:
+        result = ", ".join(f"{name} {value:.4g}" for name, value in (row.values or {}).items()) or row.reason
+        values = ", ".join(f"{name}={shown(value)}" for name, value in row.parameters.items())
+        table.add_row(str(row.number), row.state, result, values, "" if row.seconds is None else f"{row.seconds:.1f}")
+    return table
+
+
+def shown(value: Any) -> str:
+    return f"{value:.4g}" if isinstance(value, float) else str(value)
+
+
+def _print(found: Any) -> None:
+    several = len(found.objectives) > 1
+    show.out.print(_table(found.best if several else found.best[:1]))
+    states = [row.state for row in found.trials]
+    counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
+    title = "Trials that no other beats in every objective" if several else "Best trial"
+    show.out.print(f"{title} of {len(states)} ({counts}), {format_seconds(found.seconds)}. Study in {found.storage}")
+    if found.checkpoint is not None:
+        show.out.print(f"Its model is in {found.checkpoint}; optuna-dashboard {found.storage} shows the study.")

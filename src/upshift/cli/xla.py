@@ -1,0 +1,69 @@
+"""``upshift xla compile``: the program of a training step or of generation, compiled for TPUs on a machine that has none."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from upshift.cli import show
+from upshift.cli.plan import Json, Model
+from upshift.cli.race import dim
+from upshift.units import GIB, format_count, format_seconds
+
+app = typer.Typer(help="Programs of XLA: compiled ahead of time for TPUs.", no_args_is_help=True)
+
+
+@app.callback()
+def _of_all() -> None:
+    """Programs of XLA."""
+
+
+@app.command("compile")
+def compile_command(
+    model: Model,
+    topology: Annotated[str, typer.Option("--topology", help="a slice by Google's name: v5e-4, v6e-8, v5p-8, v4-8")],
+    generate: Annotated[bool, typer.Option("--generate", help="all of generation; default: a training step")] = False,
+    batch: Annotated[int | None, typer.Option("--batch", min=1, help="sequences of all chips; default: one a chip")] = None,
+    sequence_length: Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of a sequence, or of a prompt")] = 512,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="of --generate")] = 128,
+    dtype: Annotated[str, typer.Option("--dtype", help="computed in: bfloat16 or float32; trained weights: fp32")] = "bfloat16",
+    as_json: Json = False,
+) -> None:
+    """Does it compile for this TPU, how much of its memory does it take, and how fast can it be? Needs no TPU, and makes no
+    weights: MODEL may be a config.json. Exit code 3: it does not fit, in the compiler's words."""
+    from upshift.xla.tpu.compile import compile_for_tpu
+
+    program = compile_for_tpu(
+        model, topology, kind="generate" if generate else "train", rows=batch, length=sequence_length,
+        max_new_tokens=max_new_tokens, dtype=dtype, on_step=lambda text: dim(text, show.err),
+    )  # fmt: skip
+    if as_json:
+        sys.stdout.write(program.to_json() + "\n")
+        return
+    show.out.print(_table(program))
+    answer, where = program.answer, program.topology
+    bound = "arithmetic" if program.compute_seconds > program.traffic_seconds else "memory traffic"
+    show.out.print(
+        f"No faster than {format_seconds(program.roofline_seconds)}, bound by {bound} ({where.facts.source}); "
+        f"{answer.exchanges} exchanges among {where.chips} chips, {answer.num_dynamic_dimensions} dynamic dimensions, "
+        f"{answer.num_custom_calls} custom calls"
+    )
+    dim(f"Compiled in {format_seconds(answer.compile_seconds)} by libtpu {program.versions['libtpu']}; not run on a TPU")
+
+
+def _table(program: Any) -> Table:
+    after = f" and {program.max_new_tokens} new ones" if program.kind == "generate" else ""
+    what = f"{program.rows} sequences of {program.length} tokens{after}"
+    title = f"{program.kind}, {what}, {format_count(program.num_parameters)} parameters, {program.topology.name}"
+    table = show.new_table(title, "a chip's memory", numbers=("GiB",))
+    rows = {
+        "weights": program.weight_bytes, "optimizer states": program.optimizer_bytes,
+        "temporary": program.answer.temporary_bytes, "program": program.answer.code_bytes,
+        "highest moment": program.answer.peak_bytes, "there is": program.memory_bytes,
+    }  # fmt: skip
+    for name, value in rows.items():
+        table.add_row(name, f"{value / GIB:.2f}")
+    return table

@@ -1,0 +1,224 @@
+"""Two runs that should agree: what they were asked differently, the first step and the first tensors that differ.
+
+Runs of Upshift and of transformers' Trainer. Losses come from the newest checkpoint, weights from checkpoints of one step.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from upshift.debugging.finding import Finding, error, ok, unknown, warning
+from upshift.errors import RequestError
+from upshift.units import format_count
+from upshift.value import Value
+
+RUN_NAMES = ("upshift_run.json", "trainer_state.json")
+IGNORED = {"tokens", "evaluations", "finished", "output"}
+SHOWN = 3  # tensors
+RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # of one loss, by the coarser precision of the two; else the last
+LOOSE = 5e-3
+OF_WEIGHTS = 100  # times as much: Adam takes a whole step of a gradient near zero, whichever sign rounding gave it
+
+
+class Difference(Value):
+    """Of one tensor: the largest distance of two numbers, over the largest number."""
+
+    name: str
+    relative: float
+    numbers: int
+
+
+class Comparison(Value):
+    one: str
+    other: str
+    tolerance: float
+    first_step: int | None = None  # whose losses differ by more
+    first_checkpoint: int | None = None  # whose weights do
+    tensors: tuple[Difference, ...] = ()  # there, the worst first
+    findings: tuple[Finding, ...]
+
+
+@dataclass(frozen=True)
+class Run:
+    folder: Path
+    asked: Mapping[str, Any]
+    losses: Mapping[int, float]  # by step
+    checkpoints: Mapping[int, Path]  # with weights
+
+
+def compare_runs(one: Path, other: Path, *, tolerance: float | None = None) -> Comparison:
+    """``tolerance`` of a loss, relative; None: by the precisions of the two."""
+    pair = (read_run(one), read_run(other))
+    limit = tolerance if tolerance is not None else _tolerance(pair)
+    findings = list(_asked(*pair))
+    step, of_losses = _first_loss(*pair, limit)
+    checkpoint, tensors, of_weights = _first_weights(*pair, limit if tolerance is not None else limit * OF_WEIGHTS)
+    findings += [of_losses, of_weights]
+    return Comparison(
+        one=str(one), other=str(other), tolerance=limit, first_step=step, first_checkpoint=checkpoint, tensors=tensors,
+        findings=tuple(findings),
+    )  # fmt: skip
+
+
+def read_run(folder: Path) -> Run:
+    if not folder.is_dir():
+        raise RequestError(f"{folder} is not a folder; give the output folder of a run, which has {' or '.join(RUN_NAMES)}")
+    checkpoints = {int(path.name.rpartition("-")[2]): path for path in folder.glob("checkpoint-*") if path.name[11:].isdigit()}
+    newest = checkpoints[max(checkpoints)] if checkpoints else folder
+    asked = _json(folder / "upshift_run.json")
+    state = _json(newest / "upshift_state.json")
+    train = state.get("train", {})
+    losses = {step: loss for step, loss in enumerate(train.get("loss_curve", ()), start=1)}
+    history = _json(newest / "trainer_state.json") or _json(folder / "trainer_state.json")
+    losses |= {entry["step"]: entry["loss"] for entry in history.get("log_history", ()) if "loss" in entry}
+    if not (asked or losses):
+        raise RequestError(
+            f"{folder} has neither {' nor '.join(RUN_NAMES)}; give the output folder of a run that saved a checkpoint"
+        )
+    plan = {f"plan.{name}": value for name, value in train.get("plan", {}).items()}
+    flat = {name: value for name, value in asked.items() if name not in IGNORED and name != "arguments"}
+    with_weights = {step: path for step, path in checkpoints.items() if any(path.glob("*.safetensors"))}
+    if any(folder.glob("*.safetensors")) and losses:
+        with_weights.setdefault(max(losses), folder)
+    return Run(folder, flat | asked.get("arguments", {}) | plan, losses, with_weights)
+
+
+def _json(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError:
+        raise RequestError(f"{path} is not JSON: it was cut off, or is another program's; give another run") from None
+    return found
+
+
+def _tolerance(pair: tuple[Run, Run]) -> float:
+    precisions = {str(run.asked.get("plan.precision", "fp32")) for run in pair}
+    return max(RELATIVE.get(precision, LOOSE) for precision in precisions)
+
+
+def _asked(one: Run, other: Run) -> Iterator[Finding]:
+    names = [name for name in {**one.asked, **other.asked} if one.asked.get(name) != other.asked.get(name)]
+    changes = [name for name in names if not name.startswith("plan.")]
+    for name in changes:
+        yield warning(
+            name,
+            what=f"{one.asked.get(name, 'unset')} and {other.asked.get(name, 'unset')}: the runs were not asked for the same",
+            evidence="upshift_run.json of both",
+            fix=f"run one of them again with --{name.replace('_', '-')} of the other",
+        )
+    plans = [f"{name[5:]} {one.asked.get(name)} and {other.asked.get(name)}" for name in names if name.startswith("plan.")]
+    if plans:
+        yield ok("plans", what="differ, which must not change the loss", evidence="; ".join(plans)[:400])
+    elif not changes:
+        yield ok("request", what="the same", evidence="upshift_run.json and plan of both")
+
+
+def _first_loss(one: Run, other: Run, limit: float) -> tuple[int | None, Finding]:
+    steps = sorted(one.losses.keys() & other.losses.keys())
+    if not steps:
+        return None, unknown("loss", what="no step whose loss both runs have written", evidence="newest checkpoints of both")
+    distances = {step: distance(one.losses[step], other.losses[step]) for step in steps}
+    first = next((step for step in steps if not distances[step] <= limit), None)
+    worst = max(steps, key=lambda step: (distances[step] != distances[step], distances[step]))
+    evidence = f"{len(steps):,} common steps, largest difference {distances[worst]:.1e} at step {worst}; {limit:.0e} tolerated"
+    if first is None:
+        return None, ok("loss", what="agrees at every common step", evidence=evidence)
+    return first, error(
+        "loss",
+        what=f"differs first at step {first}: {one.losses[first]:.6f} and {other.losses[first]:.6f} ({distances[first]:.1e})",
+        evidence=evidence,
+        fix=f"--save-steps {max(first - 1, 1)} --max-steps {first} on both; upshift compare-runs then names the tensors",
+    )
+
+
+def _first_weights(one: Run, other: Run, limit: float) -> tuple[int | None, tuple[Difference, ...], Finding]:
+    common = sorted(one.checkpoints.keys() & other.checkpoints.keys())
+    if not common:
+        have = "; ".join(f"{run.folder}: {', '.join(map(str, sorted(run.checkpoints))) or 'none'}" for run in (one, other))
+        return (
+            None,
+            (),
+            unknown("weights", what="no checkpoint of the same step in both; --save-steps N writes them", evidence=have),
+        )
+    every: list[Difference] = []
+    for step in common:
+        different = compare_weights(one.checkpoints[step], other.checkpoints[step])
+        every += different
+        over = [item for item in different if not item.relative <= limit]
+        if over:
+            first, worst = over[0], sorted(over, key=lambda item: -item.relative)
+            words = ", ".join(f"{item.name} {item.relative:.1e}" for item in worst[:SHOWN])
+            before = [other for other in common if other < step]
+            return (
+                step,
+                tuple(worst),
+                error(
+                    "weights",
+                    what=f"differ first in checkpoint {step}, by name first in {first.name} ({first.relative:.1e})",
+                    evidence=f"{len(over)} of {len(different)} tensors over {limit:.0e}; most: {words}"
+                    + (f"; the same in checkpoint {before[-1]}" if before else ""),
+                    fix=f"--save-steps 1 --max-steps {step} on both, then upshift compare-runs again names the first step",
+                ),
+            )
+    total = sum(item.numbers for item in every)
+    furthest = max(every, key=lambda item: item.relative)
+    return None, (), ok(
+        "weights", what=f"agree in checkpoints {', '.join(map(str, common))}",
+        evidence=f"{format_count(total)} numbers; largest difference {furthest.relative:.1e} in {furthest.name}",
+    )  # fmt: skip
+
+
+def compare_weights(one: Path, other: Path) -> list[Difference]:
+    """Every tensor of two folders, in the order of names, numbers by value."""
+    from safetensors import safe_open
+
+    places = [_places(folder) for folder in (one, other)]
+    missing = sorted(places[0].keys() ^ places[1].keys())
+    if missing:
+        raise RequestError(
+            f"{missing[0]} is in one of {one} and {other} only: they are different models, or parts of ranks; "
+            "upshift merge makes one file of parts"
+        )
+    found = []
+    for name in sorted(places[0], key=_by_number):
+        with safe_open(places[0][name], "pt") as first, safe_open(places[1][name], "pt") as second:
+            a, b = first.get_tensor(name), second.get_tensor(name)
+        if a.shape != b.shape:
+            raise RequestError(f"{name} is {tuple(a.shape)} in {one} and {tuple(b.shape)} in {other}: they are different models")
+        largest = float(a.double().abs().max()) if a.numel() else 0.0
+        far = float((a.double() - b.double()).abs().max()) if a.numel() else 0.0
+        found.append(Difference(name=name, relative=_finite(far / largest if largest else far), numbers=a.numel()))
+    return found
+
+
+def _places(folder: Path) -> dict[str, Path]:
+    from safetensors import safe_open
+
+    found: dict[str, Path] = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        if path.name.startswith(("model", "adapter")):
+            with safe_open(path, "pt") as file:
+                found |= dict.fromkeys(file.keys(), path)
+    return found
+
+
+def _by_number(name: str) -> list[tuple[int, str]]:
+    return [(int(part), "") if part.isdigit() else (-1, part) for part in re.split(r"(\d+)", name)]
+
+
+def distance(one: float, other: float) -> float:
+    """Relative; NaN is at no distance from NaN."""
+    if one != one and other != other:
+        return 0.0
+    return _finite(abs(one - other) / max(abs(one), abs(other), 1e-30))
+
+
+def _finite(value: float) -> float:
+    return value if value == value and value != float("inf") else 1e300

@@ -1,0 +1,138 @@
+"""What folders and shared memory can take: free space, the rate of their disks, the size of /dev/shm."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from upshift.debugging.finding import Finding, error, ok, warning
+from upshift.hardware.cgroup import read_text
+from upshift.hardware.disk import fresh_disk_rate
+from upshift.units import GIB, MIB, format_bytes
+
+SLOW = 100e6  # bytes per second: a checkpoint of 7 B parameters with its optimizer, 84 GB, then takes a quarter of an hour
+LITTLE_ROOM = 5 * GIB
+SMALL_SHM = 1 * GIB  # docker gives 64 MiB
+FULL = 0.95
+NETWORK_FILESYSTEMS = {"nfs", "nfs4", "cifs", "smb3", "fuse.sshfs", "9p", "lustre", "ceph", "beegfs", "virtiofs"}
+PROBE_NAME = ".upshift_disk_probe"
+
+
+class Usage(NamedTuple):
+    total: int
+    used: int
+    free: int
+
+
+def usage(folder: Path) -> Usage:
+    return Usage(*shutil.disk_usage(folder))
+
+
+def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int, root: Path = Path("/")) -> Iterator[Finding]:
+    """``option``: how a user names another folder for it."""
+    there = _existing(folder)
+    subject, kind = f"{purpose} folder", _filesystem(there, root)
+    if not os.access(there, os.W_OK):
+        yield error(subject, what=f"{there} cannot be written", evidence=f"{kind}", fix=option)
+        return
+    free = usage(there).free
+    evidence = f"{there}: {format_bytes(free)} free, {kind}"
+    if free < LITTLE_ROOM:
+        yield warning(
+            subject,
+            what=f"only {format_bytes(free)} free",
+            evidence=evidence,
+            fix=f"du -xh {there} | sort -h | tail shows what takes it; or {option}",
+        )
+        if free < 2 * probe_bytes:
+            return
+    try:
+        write, read = disk_rates(there, probe_bytes)
+    except OSError as failure:
+        yield error(subject, what=f"writing to {there} fails: {failure.strerror}", evidence=evidence, fix=option)
+        return
+    rates = f"writes {write / 1e6:,.0f} MB/s" + ("" if read is None else f", reads {read / 1e6:,.0f} MB/s")
+    if write < SLOW or (read is not None and read < SLOW):
+        yield warning(
+            subject,
+            what=f"its disk is slow: {rates}",
+            evidence=f"{evidence}; {format_bytes(probe_bytes)} written and read",
+            cause="a network file system" if kind in NETWORK_FILESYSTEMS else None,
+            fix=f"use a local disk: {option}",
+        )
+    else:
+        yield ok(subject, what=rates, evidence=f"{evidence}; {format_bytes(probe_bytes)} written and read")
+
+
+def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float | None]:
+    """Bytes per second of writing through to the disk and of reading back what the cache let go of (None: it cannot)."""
+    path = folder / PROBE_NAME
+    block = os.urandom(MIB)  # not zeros: some disks store none
+    try:
+        start = time.perf_counter()
+        with path.open("wb") as file:
+            for _ in range(num_bytes // MIB):
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
+        write = num_bytes / (time.perf_counter() - start)
+        return write, fresh_disk_rate(path)
+    finally:
+        path.unlink(missing_ok=True)
+
+
+def examine_shm(folder: Path = Path("/dev/shm"), *, look: Callable[[Path], Usage] = usage) -> Iterator[Finding]:
+    if not folder.is_dir():
+        return
+    room = look(folder)
+    evidence = f"{format_bytes(room.used)} of {format_bytes(room.total)} used"
+    if room.total and room.used > FULL * room.total:
+        largest = sorted(((file.stat().st_size, file) for file in _files(folder)), reverse=True)[:3]
+        names = " ".join(str(file) for _, file in largest)
+        held = "; ".join(f"{file.name} {format_bytes(size)}" for size, file in largest)
+        yield error(
+            "/dev/shm",
+            what="is full: data workers die with a bus error, ranks cannot start",
+            evidence=evidence + (f"; largest: {held}" if held else ""),
+            fix=(f"rm {names}" if names else f"lsof +L1 {folder} shows deleted files that are still open")
+            + ", if what made them has ended; "
+            "or mount -o remount,size=8G /dev/shm",
+        )
+    elif room.total < SMALL_SHM:
+        yield warning(
+            "/dev/shm",
+            what=f"has {format_bytes(room.total)}: data workers and NCCL pass tensors through it",
+            evidence=evidence,
+            fix="docker run --shm-size=8g, or an emptyDir of medium Memory at /dev/shm of the pod",
+        )
+    else:
+        yield ok("/dev/shm", what=f"{format_bytes(room.free)} free", evidence=evidence)
+
+
+def _files(folder: Path) -> Iterator[Path]:
+    try:
+        yield from (path for path in folder.iterdir() if path.is_file())
+    except OSError:
+        return
+
+
+def _existing(folder: Path) -> Path:
+    folder = folder.absolute()
+    while not folder.is_dir():
+        folder = folder.parent
+    return folder
+
+
+def _filesystem(folder: Path, root: Path) -> str:
+    """Its kind, by the longest mount point above it."""
+    best, kind = "", "file system unknown"
+    for line in read_text(root / "proc/self/mountinfo").splitlines():
+        left, _, right = line.partition(" - ")
+        point = left.split()[4]
+        if (folder == Path(point) or Path(point) in folder.parents) and len(point) >= len(best):
+            best, kind = point, right.split()[0]
+    return kind

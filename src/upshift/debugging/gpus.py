@@ -1,0 +1,288 @@
+"""What is wrong with each GPU by its driver's answers: heat, throttling, power, PCIe, NVLink, memory errors, who holds memory."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+from upshift.debugging.finding import Finding, error, ok, unknown, warning
+from upshift.hardware.gpu_state import Gpus, GpuState
+from upshift.hardware.table import GPUS
+from upshift.units import GIB, MIB, format_bytes
+
+# Bits of nvmlClocksThrottleReasons. Idle, application clocks and display are no fault.
+HW_THERMAL, SW_THERMAL, HW_BRAKE, HW_SLOWDOWN, POWER_CAP, SYNC_BOOST = 0x40, 0x20, 0x80, 0x8, 0x4, 0x10
+HOT, TOO_HOT = 80, 84  # degrees: below 80 is good, throttling begins at 84 to 90 (the custom hardware guide)
+LIMITED = 0.9  # of the default power limit
+BUSY = 50  # percent; PCIe and clocks of an idle GPU are lowered on purpose
+PSU_SHARE = 0.8  # of the rated power: GPUs draw more than their limit for milliseconds
+NOTICED_BYTES = 256 * MIB
+POWER_STEP = 5  # watts
+EXCLUSIVE, PROHIBITED = 3, 2  # nvmlComputeMode_t
+
+
+def examine_gpus(gpus: Gpus, *, psu_watts: float | None, process_name: Callable[[int], str | None]) -> Iterator[Finding]:
+    if not gpus.states:
+        yield unknown("GPU", what="no NVIDIA GPU to look at", evidence=gpus.origin)
+        return
+    for gpu in gpus.states:
+        faults = [*_heat(gpu), *_power(gpu), *_pcie(gpu), *_nvlink(gpu), *_errors(gpu), *_memory(gpu, process_name), *_modes(gpu)]
+        if not faults:
+            faults.append(ok(f"GPU {gpu.index}", what="healthy", evidence=_summary(gpu)))
+        yield from faults
+    yield from _psu(gpus.states, psu_watts)
+
+
+def _summary(gpu: GpuState) -> str:
+    facts = [gpu.name]
+    if gpu.temperature is not None:
+        facts.append(f"{gpu.temperature} C")
+    if gpu.watts is not None and gpu.limit_watts is not None:
+        facts.append(f"{gpu.watts:.0f} of {gpu.limit_watts:.0f} W")
+    if gpu.max_pcie_generation is not None and gpu.pcie_width is not None:
+        facts.append(f"PCIe {gpu.max_pcie_generation}.0 x{gpu.pcie_width}")
+    if gpu.nvlink_links:
+        facts.append(f"{gpu.nvlink_links} NVLinks")
+    if gpu.memory_bytes is not None and gpu.used_bytes is not None:
+        facts.append(f"{format_bytes(gpu.memory_bytes - gpu.used_bytes)} of {format_bytes(gpu.memory_bytes)} free")
+    return ", ".join(facts)
+
+
+def _heat(gpu: GpuState) -> Iterator[Finding]:
+    reasons = gpu.throttle_reasons or 0
+    limit = gpu.slowdown_temperature
+    heat = "temperature unknown" if gpu.temperature is None else f"{gpu.temperature} C"
+    if limit is not None:
+        heat += f", slows down at {limit} C"
+    clock = f", {gpu.clock_mhz} of {gpu.max_clock_mhz} MHz" if gpu.clock_mhz and gpu.max_clock_mhz else ""
+    cool = "clean its fans, leave a free slot beside it, open the case; or draw less: " + _set_limit(gpu, 0.8)
+    if reasons & (HW_THERMAL | SW_THERMAL):
+        yield _of(gpu, "error", "throttles because of heat", f"throttle reasons 0x{reasons:x}, {heat}{clock}", cool)
+    elif gpu.temperature is not None and gpu.temperature >= (limit - 3 if limit else TOO_HOT):
+        yield _of(gpu, "warning", "is about to throttle", f"{heat}{clock}", cool)
+    elif gpu.temperature is not None and gpu.temperature >= HOT:
+        yield _of(gpu, "hint", f"is warmer than {HOT} C", f"{heat}{clock}", cool)
+    if reasons & HW_BRAKE:
+        yield _of(
+            gpu,
+            "error",
+            "is braked from outside: the power supply or the server asks for less",
+            f"throttle reasons 0x{reasons:x}{clock}",
+            "give each power socket of the card a cable of its own from the power supply; then: nvidia-smi -q -d PERFORMANCE",
+        )
+    elif reasons & HW_SLOWDOWN and not reasons & HW_THERMAL:
+        yield _of(
+            gpu,
+            "error",
+            "is slowed down by its hardware",
+            f"throttle reasons 0x{reasons:x}{clock}",
+            "look at power cables and heat: nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER",
+        )
+
+
+def _power(gpu: GpuState) -> Iterator[Finding]:
+    default, limit = gpu.default_limit_watts, gpu.limit_watts
+    reasons = gpu.throttle_reasons or 0
+    if default and limit and limit < LIMITED * default:
+        yield _of(
+            gpu,
+            "warning",
+            f"may draw {limit:.0f} W of its {default:.0f} W",
+            "its power limit was lowered" + (", and it throttles by it now" if reasons & POWER_CAP else ""),
+            f"sudo nvidia-smi -i {gpu.index} -pl {default:.0f}, if the power supply and the cooling allow it",
+        )
+    if reasons & SYNC_BOOST:
+        yield _of(
+            gpu,
+            "hint",
+            "runs at the clock of the slowest GPU of its group (sync boost)",
+            f"throttle reasons 0x{reasons:x}",
+            f"nvidia-smi -i {gpu.index} -q -d PERFORMANCE shows the group",
+        )
+
+
+def _psu(states: tuple[GpuState, ...], psu_watts: float | None) -> Iterator[Finding]:
+    limits = [gpu.limit_watts for gpu in states]
+    if psu_watts is None:
+        if len(states) > 1:
+            yield unknown(
+                "power supply",
+                what="its rating was not given: upshift doctor --psu WATTS compares it with what the GPUs may draw",
+            )
+        return
+    if None in limits:
+        yield unknown("power supply", what="a GPU does not say its power limit", evidence="NVML")
+        return
+    total = sum(limit for limit in limits if limit is not None)
+    evidence = f"limits of {len(states)} GPUs: {total:.0f} W, without CPU, disks and fans"
+    room = PSU_SHARE * psu_watts
+    each = int(room / len(states) // POWER_STEP) * POWER_STEP
+    least = max((gpu.min_limit_watts or 0 for gpu in states), default=0)
+    all_of_them = ",".join(str(gpu.index) for gpu in states)
+    fix = f"sudo nvidia-smi -i {all_of_them} -pl {each}, or a power supply of {total / PSU_SHARE:.0f} W"
+    if each < least:
+        fix = f"a power supply of {total / PSU_SHARE:.0f} W (the GPUs cannot be limited below {least:.0f} W)"
+    if total > psu_watts:
+        yield error(
+            "power supply",
+            what=f"{psu_watts:.0f} W are too few: the machine can switch off under load",
+            evidence=evidence,
+            fix=fix,
+        )
+    elif total > room:
+        yield warning(
+            "power supply",
+            evidence=evidence,
+            fix=fix,
+            what=f"GPUs may take {total / psu_watts:.0%} of {psu_watts:.0f} W: their short peaks go beyond",
+        )
+    else:
+        yield ok("power supply", what=f"{psu_watts:.0f} W are enough for the GPUs", evidence=evidence)
+
+
+def _pcie(gpu: GpuState) -> Iterator[Finding]:
+    width, widest = gpu.pcie_width, gpu.max_pcie_width
+    now = f"PCIe {gpu.pcie_generation}.0 x{width}; card and slot can do {gpu.max_pcie_generation}.0 x{widest} (NVML)"
+    seat = (
+        f"take the card out and seat it again, in a slot that is wired x{widest}; look for other cards that share its lanes: "
+        + (f"sudo lspci -vv -s {_short_bus(gpu.bus)} | grep LnkSta" if gpu.bus else "sudo lspci -vv | grep LnkSta")
+    )
+    if width and widest and width < widest:
+        yield _of(
+            gpu,
+            "warning",
+            f"has {width} PCIe lanes of {widest}: copies to and from it take {widest / width:.0f} times as long",
+            now,
+            seat,
+        )
+    busy = (gpu.utilization or 0) >= BUSY or gpu.performance_state == 0
+    if busy and gpu.pcie_generation and gpu.max_pcie_generation and gpu.pcie_generation < gpu.max_pcie_generation:
+        yield _of(
+            gpu,
+            "warning",
+            f"runs PCIe {gpu.pcie_generation}.0 under load instead of {gpu.max_pcie_generation}.0",
+            now,
+            "set the slot's speed to Auto or to its highest generation in the BIOS; a riser cable can be the cause: try without",
+        )
+
+
+def _nvlink(gpu: GpuState) -> Iterator[Finding]:
+    facts = GPUS.get(gpu.table_key or "")
+    expected = facts.gpu.nvlink_links if facts is not None else None
+    fabric = "sudo systemctl restart nvidia-fabricmanager; then nvidia-smi nvlink -s -i " + str(gpu.index)
+    if gpu.nvlink_states and not gpu.nvlink_links:
+        yield _of(
+            gpu,
+            "warning",
+            f"has {gpu.nvlink_states} NVLinks, none active",
+            "NVML",
+            f"with a switch: {fabric}; between two cards: put the bridge on; one GPU in use alone needs none",
+        )
+    elif expected and gpu.nvlink_links is not None and 0 < gpu.nvlink_links < expected:
+        yield _of(gpu, "warning", f"has {gpu.nvlink_links} of {expected} NVLinks", f"NVML; table: {gpu.name}", fabric)
+
+
+def _errors(gpu: GpuState) -> Iterator[Finding]:
+    if gpu.remap_failed:
+        yield _of(
+            gpu,
+            "error",
+            "could not remap a broken row of its memory",
+            "NVML, remapped rows",
+            f"have the card replaced; until then: export CUDA_VISIBLE_DEVICES without {gpu.index}",
+        )
+    if gpu.remap_pending:
+        yield _of(
+            gpu,
+            "warning",
+            "waits for a reset to replace a broken row of its memory",
+            "NVML, remapped rows",
+            f"end what runs on it, then: sudo nvidia-smi --gpu-reset -i {gpu.index}",
+        )
+    if gpu.ecc_uncorrected:
+        yield _of(
+            gpu,
+            "error",
+            f"had {gpu.ecc_uncorrected} memory errors that ECC could not correct",
+            "NVML, since the driver was loaded",
+            f"end what runs on it, then: sudo nvidia-smi --gpu-reset -i {gpu.index}; if they come back, have the card replaced",
+        )
+    if gpu.retired_pages:
+        yield _of(
+            gpu,
+            "warning",
+            f"has {gpu.retired_pages} retired memory pages",
+            "NVML",
+            f"nvidia-smi -q -d PAGE_RETIREMENT -i {gpu.index}; NVIDIA replaces cards with 60 or more",
+        )
+
+
+def _memory(gpu: GpuState, process_name: Callable[[int], str | None]) -> Iterator[Finding]:
+    if gpu.used_bytes is None or gpu.memory_bytes is None or gpu.used_bytes < NOTICED_BYTES or not gpu.holders:
+        return
+    names = [
+        f"{process_name(holder.pid) or 'a process of another container'} (pid {holder.pid}"
+        + (f", {holder.bytes / GIB:.1f} GiB)" if holder.bytes is not None else ")")
+        for holder in gpu.holders
+    ]
+    yield _of(
+        gpu,
+        "warning",
+        f"is shared: {format_bytes(gpu.used_bytes)} of {format_bytes(gpu.memory_bytes)} are taken",
+        f"held by {', '.join(names)}; {gpu.utilization if gpu.utilization is not None else 'unknown'} % busy",
+        f"kill {' '.join(str(holder.pid) for holder in gpu.holders)}, if they are yours; or hide it: CUDA_VISIBLE_DEVICES",
+    )
+
+
+def _modes(gpu: GpuState) -> Iterator[Finding]:
+    if gpu.compute_mode == PROHIBITED:
+        yield _of(
+            gpu,
+            "error",
+            "is closed for computing (compute mode: prohibited)",
+            "NVML",
+            f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
+        )
+    elif gpu.compute_mode == EXCLUSIVE and gpu.holders:
+        yield _of(
+            gpu,
+            "error",
+            "admits one process, and has one (compute mode: exclusive)",
+            "NVML",
+            f"sudo nvidia-smi -i {gpu.index} -c DEFAULT",
+        )
+    facts = GPUS.get(gpu.table_key or "")
+    server = facts is not None and facts.reference is not None
+    if gpu.ecc is False and server:
+        yield _of(
+            gpu,
+            "hint",
+            "runs without ECC: memory errors stay unseen",
+            "NVML",
+            f"sudo nvidia-smi -i {gpu.index} -e 1, and a reboot",
+        )
+    if gpu.persistence is False:
+        yield _of(
+            gpu,
+            "hint",
+            "loses its driver's state when nobody uses it: each start takes seconds more",
+            "NVML, persistence mode off",
+            f"sudo nvidia-smi -i {gpu.index} -pm 1",
+        )
+
+
+def _set_limit(gpu: GpuState, share: float) -> str:
+    limit = gpu.default_limit_watts or gpu.limit_watts
+    if limit is None:
+        return f"sudo nvidia-smi -i {gpu.index} -pl WATTS"
+    return f"sudo nvidia-smi -i {gpu.index} -pl {max(share * limit, gpu.min_limit_watts or 0):.0f}"
+
+
+def _short_bus(bus: str | None) -> str:
+    """As lspci has it: 3b:00.0."""
+    return (bus or "").lower().split(":", 1)[-1]
+
+
+def _of(gpu: GpuState, severity: str, what: str, evidence: str, fix: str) -> Finding:
+    return Finding.model_validate(
+        {"severity": severity, "subject": f"GPU {gpu.index}", "what": what, "evidence": evidence, "fix": fix}
+    )

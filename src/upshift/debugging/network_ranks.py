@@ -1,0 +1,110 @@
+"""Whether the ranks that a launcher started can allocate, reduce and send to each other; rate and latency of each pair."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from upshift.debugging.finding import Finding, error, ok, warning
+from upshift.settings import Ranks
+from upshift.units import MIB
+
+MEET_SECONDS = 60.0
+BULK_BYTES = 16 * MIB
+PINGS = 10
+SLOWER = 3.0  # times the median of all pairs: named
+
+
+def examine_ranks(ranks: Ranks) -> list[Finding]:
+    """What rank 0 knows of all; empty on the others. Raises nothing: what fails is a finding of the rank that sees it."""
+    where = f"{ranks.address}:{ranks.port}"
+    device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    try:
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=timedelta(seconds=MEET_SECONDS))
+        summed = torch.full((MIB,), float(ranks.rank + 1), device=device)
+        dist.all_reduce(summed)
+        expected = ranks.size * (ranks.size + 1) / 2
+        if not bool((summed == expected).all()):
+            wrong = f"all_reduce of {ranks.size} ranks gave {float(summed[0])}, not {expected}"
+            return [
+                error(
+                    f"rank {ranks.rank}",
+                    what=wrong,
+                    evidence=backend,
+                    fix="export NCCL_P2P_DISABLE=1 and try again: then it is a link between GPUs",
+                )
+            ]
+        pairs = {
+            (one, two): _pair(one, two, ranks.rank, device) for one in range(ranks.size) for two in range(one + 1, ranks.size)
+        }
+        gathered: list[dict[tuple[int, int], tuple[float, float] | None]] = [{} for _ in range(ranks.size)]
+        dist.all_gather_object(gathered, pairs)
+    except RuntimeError as failure:
+        words = " ".join(str(failure).split())[:200]
+        variables = "export NCCL_DEBUG=INFO NCCL_SOCKET_IFNAME=NAME" if backend == "nccl" else "export GLOO_SOCKET_IFNAME=NAME"
+        return [
+            error(
+                f"rank {ranks.rank}", what=f"cannot meet or exchange with the others at {where} by {backend}", evidence=words,
+                fix=f"upshift doctor --network --hosts A,B on each host names the port; then {variables} (NAME: ip -br address)",
+            )
+        ]  # fmt: skip
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return _read(gathered, backend, device) if ranks.rank == 0 else []
+
+
+def _pair(one: int, two: int, rank: int, device: torch.device) -> tuple[float, float] | None:
+    """Round trip and bytes per second, by the first of the two; others wait at the barrier."""
+    found = None
+    if rank in (one, two):
+        peer, small, large = one + two - rank, torch.zeros(1, device=device), torch.ones(BULK_BYTES // 4, device=device)
+        times = [_there_and_back(small, peer, first=rank == one) for _ in range(PINGS)]
+        bulk = min(_there_and_back(large, peer, first=rank == one) for _ in range(2))
+        found = (statistics.median(times), 2 * BULK_BYTES / bulk) if rank == one else None
+    dist.barrier()
+    return found
+
+
+def _there_and_back(tensor: torch.Tensor, peer: int, *, first: bool) -> float:
+    start = time.perf_counter()
+    for sends in (first, not first):
+        if sends:
+            dist.send(tensor, peer)
+        else:
+            dist.recv(tensor, peer)
+    if tensor.device.type == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - start
+
+
+def _read(gathered: list[dict[tuple[int, int], tuple[float, float] | None]], backend: str, device: torch.device) -> list[Finding]:
+    known = {pair: numbers for pairs in gathered for pair, numbers in pairs.items() if numbers is not None}
+    usual = statistics.median(rate for _, rate in known.values()) if known else 0.0
+    findings = [
+        ok(
+            "ranks",
+            what=f"{len(gathered)} ranks allocate on {device.type} and reduce by {backend}",
+            evidence="all_reduce of 1 Mi numbers",
+        )
+    ]
+    for (one, two), (latency, rate) in sorted(known.items()):
+        evidence = f"round trip {latency * 1e6:,.0f} us, {rate / 1e6:,.0f} MB/s"
+        subject = f"rank {one} <-> rank {two}"
+        if rate * SLOWER < usual:
+            findings.append(
+                warning(
+                    subject, what=f"{usual / rate:.1f} times slower than the median pair", evidence=evidence,
+                    fix="upshift doctor on both hosts; for GPUs: nvidia-smi topo -m",
+                )
+            )  # fmt: skip
+        else:
+            findings.append(ok(subject, what="talk", evidence=evidence))
+    return findings

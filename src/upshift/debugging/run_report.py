@@ -1,0 +1,204 @@
+"""What each rank of a run leaves when it hangs, slows or dies, and what `upshift doctor RUN_DIR` makes of all of them."""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Literal
+
+from upshift.debugging.finding import Finding, error, ok, unknown, warning
+from upshift.errors import RequestError
+from upshift.settings import read_library_variables
+from upshift.value import Value
+from upshift.whole_file import write_whole
+
+FOLDER = "upshift_report"  # in the output folder of the run
+MAX_FRAMES = 30  # of a thread's stack, the innermost
+AUTOPSIES = "upshift_out_of_memory.jsonl"
+RUN = "upshift_run.json"
+
+
+class Stack(Value):
+    thread: str
+    frames: tuple[str, ...]  # innermost last: file:line (function)
+
+
+class RankReport(Value):
+    rank: int
+    ranks: int
+    kind: Literal["stalled", "slow", "died"]
+    step: int
+    words: str  # the exception, or what the watch says
+    waiting: str | None = None  # the collective that it has begun and not ended
+    stacks: tuple[Stack, ...] = ()
+    versions: dict[str, str] = {}
+    variables: dict[str, str] = {}  # of the libraries underneath
+
+    def write(self, output: Path) -> None:
+        folder = output / FOLDER
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / f"rank-{self.rank}.json", self.to_json(indent=1))
+
+
+def report_of(error: BaseException | None, **fields: Any) -> RankReport:
+    """Of this process now: where every thread is, or where the error came from."""
+    variables = {name: value for name, value in read_library_variables().items() if name != "PATH"}
+    stacks = (
+        stacks_now() if error is None else (Stack(thread="MainThread", frames=_lines(traceback.extract_tb(error.__traceback__))),)
+    )
+    return RankReport(stacks=stacks, variables=variables, **fields)
+
+
+def stacks_now() -> tuple[Stack, ...]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    here = threading.get_ident()
+    frames = {ident: frame for ident, frame in sys._current_frames().items() if ident != here}
+    found = [
+        Stack(thread=names.get(ident, str(ident)), frames=_lines(traceback.extract_stack(frame)))
+        for ident, frame in frames.items()
+    ]
+    return tuple(sorted(found, key=lambda stack: stack.thread != "MainThread"))
+
+
+def _lines(frames: traceback.StackSummary) -> tuple[str, ...]:
+    return tuple(f"{_short(frame.filename)}:{frame.lineno} ({frame.name})" for frame in frames[-MAX_FRAMES:])
+
+
+def _short(path: str) -> str:
+    """From its package on: a report names no machine's folders."""
+    parts = Path(path).parts
+    if "site-packages" in parts:
+        return "/".join(parts[parts.index("site-packages") + 1 :])
+    return "/".join(parts[parts.index("upshift") :]) if "upshift" in parts else "/".join(parts[-2:])
+
+
+def forget(output: Path, rank: int) -> None:
+    """What this rank left in a run before this one."""
+    (output / FOLDER / f"rank-{rank}.json").unlink(missing_ok=True)
+
+
+def examine_run(output: Path) -> list[Finding]:
+    if not output.is_dir():
+        raise RequestError(f"{output} is not a folder; give the output folder of a run, which has {RUN}")
+    run = _json(output / RUN)
+    reports = [RankReport.from_file(path) for path in sorted((output / FOLDER).glob("rank-*.json"), key=_rank_of)]
+    autopsies = (output / AUTOPSIES).read_text(encoding="utf-8").splitlines() if (output / AUTOPSIES).is_file() else []
+    if run is None and not reports and not autopsies:
+        raise RequestError(f"{output} has neither {RUN} nor {FOLDER}; give the output folder of a run")
+    findings = [*_deaths(reports, output), *_stalls(reports, output), *_silent(reports), *_out_of_memory(autopsies)]
+    return findings + list(_ending(run, reports, output))
+
+
+def _rank_of(path: Path) -> int:
+    return int(path.stem.partition("-")[2])
+
+
+def _json(path: Path) -> dict[str, Any] | None:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+    return found
+
+
+FIXES = (  # words in the error, and what to type
+    ("out of memory", "upshift plan again: it plans for the memory that is free; or --set per_device_train_batch_size=1"),
+    ("NaN", "upshift train ... --resume --learning-rate HALF; upshift.Trainer with debug='underflow_overflow' names the module"),
+    (
+        "infinite",
+        "upshift train ... --resume --learning-rate HALF; upshift.Trainer with debug='underflow_overflow' names the module",
+    ),
+    ("No space left", "df -h OUTPUT; free some of it, then: upshift train ... --resume"),
+    ("Connection", "another rank ended first: read its report; then: upshift train ... --resume"),
+    ("closed by peer", "another rank ended first: read its report; then: upshift train ... --resume"),
+)
+
+
+def _deaths(reports: list[RankReport], output: Path) -> Iterator[Finding]:
+    died = [report for report in reports if report.kind == "died"]
+    first = [report for report in died if not any(word in report.words for word in ("Connection", "closed by peer"))] or died
+    for report in first:
+        fix = next((fix for word, fix in FIXES if word in report.words), "upshift train ... --resume, when its cause is gone")
+        yield error(
+            _name(report), what=f"died in step {report.step}: {report.words[:300]}", evidence=_where(report),
+            fix=fix.replace("OUTPUT", str(output)),
+        )  # fmt: skip
+
+
+def _stalls(reports: list[RankReport], output: Path) -> Iterator[Finding]:
+    stalled = [report for report in reports if report.kind == "stalled"]
+    told = next((report.words for report in stalled if report.words), "")
+    for report in stalled:
+        if report.waiting is None:
+            yield error(
+                _name(report), what=f"holds up the others in step {report.step}: it is in no collective",
+                evidence=f"{_where(report)}{'; ' + told if told else ''}",
+                fix="look at that line: data, a lock, a full disk; end the run, then: upshift train ... --resume",
+            )  # fmt: skip
+    if stalled and all(report.waiting is not None for report in stalled):
+        waits = "; ".join(f"{_name(report)} in {report.waiting}" for report in stalled)
+        yield error(
+            "hang", what=f"every rank that left a report waits, in step {stalled[0].step}", evidence=waits,
+            cause=told or None, fix="upshift doctor --network on the same hosts; export NCCL_DEBUG=INFO; then --resume",
+        )  # fmt: skip
+    for report in reports:
+        if report.kind == "slow":
+            yield warning(
+                "straggler", what=report.words, evidence=f"step {report.step}",
+                fix="on its host: upshift doctor, and ps -eo pid,pcpu,args --sort=-pcpu | head",
+            )  # fmt: skip
+
+
+def _silent(reports: list[RankReport]) -> Iterator[Finding]:
+    serious = [report for report in reports if report.kind != "slow"]
+    missing = sorted(set(range(serious[0].ranks)) - {report.rank for report in reports}) if serious else []
+    if missing:
+        names = ", ".join(map(str, missing))
+        yield error(
+            f"rank {names}", what="left no report: its process was killed, or its host is gone",
+            evidence=f"{len(reports)} of {serious[0].ranks} ranks left one",
+            fix="on its host: dmesg -T | grep -i -E 'killed process|xid' names the cause; then --resume",
+        )  # fmt: skip
+
+
+def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
+    for line in lines:
+        autopsy = json.loads(line)
+        parts = ", ".join(f"{part['part']} {part['measured_gib']:.2f} GiB" for part in autopsy["parts"])
+        yield warning(
+            "memory", what=f"ran out in step {autopsy['step']}: {autopsy['verdict']}",
+            evidence=f"{parts}; it went on with {' x '.join(map(str, autopsy['smaller']))} tokens at once",
+            fix="upshift plan again: what was measured corrects it; or --set per_device_train_batch_size=N",
+        )  # fmt: skip
+
+
+def _ending(run: dict[str, Any] | None, reports: list[RankReport], output: Path) -> Iterator[Finding]:
+    if run is None:
+        return
+    steps, asked = len(run.get("tokens", ())), run.get("arguments", {}).get("max_steps")
+    newest = max((int(path.name[11:]) for path in output.glob("checkpoint-*") if path.name[11:].isdigit()), default=None)
+    kept = "no checkpoint" if newest is None else f"newest checkpoint: {newest}"
+    if run.get("finished"):
+        yield ok("run", what=f"finished {steps} steps", evidence=f"{RUN}, {kept}")
+    elif not any(report.kind == "died" for report in reports):
+        yield unknown(
+            "run",
+            what="has not finished: it runs, was stopped, or was killed without a word",
+            evidence=f"{asked} steps asked, {kept}",
+        )
+
+
+def _name(report: RankReport) -> str:
+    return f"rank {report.rank}" if report.ranks > 1 else "run"
+
+
+def _where(report: RankReport) -> str:
+    main = next(iter(report.stacks), None)
+    if main is None or not main.frames:
+        return "no stack"
+    own = next((line for line in reversed(main.frames) if line.startswith("upshift/")), None)
+    return main.frames[-1] + (f", called from {own}" if own is not None and own != main.frames[-1] else "")

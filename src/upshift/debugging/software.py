@@ -1,0 +1,215 @@
+"""What does not go together among the libraries, compilers, toolkits and settings here. Nothing heavy is imported for it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from upshift.debugging.finding import Finding, error, hint, ok, warning
+from upshift.debugging.toolchain import dotted
+from upshift.hardware.gpu_state import Gpus
+from upshift.installed import installed_version, installed_versions, requirements_of
+
+LIBRARIES = (  # whose declared requirements are compared with what is installed
+    "torch",
+    "transformers",
+    "accelerate",
+    "tokenizers",
+    "safetensors",
+    "numpy",
+    "torchao",
+    "peft",
+    "bitsandbytes",
+    "datasets",
+    "deepspeed",
+    "vllm",
+    "flash-attn",
+    "torchvision",
+    "torchaudio",
+    "onnxruntime",
+    "onnx",
+    "openvino",
+    "nncf",
+    "ctranslate2",
+    "triton",
+)
+EXTRAS = {  # libraries that plans and races use where they are installed: what for, and the extra's name
+    "torchao": ("8-bit and 4-bit optimizers, fp8", "quant"),
+    "peft": ("adapters", "peft"),
+    "accelerate": ("upshift.Trainer", "trainer"),
+    "datasets": ("saved datasets and Parquet", "data"),
+    "openvino": ("the OpenVINO engine", "openvino"),
+    "onnxruntime": ("the ONNX Runtime engine", "onnx"),
+    "ctranslate2": ("the CTranslate2 engine", "ctranslate2"),
+    "llama-cpp-python": ("the llama.cpp engine", "llamacpp"),
+    "bitsandbytes": ("weights in 4 bits while an adapter is trained", "bitsandbytes"),
+}
+# A driver serves all CUDA releases of its own major number, and older ones: CUDA Compatibility guide. The first driver of each.
+DRIVERS = {12: "525", 13: "580"}
+ALLOCATORS = ("jemalloc", "tcmalloc")
+LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr/lib64", "usr/lib", "usr/local/lib")
+
+
+def torch_cuda() -> tuple[tuple[int, int] | None, bool]:
+    """The CUDA that the installed torch was built for, and whether that could be read, without importing it."""
+    spec = importlib.util.find_spec("torch")
+    file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
+    if file is None or not file.is_file():
+        return None, False
+    match = re.search(r"^cuda[^=\n]*= '(\d+)\.(\d+)", file.read_text(encoding="utf-8"), re.MULTILINE)
+    return ((int(match[1]), int(match[2])) if match else None), True
+
+
+def examine_requirements(
+    requirements: Mapping[str, list[str]] | None = None, versions: Mapping[str, str] | None = None
+) -> Iterator[Finding]:
+    """What each installed library says that it needs, against what is there."""
+    from packaging.requirements import Requirement
+    from packaging.utils import canonicalize_name
+
+    versions = installed_versions(LIBRARIES) if versions is None else versions
+    requirements = {name: requirements_of(name) for name in versions} if requirements is None else requirements
+    broken = False
+    for name, lines in requirements.items():
+        for line in lines:
+            needed = Requirement(line)
+            if needed.marker is not None and not needed.marker.evaluate({"extra": ""}):
+                continue
+            known = versions.get(canonicalize_name(needed.name)) or installed_version(needed.name)
+            if known is None or not needed.specifier.contains(known, prereleases=True):
+                broken = True
+                yield error(
+                    name,
+                    what=f"{name} {versions[name]} needs {needed.name}{needed.specifier}",
+                    evidence=f"{needed.name} {known or 'is not installed'}",
+                    fix=f"pip install '{needed.name}{needed.specifier}', or another {name}",
+                )
+    if not broken:
+        shown = ", ".join(
+            f"{name} {versions[name]}" for name in ("torch", "transformers", "tokenizers", "numpy") if name in versions
+        )
+        yield ok("libraries", what="versions go together", evidence=shown)
+
+
+def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, variables: Mapping[str, str]) -> Iterator[Finding]:
+    """torch against the driver, and what hides GPUs."""
+    if not gpus.states:
+        return
+    if is_known and built is None:
+        yield error(
+            "torch",
+            what="a GPU is here, and this torch is built without CUDA",
+            evidence=gpus.states[0].name,
+            fix="pip uninstall -y torch && pip install torch, from an index whose wheels have CUDA",
+        )
+    if built is not None and gpus.driver_cuda is not None and gpus.driver_cuda[0] < built[0]:
+        package = f"nvidia-driver-{DRIVERS.get(built[0], 'NNN')}"
+        yield error(
+            "driver",
+            what=f"torch is built for CUDA {dotted(built)}, the driver serves {dotted(gpus.driver_cuda)}",
+            evidence=f"driver {gpus.driver} (NVML)",
+            fix=f"sudo apt install {package}, or newer; or install a torch for CUDA {gpus.driver_cuda[0]}",
+        )
+    hidden = variables.get("CUDA_VISIBLE_DEVICES")
+    if hidden is not None and not hidden.strip("- 1") and hidden.strip() in ("", "-1"):
+        yield warning(
+            "CUDA_VISIBLE_DEVICES",
+            what=f"is {hidden!r}: no GPU is seen",
+            evidence=f"{len(gpus.states)} GPUs by NVML",
+            fix="unset CUDA_VISIBLE_DEVICES",
+        )
+    arch = variables.get("TORCH_CUDA_ARCH_LIST")
+    needed = sorted({dotted(gpu.compute_capability) for gpu in gpus.states if gpu.compute_capability})
+    if arch is not None and needed and not set(needed) <= {entry.removesuffix("+PTX") for entry in re.split(r"[;, ]+", arch)}:
+        yield error(
+            "TORCH_CUDA_ARCH_LIST",
+            what=f"is {arch!r}: extensions built with it do not run on all GPUs here",
+            evidence=f"compute capabilities {', '.join(needed)}",
+            fix=f'export TORCH_CUDA_ARCH_LIST="{";".join(needed)}"',
+        )
+
+
+def examine_threads(variables: Mapping[str, str], *, usable_cores: int, local_ranks: int) -> Iterator[Finding]:
+    """Threads that OpenMP and MKL would start, against the cores there are."""
+    share = max(1, usable_cores // local_ranks)
+    for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
+        text = variables.get(name, "")
+        if text and not text.isdigit():
+            yield warning(
+                name, what=f"is {text!r}, not a number of threads", evidence="environment", fix=f"export {name}={share}"
+            )
+        elif text and int(text) * local_ranks > usable_cores:
+            ranks = f" x {local_ranks} ranks" if local_ranks > 1 else ""
+            yield warning(
+                name,
+                what=f"asks for more threads than there are cores: {text}{ranks} on {usable_cores}",
+                evidence="environment; cores by affinity and cgroup",
+                fix=f"export {name}={share}",
+            )
+        elif text and int(text) * local_ranks * 2 <= usable_cores:
+            yield hint(
+                name,
+                what=f"leaves cores idle: {text} of {usable_cores}",
+                evidence="environment; Upshift sets its own threads, other programs follow it",
+                fix=f"export {name}={share}, or unset {name}",
+            )
+
+
+def examine_switches(variables: Mapping[str, str]) -> Iterator[Finding]:
+    """Settings made for a search that were left on, and slow every run."""
+    for name, what in (
+        ("CUDA_LAUNCH_BLOCKING", "every kernel is waited for"),
+        ("NCCL_P2P_DISABLE", "GPUs exchange through host memory"),
+        ("NCCL_SHM_DISABLE", "ranks of one host exchange through the network"),
+        ("NCCL_IB_DISABLE", "InfiniBand is not used"),
+        ("TORCH_SHOW_CPP_STACKTRACES", "every raised error reads symbols"),
+        ("PYTORCH_NO_CUDA_MEMORY_CACHING", "every tensor is allocated anew"),
+    ):
+        if variables.get(name, "0") not in ("", "0"):
+            yield warning(name, what=f"is set: {what}", evidence=f"{name}={variables[name]}", fix=f"unset {name}")
+    for folder in variables.get("LD_LIBRARY_PATH", "").split(":"):
+        shadowing = (
+            sorted(file.name for file in Path(folder).glob("lib*.so*") if re.match(r"lib(nccl|cudnn|cublas)\.so", file.name))
+            if folder
+            else []
+        )
+        if shadowing:
+            yield warning(
+                "LD_LIBRARY_PATH",
+                what=f"{shadowing[0]} of {folder} is loaded instead of the one that torch brings",
+                evidence="LD_LIBRARY_PATH comes before the libraries of pip's wheels",
+                fix="unset LD_LIBRARY_PATH",
+            )
+
+
+def examine_allocators(variables: Mapping[str, str], root: Path) -> Iterator[Finding]:
+    preload = variables.get("LD_PRELOAD", "")
+    if any(name in preload for name in ALLOCATORS):
+        yield ok("allocator", what="a faster one than the system's is preloaded", evidence=f"LD_PRELOAD={preload}")
+        return
+    files = [
+        file for name in ALLOCATORS for folder in LIBRARY_FOLDERS for file in sorted((root / folder).glob(f"lib{name}*.so*"))
+    ]
+    get = "" if files else "sudo apt install libjemalloc2; "
+    path = f"/{files[0].relative_to(root)}" if files else "$(ldconfig -p | grep -o '/.*libjemalloc.so.2')"
+    yield hint(
+        "allocator",
+        what="the system's: jemalloc or tcmalloc can be faster where many tensors come and go on the CPU",
+        evidence="installed, not used" if files else "neither is installed",
+        cause="not measured here: time your own job with and without",
+        fix=f"{get}export LD_PRELOAD={path}",
+    )
+
+
+def examine_extras(versions: Mapping[str, str] | None = None) -> Iterator[Finding]:
+    there = installed_versions(EXTRAS) if versions is None else versions
+    missing = {library: words for library, words in EXTRAS.items() if library not in there}
+    if missing:
+        yield hint(
+            "extras",
+            what=f"not installed, so no plan can use: {', '.join(f'{name} ({words[0]})' for name, words in missing.items())}",
+            evidence="importlib.metadata",
+            fix=f"pip install 'upshift[{','.join(sorted({extra for _, extra in missing.values()}))}]'",
+        )

@@ -1,0 +1,26 @@
+"""How fast this CPU multiplies weights with one token in their dtype: in bf16 without instructions for it, slower than memory."""
+
+from __future__ import annotations
+
+import statistics
+import time
+
+import torch
+
+from upshift.units import MIB
+
+COLUMNS, BYTES, TIMES = 2048, 64 * MIB, 5  # more than a cache; a tenth of a second
+
+
+def product_rate(dtype: torch.dtype) -> float:
+    """Bytes of weights a second."""
+    weight = torch.zeros(BYTES // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype)
+    token = torch.zeros(1, COLUMNS, dtype=dtype)
+    return BYTES / statistics.median(_seconds(weight, token) for _ in range(TIMES + 1))
+
+
+def _seconds(weight: torch.Tensor, token: torch.Tensor) -> float:
+    began = time.perf_counter()
+    with torch.inference_mode():
+        torch.nn.functional.linear(token, weight)
+    return time.perf_counter() - began

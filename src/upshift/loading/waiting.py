@@ -1,0 +1,109 @@
+"""Which weights wait elsewhere than where they are computed, how they rest there, and which of them are needed together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass
+from pathlib import Path
+
+from torch import Tensor, nn
+
+from upshift.errors import RequestError
+from upshift.loading.header import StoredTensor
+from upshift.loading.kinds import is_looked_up
+from upshift.loading.lanes import Lanes
+from upshift.loading.mapped import Mapped
+from upshift.loading.place import CPU, DISK, Placement
+from upshift.loading.reader import ALIGNMENT
+from upshift.loading.tensors import NAMES
+
+
+@dataclass(frozen=True)
+class Weight:
+    parameter: nn.Parameter
+    resting: Tensor  # the file's own pages, or pinned memory of the host
+    stored: StoredTensor  # where the same bytes lie: in a file, or in ``held``
+    held: Tensor | None = None  # pinned, of all weights that are needed with this one
+
+
+def weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, Weight]:
+    """By the parameter's id, tied ones once. Each becomes its mapping."""
+    lookups = {id(weight) for module in model.modules() if is_looked_up(module) for weight in module.parameters(recurse=False)}
+    names: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if placement.device_of(name) == DISK:
+            names.setdefault(id(parameter), []).append(name)
+    mapped = Mapped()
+    found = {}
+    for key, tied in names.items():
+        parameter = model.get_parameter(tied[0])
+        tensor = next((stored[name] for name in tied if name in stored), None)
+        if tensor is None:
+            raise RequestError(f"no file has {tied[0]!r} as the model needs it; give an offload_folder to convert it in")
+        resting = mapped.tensor(tensor, looked_up=key in lookups)
+        if (resting.dtype, resting.shape) != (parameter.dtype, parameter.shape):
+            raise RequestError(f"{tensor.file}: {tensor.name} is {tensor.dtype} {tensor.shape}, not as {tied[0]!r} of the model")
+        found[key] = Weight(_at_rest(model, tied, parameter, resting), resting, tensor)
+    return found
+
+
+def _at_rest(model: nn.Module, names: Sequence[str], parameter: nn.Parameter, resting: Tensor) -> nn.Parameter:
+    parameter.requires_grad_(False)
+    if not parameter.is_meta:
+        parameter.data = resting
+        return parameter
+    kept = nn.Parameter(resting, requires_grad=False)
+    for name in names:
+        path, _, last = name.rpartition(".")
+        setattr(model.get_submodule(path), last, kept)
+    return kept
+
+
+def units_of(
+    model: nn.Module, placement: Placement, on_disk: Mapping[int, Weight], lanes: Lanes | None, *, apart: Set[int]
+) -> tuple[list[list[Weight]], list[tuple[nn.Module, int]]]:
+    """What is read together, and for which modules: one unit for a module of the placement and those that are tied to it.
+    With ``lanes`` to a GPU, weights on the host are units, too. ``apart``: parameters that are read in another way."""
+    units: list[list[Weight]] = []
+    hooked: list[tuple[nn.Module, int]] = []
+    of: dict[int, int] = {}  # unit by parameter
+    by_parameter = {id(weight.parameter): weight for weight in on_disk.values()}
+    modules = dict(model.named_modules())
+    for place in placement.modules:
+        module = modules.get(place.name)
+        waits = place.device == DISK or (place.device == CPU and lanes is not None)
+        if not waits or not place.streams or module is None or is_looked_up(module):
+            continue
+        own = list({id(weight): weight for weight in module.parameters() if id(weight) not in apart}.values())
+        if not own:
+            continue
+        number = next((of[id(weight)] for weight in own if id(weight) in of), len(units))
+        if number == len(units):
+            units.append([])
+        new = [weight for weight in own if id(weight) not in of]
+        if place.device == DISK:
+            units[number] += [by_parameter[id(weight)] for weight in new if id(weight) in by_parameter]
+        elif lanes is not None and new:
+            units[number] += _held(new, lanes, len(hooked))
+        of |= dict.fromkeys(map(id, own), number)
+        hooked.append((module, number))
+    return units, hooked
+
+
+def _held(parameters: Sequence[nn.Parameter], lanes: Lanes, number: int) -> list[Weight]:
+    """Moved into pinned memory, packed as the pieces are that are sent."""
+    starts, end = [], 0
+    for parameter in parameters:
+        starts.append(end)
+        end += -(-parameter.nbytes // ALIGNMENT) * ALIGNMENT
+    memory = lanes.pin(end)
+    found = []
+    for parameter, start in zip(parameters, starts, strict=True):
+        resting = memory[start : start + parameter.nbytes].view(parameter.dtype).view(parameter.shape)
+        resting.copy_(parameter.detach())
+        parameter.requires_grad_(False)
+        parameter.data = resting
+        shape, place = tuple(parameter.shape), Path(f"host {number}")
+        stored = StoredTensor(f"{start}", NAMES[parameter.dtype], shape, place, start, parameter.nbytes)
+        found.append(Weight(parameter, resting, stored, memory))
+    return found

@@ -1,0 +1,79 @@
+"""What generation_config.json says of how text is chosen, merged with what the user says, as a value of transformers' names."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, TypeVar
+
+from pydantic import ValidationError
+
+from upshift.errors import RequestError
+from upshift.models.source import ModelSource
+from upshift.value import Value, first_problem
+
+CONFIG = "generation_config.json"
+ELSEWHERE = {  # names of transformers' GenerationConfig that do not say how text is chosen
+    "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "transformers_version",
+    "use_cache", "cache_implementation",
+}  # fmt: skip
+ONE = ("num_beams", "num_return_sequences")  # that ask for nothing where they are 1
+SEVERAL = ("eos_token_id", "stop_strings", "suppress_tokens", "forced_eos_token_id")  # transformers takes one for a list of one
+STARTS = ("decoder_start_token_id", "bos_token_id")
+WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
+
+Options = TypeVar("Options", bound=Value)
+
+
+def merge_options(
+    kind: type[Options], source: ModelSource, given: Mapping[str, Any], *, only_asked: tuple[str, ...] = ()
+) -> Options:
+    """``only_asked``: names that count where the user says them, and not in the file.
+    Raises RequestError for a name or a value that is not possible, with what is."""
+    said = _config(source) or {"eos_token_id": source.config.get("eos_token_id")}  # as transformers does, without that file
+    asked = {name: value for name, value in given.items() if value is not None}
+    ours = kind.model_fields.keys() - {*only_asked}
+    known = {name: value for name, value in said.items() if name in ours and value is not None}
+    merged = {**known, **asked}
+    for name in SEVERAL:
+        wants_several = name in merged and "tuple" in str(kind.model_fields[name].annotation)
+        if wants_several and isinstance(merged[name], int | str):
+            merged[name] = (merged[name],)
+    sampling = any(name in asked for name in WARPERS)
+    try:
+        options = kind.model_validate(merged)
+        return options.changed(do_sample=True) if sampling and "do_sample" not in asked else options
+    except ValidationError as error:
+        raise RequestError(f"generation cannot use {first_problem(kind, error)}") from None
+
+
+def unused_options(kind: type[Value], source: ModelSource) -> dict[str, Any]:
+    """What generation_config.json asks for and ``kind`` has no name for."""
+    known = {*kind.model_fields, *ELSEWHERE}
+    said = {name: value for name, value in _config(source).items() if name not in known and value not in (None, False)}
+    return {name: value for name, value in said.items() if name not in ONE or value != 1}
+
+
+def start_token(source: ModelSource) -> int:
+    """What the decoder of an encoder-decoder begins with, as transformers finds it."""
+    from upshift.models.build import read_config
+
+    said = _config(source)
+    if not said:
+        config = read_config(source)
+        said = {name: getattr(config, name, None) for name in STARTS}
+    start = next((said[name] for name in STARTS if said.get(name) is not None), None)
+    if start is None:
+        raise RequestError(f"{source.reference!r} does not say decoder_start_token_id; put it into its generation_config.json")
+    return int(start[0] if isinstance(start, list) else start)
+
+
+def _config(source: ModelSource) -> dict[str, Any]:
+    path = None if source.directory is None else source.directory / CONFIG
+    if path is None or not path.is_file():
+        return {}
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise RequestError(f"cannot read {path} ({error}); save the model again, or remove it") from None
+    return found

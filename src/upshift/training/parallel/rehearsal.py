@@ -1,0 +1,117 @@
+"""One rank's first forward pass, before any rank is there: on fake tensors, in a world that answers every exchange at once.
+
+A plan that a model declares may not fit its modules: a view with the number of heads of the whole model, features that meet in
+a part of a layer which the plan divides differently. Names say nothing of that; running the divided layers does. A layer of each
+kind runs, and memory is not asked for.
+"""
+
+from __future__ import annotations
+
+import inspect
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.distributed.device_mesh import DeviceMesh
+from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import _disable_current_modes
+
+from upshift.models.adapter import base_of
+from upshift.models.build import build_model, choose_class, cut_stacks, read_config, sample_inputs
+from upshift.models.measure import fake_masks
+from upshift.models.source import ModelSource
+from upshift.planning.layout import Layout
+from upshift.planning.plan import Plan
+from upshift.training.parallel.place import find_place
+from upshift.training.parallel.tensor import INSTEAD, divide_tensors
+
+OF_LAYERS = ("tensor_parallel", "sequence_parallel", "gather_again", "vocabulary_parallel")
+ROWS, WIDTH = 2, 64
+WORDS = 160  # of torch's
+
+
+class Rehearsals:
+    """Of one model, each kind of division once."""
+
+    def __init__(self, source: ModelSource) -> None:
+        self.source = source
+        self._problems: dict[Layout, str | None] = {}
+
+    def reason_not(self, plan: Plan) -> str | None:
+        """Why the layers of the model do not run as ranks of tensor parallelism divide them, or None: also where they do not run
+        on fake tensors undivided, which says nothing, and where this process is a rank already."""
+        degree = plan.layout.tensor_parallel
+        if degree == 1 or dist.is_initialized():
+            return None
+        kept = Layout(**{name: getattr(plan.layout, name) for name in OF_LAYERS})
+        if kept not in self._problems:
+            problem = _fails(self.source, plan.changed(num_processes=degree, layout=kept))
+            alone = plan.changed(num_processes=1, layout=Layout())
+            self._problems[kept] = None if problem is None or _fails(self.source, alone) else problem
+        problem = self._problems[kept]
+        if problem is None:
+            return None
+        return f"tensor_parallel={degree}: the plan that the model declares does not fit its layers ({problem}); {INSTEAD}"
+
+
+def _fails(source: ModelSource, plan: Plan) -> str | None:
+    config = read_config(source)
+    model_class, objective = choose_class(config, source.reference)
+    with _fake_world(plan.num_processes), _meshes_are_real(), _without_traceback():
+        place = find_place(plan)
+        fake = FakeTensorMode()
+        try:
+            with fake_masks(masked=False), fake, torch.no_grad():
+                model = build_model(config, model_class, dtype=torch.float32)
+                cut_stacks(model)
+                divide_tensors(model, place)
+                width = min(plan.sequence_length, WIDTH)
+                inputs = sample_inputs(base_of(model), objective, batch=ROWS, sequence=width, masked=False)
+                extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
+                model(**inputs, **extra)
+        except Exception as error:  # whatever the layers, or torch, say of the shapes they meet
+            return " ".join(str(error).split())[:WORDS] or type(error).__name__
+    return None
+
+
+@contextmanager
+def _fake_world(size: int) -> Iterator[None]:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def _without_traceback() -> Iterator[None]:
+    """Of an operator that refuses the shapes: what it says is enough."""
+    logger = logging.getLogger("torch._subclasses.fake_tensor")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+
+
+@contextmanager
+def _meshes_are_real() -> Iterator[None]:
+    """They count ranks in tensors, whose numbers a fake tensor has not."""
+
+    def outside(name: str) -> object:
+        own = getattr(DeviceMesh, name)
+
+        def call(*args: object, **kwargs: object) -> object:
+            with _disable_current_modes():
+                return own(*args, **kwargs)
+
+        return call
+
+    names = ("get_local_rank", "get_coordinate", "get_group", "__getitem__", "size")
+    with mock.patch.multiple(DeviceMesh, **{name: outside(name) for name in names}):
+        yield

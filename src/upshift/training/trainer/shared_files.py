@@ -1,0 +1,88 @@
+"""Checkpoints and the final model of a Trainer whose ranks have the model in parts: each writes and reads its own.
+
+A checkpoint has the parts in place of whole files (checkpoint/divided.py), and all else that a Trainer's has. It goes on with any
+number of ranks in any layout, one process included. All ranks call these functions together.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from upshift.errors import RequestError
+from upshift.models.build import build_model
+from upshift.training.checkpoint.adapter import has_adapter, write_adapter
+from upshift.training.checkpoint.divided import load_parts, own_parts, updated_names
+from upshift.training.checkpoint.files import writing
+from upshift.training.checkpoint.model import extra_bytes
+from upshift.training.checkpoint.of_ranks import described, export_weights, make_shared, without_tied
+from upshift.training.checkpoint.optimizer import class_name, restore_options
+from upshift.training.checkpoint.plain_json import decode
+from upshift.training.checkpoint.state import SavedOptimizer
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.ranks import gather, on_rank_0, together
+from upshift.training.trainer.trainer_files import OPTIMIZER_NAME, write_trained
+
+
+def write_shared(
+    temporary: Path,
+    *,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    tokenizer: Any | None,
+    rest: Callable[[], None],
+    seal: Callable[[], None],
+    place: Place,
+) -> None:
+    """``rest`` is called on all ranks, ``seal`` then on rank 0. Raises JobFailed on all where one could not write."""
+    plan, name = place.plan, temporary.stem
+    own = own_parts(model, optimizer, plan, place.rank)
+    saved = described(model, optimizer, place)
+    make_shared(temporary, sum(gather(own.num_bytes, plan)) + extra_bytes(tokenizer), name, place)
+    with together(plan), writing(temporary.parent, name=name, temporary=None):
+        own.write(temporary)
+    rest()
+    with on_rank_0(plan), writing(temporary.parent, name=name, temporary=temporary):
+        if place.rank == 0:
+            getattr(model, "config", model).save_pretrained(temporary)
+            (temporary / OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
+            seal()
+
+
+def read_shared(directory: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Weights and the optimizer's state, of a checkpoint of any ranks, into this rank's parts. Raises RequestError."""
+    if saved.optimizer_class != class_name(optimizer):
+        raise RequestError(
+            f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
+            "resume with the optim that the run was started with"
+        )
+    if saved.subclasses:
+        raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
+    restore_options(directory, saved, optimizer, updated_names(model, optimizer), some=True)
+    load_parts(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})))
+
+
+def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:
+    """The whole model, by rank 0, as one process saves it. ``model_class``: before fully_shard made its own of it."""
+
+    def save(weights: dict[str, Tensor]) -> None:
+        weights = without_tied(weights, model)
+        if has_adapter(model):
+            write_adapter(directory, model, weights)
+            return
+        write_trained(directory, _bare(model, model_class), weights, original_names=True)
+
+    export_weights(directory, model=model, tokenizer=tokenizer, save=save, place=place)
+
+
+def _bare(model: Any, model_class: Any) -> Any:
+    """The model without weights."""
+    with torch.device("meta"):
+        bare = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)
+    bare.generation_config = getattr(model, "generation_config", None)
+    return bare

@@ -1,0 +1,148 @@
+"""The Trainer as one of several ranks: the model as the plan's layout shares it, in place of accelerate's wrappers.
+
+transformers gives each rank its batches, gathers what evaluation returns, and logs once; here is what a layout changes of that:
+who has which part of a weight, of which the optimizer updates its own, and the norm of all ranks' gradients.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
+
+from upshift.planning.layout import Layout
+from upshift.planning.plan import ALONE, Plan
+from upshift.training.optimizers.on_parts import Division, OnParts
+from upshift.training.parallel.divide import divide
+from upshift.training.parallel.fully_shard import let_go, shard_weights
+from upshift.training.parallel.place import Place, find_place
+from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
+from upshift.training.trainer.asked_layout import join_ranks, take_fsdp
+from upshift.training.trainer.separable import has_batch_statistics
+from upshift.training.trainer.step_of_ranks import gathered_objects, on_host
+
+
+class SharedTraining:
+    """Mixed into transformers' Trainer classes below ``PlannedTraining``."""
+
+    args: Any
+    model: Any
+    optimizer: Any
+    accelerator: Any
+    _place: Place | None = None  # from the first training on, where there are several ranks
+    _asked_layout: Layout = ALONE  # by TrainingArguments
+
+    def __init__(self, *arguments: Any, **named: Any) -> None:
+        given = list(arguments)
+        found = given[1] if len(given) > 1 else named.get("args")
+        if found is not None:
+            join_ranks(found)
+            found, self._asked_layout = take_fsdp(found)
+            if len(given) > 1:
+                given[1] = found
+            else:
+                named["args"] = found
+        super().__init__(*given, **named)
+
+    def create_accelerator_and_postprocess(self) -> None:
+        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        if self._is_shared:  # autocast and compilation, but no DistributedDataParallel
+            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+
+    @property
+    def _is_shared(self) -> bool:
+        return bool(self.args.world_size > 1)
+
+    # The model
+
+    @property
+    def _is_divided(self) -> bool:
+        """Whether the model is not what the script made any more."""
+        return self._place is not None and self._place.plan.layout.exchanges
+
+    def _divide_model(self, plan: Plan) -> None:
+        """Before layers recompute and are compiled. All ranks call it; once, as there is no way back."""
+        if self._place is not None and self._place.plan.layout == plan.layout:
+            self._place = Place(plan, self._place.rank, self._place.mesh, self._place.contexts, self._place.experts)
+            return
+        self._place = find_place(plan)
+        if plan.num_processes > 1:
+            self._model_class = type(self.model)
+            divide(self.model, self._place)
+
+    def _shard_model(self) -> None:
+        """After it."""
+        place = self._place
+        if place is None or not place.plan.layout.gathers or isinstance(self.model, FSDPModule):
+            return
+        shard_weights(self.model, place)
+        if hasattr(self.model, "generate"):
+            register_fsdp_forward_method(self.model, "generate")
+            self.model._is_fsdp_managed_module = True  # transformers then generates as many tokens on every rank
+
+    def _same_statistics(self) -> None:
+        """Rank 0's running means and variances, as DistributedDataParallel sends them at each step."""
+        if self._is_shared and self.args.ddp_broadcast_buffers is not False and has_batch_statistics(self.model):
+            for buffer in self.model.buffers():
+                dist.broadcast(buffer, 0)
+
+    # The update
+
+    def _division(self) -> Division | None:
+        return division_of(self.model, self._place) if self._place is not None and self._place.mesh is not None else None
+
+    def _of_parts(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """The same optimizer of this rank's parts, where it has no more."""
+        division = None if isinstance(optimizer, OnParts) else self._division()
+        if division is None:
+            return optimizer
+        kind: Any = type(optimizer)
+        return OnParts([dict(group) for group in optimizer.param_groups], lambda groups: kind(groups), division)
+
+    def _sum_gradients(self, *, summed: bool) -> None:
+        if self._place is not None and self._place.mesh is not None:
+            sum_up(self._plain_optimizer(), self.model, self._place, summed=summed)  # type: ignore[attr-defined]
+
+    def _clip_grad_norm(self, model: nn.Module) -> Any:
+        return self._norm(self.args.max_grad_norm) if self._is_shared else super()._clip_grad_norm(model)  # type: ignore[misc]
+
+    def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
+        if not self._is_shared:
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+        return self._norm(float("inf")) if grad_norm is None else grad_norm
+
+    def _norm(self, most: float) -> float:
+        assert self._place is not None
+        optimizer, scaler = self._plain_optimizer(), getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
+        self.accelerator.unscale_gradients(self.optimizer)
+        if scaler is not None:
+            agree_on_overflow(scaler, optimizer, self._place)
+        return clip_all(optimizer, self.model, self._place, most)
+
+    # Evaluation
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """While open, ranks that share every layer's matrices predict the batches of all of them, one after the other."""
+        place = self._place
+        shares = place is not None and place.plan.layout.tensor_parallel > 1
+        if shares:
+            own = self.prediction_step  # type: ignore[has-type]
+            self.prediction_step = partial(_predict_together, own, place)
+        try:
+            yield
+        finally:
+            if shares:
+                del self.prediction_step
+            let_go(self.model)
+
+
+def _predict_together(own: Any, place: Place, model: nn.Module, inputs: Any, *arguments: Any, **named: Any) -> Any:
+    answers = [own(model, one, *arguments, **named) for one in gathered_objects(on_host(inputs), place)]
+    return answers[place.tensor_rank]

@@ -1,0 +1,109 @@
+"""How the ranks of a plan compute the batches of one optimizer step of the Trainer together.
+
+Each rank's data loader gives it batches of its own, as transformers has it, and the job's gradient is the mean over ranks of the
+gradients of their losses. Ranks that share every layer's matrices compute the batches of all of them together.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from upshift.errors import JobFailed
+from upshift.training.batches.collated import Batch
+from upshift.training.parallel.gradients import sum_loss
+from upshift.training.parallel.keep_pace import KeepPace, can_keep_pace
+from upshift.training.parallel.overlap import Overlap, overlaps
+from upshift.training.parallel.place import Place
+from upshift.training.parallel.ranks import highest
+
+
+class StepOfRanks:
+    """With one process, nothing is asked and nothing is sent."""
+
+    def __init__(
+        self,
+        model: nn.Module,
+        place: Place,
+        *,
+        on_failure: Callable[[], None],
+        halve: Callable[[Any], object],
+        fewest: Callable[[Any], Any],
+    ) -> None:
+        """``halve``, ``fewest``: of what is computed at once; ``on_failure``: before anything of it is dropped."""
+        self.place, self.plan = place, place.plan
+        same: dict[str, Any] = {"on_failure": on_failure, "halve": halve}
+        self._together: KeepPace | Overlap | None = None
+        if can_keep_pace(self.plan.layout):
+            self._together = KeepPace(model, place, fewest=fewest, **same)
+        elif overlaps(self.plan):
+            self._together = Overlap(model, place, **same)
+
+    @property
+    def can_halve(self) -> bool:
+        """Not where ranks wait for one that ran out in the middle of a layer."""
+        return self._together is not None or not self.plan.layout.exchanges
+
+    @property
+    def summed(self) -> bool:
+        """Whether gradients are those of all ranks with the same weights when the last backward pass has ended."""
+        return self.plan.layout.gathers or (isinstance(self._together, Overlap) and self._together.summed)
+
+    def union(self, batches: list[Batch]) -> list[Batch]:
+        """Of the ranks that compute the same."""
+        ranks = self.plan.layout.ranks_per_replica
+        if ranks == 1:
+            return batches
+        return [batch for own in gathered_objects([on_host(batch) for batch in batches], self.place) for batch in own]
+
+    def share(self, *, scaled: bool) -> float:
+        """Of a rank's loss in the job's. ``scaled``: it was divided by what all ranks have; else the mean over the batches of
+        ``union`` is taken."""
+        return 1.0 / (self.plan.num_processes if scaled else self.plan.data_parallel)
+
+    def fill_up(self, parts: list[Any], stand_in: Callable[[Any], Any]) -> list[Any]:
+        """As many parts as other ranks have, where ranks wait for each other in each."""
+        if not self.plan.layout.exchanges:
+            return parts
+        if not parts:
+            raise JobFailed(f"the batches of rank {self.place.rank} have no label, and others wait for it; leave such rows out")
+        return parts + [stand_in(parts[-1])] * (highest(len(parts), self.plan) - len(parts))
+
+    def run(self, part: Any, compute: Callable[[Any], Tensor], *, last: bool) -> Tensor:
+        return compute(part) if self._together is None else self._together.run(part, compute, last=last)
+
+    def agree(self) -> None:
+        """After the last part. Raises Agreed on all ranks where one of those that wait for each other ran out of memory."""
+        if self._together is not None:
+            self._together.agree()
+
+    def forget(self) -> None:
+        if isinstance(self._together, Overlap):
+            self._together.forget()
+
+    def of_job(self, total: Tensor) -> float:
+        """The loss of the whole step, from each rank's share: the same on all."""
+        whole = total.detach().clone()
+        sum_loss(whole, self.place)
+        return float(whole)
+
+    def told(self, total: Tensor) -> Tensor:
+        """What transformers is told: it takes the mean over ranks."""
+        return total * self.plan.data_parallel
+
+
+def gathered_objects(own: Any, place: Place) -> list[Any]:
+    """Of the ranks that share every layer's matrices, in their order."""
+    assert place.mesh is not None
+    group = place.mesh.get_group("tensor")
+    found: list[Any] = [None] * group.size()
+    dist.all_gather_object(found, own, group=group)
+    return found
+
+
+def on_host(inputs: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value.cpu() if isinstance(value, torch.Tensor) else value for name, value in inputs.items()}

@@ -1,0 +1,1 @@
+"""Searching hyper-parameters: one space, every backend, no trial wasted."""

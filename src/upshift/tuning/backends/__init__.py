@@ -1,0 +1,1 @@
+"""One file a search library: how it is told a space."""

@@ -1,0 +1,115 @@
+"""A trial of ``upshift tune``: planned once a shape of run, started only where its plan fits, in a process of its own."""
+
+from __future__ import annotations
+
+import shutil
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from upshift.errors import UpshiftError
+from upshift.hardware.spec import Host
+from upshift.planning.planner import find_host
+from upshift.record import Record
+from upshift.training.arguments import Arguments
+from upshift.training.job.server import JobServer, job_server
+from upshift.training.loop.events import Evaluated, Event
+from upshift.training.run import Prepared, prepare_run
+from upshift.tuning.space import OF_RUN
+from upshift.tuning.study import Asked
+
+STEPS = "steps"  # optimizer steps of a trial that were done, among its attributes
+DEFAULTS = {"global_batch": 8, "sequence_length": 512}
+
+
+@dataclass
+class Jobs:
+    """A context. ``run`` is called from as many threads as there are ``at_once``; each trial has its share of the cores and
+    the memory."""
+
+    model: str
+    data: str
+    output: Path
+    request: dict[str, Any]  # options of prepare_run, the same for every trial
+    arguments: dict[str, Any]  # fields of Arguments, likewise
+    evaluations: int
+    at_once: int = 1
+    on_step: Callable[[int, Event], None] = lambda number, event: None
+    _planned: dict[tuple[Any, ...], tuple[Prepared, int] | Exception] = field(default_factory=dict)
+    _planning: threading.Lock = field(default_factory=threading.Lock)
+    _servers: ExitStack = field(default_factory=ExitStack)
+    _free: list[JobServer] = field(default_factory=list)
+
+    def run(self, asked: Asked, values: dict[str, Any]) -> Record:
+        """Raises NothingFits before anything is started, JobFailed where it fails."""
+        of_run = DEFAULTS | self.request | {name: values[name] for name in OF_RUN if name in values}
+        arguments = self.arguments | {name: value for name, value in values.items() if name not in OF_RUN}
+        prepared, steps = self._prepare(of_run, arguments)
+        arguments |= {"max_steps": steps, "eval_steps": max(steps // self.evaluations, 1)}
+        folder = self.folder(asked.number)
+        shutil.rmtree(folder, ignore_errors=True)
+        job = prepared.job(Arguments(**arguments), output=folder)
+        with self._server() as server:
+            return server.run(job, prepared.data, self._reporting(asked, steps))
+
+    @contextmanager
+    def _server(self) -> Iterator[JobServer]:
+        """One that is free; as many are started as trials run at once."""
+        with self._planning:
+            server = self._free.pop() if self._free else self._servers.enter_context(job_server())
+        try:
+            yield server
+        finally:
+            self._free.append(server)
+
+    def __enter__(self) -> Jobs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._servers.close()
+
+    def folder(self, number: int) -> Path:
+        return self.output / f"trial-{number}"
+
+    def _prepare(self, of_run: dict[str, Any], arguments: dict[str, Any]) -> tuple[Prepared, int]:
+        """Trials of one shape share a plan, and a refusal."""
+        max_steps, clips = arguments.get("max_steps"), arguments.get("max_grad_norm", 1.0) > 0
+        key = (*sorted(of_run.items()), max_steps, clips)
+        with self._planning:
+            if key not in self._planned:
+                try:
+                    self._planned[key] = prepare_run(
+                        self.model, self.data, host=share_of(find_host(None), self.at_once), max_steps=max_steps,
+                        clips_gradients=clips, **of_run,
+                    )  # fmt: skip
+                except UpshiftError as error:
+                    self._planned[key] = error
+        found = self._planned[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _reporting(self, asked: Asked, steps: int) -> Callable[[Event], None]:
+        every = max(steps // self.evaluations, 1)
+
+        def on_event(event: Event) -> None:
+            self.on_step(asked.number, event)
+            if isinstance(event, Evaluated):
+                asked.trial.set_user_attr(STEPS, event.step)
+                if event.step < steps:
+                    asked.report(event.loss, event.step // every)
+
+        return on_event
+
+
+def share_of(host: Host, parts: int) -> Host:
+    """What one of several jobs on a machine may take, so that all fit side by side. GPUs are not divided."""
+    if parts == 1 or host.cpu is None or host.gpus_per_node:
+        return host
+    cores = max(host.cpu.usable_cores // parts, 1)
+    sizes = {name: getattr(host.cpu, name) for name in ("memory_bytes", "free_memory_bytes")}
+    divided = {name: size // parts for name, size in sizes.items() if size is not None}
+    return host.changed(cpu=host.cpu.changed(usable_cores=cores, **divided))

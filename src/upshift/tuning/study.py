@@ -1,0 +1,165 @@
+"""A study: trials that Optuna proposes, run and kept in a storage that outlives this process and may be shared with others.
+
+Which values to try next, and which trials to end early, is Optuna's. That none is started in vain, that a failed one is a row
+with its reason, and that a study goes on after SIGKILL, is decided here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import optuna
+from optuna.trial import TrialState
+
+from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
+from upshift.tuning.objectives import Direction
+
+HEARTBEAT_SECONDS, GRACE_SECONDS = 5, 15  # a trial whose process was silent for so long is dead
+REASON, IDENTITY = "reason", "identity"
+PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
+    "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
+    "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, reduction_factor=3),
+    "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=4),
+    "none": optuna.pruners.NopPruner,
+}
+Report = Callable[[float, int], None]  # a value, and which evaluation of its run it is; ends a trial that is no good
+
+
+class Asked(NamedTuple):
+    """One trial to run."""
+
+    number: int
+    trial: Any  # Optuna's
+    report: Report
+
+
+RunTrial = Callable[[Asked], Sequence[float]]  # raises NothingFits where it would not fit, JobFailed where it failed
+
+
+def open_study(
+    *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int, jobs: int,
+    identity: dict[str, Any],
+) -> optuna.Study:  # fmt: skip
+    """The study of that name, made where there is none. ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or
+    the path of a journal; None: SQLite in the folder. ``identity``: what its trials share; another one is refused."""
+    if pruner not in PRUNERS:
+        raise RequestError(f"pruner {pruner!r} is not one of {', '.join(PRUNERS)}")
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with without_warnings():
+        study = optuna.create_study(
+            study_name=name, storage=persistent(storage, folder), directions=list(directions), load_if_exists=True,
+            sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=jobs > 1), pruner=PRUNERS[pruner](),
+        )  # fmt: skip
+    _check_identity(study, identity)
+    return study
+
+
+@contextmanager
+def without_warnings() -> Iterator[None]:
+    """Heartbeats, an experimental feature of Optuna's, are what is wanted."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
+        yield
+
+
+def persistent(given: Any, folder: Path) -> optuna.storages.BaseStorage:
+    """Raises RequestError for a storage that ends with this process."""
+    if isinstance(given, optuna.storages.InMemoryStorage):
+        raise RequestError("a storage in memory is not seen by the trials' processes; leave storage out, or give a database URL")
+    if isinstance(given, optuna.storages.BaseStorage):
+        return given
+    if given is not None and "://" not in given:
+        from optuna.storages.journal import JournalFileBackend
+
+        Path(given).parent.mkdir(parents=True, exist_ok=True)
+        return optuna.storages.JournalStorage(JournalFileBackend(given))
+    folder.mkdir(parents=True, exist_ok=True)
+    return optuna.storages.RDBStorage(
+        given or f"sqlite:///{folder / 'study.db'}", heartbeat_interval=HEARTBEAT_SECONDS, grace_period=GRACE_SECONDS,
+        heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
+    )  # fmt: skip
+
+
+def _check_identity(study: optuna.Study, identity: dict[str, Any]) -> None:
+    written = json.loads(json.dumps(identity, default=str))
+    known = study.user_attrs.get(IDENTITY)
+    if known is None:
+        study.set_user_attr(IDENTITY, written)
+    elif known != written:
+        other = next(key for key in written if known.get(key) != written[key])
+        raise RequestError(
+            f"the study {study.study_name!r} has {other} {known.get(other)!r}, not {written[other]!r}; use the same, or another "
+            "--output"
+        )
+
+
+def run_study(
+    study: optuna.Study, run_trial: RunTrial, *, trials: int, jobs: int = 1, seconds: float | None = None,
+    catch: tuple[type[Exception], ...] = (),
+    on_end: Callable[[optuna.trial.FrozenTrial], None] = lambda trial: None,
+) -> None:  # fmt: skip
+    """Until the study has so many trials, those of earlier and of other processes counted, or the time is up.
+    Raises JobFailed where not one of them gave a result."""
+
+    def objective(trial: optuna.Trial) -> Sequence[float]:
+        return _judged(study, trial, run_trial)
+
+    def ended(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        on_end(trial)
+        if count(study) >= trials:
+            study.stop()
+
+    until = math.inf if seconds is None else time.monotonic() + seconds
+    while (left := trials - count(study)) > 0 and (now := time.monotonic()) < until:
+        limit = None if seconds is None else until - now
+        known: tuple[type[Exception], ...] = (JobFailed, RequestError, *catch)
+        study.optimize(objective, n_trials=left, timeout=limit, n_jobs=jobs, catch=known, callbacks=[ended])
+    if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
+        reasons = [reason_of(trial) for trial in study.get_trials(deepcopy=False)]
+        raise JobFailed(f"no trial came to its end: {next((one for one in reasons if one), 'none was run in the time given')}")
+
+
+def count(study: optuna.Study) -> int:
+    """Trials that came to an end; one whose process was killed is run again, and counts once."""
+    return sum(trial.state.is_finished() and not was_killed(trial) for trial in study.get_trials(deepcopy=False))
+
+
+def was_killed(trial: optuna.trial.FrozenTrial) -> bool:
+    """With its process: it could not say why it failed."""
+    return trial.state is TrialState.FAIL and REASON not in trial.user_attrs
+
+
+def _judged(study: optuna.Study, trial: optuna.Trial, run_trial: RunTrial) -> Sequence[float]:
+    single = len(study.directions) == 1
+
+    def report(value: float, number: int) -> None:
+        if single:  # of several objectives Optuna ends no trial early
+            trial.report(value, number)
+            if trial.should_prune():
+                trial.set_user_attr(REASON, f"ended after evaluation {number}, at {value:.4g}")
+                raise optuna.TrialPruned
+
+    try:
+        return run_trial(Asked(trial.number, trial, report))
+    except NothingFits as error:
+        trial.set_user_attr(REASON, f"not started: {error}")
+        raise optuna.TrialPruned from None
+    except UpshiftError as error:
+        trial.set_user_attr(REASON, str(error))
+        raise
+
+
+def reason_of(trial: optuna.trial.FrozenTrial) -> str:
+    """Why it has no result; empty where it has."""
+    if trial.state is TrialState.COMPLETE:
+        return ""
+    if was_killed(trial):
+        return "its process was killed; run again"
+    return str(trial.user_attrs.get(REASON, "ended early" if trial.state is TrialState.PRUNED else ""))

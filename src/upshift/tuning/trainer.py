@@ -1,0 +1,106 @@
+"""``hyperparameter_search`` of ``upshift.Trainer``: transformers' own signature; each trial in a process of its own, in a study
+that outlives this one.
+
+A trial's process builds the Trainer again, from the arguments that this one was made with, and trains as transformers does
+with a trial. Ray runs trials in processes of its own; ranks that a launcher started search together, as in transformers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from transformers.hyperparameter_search import default_hp_search_backend
+from transformers.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.installed import installed_version
+from upshift.training.trainer import trainer as without_search
+from upshift.tuning.space import Space, make_space, read_space
+
+RETIRED = "SigOpt, which older guides name, was retired and transformers has dropped it; use backend='optuna', same hp_space"
+LIBRARIES = {"optuna": "optuna", "ray": "ray", "wandb": "wandb"}
+
+
+class Searched:
+    """Mixed in before the Trainer; keeps what it was made with, so that a trial can make another."""
+
+    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+
+    def __new__(cls, *arguments: Any, **named: Any) -> Any:
+        made = super().__new__(cls)
+        made.made_with = (arguments, named)
+        return made
+
+    def hyperparameter_search(
+        self,
+        hp_space: Callable[[Any], dict[str, Any]] | Space | dict[str, Any] | str | Path | None = None,
+        compute_objective: Callable[[dict[str, float]], Any] | None = None,
+        n_trials: int = 20,
+        direction: str | Sequence[str] = "minimize",
+        backend: str | HPSearchBackend | None = None,
+        hp_name: Callable[[Any], str] | None = None,
+        *,
+        directions: Sequence[str] | None = None,
+        **kwargs: Any,
+    ) -> BestRun | list[BestRun]:
+        """As in transformers. ``hp_space`` may also be a space of ours: a YAML file, a mapping or a ``Space``; ``directions``
+        is ``direction`` of several objectives. With ``optuna`` and ``wandb``, ``storage`` is by default SQLite in the output
+        directory, and ``study_name`` names a study that is there: it goes on, up to ``n_trials`` in all.
+
+        Raises RequestError for what is asked wrongly; a trial that fails is a row of the study with its reason."""
+        name = _backend(backend)
+        if self.model_init is None:  # type: ignore[attr-defined]
+            raise RequestError("hyperparameter_search needs model_init= in place of model=: each trial begins with a new model")
+        wanted = list(directions or ([direction] if isinstance(direction, str) else direction))
+        _check_directions(wanted)
+        objective = compute_objective or default_compute_objective
+        space = _space(hp_space)
+        if name == "ray" or self.args.world_size > 1:  # type: ignore[attr-defined]
+            from upshift.tuning.backends.natively import native_space
+
+            return super().hyperparameter_search(  # type: ignore[misc,no-any-return]
+                hp_space=native_space(name, space), compute_objective=objective, n_trials=n_trials,
+                direction=wanted if len(wanted) > 1 else wanted[0], backend=name, hp_name=hp_name, **kwargs,
+            )  # fmt: skip
+        from upshift.tuning.trainer_study import search
+
+        return search(
+            self, name, space=space, objective=objective, trials=n_trials, directions=wanted, hp_name=hp_name, options=kwargs
+        )
+
+
+class Trainer(Searched, without_search.Trainer):  # type: ignore[misc]
+    """upshift.training's Trainer, which can search."""
+
+
+class Seq2SeqTrainer(Searched, without_search.Seq2SeqTrainer):  # type: ignore[misc]
+    """Likewise."""
+
+
+def _backend(asked: str | HPSearchBackend | None) -> str:
+    """Raises RequestError for one that is not known, MissingExtra for one that is not installed."""
+    name = default_hp_search_backend() if asked is None else str(asked.value if isinstance(asked, HPSearchBackend) else asked)
+    if name == "sigopt":
+        raise RequestError(RETIRED)
+    if name not in LIBRARIES:
+        raise RequestError(f"backend {name!r} is not one of {', '.join(LIBRARIES)}")
+    for library in dict.fromkeys((LIBRARIES[name], "optuna" if name == "wandb" else LIBRARIES[name])):
+        if installed_version(library) is None:
+            extra = name if name != "optuna" else "tune"
+            raise MissingExtra(library=library, extra=extra, purpose=f"backend={name!r}")
+    return name
+
+
+def _check_directions(wanted: list[str]) -> None:
+    wrong = [one for one in wanted if one not in ("minimize", "maximize")]
+    if wrong or not wanted:
+        raise RequestError(f"direction {(wrong or [''])[0]!r} is not minimize or maximize")
+
+
+def _space(given: Any) -> Any:
+    """A callable as it is; a space of ours read, with any names: they are fields of TrainingArguments."""
+    if isinstance(given, dict):
+        return make_space(given, names=None)
+    return read_space(Path(given), names=None) if isinstance(given, str | Path) else given

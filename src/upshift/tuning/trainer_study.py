@@ -1,0 +1,87 @@
+"""The study of a ``hyperparameter_search``: Optuna proposes, a process for each trial answers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import optuna
+from transformers.trainer_utils import BestRun, default_hp_space_optuna, default_hp_space_wandb
+
+from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.tuning.backends.natively import native_space
+from upshift.tuning.backends.wandb_space import space_of
+from upshift.tuning.space import Space
+from upshift.tuning.study import Asked, persistent, run_study, without_warnings
+from upshift.tuning.trainer_trial import RESULT, Recipe
+
+OF_OPTIMIZE = ("timeout", "n_jobs", "gc_after_trial", "catch")
+SAMPLERS: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
+    "random": optuna.samplers.RandomSampler, "bayes": optuna.samplers.TPESampler, "grid": optuna.samplers.BruteForceSampler,
+}  # fmt: skip
+
+
+def search(
+    trainer: Any, backend: str, *, space: Any, objective: Callable[[dict[str, float]], Any], trials: int,
+    directions: Sequence[Any], hp_name: Callable[[Any], str] | None, options: dict[str, Any],
+) -> BestRun | list[BestRun]:  # fmt: skip
+    """``options``: of optuna.create_study, and timeout, n_jobs, gc_after_trial and catch of its optimize."""
+    if backend == "wandb" and "wandb" not in trainer.args.report_to:
+        raise RequestError("backend='wandb' makes each trial a run of wandb's; add report_to=['wandb'] to the arguments")
+    running = {name: options.pop(name) for name in OF_OPTIMIZE if name in options}
+    if backend == "wandb":
+        space, options = _sweep(space, options)
+    of_trial = native_space("optuna", space) or default_hp_space_optuna
+    recipe = Recipe.of(trainer, of_trial, objective, hp_name)
+    recipe.pickled()  # what cannot be sent fails no trial, but the call
+    folder = Path(trainer.args.output_dir)
+    named: dict[str, Any] = {"study_name": "hyperparameter_search", "load_if_exists": True} | options
+    named["storage"] = persistent(options.get("storage"), folder)
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    with without_warnings():
+        study = optuna.create_study(directions=list(directions), **named)
+    run_study(
+        study, partial(_run, recipe), trials=trials, jobs=running.get("n_jobs", 1), seconds=running.get("timeout"),
+        catch=tuple(running.get("catch", ())),
+    )  # fmt: skip
+    best = [
+        BestRun(str(one.number), one.values if len(directions) > 1 else one.values[0], one.params) for one in study.best_trials
+    ]
+    return best if len(directions) > 1 else best[0]
+
+
+def _sweep(given: Any, options: dict[str, Any]) -> tuple[Space, dict[str, Any]]:
+    """(the space of a sweep, options with the sampler that its method asks for): sweeps are drawn here, which needs no
+    server; each trial is a run of wandb's, online or offline as WANDB_MODE says."""
+    if isinstance(given, Space):
+        return given, options
+    config = (given or default_hp_space_wandb)(None)
+    method = config.get("method", "random")
+    if method not in SAMPLERS:
+        raise RequestError(f"the sweep's method {method!r} is not one of {', '.join(SAMPLERS)}")
+    return space_of(config), {"sampler": SAMPLERS[method]()} | options
+
+
+def _run(recipe: Recipe, asked: Asked) -> Sequence[float]:
+    """In a process of its own, which reports to the study itself."""
+    with tempfile.TemporaryDirectory(prefix="upshift-trial-") as name:
+        folder = Path(name)
+        recipe.write(folder, asked.trial)
+        command = [sys.executable, "-m", "upshift.tuning.trainer_trial", name]
+        with (folder / "log").open("w") as log:
+            ended = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=log, check=False)
+        if not (folder / RESULT).exists():
+            lines = (folder / "log").read_text(errors="replace").strip().splitlines()
+            raise JobFailed(f"its process died (exit code {ended.returncode}): {lines[-1][-300:] if lines else 'without words'}")
+        result = json.loads((folder / RESULT).read_bytes())
+    if "values" in result:
+        return [float(value) for value in result["values"]]
+    if "pruned" in result:
+        raise optuna.TrialPruned
+    raise (NothingFits if "does_not_fit" in result else JobFailed)(result.get("does_not_fit") or result["error"])

@@ -1,0 +1,108 @@
+"""One trial of a ``hyperparameter_search``, in a process of its own: the Trainer is made again and trains as transformers does
+with a trial."""
+
+from __future__ import annotations
+
+import json
+import pickle
+import sys
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
+from transformers.trainer_utils import HPSearchBackend
+
+from upshift.errors import NothingFits, RequestError
+
+RECIPE, PATH, RESULT = "recipe", "path.json", "result.json"
+MADE_BY_ITSELF = (DefaultFlowCallback, ProgressCallback, PrinterCallback)
+INTEGRATIONS = "transformers.integrations"  # callbacks of report_to=
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """All that makes the Trainer of a trial. It goes from one process of the user's to the next, never from a file of others."""
+
+    kind: type
+    arguments: tuple[Any, ...]
+    named: dict[str, Any]
+    training_arguments: Any
+    callbacks: list[Any]
+    callback_kinds: list[type]
+    hp_space: Callable[[Any], dict[str, Any]]
+    objective: Callable[[dict[str, float]], Any]
+    hp_name: Callable[[Any], str] | None
+
+    @classmethod
+    def of(cls, trainer: Any, hp_space: Any, objective: Any, hp_name: Any) -> Recipe:
+        arguments, named = trainer.made_with
+        there = trainer.callback_handler.callbacks
+        own = [one for one in there if not isinstance(one, MADE_BY_ITSELF) and not type(one).__module__.startswith(INTEGRATIONS)]
+        kinds = [type(one) for one in there]
+        return cls(type(trainer), arguments, named, trainer.args, own, kinds, hp_space, objective, hp_name)
+
+    def pickled(self, *more: Any) -> bytes:
+        """Raises RequestError where something of it cannot go to another process."""
+        import cloudpickle  # type: ignore[import-untyped]
+
+        try:
+            raw: bytes = cloudpickle.dumps((self, *more))
+        except Exception as error:  # whatever an object of the user's raises when it is pickled
+            raise RequestError(
+                f"a trial runs in a process of its own, and something of this Trainer cannot go there: {error}; make it inside "
+                "model_init, or at the top of a module"
+            ) from None
+        return raw
+
+    def write(self, folder: Path, trial: Any) -> None:
+        (folder / PATH).write_text(json.dumps(sys.path))  # modules of the user's are found as here
+        (folder / RECIPE).write_bytes(self.pickled(trial.study.study_name, trial.storage, trial._trial_id))
+
+    def make(self) -> Any:
+        """The Trainer."""
+        named = dict(self.named)
+        arguments = list(self.arguments)
+        if len(arguments) > 1:
+            arguments[1] = self.training_arguments
+        else:
+            named["args"] = self.training_arguments
+        trainer = self.kind(*arguments, **{**named, "callbacks": None})
+        kept = [one for one in trainer.callback_handler.callbacks if type(one) in self.callback_kinds]
+        trainer.callback_handler.callbacks = [*kept, *self.callbacks]
+        trainer.hp_space, trainer.compute_objective, trainer.hp_name = self.hp_space, self.objective, self.hp_name
+        trainer.hp_search_backend, trainer.objective = HPSearchBackend.OPTUNA, None
+        return trainer
+
+
+def main(folder: Path) -> None:
+    sys.path[:] = json.loads((folder / PATH).read_bytes())
+    optuna.logging.set_verbosity(optuna.logging.ERROR)
+    recipe, study_name, storage, trial_id = pickle.loads((folder / RECIPE).read_bytes())
+    trial = optuna.Trial(optuna.load_study(study_name=study_name, storage=storage), trial_id)
+    result: dict[str, Any]
+    try:
+        result = {"values": _values(recipe.make(), trial)}
+    except optuna.TrialPruned:
+        result = {"pruned": True}
+    except NothingFits as error:
+        result = {"does_not_fit": str(error)}
+    except Exception as error:  # a trial is asked "how good is this?"; why it cannot be said is an answer
+        traceback.print_exc()
+        result = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
+    (folder / RESULT).write_text(json.dumps(result))
+
+
+def _values(trainer: Any, trial: Any) -> list[float]:
+    trainer.train(trial=trial)
+    if trainer.objective is None:  # it was never evaluated
+        trainer.objective = trainer.compute_objective(trainer.evaluate())
+    value = trainer.objective
+    return [float(one) for one in (value if isinstance(value, list | tuple) else [value])]
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,162 @@
+"""The whole road of a search: space, study, trials, what was found. What ``upshift tune`` and ``upshift.tune`` call."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import optuna
+from optuna.trial import FrozenTrial, TrialState
+from pydantic import Field
+
+from upshift.errors import RequestError
+from upshift.training.loop.events import Event
+from upshift.tuning.backends.optuna_space import draw
+from upshift.tuning.jobs import STEPS, Jobs
+from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
+from upshift.tuning.space import Space, make_space, read_space
+from upshift.tuning.study import Asked, open_study, reason_of, run_study
+from upshift.value import Value
+
+SECONDS_AN_HOUR = 3600.0
+
+
+class Row(Value):
+    """One trial."""
+
+    number: int
+    state: str = Field(description="complete, pruned, fail, running or waiting")
+    values: dict[str, float] | None = Field(description="by objective; None where it did not come to its end")
+    parameters: dict[str, Any]
+    seconds: float | None
+    steps: int = Field(description="optimizer steps that it did")
+    reason: str = Field(description="why it has no values")
+
+
+class Found(Value):
+    """What a study knows by now."""
+
+    study: str
+    storage: str
+    objectives: dict[str, Direction] = Field(description="direction by name")
+    best: tuple[Row, ...] = Field(description="the best trial; of several objectives all that no other beats in each")
+    trials: tuple[Row, ...]
+    seconds: float = Field(description="of this call")
+    checkpoint: str | None = Field(None, description="of the first of the best")
+
+
+@dataclass(frozen=True)
+class Progress:
+    """Callbacks for whoever shows it."""
+
+    step: Callable[[int, Event], None] = lambda number, event: None
+    ended: Callable[[Row], None] = lambda row: None
+
+
+def tune(
+    model: str,
+    data: str,
+    *,
+    space: Path | str | dict[str, Any],
+    output: Path | str,
+    trials: int = 20,
+    objective: Sequence[str] = ("eval_loss",),
+    pruner: str = "halving",
+    evaluations: int = 9,
+    jobs: int = 1,
+    max_hours: float | None = None,
+    max_cost: float | None = None,
+    price_per_hour: float | None = None,
+    storage: str | None = None,
+    study_name: str = "upshift",
+    seed: int = 42,
+    arguments: dict[str, Any] | None = None,
+    progress: Progress | None = None,
+    **request: Any,
+) -> Found:
+    """Search ``space`` for the best training of ``model`` on ``data``. ``arguments``: fields of ``Arguments`` that all trials
+    share; ``request``: options of ``prepare_run``. A study that is there goes on: ``trials`` is of all its calls together.
+
+    Raises RequestError for what is asked wrongly, JobFailed where no trial came to its end."""
+    began, progress, output = time.monotonic(), progress or Progress(), Path(output)
+    where = space if isinstance(space, dict) else read_space(Path(space))
+    wanted = where if isinstance(where, Space) else make_space(where)
+    objectives = find_objectives(tuple(objective))
+    fixed = {name: value for name, value in (arguments or {}).items() if value is not None}
+    _check_at_once(jobs, request)
+    study = open_study(
+        name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
+        seed=seed, jobs=jobs,
+        identity={
+            "model": model, "data": data, "space": wanted.model_dump(), "objectives": [one.name for one in objectives],
+            "arguments": fixed, "request": {name: value for name, value in request.items() if name != "trial_seconds"},
+        },
+    )  # fmt: skip
+    runs = Jobs(model, data, output, dict(request), fixed, evaluations, jobs, progress.step)
+
+    def run_trial(asked: Asked) -> Sequence[float]:
+        return values_of(runs.run(asked, draw(asked.trial, wanted)), objectives)
+
+    def ended(trial: FrozenTrial) -> None:
+        _keep_best(study, trial, runs)
+        progress.ended(row_of(trial, objectives))
+
+    seconds = _seconds(max_hours, max_cost, price_per_hour)
+    with runs:
+        run_study(study, run_trial, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
+    return found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
+
+
+def found_in(study: optuna.Study, objectives: tuple[Objective, ...], *, seconds: float, runs: Jobs, storage: str | None) -> Found:
+    rows = {trial.number: row_of(trial, objectives) for trial in study.get_trials(deepcopy=False)}
+    best = [rows[trial.number] for trial in study.best_trials]
+    return Found(
+        study=study.study_name,
+        storage=storage or f"sqlite:///{runs.output / 'study.db'}",
+        objectives={one.name: one.direction for one in objectives},
+        best=tuple(best),
+        trials=tuple(rows.values()),
+        seconds=seconds,
+        checkpoint=str(runs.folder(best[0].number)) if runs.folder(best[0].number).is_dir() else None,
+    )
+
+
+def row_of(trial: FrozenTrial, objectives: tuple[Objective, ...]) -> Row:
+    complete = trial.state is TrialState.COMPLETE
+    return Row(
+        number=trial.number,
+        state=trial.state.name.lower(),
+        values=dict(zip((one.name for one in objectives), trial.values, strict=True)) if complete else None,
+        parameters=trial.params,
+        seconds=trial.duration.total_seconds() if trial.duration else None,
+        steps=trial.user_attrs.get(STEPS, 0),
+        reason=reason_of(trial),
+    )
+
+
+def _keep_best(study: optuna.Study, ended: FrozenTrial, runs: Jobs) -> None:
+    """Of the trials' models those of the best trials stay; the study keeps all numbers."""
+    done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    best = {trial.number for trial in study.best_trials} if done else set()
+    for number in {trial.number for trial in done} | {ended.number}:
+        if number not in best:
+            shutil.rmtree(runs.folder(number), ignore_errors=True)
+
+
+def _check_at_once(jobs: int, request: dict[str, Any]) -> None:
+    ranks = [text for text in request.get("fixed", ()) if text.startswith("num_processes=")]
+    if jobs > 1 and ranks and ranks[0] != "num_processes=1":
+        raise RequestError(f"--jobs {jobs} beside {ranks[0]}: a trial of several ranks takes all cores; use --jobs 1")
+
+
+def _seconds(max_hours: float | None, max_cost: float | None, price_per_hour: float | None) -> float | None:
+    """The budget, in money or hours or both."""
+    if (max_cost is None) != (price_per_hour is None):
+        raise RequestError("--max-cost and --price-per-hour go together: give both, or --max-hours")
+    hours = [max_hours, max_cost / price_per_hour if max_cost is not None and price_per_hour else None]
+    known = [one for one in hours if one is not None]
+    return min(known) * SECONDS_AN_HOUR if known else None

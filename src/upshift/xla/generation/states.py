@@ -1,0 +1,136 @@
+"""The passes of a transformers model that generation is made of, with keys and values as plain inputs and outputs.
+
+A pass that begins takes the prompts and gives the keys and values of their places alone. A step takes one token of each row and
+keys and values of all places that there will be, writes its own at one place, and gives them back: shapes never change, so one
+compiled program serves every step. What each token may attend to is transformers' own mask, sliding windows included.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
+from transformers.modeling_outputs import BaseModelOutput
+
+States = tuple[torch.Tensor, ...]  # keys and values of the first layer, then of the next; [R, H, T, D] each
+
+
+class FirstStates(DynamicLayer):
+    """Those of one pass are all that there are."""
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.keys, self.values, self.is_initialized = key_states, value_states, True
+        return key_states, value_states
+
+
+class PlacedStates(CacheLayerMixin):
+    """Keys and values of all places; what a pass adds is written from ``place`` on."""
+
+    is_compileable = True
+    is_sliding = False
+
+    def __init__(self, keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> None:
+        super().__init__()
+        self.keys, self.values, self.place, self.is_initialized = keys, values, place, True
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        raise NotImplementedError("keys and values are given from the start")
+
+    def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        self.keys = self.keys.index_copy(2, self.place, key_states)
+        self.values = self.values.index_copy(2, self.place, value_states)
+        return self.keys, self.values
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self.keys.shape[2], 0
+
+    def get_seq_length(self) -> Any:
+        return self.place[0]
+
+    def get_max_length(self) -> int:
+        return self.keys.shape[2]
+
+
+def states_of(cache: Cache) -> States:
+    return tuple(states for layer in cache.layers for states in (layer.keys, layer.values))
+
+
+def _first_cache() -> Cache:
+    return Cache(layer_class_to_replicate=FirstStates)
+
+
+def _placed_cache(states: Sequence[torch.Tensor], place: torch.Tensor) -> Cache:
+    pairs = zip(states[0::2], states[1::2], strict=True)
+    return Cache(layers=[PlacedStates(keys, values, place) for keys, values in pairs])
+
+
+def _encoded_cache(states: Sequence[torch.Tensor]) -> Cache:
+    layers = []
+    for keys, values in zip(states[0::2], states[1::2], strict=True):
+        layer = FirstStates()
+        layer.update(keys, values)
+        layers.append(layer)
+    return Cache(layers=layers)
+
+
+class Pass(torch.nn.Module):
+    """Of a model whose ``forward`` takes some of the optional inputs."""
+
+    def __init__(self, model: Any) -> None:
+        super().__init__()
+        self.model = model
+        self._takes = frozenset(inspect.signature(model.forward).parameters)
+
+    def run(self, **given: Any) -> torch.Tensor:
+        """Logits [R, V] of the last token of each row."""
+        more = {"logits_to_keep": 1, "position_ids": given.pop("position_ids", None)}
+        known = {name: value for name, value in more.items() if name in self._takes and value is not None}
+        logits: torch.Tensor = self.model(**given, **known, use_cache=True).logits
+        return logits[:, -1]
+
+
+class Prefill(Pass):
+    """Left-padded prompts [R, P] -> logits and states of P places."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> States:
+        cache = _first_cache()
+        logits = self.run(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        return logits, *states_of(cache)
+
+
+class Step(Pass):
+    """One token [R, 1] at ``place`` [1] among T, of which ``mask`` [R, T] says which are tokens -> logits and states."""
+
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, place: torch.Tensor, states: list[torch.Tensor]
+    ) -> States:
+        cache = _placed_cache(states, place)
+        logits = self.run(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        return logits, *states_of(cache)
+
+
+class Encode(Pass):
+    """Right-padded prompts [R, S] and the decoder's first token [R, 1] -> logits, the decoder's states of one place, and the
+    states that it attends to of the encoder, none of which is computed again."""
+
+    def forward(self, ids: torch.Tensor, mask: torch.Tensor, first: torch.Tensor) -> States:
+        cache = EncoderDecoderCache(_first_cache(), _first_cache())
+        given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": first}
+        logits = self.run(**given, past_key_values=cache)
+        return logits, *states_of(cache.self_attention_cache), *states_of(cache.cross_attention_cache)
+
+
+class DecodeStep(Pass):
+    """One token [R, 1] of a decoder at ``place`` beside its encoder's states."""
+
+    def forward(
+        self, ids: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, states: list[torch.Tensor], encoded: list[torch.Tensor]
+    ) -> States:
+        own = _placed_cache(states, place)
+        cache = EncoderDecoderCache(own, _encoded_cache(encoded))
+        sized = encoded[0][:, 0, :, :1]  # [R, S, 1] in place of the encoder's output, of which only the shape is read
+        given = {"encoder_outputs": BaseModelOutput(last_hidden_state=sized), "attention_mask": mask, "decoder_input_ids": ids}
+        return self.run(**given, past_key_values=cache), *states_of(own)

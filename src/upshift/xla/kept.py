@@ -1,0 +1,19 @@
+"""Where compiled programs are kept for later processes: a folder for each TensorFlow and each host, as they are machine code."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from upshift.hardware.detect import detect
+from upshift.installed import installed_version
+from upshift.settings import keep_xla_programs, read_settings
+
+
+def keep_programs() -> Path:
+    """TensorFlow reads it at its first compilation: call this before."""
+    versions = (installed_version(name) for name in ("tensorflow", "tensorflow-cpu"))
+    version = next((version for version in versions if version is not None), "unknown")
+    folder = read_settings().cache_dir / "xla" / f"{version}-{detect().fingerprint}"
+    folder.mkdir(parents=True, exist_ok=True)
+    keep_xla_programs(folder)
+    return folder

@@ -1,0 +1,134 @@
+"""The process that compiles: libtpu's compiler, through jax, on the HLO of a TensorFlow function. No TPU, no network.
+
+    python -m upshift.xla.tpu.compiler_process REQUEST.json ANSWER.json
+
+A program over several chips is divided by XLA's own partitioner, as its arguments say: what is not divided is on every chip, and
+sums over chips become all-reduces.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from upshift.whole_file import write_whole
+from upshift.xla.tpu.request import CompileAnswer, CompileRequest
+
+EXCHANGE = re.compile(r" (?:all-reduce|all-gather|reduce-scatter|all-to-all|collective-permute)(?:-start)?\(")
+TWO_CORES_AS_ONE = "megacore"  # how programs see a chip of v4, by default
+
+
+def compile_program(request: CompileRequest) -> CompileAnswer:
+    import numpy as np
+    from jax._src import compiler
+    from jax._src.interpreters import mlir
+    from jax._src.lib import xla_client
+    from jax._src.lib.mlir import ir
+    from jax.experimental import topologies
+
+    cores = {"chip_config_name": TWO_CORES_AS_ONE} if request.version == "v4" else {}
+    slice_ = topologies.get_topology_desc(platform="tpu", topology_name=f"{request.version}:{request.grid}", **cores)
+    devices = tuple(slice_.devices[: request.chips])
+    options = compiler.get_compile_options(
+        num_replicas=1, num_partitions=request.chips, device_assignment=np.arange(request.chips).reshape(1, -1)
+    )
+    options.executable_build_options.use_spmd_partitioning = request.chips > 1
+    options.executable_build_options.use_shardy_partitioner = False
+    with mlir.make_ir_context(), ir.Location.unknown():
+        module = _read(Path(request.program).read_bytes())
+        text = str(module)
+        _annotate(module, request)
+        start = time.perf_counter()
+        try:
+            compiled = devices[0].client.compile(module, xla_client.DeviceList(devices), options)
+        except Exception as error:  # XlaRuntimeError, of no stable place: what the compiler says is the answer
+            return CompileAnswer(problem=str(error), compile_seconds=time.perf_counter() - start)
+    return _answer(compiled, time.perf_counter() - start, text)
+
+
+def _read(hlo: bytes) -> Any:
+    """TensorFlow's HLO as StableHLO, without mhlo.copy, which changes nothing and which the compiler does not know."""
+    from jax._src.lib import _jax
+    from jax._src.lib.mlir import ir
+
+    module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(hlo))
+    copies = []
+
+    def visit(operation: Any) -> Any:
+        if operation.name == "mhlo.copy":
+            operation.results[0].replace_all_uses_with(operation.operands[0])
+            copies.append(operation)
+        return ir.WalkResult.ADVANCE
+
+    module.operation.walk(visit)
+    for copy in copies:
+        copy.erase()
+    return module
+
+
+def _annotate(module: Any, request: CompileRequest) -> None:
+    """Which results are written over arguments, and how arguments lie on the chips."""
+    from jax._src.lib.mlir import ir
+
+    number = ir.IntegerType.get_signless(32)
+    everywhere, over = ir.StringAttr.get("{replicated}"), request.chips > 1
+    attributes = []
+    (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
+    for argument in request.arguments:
+        said: dict[str, Any] = {}
+        if argument.becomes is not None:
+            said["tf.aliasing_output"] = ir.IntegerAttr.get(number, argument.becomes)
+        if over:
+            place = len(attributes)
+            said["mhlo.sharding"] = _by_rows(main, place, request.chips) if argument.divided else everywhere
+        attributes.append(ir.DictAttr.get(said))
+    if len(main.type.inputs) != len(attributes) or len(main.type.results) != request.num_results:
+        raise RuntimeError(f"the program has {len(main.type.inputs)} arguments, of {len(attributes)} that it was made with")
+    main.attributes["arg_attrs"] = ir.ArrayAttr.get(attributes)
+    if over:
+        results = [ir.DictAttr.get({"mhlo.sharding": everywhere})] * request.num_results
+        main.attributes["res_attrs"] = ir.ArrayAttr.get(results)
+    named = {
+        "sym_name": ir.StringAttr.get("upshift"), "mhlo.num_replicas": ir.IntegerAttr.get(number, 1),
+        "mhlo.num_partitions": ir.IntegerAttr.get(number, request.chips),
+    }  # fmt: skip
+    for name, value in named.items():
+        module.operation.attributes[name] = value
+
+
+def _by_rows(main: Any, place: int, chips: int) -> Any:
+    from jax._src.lib.mlir import ir
+
+    shape = ",".join([str(chips), *["1"] * (main.type.inputs[place].rank - 1)])
+    return ir.StringAttr.get(f"{{devices=[{shape}]<=[{chips}]}}")
+
+
+def _answer(compiled: Any, seconds: float, text: str) -> CompileAnswer:
+    memory, cost = compiled.get_compiled_memory_stats(), compiled.cost_analysis()
+    (module, *_) = compiled.hlo_modules()
+    exchanges = len(EXCHANGE.findall(module.to_string()))
+    return CompileAnswer(
+        compile_seconds=seconds,
+        peak_bytes=memory.peak_memory_in_bytes,
+        argument_bytes=memory.argument_size_in_bytes,
+        temporary_bytes=memory.temp_size_in_bytes,
+        code_bytes=memory.generated_code_size_in_bytes,
+        flops=cost.get("flops", 0.0),
+        accessed_bytes=cost.get("bytes accessed", 0.0),
+        exchanges=exchanges,
+        num_custom_calls=text.count("custom_call"),
+        num_dynamic_dimensions=len(re.findall(r"tensor<[^>]*\?", text)),
+    )
+
+
+def main() -> None:
+    request, answer = map(Path, sys.argv[1:3])
+    found = compile_program(CompileRequest.from_file(request))
+    write_whole(answer, found.to_json().encode())
+
+
+if __name__ == "__main__":
+    main()

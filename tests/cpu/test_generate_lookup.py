@@ -1,0 +1,111 @@
+"""Guesses from the prompt change how fast a text comes, never the text; and stop where they do not pay."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_generate import CONFIGS, NEW, by_transformers, decoder_of, ids_of, save
+
+import upshift
+from upshift.errors import RequestError
+from upshift.inference.generation.decode import decode
+from upshift.inference.generation.lookup import AGAIN, LONGEST_MATCH, TRIALS, Lookup, continuation
+from upshift.inference.generation.options import read_options
+from upshift.inference.generation.sequence import Sequence
+from upshift.inference.weights import find_weights
+
+PROMPTS = ["the same words " * 6, "nothing again"]
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    kinds = ("llama", "gemma2, sliding", "bloom, alibi")
+    return {kind: save(tmp_path_factory.mktemp("models"), CONFIGS[kind]) for kind in kinds}
+
+
+class Oracle:
+    """Guesses what the reference said, with one wrong token at its end: what is taken, and what is not, is known."""
+
+    def __init__(self, prompt: list[int], expected: list[int]) -> None:
+        self.start, self.expected, self.taken = len(prompt), expected, list[int]()
+
+    def guess(self, tokens: list[int], most: int) -> list[int]:
+        known = self.expected[len(tokens) - self.start :][:3]
+        return [*known, (known[-1] + 1) % 260][:most] if known else []
+
+    def add(self, tokens: int, seconds: float, *, guessed: bool) -> None:
+        self.taken.append(tokens)
+
+
+@pytest.mark.parametrize("kind", ["llama", "gemma2, sliding", "bloom, alibi"])
+def test_the_text_is_that_without_guesses(made: dict[str, str], kind: str) -> None:
+    model, decoder = made[kind], decoder_of(made[kind], "torch")
+    prompts = ids_of(PROMPTS, model)
+    expected = by_transformers(model, prompts)
+    options = read_options(find_weights(model), {"max_new_tokens": NEW})
+    for prompt, tokens in zip(prompts, expected, strict=True):
+        for lookup in (Oracle(prompt, tokens), Lookup(4)):
+            decoder.keep([])
+            sequence = Sequence(0, prompt, options, None)
+            found = [token for _, token in decode(decoder, [sequence], rows=1, lookup=lookup)]  # type: ignore[arg-type]
+            assert found == sequence.tokens == tokens
+            if isinstance(lookup, Oracle):  # three guessed right and the one behind them, of each pass
+                assert lookup.taken == [4, 4, 4, 1] and sum(lookup.taken) == NEW - 1
+
+
+def test_a_sampled_text_is_that_without_guesses(made: dict[str, str]) -> None:
+    generator = upshift.Generator(made["llama"], engine="torch", race_seconds=1)
+    asked: dict[str, Any] = {"max_new_tokens": NEW, "do_sample": True, "temperature": 0.7, "seed": 3}
+    plain = generator.generate(PROMPTS[:1], **asked)
+    assert generator.generate(PROMPTS[:1], **asked, prompt_lookup_num_tokens=5) == plain
+    ended = generator.generate(PROMPTS[:1], **{**asked, "eos_token_id": plain[0].tokens[6]}, prompt_lookup_num_tokens=5)
+    assert ended[0].tokens == plain[0].tokens[: plain[0].tokens.index(plain[0].tokens[6]) + 1]
+    with pytest.raises(RequestError, match="ask for --engine torch"):
+        upshift.Generator(made["llama"]).generate(["a"], prompt_lookup_num_tokens=5)
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=st.lists(st.integers(0, 3), min_size=1, max_size=30), most=st.integers(0, 6))
+def test_a_guess_followed_the_same_tokens(tokens: list[int], most: int) -> None:
+    found = continuation(tokens, most)
+    assert len(found) <= most
+    if found:
+        before = [start for start in range(1, len(tokens)) if tokens[start : start + len(found)] == found]
+        assert any(tokens[start - 1] == tokens[-1] for start in before)
+    elif most:
+        assert tokens[-1] not in tokens[:-1]
+
+
+def test_the_longest_match_is_taken() -> None:
+    assert LONGEST_MATCH == 3
+    assert continuation([1, 2, 3, 9, 7, 3, 8, 1, 2, 3], 2) == [9, 7]
+    assert continuation([5, 6], 4) == []
+
+
+def test_guesses_rest_where_they_do_not_pay() -> None:
+    lookup, tokens = Lookup(4), [1, 2, 1, 2]
+    assert lookup.guess(tokens, 9) == []  # what a step takes is not known yet
+    lookup.add(1, 1.0, guessed=False)
+    for _ in range(TRIALS):
+        assert lookup.guess(tokens, 9) == [1, 2]
+        lookup.add(1, 1.5, guessed=True)
+    assert [lookup.guess(tokens, 9) for _ in range(AGAIN + 1)] == [[]] * (AGAIN + 1)
+    for _ in range(2 * TRIALS):  # tried again, and paying now
+        assert lookup.guess(tokens, 1) == [1]
+        lookup.add(2, 1.5, guessed=True)
+
+
+def test_what_does_not_extend_says_so(made: dict[str, str], tmp_path: Path) -> None:
+    assert decoder_of(made["llama"], "torch").extends and not decoder_of(made["llama"], "nothing").extends
+    extended = decoder_of(made["llama"], "torch")
+    (prompt,) = ids_of(PROMPTS[:1], made["llama"])
+    extended.admit([prompt[:-3]])
+    several = extended.extend(prompt[-3:])
+    assert several.shape == (3, 260)
+    extended.cut(2)
+    assert np.allclose(extended.step(np.array(prompt[-2:-1]))[0], several[1], atol=1e-4)

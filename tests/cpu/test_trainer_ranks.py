@@ -1,0 +1,123 @@
+"""upshift.Trainer in a script that torchrun started: the losses, predictions and files of one process, whatever the layout."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+SCRIPT = Path(__file__).with_name("trainer_ranks.py")
+TENSOR = {"layout": {"tensor_parallel": 2}}
+MEANS = {"arguments": {"average_tokens_across_devices": False}}  # transformers would multiply a mean over rows by the ranks
+ALONE: dict[str, dict[str, Any]] = {"llama": {}, "bert": {"kind": "bert"} | MEANS}
+SHARED: dict[str, dict[str, Any]] = {
+    "whole copies": {},
+    "fsdp": {"arguments": {"fsdp": "full_shard"}},
+    "optimizer": {"layout": {"fully_shard": "optimizer", "shard_size": 2}},
+    "tensor": TENSOR,
+    "bert, whole copies": {"kind": "bert"} | MEANS,
+    "bert, fsdp": {"kind": "bert", "arguments": MEANS["arguments"] | {"fsdp": True}},
+    "one runs out of memory": {"fails": True, "arguments": {"fsdp": True, "max_steps": 4}},
+    "adapter": {"adapter": True, "refused": True} | TENSOR,
+    "stages": {"layout": {"pipeline_parallel": 2}, "refused": True},
+    "tokens": {"layout": {"tensor_parallel": 2, "sequence_parallel": True}, "refused": True},
+    "processes": {"fixed": ["num_processes=2"], "refused": True},
+    "wrapping": {"arguments": {"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "refused": True},
+}
+AFTERWARDS = {  # of checkpoints that other numbers of ranks wrote, in another layout
+    "alone from fsdp": (1, "fsdp", {}),
+    "alone from tensor": (1, "tensor", {}),
+    "tensor from alone": (2, "llama", TENSOR),
+    "fsdp from tensor": (2, "tensor", {"arguments": {"fsdp": "shard_grad_op"}}),
+}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    folder = tmp_path_factory.mktemp("ranks")
+    results = run(folder, "alone", 1, ALONE)[0]
+    shared = run(folder, "shared", 2, SHARED)
+    results |= {name: result | {"other": shared[1][name]} for name, result in shared[0].items()}
+    later = {name: case | {"resume": str(folder / of / "checkpoint-10")} for name, (_, of, case) in AFTERWARDS.items()}
+    for world in (1, 2):
+        results |= run(folder, f"later-{world}", world, {name: later[name] for name in later if AFTERWARDS[name][0] == world})[0]
+    return results | {"folder": folder}
+
+
+def run(folder: Path, name: str, world: int, cases: dict[str, Any]) -> list[dict[str, Any]]:
+    """What each rank saw."""
+    given = folder / f"{name}.json"
+    given.write_text(json.dumps(cases))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world)] if world > 1 else []
+    environment = os.environ | {"UPSHIFT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, *launcher, str(SCRIPT), str(given), str(folder)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment, check=False)
+    assert ended.returncode == 0, ended.stderr[-4000:]
+    logged = ended.stdout.count("'train_runtime'")
+    assert logged == sum("refused" not in case for case in cases.values()), "each run logs once"
+    return [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in range(world)]
+
+
+def difference(one: list[float], other: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", [name for name in SHARED if "refused" not in SHARED[name] and "fails" not in SHARED[name]])
+def test_ranks_train_and_predict_as_one_process_does(name: str, found: dict[str, Any]) -> None:
+    got, one = found[name], found["bert" if name.startswith("bert") else "llama"]
+    assert difference(got["losses"], one["losses"]) < 1e-5
+    assert difference(got["norms"], one["norms"]) < 1e-4
+    assert abs(got["loss"] - one["loss"]) < 1e-5
+    np.testing.assert_allclose(got["predicted"], one["predicted"], atol=1e-5)
+    assert got["predicted"] == got["other"]["predicted"], "all ranks are given all predictions"
+    assert (got["steps"], got["zero"]) == (20, True)
+    assert (got["other"]["steps"], got["other"]["zero"]) == (20, False)
+
+
+def test_the_layout_is_the_one_asked_for(found: dict[str, Any]) -> None:
+    labels = {name: found[name]["label"] for name in ("fsdp", "optimizer", "tensor")}
+    assert ["zero3 2" in labels["fsdp"], "zero1 2" in labels["optimizer"], "tp 2" in labels["tensor"]] == [True] * 3, labels
+
+
+@pytest.mark.parametrize("name", AFTERWARDS)
+def test_a_checkpoint_goes_on_with_other_ranks(name: str, found: dict[str, Any]) -> None:
+    assert found[name]["steps"] == 10
+    assert difference(found[name]["losses"][-10:], found["llama"]["losses"][-10:]) < 1e-5
+
+
+@pytest.mark.parametrize("name", ["whole copies", "fsdp", "optimizer", "tensor"])
+def test_the_saved_model_is_whole(name: str, found: dict[str, Any]) -> None:
+    one, got = (AutoModelForCausalLM.from_pretrained(found["folder"] / which / "final") for which in ("llama", name))
+    assert got.config.architectures == ["LlamaForCausalLM"]
+    for (key, whole), (_, other) in zip(one.state_dict().items(), got.state_dict().items(), strict=True):
+        assert torch.allclose(whole, other, atol=1e-4), key
+
+
+def test_all_ranks_halve_together_when_one_runs_out_of_memory(found: dict[str, Any]) -> None:
+    got = found["one runs out of memory"]
+    assert difference(got["losses"], found["llama"]["losses"][:4]) < 2e-2  # the schedule is another one
+    assert difference(got["losses"][:2], found["llama"]["losses"][:2]) < 1e-5
+    assert got["rows"] == got["other"]["rows"] == 2
+
+
+@pytest.mark.parametrize(
+    "name, words",
+    [
+        ("adapter", ("tensor_parallel=2", "adapter", "fully_shard=weights")),
+        ("stages", ("pipeline_parallel", "upshift train")),
+        ("tokens", ("sequence_parallel", "leave it out")),
+        ("processes", ("num_processes=2", "torchrun")),
+        ("wrapping", ("fsdp_config", "cpu_offload")),
+    ],
+)
+def test_what_it_cannot_do_is_refused_before_the_first_step(name: str, words: tuple[str, ...], found: dict[str, Any]) -> None:
+    for rank in (found[name], found[name]["other"]):
+        assert all(word in rank["refused"] for word in words), rank["refused"]

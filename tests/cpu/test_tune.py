@@ -1,0 +1,204 @@
+"""``upshift tune`` and ``hyperparameter_search``: nothing is started in vain, ended early what is no good, nothing is lost."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import optuna
+import psutil
+import pytest
+from headless import opened
+from transformers import LlamaConfig
+
+from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.training.data.tokenizer import train_byte_level_bpe
+from upshift.tuning.report import write_study_page
+from upshift.tuning.study import Asked, count, open_study, reason_of, run_study
+from upshift.tuning.tune import Found, tune
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
+SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "global_batch": [4, 4096], "warmup_steps": [0, 2]}
+HP_SCRIPT = Path(__file__).with_name("searching_trainer.py")
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder, chance = tmp_path_factory.mktemp("tune"), np.random.default_rng(0)
+    texts = [" ".join(chance.choice(WORDS, size=chance.integers(4, 30))) for _ in range(80)]
+    (folder / "data.jsonl").write_text("\n".join(json.dumps({"text": text}) for text in texts))
+    config = LlamaConfig(
+        hidden_size=16, intermediate_size=32, num_attention_heads=2, num_key_value_heads=1, num_hidden_layers=2, vocab_size=320,
+        max_position_embeddings=64,
+    )  # fmt: skip
+    config.save_pretrained(folder / "llama")
+    train_byte_level_bpe(texts, 300).save_pretrained(folder / "llama")
+    return folder
+
+
+def searched(home: Path, output: Path, **more: Any) -> Found:
+    options: dict[str, Any] = {"space": SPACE, "trials": 6, "from_config": True, "sequence_length": 32, "trial_seconds": 0.0}
+    options |= {"arguments": {"max_steps": 9, "seed": 1}, "evaluations": 3}
+    return tune(str(home / "llama"), str(home / "data.jsonl"), output=output, **options | more)
+
+
+@pytest.fixture(scope="module")
+def found(home: Path) -> Found:
+    return searched(home, home / "out")
+
+
+def test_the_best_trial_and_its_model(home: Path, found: Found) -> None:
+    assert len(found.trials) == 6 and found.best[0].values is not None and found.checkpoint is not None
+    complete = [row for row in found.trials if row.state == "complete"]
+    assert found.best[0].values["eval_loss"] == min(row.values["eval_loss"] for row in complete if row.values)
+    assert (Path(found.checkpoint) / "model.safetensors").is_file()
+    kept = {path.name for path in (home / "out").glob("trial-*")}
+    assert kept == {f"trial-{row.number}" for row in found.best}
+    assert all(row.steps == 9 for row in complete)
+
+
+def test_what_cannot_run_is_a_row_with_its_reason(found: Found) -> None:
+    large = [row for row in found.trials if row.parameters["global_batch"] == 4096]
+    assert large and all(row.state == "fail" and "use a smaller global batch" in row.reason for row in large)
+    for row in found.trials:
+        assert (row.reason == "") == (row.state == "complete"), row
+
+
+def test_a_study_goes_on_and_keeps_to_what_it_is(home: Path, found: Found) -> None:
+    more = searched(home, home / "out", trials=7)
+    assert len(more.trials) == 7 and more.trials[:6] == found.trials
+    with pytest.raises(RequestError, match="has space .* use the same, or another --output"):
+        searched(home, home / "out", space={"learning_rate": [1e-3]})
+
+
+def test_several_objectives_and_trials_at_once(home: Path) -> None:
+    space = {"learning_rate": [1e-3, 1e-2], "global_batch": [2, 8]}
+    both = searched(home, home / "both", space=space, objective=("eval_loss", "time"), jobs=2, trials=4)
+    assert both.objectives == {"eval_loss": "minimize", "time": "minimize"} and len(both.trials) == 4
+    for row in both.best:
+        better = [
+            one for one in both.trials if one.values and row.values and all(one.values[n] < row.values[n] for n in row.values)
+        ]
+        assert not better
+    page = home / "page.html"
+    write_study_page(page, both)
+    shown, said = opened(page, home / "profile")
+    assert not said and shown.count('class="main-svg"') >= 5 and "Pareto" in shown
+
+
+@pytest.mark.parametrize(
+    ("more", "words"),
+    [
+        ({"objective": ("accuracy",)}, "objective 'accuracy': it is one or several, each once, of eval_loss, time"),
+        ({"pruner": "best"}, "pruner 'best' is not one of halving"),
+        ({"max_cost": 1.0}, "--max-cost and --price-per-hour go together"),
+        ({"jobs": 2, "fixed": ("num_processes=2",)}, "a trial of several ranks takes all cores"),
+        ({"space": {"learning_rate": [0.0]}, "trials": 1}, "no trial came to its end: .*learning_rate"),
+    ],
+)
+def test_what_is_refused(more: dict[str, Any], words: str, home: Path, tmp_path: Path) -> None:
+    with pytest.raises((RequestError, JobFailed), match=words):
+        searched(home, tmp_path, **more)
+
+
+def test_a_study_of_a_hundred_trials(tmp_path: Path) -> None:
+    """30 would not fit, 5 crash, the rest say their loss at once: results are right and this process does not grow."""
+    study = new_study(tmp_path)
+
+    def run(asked: Asked) -> list[float]:
+        kind, value = asked.trial.suggest_int("kind", 0, 99), asked.trial.suggest_float("x", -1, 1)
+        if asked.number % 10 < 3:
+            raise NothingFits(f"{kind} GiB")
+        if asked.number % 20 == 7:
+            raise JobFailed("died")
+        return [value * value]
+
+    before = psutil.Process().memory_info().rss
+    run_study(study, run, trials=100)
+    states = [trial.state.name for trial in study.trials]
+    assert (states.count("PRUNED"), states.count("FAIL"), states.count("COMPLETE")) == (30, 5, 65)
+    assert study.best_value == min(trial.values[0] for trial in study.trials if trial.values)
+    assert [reason_of(study.trials[number]) for number in (0, 7)][1] == "died"
+    assert reason_of(study.trials[0]).startswith("not started: ")
+    assert psutil.Process().memory_info().rss < before * 1.02 + 2**20
+
+
+def new_study(folder: Path) -> optuna.Study:
+    return open_study(
+        name="s", storage=None, folder=folder, directions=("minimize",), pruner="none", seed=0, jobs=1, identity={"model": "m"}
+    )
+
+
+def test_a_killed_study_runs_its_trial_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed within a trial; another one takes the study over, counts it once and runs it again."""
+    child = os.fork()
+    if child == 0:
+        run_study(new_study(tmp_path), hanging, trials=3)
+        os._exit(0)
+    wait(lambda: (tmp_path / "study.db").exists() and any(t.state.name == "RUNNING" for t in new_study(tmp_path).trials))
+    os.kill(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    monkeypatch.setattr("upshift.tuning.study.GRACE_SECONDS", 1)
+    time.sleep(2)
+    study = new_study(tmp_path)
+    run_study(study, lambda asked: [asked.trial.suggest_float("x", 0, 1)], trials=3)
+    assert count(study) == 3 and [reason_of(trial) for trial in study.trials if trial.state.name == "FAIL"] == [
+        "its process was killed; run again"
+    ]
+    killed, *_, again = study.trials
+    assert any(trial.params == killed.params for trial in study.trials[1:]) and again.state.name == "COMPLETE"
+
+
+def hanging(asked: Asked) -> list[float]:
+    asked.trial.suggest_float("x", 0, 1)
+    time.sleep(600)
+    return [0.0]
+
+
+def wait(until: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+@pytest.mark.parametrize("backend", ["optuna", "wandb", "ray"])
+def test_hyperparameter_search(backend: str, tmp_path: Path) -> None:
+    """A user's script; its model_init, callback and data go to the trials' processes."""
+    command = [sys.executable, str(HP_SCRIPT), backend, str(tmp_path / "out")]
+    alone = os.environ | {"WANDB_MODE": "offline", "RAY_USAGE_STATS_ENABLED": "0"}
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=alone)
+    assert ended.returncode == 0, ended.stderr[-3000:]
+    best = json.loads(ended.stdout.strip().splitlines()[-1])
+    assert 0 < best["objective"] < 4.2 and set(best["hyperparameters"]) == {"learning_rate", "per_device_train_batch_size"}
+    if backend == "wandb":
+        assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 3
+    if backend != "ray":
+        assert (tmp_path / "out" / "study.db").is_file() and (tmp_path / "out" / "told").read_text().count("begin") == 3
+
+
+def test_searches_that_are_refused(tmp_path: Path) -> None:
+    from searching_trainer import make_trainer
+
+    trainer = make_trainer(tmp_path, [])
+    for asked, words in (
+        ({"backend": "sigopt"}, "SigOpt.*use backend='optuna'"),
+        ({"backend": "ax"}, "'ax' is not one of optuna, ray, wandb"),
+        ({"backend": "optuna", "direction": "down"}, "'down' is not minimize or maximize"),
+        ({"backend": "wandb"}, "add report_to="),
+        ({"backend": "optuna", "storage": optuna.storages.InMemoryStorage()}, "a storage in memory"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            trainer.hyperparameter_search(n_trials=1, **asked)
+    trainer.made_with[1]["data_collator"] = threading.Lock()
+    with pytest.raises(RequestError, match="cannot go there"):
+        trainer.hyperparameter_search(n_trials=1, backend="optuna")

@@ -1,0 +1,132 @@
+"""A script for transformers.Trainer, as torchrun starts it: it trains one model after the other, and writes what it saw."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+from transformers import TrainerCallback, TrainingArguments
+
+import upshift
+from upshift.errors import RequestError
+from upshift.planning.layout import Layout
+from upshift.planning.plan import Plan
+from upshift.settings import read_ranks
+
+WIDTHS = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+BERT = WIDTHS | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
+
+
+def model_of(kind: str) -> Any:
+    torch.manual_seed(0)
+    if kind == "bert":
+        return transformers.BertForSequenceClassification(transformers.BertConfig(num_labels=3, **BERT))
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_key_value_heads=2, max_position_embeddings=64, **WIDTHS))
+
+
+def data_of(kind: str, count: int, *, equal: bool = False) -> list[dict[str, Any]]:
+    draw = np.random.default_rng(0)
+    found = []
+    for _ in range(count):
+        ids = draw.integers(3, 96, size=12 if equal else draw.integers(4, 24)).tolist()
+        found.append({"input_ids": ids, "labels": len(ids) % 3 if kind == "bert" else ids})
+    return found
+
+
+def collate(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    width = max(len(row["input_ids"]) for row in rows)
+    ids = torch.tensor([row["input_ids"] + [0] * (width - len(row["input_ids"])) for row in rows])
+    mask = torch.tensor([[1] * len(row["input_ids"]) + [0] * (width - len(row["input_ids"])) for row in rows])
+    if isinstance(rows[0]["labels"], int):
+        labels = torch.tensor([row["labels"] for row in rows])
+    else:
+        labels = ids.masked_fill(mask == 0, -100)
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+class Seen(TrainerCallback):
+    def __init__(self) -> None:
+        self.steps, self.zero = 0, None
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps, self.zero = self.steps + 1, state.is_world_process_zero
+
+
+def a_plan(layout: dict[str, Any], world: int) -> Plan:
+    shared = Layout(**layout)
+    return Plan(
+        device="cpu", host="test", model="test", sequence_length=24, per_device_train_batch_size=4, num_processes=world,
+        gradient_accumulation_steps=4 * shared.ranks_per_replica // world, layout=shared, optim="adamw_torch",
+    )  # fmt: skip
+
+
+def run_out_once(model: Any) -> None:
+    """Of the next rows of more than two, in the last layer, on this rank alone."""
+    failed: list[int] = []
+
+    def refuse(module: Any, given: Any, output: Any) -> None:
+        hidden = output[0] if isinstance(output, tuple) else output
+        if module.training and len(hidden) > 2 and not failed:
+            failed.append(1)
+            raise torch.OutOfMemoryError("made up by the test")
+
+    model.model.layers[-1].register_forward_hook(refuse)
+
+
+def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
+    kind = case.get("kind", "llama")
+    if case.get("refused"):
+        try:
+            return train(case | {"refused": False}, output)
+        except RequestError as error:
+            return {"refused": str(error)}
+    given = {
+        "output_dir": str(output), "max_steps": 20, "gradient_accumulation_steps": 2, "logging_steps": 1, "report_to": [],
+        "learning_rate": 3e-3, "disable_tqdm": True, "save_steps": 10, "per_device_eval_batch_size": 4, "seed": 1,
+    }  # fmt: skip
+    arguments = TrainingArguments(**(given | case.get("arguments", {})))
+    ranks = read_ranks()
+    world = ranks.size if ranks else 1
+    arguments.per_device_train_batch_size = 8 // world
+    plan = a_plan(case["layout"], world) if "layout" in case else None
+    model = model_of(kind)
+    if case.get("adapter"):
+        from peft import LoraConfig, get_peft_model
+
+        model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
+    if case.get("fails") and ranks is not None and ranks.rank == 1:
+        run_out_once(model)
+    seen = Seen()
+    trainer = upshift.Trainer(
+        model=model, args=arguments, train_dataset=data_of(kind, 64), eval_dataset=data_of(kind, 16, equal=True),
+        data_collator=collate, callbacks=[seen], plan=plan, fixed=tuple(case.get("fixed", ())),
+    )  # fmt: skip
+    trainer.train(resume_from_checkpoint=case.get("resume"))
+    history = [entry for entry in trainer.state.log_history if "loss" in entry]
+    predicted = trainer.predict(data_of(kind, 13, equal=True))
+    loss = trainer.evaluate()["eval_loss"]
+    trainer.save_model(str(output / "final"))
+    return {
+        "losses": [entry["loss"] for entry in history], "norms": [entry["grad_norm"] for entry in history], "loss": loss,
+        "steps": seen.steps, "zero": seen.zero, "predicted": np.asarray(predicted.predictions).tolist(),
+        "rows": int(trainer.choice.plan.per_device_train_batch_size), "label": trainer.choice.plan.label(),
+    }  # fmt: skip
+
+
+def main(given: Path, folder: Path) -> None:
+    torch.set_num_threads(1)
+    ranks = read_ranks()
+    rank = ranks.rank if ranks else 0
+    found = {}
+    for name, case in json.loads(given.read_text()).items():
+        found[name] = train(case, folder / name)
+    (folder / f"{given.stem}-{rank}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]))
