@@ -54,7 +54,7 @@ def test_what_is_read(tmp_path: Path) -> None:
         ({"learning_rate": {"low": 0, "high": 1, "log": True}}, "begins above 0"),
         ({"learning_rate": {"low": 0, "hihg": 1}}, "hihg"),
         ({"learning_rate": ["small"]}, "is not of numbers"),
-        ({"seed": []}, "at least 1 item"),
+        ({"seed": []}, "nothing to choose from"),
     ],
 )
 def test_what_is_refused(written: dict[str, Any], words: str) -> None:

@@ -35,6 +35,7 @@ FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name i
 SIDEWAYS = {  # the only imports within one floor
     ("value", "errors"): "a value that cannot be read is a RequestError",
     ("models", "settings"): "settings is the only reader of the environment",
+    ("cli", "tuning"): "a command parses and prints; the study is tuning's",
     ("benchmarking", "hardware"): "a result row names the host that it was measured on",
 }
 

@@ -51,14 +51,9 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Search hyper-parameters for training MODEL on DATA. The same command goes on with the study that is there."""
-    if installed_version("optuna") is None:
-        raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
+    _check(html)
     from upshift.tuning.tune import tune
 
-    if html is not None:
-        from upshift.benchmarking.page_document import check_page_path
-
-        check_page_path(html)
     with Display(quiet=as_json) as display:
         found = tune(
             model, data, space=space, output=output, trials=trials, objective=split(objective), pruner=pruner,
@@ -72,10 +67,17 @@ def command(
         from upshift.tuning.report import write_study_page
 
         write_study_page(html, found)
-    if as_json:
-        sys.stdout.write(found.to_json() + "\n")
-    else:
-        _print(found)
+    _print(found, as_json=as_json)
+
+
+def _check(html: Path | None) -> None:
+    """Before anything is searched."""
+    if installed_version("optuna") is None:
+        raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
+    if html is not None:
+        from upshift.benchmarking.page_document import check_page_path
+
+        check_page_path(html)
 
 
 class Display:
@@ -134,7 +136,10 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _print(found: Any) -> None:
+def _print(found: Any, *, as_json: bool) -> None:
+    if as_json:
+        sys.stdout.write(found.to_json() + "\n")
+        return
     several = len(found.objectives) > 1
     show.out.print(_table(found.best if several else found.best[:1]))
     states = [row.state for row in found.trials]

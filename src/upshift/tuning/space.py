@@ -66,7 +66,13 @@ class Range(Value):
 
 
 class Choices(Value):
-    choices: tuple[Choice, ...] = Field(min_length=1)
+    choices: tuple[Choice, ...]
+
+    @model_validator(mode="after")
+    def _some(self) -> Self:
+        if not self.choices:
+            raise ValueError("there is nothing to choose from")
+        return self
 
 
 class Space(Value):

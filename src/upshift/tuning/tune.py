@@ -18,7 +18,7 @@ from upshift.training.loop.events import Event
 from upshift.tuning.backends.optuna_space import draw
 from upshift.tuning.jobs import STEPS, Jobs
 from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
-from upshift.tuning.space import Space, make_space, read_space
+from upshift.tuning.space import make_space, read_space
 from upshift.tuning.study import Asked, open_study, reason_of, run_study
 from upshift.value import Value
 
@@ -83,10 +83,9 @@ def tune(
 
     Raises RequestError for what is asked wrongly, JobFailed where no trial came to its end."""
     began, progress, output = time.monotonic(), progress or Progress(), Path(output)
-    where = space if isinstance(space, dict) else read_space(Path(space))
-    wanted = where if isinstance(where, Space) else make_space(where)
+    wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
     objectives = find_objectives(tuple(objective))
-    fixed = {name: value for name, value in (arguments or {}).items() if value is not None}
+    fixed, seconds = _given(arguments), _seconds(max_hours, max_cost, price_per_hour)
     _check_at_once(jobs, request)
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
@@ -105,10 +104,13 @@ def tune(
         _keep_best(study, trial, runs)
         progress.ended(row_of(trial, objectives))
 
-    seconds = _seconds(max_hours, max_cost, price_per_hour)
     with runs:
         run_study(study, run_trial, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
     return found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
+
+
+def _given(arguments: dict[str, Any] | None) -> dict[str, Any]:
+    return {name: value for name, value in (arguments or {}).items() if value is not None}
 
 
 def found_in(study: optuna.Study, objectives: tuple[Objective, ...], *, seconds: float, runs: Jobs, storage: str | None) -> Found:
