@@ -27,12 +27,13 @@ def paths(tmp_path_factory) -> dict[str, str]:
     tokenizer.save_pretrained(folder / "model")
     (folder / "text.txt").write_text(TEXT * 2)
     (folder / "prompts.txt").write_text("once\nupon a time\n")
+    (folder / "space.yaml").write_text("learning_rate: {low: 1.0e-4, high: 1.0e-2, log: true}\n")
     return {
         "MODEL": str(folder / "model"), "PATH": str(folder / "text.txt"), "trained": str(folder / "trained"),
         "trained-xla": str(folder / "trained-xla"),
         "texts.txt": str(folder / "text.txt"), "rows.npy": str(folder / "rows.npy"),
         "prompts.txt": str(folder / "prompts.txt"), "answers.jsonl": str(folder / "answers.jsonl"),
-        "small": str(folder / "small"), "sharded": str(folder / "sharded"),
+        "small": str(folder / "small"), "space.yaml": str(folder / "space.yaml"), "sharded": str(folder / "sharded"),
     }  # fmt: skip
 
 
@@ -42,7 +43,7 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_the_commands():
-    shown = {"plan", "train", "inspect", "doctor", "shard", "encode", "generate", "quantize"}
+    shown = {"plan", "train", "inspect", "doctor", "shard", "encode", "generate", "quantize", "tune"}
     assert {line.split()[1] for line in commands()} == shown
 
 
@@ -53,6 +54,8 @@ def test_commands(line, paths, upshift):
         arguments += ["--max-steps", "2"]
     elif arguments[1] == "train":  # short, and without the minute of trials
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
+    if arguments[1] == "tune":  # the last --trials counts
+        arguments += ["--max-steps", "2", "--trials", "2", "--set", "torch_compile=off", "-o", paths["trained"] + "-tune"]
     if arguments[1] in ("encode", "generate"):  # without a race of all engines
         arguments += ["--engine", "torch"]
     if arguments[1] == "generate":
