@@ -39,6 +39,10 @@ class ForkServer:
         self._process, self._folder = process, folder
         self._log, self._read = folder / "log", 0
 
+    @property
+    def runs(self) -> bool:
+        return self._process.poll() is None
+
     def ask(self, request: Value, kind: type[V], *, limit_seconds: float) -> Iterator[V | Ending]:
         """The worker's answers as they come, and at last how it ended. Raises JobFailed where the server itself did."""
         assert self._process.stdin is not None and self._process.stdout is not None

@@ -63,7 +63,8 @@ class Jobs:
         try:
             yield server
         finally:
-            self._free.append(server)
+            if server.runs:
+                self._free.append(server)
 
     def __enter__(self) -> Jobs:
         return self

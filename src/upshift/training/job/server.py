@@ -23,6 +23,10 @@ class JobServer:
     def __init__(self, server: ForkServer) -> None:
         self._server = server
 
+    @property
+    def runs(self) -> bool:
+        return self._server.runs
+
     def run(self, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
         """As ``run_job`` does. What ``on_event`` raises ends the job at its next event, and is raised."""
         open_job(job, data)
