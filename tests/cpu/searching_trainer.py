@@ -13,6 +13,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, Trainin
 
 from upshift import Trainer
 
+FOUND = "found: "  # beside what Ray passes on of its workers
 CONFIG = {"hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "num_key_value_heads": 1, "num_hidden_layers": 2}
 SPACE = {"learning_rate": {"low": 1e-3, "high": 1e-1, "log": True}, "per_device_train_batch_size": [2, 4]}
 
@@ -48,10 +49,10 @@ def make_trainer(output: Path, report_to: list[str]) -> Trainer:
 def main(backend: str, output: Path) -> None:
     trainer = make_trainer(output, ["wandb"] if backend == "wandb" else [])
     if backend != "ray":
-        output.mkdir(parents=True)
+        output.mkdir(parents=True, exist_ok=True)  # the Trainer has made it where it keeps checkpoints
         trainer.add_callback(Tells(output / "told"))
     best = trainer.hyperparameter_search(hp_space=SPACE, n_trials=3, backend=backend)
-    print(json.dumps({"objective": best.objective, "hyperparameters": best.hyperparameters}))
+    print(FOUND + json.dumps({"objective": best.objective, "hyperparameters": best.hyperparameters}))
 
 
 if __name__ == "__main__":

@@ -18,6 +18,7 @@ import optuna
 import psutil
 import pytest
 from headless import opened
+from searching_trainer import FOUND, make_trainer
 from transformers import LlamaConfig
 
 from upshift.errors import JobFailed, NothingFits, RequestError
@@ -102,7 +103,8 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
         ({"pruner": "best"}, "pruner 'best' is not one of halving"),
         ({"max_cost": 1.0}, "--max-cost and --price-per-hour go together"),
         ({"jobs": 2, "fixed": ("num_processes=2",)}, "a trial of several ranks takes all cores"),
-        ({"space": {"learning_rate": [0.0]}, "trials": 1}, "no trial came to its end: .*learning_rate"),
+        ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: Input should be greater than 0"),
+        ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a smaller global batch"),
     ],
 )
 def test_what_is_refused(more: dict[str, Any], words: str, home: Path, tmp_path: Path) -> None:
@@ -178,7 +180,7 @@ def test_hyperparameter_search(backend: str, tmp_path: Path) -> None:
     alone = os.environ | {"WANDB_MODE": "offline", "RAY_USAGE_STATS_ENABLED": "0"}
     ended = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, cwd=tmp_path, env=alone)
     assert ended.returncode == 0, ended.stderr[-3000:]
-    best = json.loads(ended.stdout.strip().splitlines()[-1])
+    best = json.loads(ended.stdout.partition(FOUND)[2].splitlines()[0])
     assert 0 < best["objective"] < 4.2 and set(best["hyperparameters"]) == {"learning_rate", "per_device_train_batch_size"}
     if backend == "wandb":
         assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 3
@@ -187,8 +189,6 @@ def test_hyperparameter_search(backend: str, tmp_path: Path) -> None:
 
 
 def test_searches_that_are_refused(tmp_path: Path) -> None:
-    from searching_trainer import make_trainer
-
     trainer = make_trainer(tmp_path, [])
     for asked, words in (
         ({"backend": "sigopt"}, "SigOpt.*use backend='optuna'"),
