@@ -19,6 +19,7 @@ from upshift.cli import (
     launch,
     merge,
     plan,
+    profile,
     quantize,
     shard,
     train,
@@ -63,6 +64,7 @@ app.command("generate")(generate.command)
 app.command("quantize")(quantize.command)
 app.command("doctor")(doctor.command)
 app.command("compare-runs")(compare_runs.command)
+app.command("profile")(profile.command)
 app.command("inspect")(inspect.command)
 app.command("shard")(shard.command)
 app.command("merge")(merge.command)

@@ -128,4 +128,3 @@ def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:
 def write_all(descriptor: int, content: memoryview) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
-

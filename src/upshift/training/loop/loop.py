@@ -181,9 +181,14 @@ class TrainingLoop:
         self.losses.append(outcome.loss)
         self._tell(
             StepDone(
-                step=self.step, max_steps=self.arguments.max_steps, tokens=self.tokens[-1], loss=outcome.loss,
-                learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
-                tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self._seconds_left(),
+                step=self.step,
+                max_steps=self.arguments.max_steps,
+                tokens=self.tokens[-1],
+                loss=outcome.loss,
+                learning_rate=outcome.learning_rate,
+                gradient_norm=outcome.gradient_norm,
+                tokens_per_second=self.meter.recent_tokens_per_second,
+                seconds_left=self._seconds_left(),
                 resident_bytes=self.meter.resident_now(),
             )  # fmt: skip
         )
