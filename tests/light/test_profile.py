@@ -72,7 +72,9 @@ def test_a_device_waits_for_what_is_not_hidden() -> None:
 
 
 def test_recording_is_taken_off_and_the_step_is_whole() -> None:
-    account = Account({"matrix products": 2.0, "idle and dispatch": 4.0}, {}, {"matrix products": 10, "idle and dispatch": 90}, {})
+    account = Account(
+        {"matrix products": 2.0, "idle and dispatch": 4.0}, {}, {"matrix products": 10, "idle and dispatch": 90}, {}
+    )
     left = without_recording(account, profiled=6.0, plain=4.0)
     assert sum(left.values()) == pytest.approx(4.0)
     assert left["matrix products"] == pytest.approx(2.0, rel=1e-3)  # what recording takes is around small operators

@@ -15,7 +15,9 @@ from upshift.units import format_bytes, format_seconds
 NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
-def run(model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int, as_json: bool) -> None:
+def run(
+    model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int, as_json: bool
+) -> None:
     from upshift.loading.load import place_source
     from upshift.loading.placed import Where
     from upshift.models.source import find_model

@@ -93,9 +93,13 @@ def _tokenized(
     found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
     steps = max_steps or max(round(len(found.training) / global_batch * epochs), 1)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
-    source = BatchSource(sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed)
+    source = BatchSource(
+        sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed
+    )
     lengths = found.histogram
-    buckets = plan_buckets(lengths.lengths, lengths.counts, longest=lengths.longest, batch_size=global_batch, num_steps=steps)
+    buckets = plan_buckets(
+        lengths.lengths, lengths.counts, longest=lengths.longest, batch_size=global_batch, num_steps=steps
+    )
 
     def start(step: int) -> Iterator[Any]:
         return (batch.micro_batches[0].arrays for batch in source.batches(source.position_of_step(step)))

@@ -88,7 +88,9 @@ def load_source(
     model = build_empty(kind, config, made)
     if quantizer is not None:
         quantizer.preprocess_model(model=model, dtype=made, device_map={"": "cpu"}, checkpoint_files=None, use_kernels=False)
-    filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer)
+    filling = Filling(
+        model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer
+    )
     if where is not None:
         fill_placed(filling, checkpoint, where, lambda devices: finish(filling, source, devices), progress)
         return model

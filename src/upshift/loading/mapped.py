@@ -36,10 +36,8 @@ class Mapped:
         """``looked_up``: by rows, of which no neighbours are read ahead; these are mapped apart."""
         if stored.nbytes == 0:
             return torch.empty(shape_of(stored), dtype=dtype_of(stored))
-        return (
-            self.content(stored.file, stored.offset, stored.nbytes, looked_up=looked_up)
-            .view(dtype_of(stored))
-            .view(shape_of(stored))
+        return self.content(stored.file, stored.offset, stored.nbytes, looked_up=looked_up).view(dtype_of(stored)).view(
+            shape_of(stored)
         )
 
     def content(self, path: Path, offset: int, nbytes: int, *, looked_up: bool = False) -> Tensor:

@@ -25,7 +25,7 @@ def read_size(size: str | int) -> int:
 
 
 def read_device(device: str | int, host: Host) -> str:
-    """ "cpu", "disk", or a GPU as "cuda:0", of what a device_map or max_memory says. Raises RequestError."""
+    """"cpu", "disk", or a GPU as "cuda:0", of what a device_map or max_memory says. Raises RequestError."""
     text = str(device).strip().lower()
     if text in ("cpu", "disk"):
         return text

@@ -127,7 +127,9 @@ def bytes_read(readings: Sequence[Reading]) -> int:
     return sum(piece.nbytes for reading in readings for _, piece in reading.sources)
 
 
-def _intervals(model: PreTrainedModel, plan: dict[str, str], name: str, shape: torch.Size, rank: Rank) -> tuple[Intervals, ...]:
+def _intervals(
+    model: PreTrainedModel, plan: dict[str, str], name: str, shape: torch.Size, rank: Rank
+) -> tuple[Intervals, ...]:
     found: list[Intervals] = [((0, size),) for size in shape]
     path, _, last = name.rpartition(".")
     parameter = model.get_submodule(path)._parameters.get(last)

@@ -128,3 +128,4 @@ def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:
 def write_all(descriptor: int, content: memoryview) -> None:
     while content:
         content = content[os.write(descriptor, content) :]
+

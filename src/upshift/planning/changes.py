@@ -7,6 +7,7 @@ beyond goes with the number of operators. A kind that no term stands for, as wai
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,10 +88,16 @@ class Measured:
         return sum(self.of(candidate).values()) + candidate.time.one_time / self.workload.total_steps
 
 
-def find_changes(measured: Measured, *, legal: Any = lambda plan: True) -> list[Change]:
-    """The best of each choice that is worth saying, most gain first. ``legal``: whether a plan can run."""
+def find_changes(
+    measured: Measured, *, fixed: tuple[str, ...] = (), legal: Callable[[Plan], bool] = lambda plan: True
+) -> list[Change]:
+    """The best of each choice that is worth saying, most gain first. ``fixed``: fields that the user has decided.
+    ``legal``: whether a plan can run."""
     found: list[Change] = []
-    for choice, fields in FREE.items():
+    free = {choice: tuple(name for name in fields if name not in fixed) for choice, fields in FREE.items()}
+    for choice, fields in free.items():
+        if FREE[choice][0] in fixed:
+            continue
         for allow in ((), tuple(CHANGES_MATHEMATICS)):
             if allow and choice not in ("precision", "optimizer"):
                 continue
@@ -101,7 +108,9 @@ def find_changes(measured: Measured, *, legal: Any = lambda plan: True) -> list[
     return sorted(found, key=lambda change: -change.gain)
 
 
-def _best(measured: Measured, choice: str, fields: tuple[str, ...], allow: tuple[str, ...], legal: Any) -> Change | None:
+def _best(
+    measured: Measured, choice: str, fields: tuple[str, ...], allow: tuple[str, ...], legal: Callable[[Plan], bool]
+) -> Change | None:
     workload = measured.workload.changed(allow=tuple(dict.fromkeys((*measured.workload.allow, *allow))))
     plan, before = measured.candidate.plan, measured.total(measured.candidate)
     try:

@@ -42,7 +42,9 @@ def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrac
     stacks = tuple(
         StackTrace(
             plain=tuple(fused.layer(layer, again=0).model_copy(update={"compiled": kept}) for layer in stack.plain),
-            recomputed={way: tuple(fused.layer(layer, again=1) for layer in layers) for way, layers in stack.recomputed.items()},
+            recomputed={
+                way: tuple(fused.layer(layer, again=1) for layer in layers) for way, layers in stack.recomputed.items()
+            },
         )
         for stack in trace.stacks
     )

@@ -83,10 +83,8 @@ def micro_batch_terms(
         # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
-            if item.is_layer:
-                matmul += count * cost.matmul_flops.at(batch, sequence)
-            else:
-                outside += count * cost.matmul_flops.at(batch, sequence)
+            products = count * cost.matmul_flops.at(batch, sequence)
+            matmul, outside = matmul + products * item.is_layer, outside + products * (not item.is_layer)
             attention += count * cost.attention_flops.at(batch, plan.sequence_length) / ranks  # each query sees all keys
             moved += count * cost.moved_bytes.at(batch, sequence)
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)

@@ -202,7 +202,9 @@ def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Pat
 
 
 @torch.no_grad()
-def load_weights(directory: Path, model: nn.Module, stored: dict[str, Stored] | None = None, *, rounds: bool = False) -> None:
+def load_weights(
+    directory: Path, model: nn.Module, stored: dict[str, Stored] | None = None, *, rounds: bool = False
+) -> None:
     """Of a checkpoint of any ranks, into what this rank has. ``rounds``: as of ``fill``."""
     stored = stored or read_pieces(directory)
     ignored = set(getattr(base_of(parts_of(model)[0]), "_keys_to_ignore_on_save", None) or ())
@@ -247,7 +249,9 @@ def load_parts(
             fill(part, piece, master if kind == "optimizer" else name, stored[kind], directory)
 
 
-def _state(part: Tensor, piece: Piece, full_name: str, stored: Stored, directory: Path, group: dict[str, Any]) -> Tensor:
+def _state(
+    part: Tensor, piece: Piece, full_name: str, stored: Stored, directory: Path, group: dict[str, Any]
+) -> Tensor:
     first, source = stored[full_name][0]
     if first.shape != piece.shape:  # a number of the whole parameter, such as its count of steps
         return placed(read_tensor(source).clone(), full_name.rpartition(".")[2], part, group)

@@ -102,7 +102,9 @@ def _describe_host(store: Store, ranks: Ranks) -> Host | None:
         return None
     host = find_host(None)
     if len(firsts) > 1:
-        dist.init_process_group("gloo", store=PrefixStore("hosts", store), rank=firsts.index(ranks.rank), world_size=len(firsts))
+        dist.init_process_group(
+            "gloo", store=PrefixStore("hosts", store), rank=firsts.index(ranks.rank), world_size=len(firsts)
+        )
         host = host.changed(inter_node=measure_link())
         dist.barrier()
         dist.destroy_process_group()

@@ -179,19 +179,13 @@ class TrainingLoop:
         self.position = batch.next_position
         self.tokens.append(self.tokens[-1] + outcome.num_tokens)
         self.losses.append(outcome.loss)
-        self._tell(
-            StepDone(
-                step=self.step,
-                max_steps=self.arguments.max_steps,
-                tokens=self.tokens[-1],
-                loss=outcome.loss,
-                learning_rate=outcome.learning_rate,
-                gradient_norm=outcome.gradient_norm,
-                tokens_per_second=self.meter.recent_tokens_per_second,
-                seconds_left=self._seconds_left(),
-                resident_bytes=self.meter.resident_now(),
-            )  # fmt: skip
-        )
+        done = StepDone(
+            step=self.step, max_steps=self.arguments.max_steps, tokens=self.tokens[-1], loss=outcome.loss,
+            learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
+            tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self._seconds_left(),
+            resident_bytes=self.meter.resident_now(),
+        )  # fmt: skip
+        self._tell(done)
 
     def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
         autopsy = examine(

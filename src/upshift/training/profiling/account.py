@@ -24,8 +24,8 @@ _PRODUCTS = {
     "mkldnn_linear_backward_weights", "mkldnn_linear_backward_input",
 }  # fmt: skip
 _NO_WORK = {  # of their own: views, bookkeeping, and operators whose work is in the operators inside
-    "t", "transpose", "transpose_", "view", "reshape", "_reshape_alias", "_unsafe_view", "expand", "as_strided", "slice", "select",
-    "unsqueeze", "unsqueeze_", "squeeze", "squeeze_", "permute", "detach", "detach_", "alias", "empty", "empty_like",
+    "t", "transpose", "transpose_", "view", "reshape", "_reshape_alias", "_unsafe_view", "expand", "as_strided", "slice",
+    "select", "unsqueeze", "unsqueeze_", "squeeze", "squeeze_", "permute", "detach", "detach_", "alias", "empty", "empty_like",
     "empty_strided", "resize_", "split", "chunk", "unbind", "narrow", "lift_fresh", "result_type", "item", "is_nonzero",
     "_local_scalar_dense", "linear", "matmul", "einsum", "to", "_to_copy", "contiguous", "zeros", "ones", "new_empty",
     "new_zeros", "zeros_like", "ones_like", "flatten", "unflatten", "_has_compatible_shallow_copy_type", "set_",

@@ -1,4 +1,4 @@
-"""Profiles what ``upshift train`` would run: the same data, plan and loop, a few steps of it, and what the planner makes of them."""
+"""Profiles what ``upshift train`` would run: a few steps of the same data, plan and loop, and what the planner makes of them."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from typing import Any
 
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
-from upshift.models.profile import ModelProfile
-from upshift.models.store import profile_model
 from upshift.planning.changes import Change, Measured, find_changes
 from upshift.planning.cost.memory import PHASES
 from upshift.planning.cost.time import tokens_per_step
@@ -18,7 +16,6 @@ from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
 from upshift.planning.roofline import HEAD, roofline
-from upshift.planning.variants import variants_for
 from upshift.settings import read_ranks
 from upshift.training.arguments import Arguments
 from upshift.training.job.job import check_job
@@ -71,7 +68,7 @@ def profile(
     run_in_processes(job, prepared.data, watcher.event, module=WORKER)
     (output / RUN_NAME).unlink()  # of a run that trains: there is none to resume
     ranks = tuple(RankProfile.from_file(output / RANK_FILE.format(rank)) for rank in range(job.plan.num_processes))
-    report = _report(prepared, ranks, output)
+    report = _report(prepared, ranks, output, tuple(text.partition("=")[0] for text in request.get("fixed", ())))
     (output / REPORT_FILE).write_text(report.to_json(indent=1), encoding="utf-8")
     return report
 
@@ -87,9 +84,9 @@ def _empty(output: Path) -> None:
     output.mkdir(parents=True)
 
 
-def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path) -> ProfileReport:
+def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path, fixed: tuple[str, ...]) -> ProfileReport:
     planning, plan = prepared.planning, prepared.plan
-    profile = _traced(prepared)
+    profile = planning.profile
     candidate = cost_plan(plan, host=planning.host, profile=profile, workload=planning.workload)
     if isinstance(candidate, Rejected):
         raise RequestError(f"the planner has no prediction for this plan: {candidate.reason}")
@@ -102,30 +99,20 @@ def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path) ->
         model=str(prepared.source.config["model_type"]), host=planning.host.name, plan=plan, label=plan.label(), step_ms=step_ms,
         roofline_ms=1000 * sum(bound.values()), predicted_ms=predicted.step_ms.p50 if predicted.step_ms else None,
         tokens_per_second=1000 * tokens_per_step(profile, planning.workload) / step_ms, kinds=kinds, binding_term=term,
-        binding_words=words, changes=tuple(_changes(prepared, profile, candidate, ranks)[:NUM_CHANGES]), memory=memory,
+        binding_words=words, changes=tuple(_changes(prepared, candidate, ranks, fixed)[:NUM_CHANGES]), memory=memory,
         resident_gib=max(rank.resident_gib for rank in ranks), predicted_resident_gib=predicted.resident_gib, ranks=ranks,
         folder=str(output), findings=tuple(findings_of(ranks, kinds, memory)),
     )  # fmt: skip
 
 
-def _traced(prepared: Prepared) -> ModelProfile:
-    """With what other plans are costed by, too: what the user fixed was not traced otherwise."""
-    planning = prepared.planning
-    plan = prepared.plan
-    ranks = {"num_processes": plan.num_processes, **plan.layout.model_dump()} if plan.num_processes > 1 else {}
-    fixed = tuple(f"{name}={value}" for name, value in ranks.items())  # other layouts' traces take minutes
-    variants = variants_for(planning.host, planning.workload, fixed)
-    return profile_model(prepared.source, sequence_length=planning.workload.sequence_length, variants=variants)
-
-
-def _changes(prepared: Prepared, profile: ModelProfile, candidate: Candidate, ranks: tuple[RankProfile, ...]) -> list[Change]:
+def _changes(prepared: Prepared, candidate: Candidate, ranks: tuple[RankProfile, ...], fixed: tuple[str, ...]) -> list[Change]:
     planning = prepared.planning
     seconds = {kind: ms / 1000 for kind, ms in mean_kinds(ranks).items() if kind != HEAD}
     for rank in ranks:  # the head's work is among the products where plans are costed
         for kind, ms in rank.head_ms.items():
             seconds[kind] += ms / 1000 / len(ranks)
-    measured = Measured(planning.host, profile, planning.workload, candidate, seconds)
-    return find_changes(measured, legal=lambda plan: _can_run(prepared, planning, candidate, plan))
+    measured = Measured(planning.host, planning.profile, planning.workload, candidate, seconds)
+    return find_changes(measured, fixed=fixed, legal=lambda plan: _can_run(prepared, planning, candidate, plan))
 
 
 def _can_run(prepared: Prepared, planning: Planning, candidate: Candidate, plan: Plan) -> bool:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -60,7 +60,7 @@ class ProfiledLoop(TrainingLoop):
         self._tell(Started(self.step, self.arguments.max_steps, 0, self.num_parameters, self.plan.label(), None))
         batches = self.source.batches(self.position)
         plain: list[float] = []
-        compiled = 0
+        compiled, on_device = 0, self.plan.device == "cuda"
         for number in range(max(self.arguments.max_steps, SETTLING + 1)):
             if number == SETTLING:
                 compiled = compiled_so_far()
@@ -69,14 +69,14 @@ class ProfiledLoop(TrainingLoop):
         resident = resident_peak_bytes()
         with _marked_head(self.stepper.model, self._marks_head()):
             memory = self._memory(batches)
-            recorded = _Recording(self.plan.device)
-            with recorded:
+            activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_device else [])]
+            with profile(activities=activities) as recorded:
                 for _ in range(PROFILED):
                     self._marked_step(batches)
         folder = Path(self.output)
         trace = folder / TRACE_FILE.format(self.rank)
-        recorded.profiler.export_chrome_trace(str(trace))
-        account = recorded.account()
+        recorded.export_chrome_trace(str(trace))
+        account = _account(recorded, on_device=on_device)
         step = median(plain[SETTLING:])
         seconds = sum(account.seconds.values())
         each = recording_seconds(account, profiled=seconds, plain=step * PROFILED)
@@ -84,7 +84,7 @@ class ProfiledLoop(TrainingLoop):
         return RankProfile(
             rank=self.rank, step_ms=1000 * step, recorded_ms=1000 * seconds / PROFILED, num_steps=PROFILED,
             kinds_ms={kind: 1000 * value / PROFILED for kind, value in kinds.items()}, head_ms=_head(account, kinds),
-            operators=_operators(account, each, on_device=recorded.on_device), memory_gib=memory,
+            operators=_operators(account, each, on_device=on_device), memory_gib=memory,
             resident_gib=gib(resident), first_step_seconds=plain[0], compiled=compiled_so_far() - compiled,
             why_compiled=why_compiled(), trace=trace.name,
         )  # fmt: skip
@@ -125,31 +125,17 @@ class ProfiledLoop(TrainingLoop):
         return self.plan.layout.pipeline_parallel == 1 and self.plan.torch_compile != "model"
 
 
-class _Recording:
-    def __init__(self, device: str) -> None:
-        self.on_device = device == "cuda"
-        activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self.on_device else [])]
-        self.profiler = profile(activities=activities)
-
-    def __enter__(self) -> None:
-        self.profiler.__enter__()
-
-    def __exit__(self, *error: Any) -> None:
-        self.profiler.__exit__(*error)
-
-    def account(self) -> Account:
-        events = _events(self.profiler)
-        if self.on_device:
-            there = [event for event in events if event.device_type() != torch.autograd.DeviceType.CPU]
-            ranges = {name: [_span(event) for event in there if event.name() == name] for name in (STEP_RANGE, UPDATE_RANGE)}
-            kernels = [
-                _span(event) for event in there if not event.name().startswith("upshift.") and not event.is_user_annotation()
-            ]
-            return device_time(kernels, ranges[UPDATE_RANGE], ranges[STEP_RANGE])
-        here = next(event.start_thread_id() for event in events if event.name() == STEP_RANGE)
-        own = [_span(event) for event in events if event.start_thread_id() == here and not event.is_async()]
-        exchanges = [_span(event) for event in events if event.name().startswith(("gloo:", "nccl:"))]
-        return HostTime([span for span in own if not span.name.startswith("gloo:")], exchanges).account()
+def _account(profiler: profile, *, on_device: bool) -> Account:
+    events = _events(profiler)
+    if on_device:
+        there = [event for event in events if event.device_type() != torch.profiler.DeviceType.CPU]
+        ranges = {name: [_span(event) for event in there if event.name() == name] for name in (STEP_RANGE, UPDATE_RANGE)}
+        kernels = [_span(event) for event in there if not event.name().startswith("upshift.") and not event.is_user_annotation()]
+        return device_time(kernels, ranges[UPDATE_RANGE], ranges[STEP_RANGE])
+    here = next(event.start_thread_id() for event in events if event.name() == STEP_RANGE)
+    own = [_span(event) for event in events if event.start_thread_id() == here and not event.is_async()]
+    exchanges = [_span(event) for event in events if event.name().startswith(("gloo:", "nccl:"))]
+    return HostTime([span for span in own if not span.name.startswith("gloo:")], exchanges).account()
 
 
 def _events(profiler: profile) -> list[Any]:
@@ -185,15 +171,13 @@ def _marked_head(model: PreTrainedModel, marks: bool) -> Iterator[None]:
     if not marks or body is whole:
         yield
         return
-    ranges: list[record_function] = []
+    ranges = ExitStack()
 
     def begin(*_: Any) -> None:
-        ranges.append(record_function(HEAD_RANGE))
-        ranges[-1].__enter__()
+        ranges.enter_context(record_function(HEAD_RANGE))
 
     def end(*_: Any) -> None:
-        while ranges:
-            ranges.pop().__exit__(None, None, None)
+        ranges.close()
 
     handles = [body.register_forward_hook(begin), whole.register_forward_hook(end, always_call=True)]
     try:

@@ -103,3 +103,5 @@ def _write(texts: Any, tokens: Any, number: Any) -> Any:
     """``tokens`` [B, C] as the one with this number of ``texts`` [B, C, N]."""
     here = tf.range(texts.shape[-1]) == number
     return tf.where(here[None, None], tokens[:, :, None], texts)
+
+

@@ -158,3 +158,5 @@ def _padded(prompts: Sequence[Sequence[int]], width: int, *, left: bool) -> tupl
 def _text(tokens: list[int], options: XlaGeneration) -> list[int]:
     end = next((place for place, token in enumerate(tokens) if token in options.eos_token_id), len(tokens) - 1)
     return tokens[: end + 1]
+
+

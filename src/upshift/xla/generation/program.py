@@ -17,14 +17,18 @@ from upshift.xla.generation.passes import DecoderOnly, EncoderDecoder, Weights
 Passes = DecoderOnly | EncoderDecoder
 
 
-def generate(passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling) -> Any:
+def generate(
+    passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling
+) -> Any:
     """Tokens [R, N] of prompts [R, P], ``fill`` behind those that end a text."""
     if options.num_beams > 1:
         return _searched(passes, options, fill, weights, ids, mask)
     return _chosen(passes, options, fill, weights, ids, mask, sampling)
 
 
-def _chosen(passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling) -> Any:
+def _chosen(
+    passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling
+) -> Any:
     new = options.max_new_tokens
 
     def choose(logits: Any, number: Any, done: Any) -> tuple[Any, Any]:

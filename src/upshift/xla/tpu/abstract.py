@@ -115,7 +115,9 @@ def _weights(model: Any) -> list[_Input]:
     return [_Input(name, "weights", specs[name]) for name in first]
 
 
-def _program(run: Callable[..., Any], inputs: Sequence[_Input], *, num_results: int, rows: int, model: Any) -> Program:
+def _program(
+    run: Callable[..., Any], inputs: Sequence[_Input], *, num_results: int, rows: int, model: Any
+) -> Program:
     function = tf.function(run, jit_compile=True, autograph=False)
     hlo = function.experimental_get_compiler_ir(*(one.spec for one in inputs))(stage="hlo_serialized")
     arguments = tuple(

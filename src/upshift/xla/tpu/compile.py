@@ -83,7 +83,9 @@ def compile_for_tpu(
         answer = _ask(request, where, Path(folder))
     if answer.problem is not None:
         _refuse(answer.problem, where)
-    sizes = {part: sum(one.num_bytes for one in program.arguments if one.part == part) for part in ("weights", "optimizer")}
+    sizes = {
+        part: sum(one.num_bytes for one in program.arguments if one.part == part) for part in ("weights", "optimizer")
+    }
     compute, traffic = _roofline(answer, where, kind=kind, parameters=program.num_parameters, weights=sizes["weights"],
                                  tokens=rows * length // where.chips, steps=max_new_tokens - 1)  # fmt: skip
     made = TpuProgram(
