@@ -31,8 +31,8 @@ def command(
     as_json: Json = False,
 ) -> None:
     """Load a server of OpenAI's addresses (Upshift's or another) in open loop: answers that are late do not delay questions."""
-    if installed_version("httpx") is None:
-        raise MissingExtra(library="httpx", extra="serve", purpose="upshift load-test")
+    if installed_version("httpx2") is None:
+        raise MissingExtra(library="httpx2", extra="serve", purpose="upshift load-test")
     from upshift.serving.load.run import load_test
     from upshift.serving.load.traffic import Traffic
 

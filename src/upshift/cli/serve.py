@@ -59,7 +59,7 @@ def command(
     serve(
         requests, Address(host, port), limits,
         memory_bytes=None if max_memory is None else int(max_memory * GIB),
-        on_ready=_tell_ready, on_open=lambda url: show.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)"),
+        on_ready=_tell_ready, on_open=_tell_open,
     )  # fmt: skip
 
 
@@ -104,6 +104,10 @@ def _keys(path: Path | None) -> tuple[str, ...]:
     if not keys:
         raise RequestError(f"--api-key-file {path} has no key; write a key a line")
     return keys
+
+
+def _tell_open(url: str) -> None:
+    show.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)", soft_wrap=True)
 
 
 def _tell_ready(name: str, ready: Any) -> None:

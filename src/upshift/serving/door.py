@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import signal
 import socket
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -57,26 +58,31 @@ async def _serve(
     on_ready: Callable[[str, Ready], None],
     on_open: Callable[[str], None],
 ) -> None:
-    web = uvicorn.Server(config)
-    with web.capture_signals():
-        starting = asyncio.create_task(server.served.start())
-        while not starting.done() and not web.should_exit:
-            await asyncio.wait({starting}, timeout=0.1)
-        if web.should_exit:
+    ended = asyncio.Event()
+    _end_by_signals(ended)
+    starting, ending = asyncio.create_task(server.served.start()), asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.is_set():
             starting.cancel()
-            await server.served.stop()
             return
-        try:
-            starting.result()
-        except BaseException:
-            await server.served.stop()
-            raise
+        starting.result()
         for name, engine in server.served.engines.items():
             if engine.ready is not None:
                 on_ready(name, engine.ready)
         host, port = listening.getsockname()[:2]
         on_open(f"http://{host}:{port}")
-        await web.serve(sockets=[listening])
+        await uvicorn.Server(config).serve(sockets=[listening])
+    finally:
+        ending.cancel()
+        await server.served.stop()
+
+
+def _end_by_signals(ended: asyncio.Event) -> None:
+    """Before uvicorn takes signals over, and when it gives them back: it raises again what ended it, which is no failure."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ended.set))
 
 
 def _listen(address: Address) -> socket.socket:

@@ -117,6 +117,8 @@ class Generating:
         generator = self.generator
         said: Any = asked.prompt
         ids: list[int] = list(said) if _is_ids(said) else generator.prompts.of([said])[0]
+        if max(ids) >= generator.vocabulary:
+            raise RequestError(f"token {max(ids)} is not one of the model's {generator.vocabulary:,}")
         given = dict(asked.options)
         if given.get("max_new_tokens") is None:
             room = None if generator.longest is None else generator.longest - len(ids)

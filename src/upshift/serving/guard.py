@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from upshift.serving.app import Server
 
 logger = logging.getLogger(__name__)
-OPEN = ("/", "/health")  # without a key
+OPEN = ("/", "/health", "/docs", "/openapi.json")  # without a key
 KNOWN = ("/", "/health", "/metrics", "/docs", "/openapi.json")  # beside those below /v1
 
 

@@ -25,6 +25,7 @@ from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
+from upshift.models.build import read_config
 from upshift.models.generation_config import start_token
 
 SAMPLE_PROMPTS = 8  # of a race
@@ -171,6 +172,11 @@ class Generator:
         """Of all sequences together, that have room beside the model; None where nothing says how much memory there is."""
         known = room(computing_host(stored_for(self.source)), self._max_memory)
         return None if known is None else int(CACHE_SHARE * known / cache_bytes(self.source))
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        return int(read_config(self.source).get_text_config(decoder=True).vocab_size)
 
     @property
     def decoder(self) -> Decoder:

@@ -6,7 +6,7 @@ import json
 import time
 from typing import Any
 
-import httpx
+import httpx2
 
 from upshift.value import Value
 
@@ -35,7 +35,7 @@ class Asked(Value):
         return (self.seconds - self.first_seconds) / (self.tokens - 1)
 
 
-async def ask(client: httpx.AsyncClient, model: str, prompt: str, max_tokens: int, *, due: float, start: float) -> Asked:
+async def ask(client: httpx2.AsyncClient, model: str, prompt: str, max_tokens: int, *, due: float, start: float) -> Asked:
     """``due`` seconds after ``start`` (of ``time.perf_counter``), which may be past: the delay counts."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     told: dict[str, Any] = {"status": 0, "due": due}
@@ -46,12 +46,12 @@ async def ask(client: httpx.AsyncClient, model: str, prompt: str, max_tokens: in
                 told["why"] = _reason(await answer.aread())
             else:
                 await _follow(answer, told, start + due)
-    except httpx.HTTPError as error:
+    except httpx2.HTTPError as error:
         told |= {"status": 0, "why": f"{type(error).__name__}: {error}"}
     return Asked(**told, seconds=time.perf_counter() - start - due)
 
 
-async def _follow(answer: httpx.Response, told: dict[str, Any], start: float) -> None:
+async def _follow(answer: httpx2.Response, told: dict[str, Any], start: float) -> None:
     events = 0
     async for line in answer.aiter_lines():
         if not line.startswith("data:"):

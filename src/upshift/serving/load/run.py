@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import httpx
+import httpx2
 
 from upshift.errors import JobFailed, RequestError
 from upshift.serving.load.client import Asked, ask
@@ -61,8 +61,8 @@ async def _load_test(
     url: str, traffic: Traffic, model: str | None, key: str | None, promised: float | None, on_phase: Callable[[Phase], None]
 ) -> LoadTest:
     headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-    limits = httpx.Limits(max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_CONNECTIONS)
-    async with httpx.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=TIMEOUT_SECONDS) as client:
+    limits = httpx2.Limits(max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_CONNECTIONS)
+    async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=TIMEOUT_SECONDS) as client:
         name = await _model(client, url, model)
         said = await _promise(client, name)
         promised = promised if promised is not None else said.get("promised_ttft_ms")
@@ -80,11 +80,11 @@ async def _load_test(
     )  # fmt: skip
 
 
-async def _model(client: httpx.AsyncClient, url: str, model: str | None) -> str:
+async def _model(client: httpx2.AsyncClient, url: str, model: str | None) -> str:
     try:
         answer = await client.get("/v1/models")
         names = [one["id"] for one in answer.raise_for_status().json()["data"]]
-    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError) as error:
+    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError) as error:
         raise RequestError(f"no server of OpenAI's addresses answers at {url}: {error or type(error).__name__}") from None
     if model is None and len(names) == 1:
         return str(names[0])
@@ -93,17 +93,17 @@ async def _model(client: httpx.AsyncClient, url: str, model: str | None) -> str:
     return str(model)
 
 
-async def _promise(client: httpx.AsyncClient, model: str) -> dict[str, Any]:
+async def _promise(client: httpx2.AsyncClient, model: str) -> dict[str, Any]:
     """Of an Upshift server; of another one nothing."""
     try:
         answer = await client.get("/health")
         found = answer.json().get("models", {}).get(model, {})
-    except (httpx.HTTPError, ValueError, AttributeError):
+    except (httpx2.HTTPError, ValueError, AttributeError):
         return {}
     return found if isinstance(found, dict) else {}
 
 
-async def _ask_all(client: httpx.AsyncClient, model: str, traffic: Traffic, rate: float) -> tuple[list[Asked], float]:
+async def _ask_all(client: httpx2.AsyncClient, model: str, traffic: Traffic, rate: float) -> tuple[list[Asked], float]:
     start, asking = time.perf_counter(), []
     for arrival in arrivals(traffic, rate):
         await asyncio.sleep(max(start + arrival.at - time.perf_counter(), 0.0))
