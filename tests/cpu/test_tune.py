@@ -149,7 +149,7 @@ def test_a_killed_study_runs_its_trial_again(tmp_path: Path, monkeypatch: pytest
     wait(lambda: (tmp_path / "study.db").exists() and any(t.state.name == "RUNNING" for t in new_study(tmp_path).trials))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    monkeypatch.setattr("upshift.tuning.study.GRACE_SECONDS", 1)
+    monkeypatch.setattr("upshift.tuning.storage.GRACE_SECONDS", 1)
     time.sleep(2)
     study = new_study(tmp_path)
     run_study(study, lambda asked: [asked.trial.suggest_float("x", 0, 1)], trials=3)
