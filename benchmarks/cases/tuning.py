@@ -53,7 +53,7 @@ class Size:
     hidden_size: int
 
 
-FULL = Size(27, 180, 16, 64, 64)
+FULL = Size(27, 180, 16, 128, 96)
 QUICK = Size(4, 9, 4, 32, 32)
 
 

@@ -14,7 +14,7 @@ from transformers import BertConfig, LlamaConfig
 from upshift.training.data.corpus import read_corpus
 
 VOCABULARY, LAYERS, HEADS = 1024, 2, 2
-PACKAGES = ("asyncio", "ctypes", "distutils", "email", "encodings", "idlelib", "importlib", "lib2to3", "multiprocessing", "test")
+PACKAGES = ("asyncio", "ctypes", "distutils", "email", "encodings", "idlelib", "importlib", "lib2to3", "multiprocessing")
 SPARE = 1.25  # rows over those of one epoch: some are held out
 LARGE, MEMORY_GIB = 16384, 1.5  # tokens of a sequence that does not fit in so much
 
@@ -51,27 +51,29 @@ def write_llama(folder: Path, tokenizer: Any, hidden_size: int, *, positions: in
 
 
 def write_classifier(folder: Path, size: Any) -> tuple[str, str]:
-    """Which package a piece of a file is from. Files, not pieces, are divided among training and evaluation."""
+    """Which package a piece of a file is from. Files, not pieces, are divided among training and evaluation. No dropout: what
+    it drops would depend on how often is evaluated."""
     root = Path(sysconfig.get_paths()["stdlib"])
     there = [name for name in PACKAGES if (root / name).is_dir()]
     tokenizer = cached_tokenizer(list(library()), VOCABULARY)
-    chance, length = np.random.default_rng(0), size.sequence_length
+    chance, length, wanted = np.random.default_rng(0), size.sequence_length, size.steps * size.global_batch
     pieces: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
     for label, name in enumerate(there):
+        of_package: dict[bool, list[dict[str, Any]]] = {True: [], False: []}
         for number, path in enumerate(sorted((root / name).glob("*.py"))):
             ids = tokenizer(path.read_text(encoding="utf-8", errors="replace"))["input_ids"]
             starts = range(0, len(ids) - length, length)
-            pieces[number % 5 == 0] += [{"input_ids": ids[start : start + length], "labels": label} for start in starts]
-    wanted = size.steps * size.global_batch
-    rows = {
-        "train": shuffled(pieces[False], chance)[:wanted],
-        "evaluation": shuffled(pieces[True], chance)[: max(wanted // 16, 16)],
-    }
+            of_package[number % 5 == 0] += [{"input_ids": ids[start : start + length], "labels": label} for start in starts]
+        for held_out, rows_of in of_package.items():  # no package has more than its share
+            pieces[held_out] += shuffled(rows_of, chance)[: wanted // len(there)]
+    evaluation = shuffled(pieces[True], chance)[: max(wanted // 16, 16)]
+    rows = {"train": shuffled(pieces[False], chance), "evaluation": evaluation}
     data = folder / "data.json"
     data.write_text(json.dumps(rows))
     BertConfig(
         vocab_size=len(tokenizer), hidden_size=size.hidden_size, intermediate_size=3 * size.hidden_size,
         num_hidden_layers=LAYERS, num_attention_heads=HEADS, max_position_embeddings=length, num_labels=len(there),
+        hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0,
         architectures=["BertForSequenceClassification"],
     ).save_pretrained(folder / "classifier")  # fmt: skip
     return str(folder / "classifier"), str(data)
