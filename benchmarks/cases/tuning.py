@@ -54,7 +54,7 @@ class Size:
 
 
 FULL = Size(27, 180, 16, 128, 96)
-QUICK = Size(4, 9, 4, 32, 32)
+QUICK = Size(4, 18, 4, 32, 32)
 
 
 def draw_points(space: dict[str, Any], count: int, seed: int) -> list[dict[str, Any]]:

@@ -15,6 +15,7 @@ from upshift.training.data.corpus import read_corpus
 
 VOCABULARY, LAYERS, HEADS = 1024, 2, 2
 PACKAGES = ("asyncio", "ctypes", "distutils", "email", "encodings", "idlelib", "importlib", "lib2to3", "multiprocessing")
+HELD_OUT = 64  # rows of the classifier
 SPARE = 1.25  # rows over those of one epoch: some are held out
 LARGE, MEMORY_GIB = 16384, 1.5  # tokens of a sequence that does not fit in so much
 
@@ -66,7 +67,7 @@ def write_classifier(folder: Path, size: Any) -> tuple[str, str]:
             of_package[number % 5 == 0] += [{"input_ids": ids[start : start + length], "labels": label} for start in starts]
         for held_out, rows_of in of_package.items():  # no package has more than its share
             pieces[held_out] += shuffled(rows_of, chance)[: wanted // len(there)]
-    evaluation = shuffled(pieces[True], chance)[: max(wanted // 16, 16)]
+    evaluation = shuffled(pieces[True], chance)[:HELD_OUT]
     rows = {"train": shuffled(pieces[False], chance), "evaluation": evaluation}
     data = folder / "data.json"
     data.write_text(json.dumps(rows))

@@ -17,6 +17,7 @@ from typing import Any
 import optuna
 import psutil
 import torch
+from optuna.trial import TrialState
 from trainer_run import RecordingTrainer, held_out_loss, ordered_rows
 from transformers import (
     AutoConfig,
@@ -37,7 +38,7 @@ from upshift.training.data.training_data import prepare_data
 from upshift.training.prepare import load_or_build
 from upshift.tuning.tune import Progress, Row, tune
 
-NAME, EVALUATIONS, REDUCTION = "study", 9, 3
+NAME, EVALUATIONS, REDUCTION = "study", 18, 3  # a trial may end after 1, 3 and 9 evaluations of 18
 FORK_SERVER = "upshift.fork_server_process"
 GIB = 2**30
 Answer = dict[str, Any]
@@ -129,12 +130,18 @@ def with_upshift(request: dict[str, Any], folder: str) -> Answer:
         search_lm(request, folder, storage)
     else:
         search_classifier(request, folder, storage)
-    last = [max(trial.intermediate_values, default=0) for trial in study.trials]
-    scale = request["steps"] // EVALUATIONS if request["task"] == "lm" else 1  # there evaluations are counted, not steps
-    steps = [
-        request["steps"] if trial.value is not None else scale * seen for trial, seen in zip(study.trials, last, strict=True)
-    ]
-    return {"values": {trial.number: trial.value for trial in study.trials}, "steps": sum(steps)}
+    every = request["steps"] // EVALUATIONS if request["task"] == "lm" else 1  # there evaluations are counted, not steps
+    steps = {
+        trial.number: request["steps"] if is_complete(trial) else every * max(trial.intermediate_values, default=0)
+        for trial in study.trials
+    }
+    values = {trial.number: trial.value if is_complete(trial) else None for trial in study.trials}
+    seen = {trial.number: trial.intermediate_values for trial in study.trials}
+    return {"values": values, "steps": sum(steps.values()), "steps_of": steps, "seen": seen}
+
+
+def is_complete(trial: optuna.trial.FrozenTrial) -> bool:
+    return trial.state is TrialState.COMPLETE
 
 
 def search_lm(request: dict[str, Any], folder: str, storage: str) -> None:

@@ -18,6 +18,7 @@ from optuna.trial import TrialState
 
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.tuning.objectives import Direction
+from upshift.tuning.sampling import ByNumber
 from upshift.tuning.storage import persistent, without_warnings
 
 REASON, IDENTITY = "reason", "identity"
@@ -43,7 +44,7 @@ RunTrial = Callable[[Asked], Sequence[float]]  # raises NothingFits where it wou
 
 
 def open_study(
-    *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int, jobs: int,
+    *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int,
     identity: dict[str, Any],
 ) -> optuna.Study:  # fmt: skip
     """The study of that name, made where there is none. ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or
@@ -54,7 +55,7 @@ def open_study(
     with without_warnings():
         study = optuna.create_study(
             study_name=name, storage=persistent(storage, folder), directions=list(directions), load_if_exists=True,
-            sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=jobs > 1), pruner=PRUNERS[pruner](),
+            sampler=ByNumber(seed), pruner=PRUNERS[pruner](),
         )  # fmt: skip
     _check_identity(study, identity)
     return study

@@ -102,7 +102,7 @@ def tune(
     _check_at_once(jobs, request)
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
-        seed=seed, jobs=jobs,
+        seed=seed,
         identity={
             "model": model, "data": data, "space": wanted.model_dump(), "objectives": [one.name for one in objectives],
             "arguments": fixed, "request": {name: value for name, value in request.items() if name != "trial_seconds"},
