@@ -29,6 +29,7 @@ from upshift.tuning.tune import Found, tune
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
 SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "global_batch": [4, 4096], "warmup_steps": [0, 2]}
+CHEAP = ("torch_compile=off", "precision=fp32")  # little is traced
 HP_SCRIPT = Path(__file__).with_name("searching_trainer.py")
 
 
@@ -48,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def searched(home: Path, output: Path, **more: Any) -> Found:
     options: dict[str, Any] = {"space": SPACE, "trials": 6, "from_config": True, "sequence_length": 32, "trial_seconds": 0.0}
-    options |= {"arguments": {"max_steps": 9, "seed": 1}, "evaluations": 3}
+    options |= {"arguments": {"max_steps": 9, "seed": 1}, "evaluations": 3, "fixed": CHEAP}
     return tune(str(home / "llama"), str(home / "data.jsonl"), output=output, **options | more)
 
 

@@ -14,7 +14,7 @@ import optuna
 import pytest
 import torch
 from optuna.distributions import CategoricalDistribution, FloatDistribution
-from test_tune import home, new_study, searched  # noqa: F401  home is a fixture
+from test_tune import CHEAP, home, new_study, searched  # noqa: F401  home is a fixture
 from typer.testing import CliRunner
 
 from upshift.cli.main import app
@@ -34,6 +34,7 @@ def shared(home: Path) -> tuple[str, str, Path]:  # noqa: F811
         "tune", str(home / "llama"), "--data", str(home / "data.jsonl"), "--space", str(home / "space.yaml"), "--from-config",
         "-o", str(home / "shared"), "--trials", "4", "--max-steps", "9", "--evaluations", "3", "--pruner", "none",
         "--sequence-length", "32", "--price-per-hour", "3600", "--html", str(home / "page.html"),
+        *(word for one in CHEAP for word in ("--set", one)),
     ]  # fmt: skip
     terminal, other_end = pty.openpty()
     shown: list[bytes] = []
@@ -87,7 +88,7 @@ def test_trials_of_two_ranks_give_what_one_gives(shared: tuple[str, str, Path]) 
     earlier = optuna.load_study(study_name="upshift", storage=f"sqlite:///{home / 'shared' / 'study.db'}").best_trial
     space = {"learning_rate": {"low": 1e-3, "high": 1e-1, "log": True}}
     found = searched(
-        home, home / "ranks", space=space, trials=1, warm_start=[str(home / "shared")], fixed=("num_processes=2",),
+        home, home / "ranks", space=space, trials=1, warm_start=[str(home / "shared")], fixed=(*CHEAP, "num_processes=2"),
         arguments={"max_steps": 9, "seed": 42}, global_batch=8,
     )  # fmt: skip
     (row,) = found.best
