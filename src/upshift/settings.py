@@ -109,7 +109,7 @@ KEEP_XLA_PROGRAMS = "--tf_xla_persistent_cache_directory="
 
 
 def keep_xla_programs(folder: Path) -> None:
-    """TensorFlow reads this when it is loaded: what XLA compiled is kept there, and found by later processes."""
+    """TensorFlow reads this at a process's first compilation: what XLA compiled is kept there, and found by later processes."""
     said = os.environ.get(XLA_FLAGS, "")
     if KEEP_XLA_PROGRAMS not in said:
         os.environ[XLA_FLAGS] = f"{said} {KEEP_XLA_PROGRAMS}{folder}".strip()

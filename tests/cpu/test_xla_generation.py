@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +43,6 @@ from upshift.xla.build import build  # noqa: E402
 from upshift.xla.generation.buckets import groups, width_of  # noqa: E402
 from upshift.xla.generation.choose import Sampling, sample  # noqa: E402
 from upshift.xla.generation.generator import XlaGenerator  # noqa: E402
-from upshift.xla.kept import keep_programs  # noqa: E402
 
 NEW, END = 8, 7
 SMALL = {
@@ -107,12 +109,7 @@ def by_transformers(model: str, kind: Any, **options: Any) -> list[list[int]]:
 
 
 @pytest.fixture(scope="module")
-def kept() -> Path:
-    return keep_programs()
-
-
-@pytest.fixture(scope="module")
-def generators(tmp_path_factory: pytest.TempPathFactory, kept: Path) -> Any:
+def generators(tmp_path_factory: pytest.TempPathFactory) -> Any:
     made: dict[str, tuple[str, XlaGenerator]] = {}
 
     def make(name: str) -> tuple[str, XlaGenerator]:
@@ -199,13 +196,30 @@ def test_a_sampled_text_depends_on_seed_and_place_alone(generators: Any) -> None
     assert again == {0: together[1]}
 
 
-def test_programs_are_compiled_ahead_and_kept(generators: Any, kept: Path) -> None:
+def test_programs_are_compiled_ahead(generators: Any) -> None:
     _, generator = generators("llama")
     known = generator.num_traces
     made = generator.warm_up(width=20, rows=1, max_new_tokens=3)
     assert (made.width, made.rows, generator.num_traces) == (32, 1, known + 1)
     assert len(generator.generate([PROMPTS[0]], max_new_tokens=3)[0]) == 3 and generator.num_traces == known + 1
-    assert any(kept.iterdir())
+
+
+KEPT = """
+import sys
+import upshift.xla
+from upshift.xla.kept import keep_programs
+upshift.xla.generate(sys.argv[1], [[5, 6, 7]], max_new_tokens=2)
+print(len(list(keep_programs().iterdir())))
+"""
+
+
+def test_programs_are_kept(generators: Any, tmp_path: Path) -> None:
+    """In a process of its own: TensorFlow reads where to keep them at the first compilation of a process, whatever compiles."""
+    model, _ = generators("gpt2")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path), "UPSHIFT_CACHE": str(tmp_path), "TF_XLA_FLAGS": ""}
+    answer = subprocess.run([sys.executable, "-c", KEPT, model], env=env, capture_output=True, text=True, timeout=300)
+    assert answer.returncode == 0, answer.stderr
+    assert int(answer.stdout) > 0
 
 
 def test_prompts_share_few_widths() -> None:

@@ -17,9 +17,11 @@ from upshift.cli import (
     generate,
     inspect,
     launch,
+    load_test,
     merge,
     plan,
     quantize,
+    serve,
     shard,
     train,
     tune,
@@ -61,6 +63,8 @@ app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
 app.command("quantize")(quantize.command)
+app.command("serve")(serve.command)
+app.command("load-test")(load_test.command)
 app.command("doctor")(doctor.command)
 app.command("compare-runs")(compare_runs.command)
 app.command("inspect")(inspect.command)
