@@ -67,7 +67,7 @@ def write_model(config: LlamaConfig, folder: Path, seed: int) -> int:
     for number in range(SHARDS):
         file = f"model-{number + 1:05d}-of-{SHARDS:05d}.safetensors"
         mine = weights[number * len(weights) // SHARDS : (number + 1) * len(weights) // SHARDS]
-        made = {name: 0.02 * torch.randn(weight.shape, generator=generator) for name, weight in mine}
+        made = {name: (0.02 * torch.randn(weight.shape, generator=generator)).to(config.dtype) for name, weight in mine}
         save_file(made, folder / file, metadata={"format": "pt"})
         names |= dict.fromkeys(made, file)
         total += sum(tensor.nbytes for tensor in made.values())

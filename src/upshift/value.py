@@ -26,6 +26,14 @@ class Value(BaseModel):
             raise RequestError(f"{origin} is not a valid {cls.__name__}: {first_problem(cls, error)}") from None
 
     @classmethod
+    def of(cls, fields: dict[str, Any]) -> Self:
+        """Of what a user gives. Raises RequestError with the offending field, the problem and its value."""
+        try:
+            return cls.model_validate(fields)
+        except ValidationError as error:
+            raise RequestError(first_problem(cls, error)) from None
+
+    @classmethod
     def from_file(cls, path: Path) -> Self:
         try:
             text = path.read_bytes()

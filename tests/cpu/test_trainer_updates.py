@@ -100,7 +100,7 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "optimizer on the host of a CPU": ({"fixed": ("optim_offload=True",)}, {}, "needs a CUDA device"),
     "activations on the host of a CPU": ({"plan": plan_of(activation_offload=True)}, {}, "needs a CUDA device"),
-    "processes": ({"fixed": ("num_processes=2",)}, {}, "it trains in one process"),
+    "processes": ({"fixed": ("num_processes=2",)}, {}, "the launcher starts the processes"),
 }  # fmt: skip
 
 

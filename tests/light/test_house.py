@@ -28,7 +28,7 @@ FLOORS = (
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),
     ("training", "inference", "xla", "launching"),
-    ("cli", "tuning"),
+    ("cli", "serving", "tuning"),
     ("__init__", "__main__"),  # the package's own two doors
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
@@ -36,6 +36,7 @@ SIDEWAYS = {  # the only imports within one floor
     ("value", "errors"): "a value that cannot be read is a RequestError",
     ("models", "settings"): "settings is the only reader of the environment",
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",
+    ("cli", "serving"): "likewise; the server is serving's",
     ("benchmarking", "hardware"): "a result row names the host that it was measured on",
 }
 
@@ -92,7 +93,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.loading.waiting",
     "upshift.loading.tensors",
 }
-HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning"}  # may import torch when they are imported
+HEAVY_PACKAGES = {"training", "inference", "xla", "launching", "tuning", "serving"}  # may import torch when they are imported
 NO_NUMPY_PACKAGES = {"errors", "units", "value", "models", "record", "settings", "planning"}  # beside HEAVY_MODULES
 
 MAX_FILE_LINES = 300

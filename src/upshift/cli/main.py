@@ -17,9 +17,12 @@ from upshift.cli import (
     generate,
     inspect,
     launch,
+    load_test,
     merge,
     plan,
+    profile,
     quantize,
+    serve,
     shard,
     train,
     tune,
@@ -61,8 +64,11 @@ app.command("launch")(launch.command)
 app.command("encode")(encode.command)
 app.command("generate")(generate.command)
 app.command("quantize")(quantize.command)
+app.command("serve")(serve.command)
+app.command("load-test")(load_test.command)
 app.command("doctor")(doctor.command)
 app.command("compare-runs")(compare_runs.command)
+app.command("profile")(profile.command)
 app.command("inspect")(inspect.command)
 app.command("shard")(shard.command)
 app.command("merge")(merge.command)

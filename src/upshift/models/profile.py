@@ -167,6 +167,11 @@ class Parameters(Value):
     trainable_shapes: tuple[ParameterShape, ...]
 
     @property
+    def adapter(self) -> bool:
+        """These are a model's with an adapter of peft around it."""
+        return self.always_fp32 > 0
+
+    @property
     def largest(self) -> int:
         """Elements of the largest trainable tensor."""
         return max((shape.elements for shape in self.trainable_shapes), default=0)

@@ -11,6 +11,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable
 from functools import cached_property
+from typing import Any, TypeVar
 
 from pydantic import model_validator
 
@@ -20,6 +21,7 @@ from upshift.value import Value
 
 SAMPLE_SEQUENCES = 1024
 MAX_BUCKETS = 1024
+Known = TypeVar("Known")
 
 
 class LengthHistogram(Value):
@@ -76,19 +78,25 @@ class LengthHistogram(Value):
     def flat_tokens_ratio(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8, processes: int = 1) -> float:
         """Computed over real tokens when each micro-batch is one row of up to micro_batch x sequence_length."""
 
-        def computed(batch: list[int]) -> int:
-            return sum(round_up(fill, pad_multiple) for fill in self._flat_rows(batch, micro_batch, processes))
+        def ratio() -> float:
+            rows = self._flat_rows(micro_batch, global_batch, processes)
+            return sum(round_up(fill, pad_multiple) for fill in rows) / sum(rows)
 
-        return self._over_sample(("flat", micro_batch, pad_multiple, processes), global_batch, computed, sum)
+        return self._remembered(("flat ratio", micro_batch, global_batch, processes, pad_multiple), ratio)
 
     def longest_flat_row(self, micro_batch: int, *, global_batch: int = 64, processes: int = 1) -> int:
         """Of the sample's rows of up to micro_batch x sequence_length tokens."""
-        return max(fill for batch in self._sample(global_batch) for fill in self._flat_rows(batch, micro_batch, processes))
+        key = ("longest", micro_batch, global_batch, processes)
+        return self._remembered(key, lambda: max(self._flat_rows(micro_batch, global_batch, processes)))
 
-    def _flat_rows(self, batch: list[int], micro_batch: int, processes: int) -> list[int]:
-        """Tokens of each flattened row of a global batch."""
-        rows = spread_rows(batch, capacity=micro_batch * self.sequence_length, multiple=processes)
-        return [sum(batch[index] for index in row) for row in rows]
+    def _flat_rows(self, micro_batch: int, global_batch: int, processes: int) -> list[int]:
+        """Tokens of each flattened row of the sample's global batches."""
+
+        def spread() -> list[int]:
+            how = {"capacity": micro_batch * self.sequence_length, "multiple": processes}
+            return [sum(batch[i] for i in row) for batch in self._sample(global_batch) for row in spread_rows(batch, **how)]
+
+        return self._remembered(("flat", micro_batch, global_batch, processes), spread)
 
     def visible_share(self, block: int) -> float:
         """Keys that a query sees, over sequence_length, where causal attention works in blocks of so many queries."""
@@ -113,14 +121,22 @@ class LengthHistogram(Value):
     def _over_sample(
         self, name: object, global_batch: int, above: Callable[[list[int]], int], below: Callable[[list[int]], int]
     ) -> float:
-        """A ratio over the sample; thousands of plans ask for the same few."""
-        if (name, global_batch) not in self._known:
+        """A ratio over the sample's global batches."""
+
+        def ratio() -> float:
             batches = self._sample(global_batch)
-            self._known[name, global_batch] = sum(map(above, batches)) / sum(map(below, batches))
-        return self._known[name, global_batch]
+            return sum(map(above, batches)) / sum(map(below, batches))
+
+        return self._remembered((name, global_batch), ratio)
+
+    def _remembered(self, key: object, compute: Callable[[], Known]) -> Known:
+        """Thousands of plans ask for the same few."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]  # type: ignore[no-any-return]
 
     @cached_property
-    def _known(self) -> dict[tuple[object, int], float]:
+    def _known(self) -> dict[object, Any]:
         return {}
 
     def _sample(self, global_batch: int) -> list[list[int]]:

@@ -38,18 +38,25 @@ def spread_rows(lengths: Sequence[int], *, capacity: int, multiple: int = 1) -> 
 
     Their number is a multiple of ``multiple``, so that each of so many processes gets as much; a row may be empty.
     """
-    count = round_up(max(-(-sum(lengths) // capacity), 1), multiple)
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    while True:
-        rows: list[list[int]] = [[] for _ in range(count)]
-        fills = [(0, row) for row in range(count)]
-        for index in order:
-            fill, row = heapq.heappop(fills)
-            rows[row].append(index)
-            heapq.heappush(fills, (fill + lengths[index], row))
-        if max(fills)[0] <= capacity:
-            return rows
+    more_than_half = sum(2 * length > capacity for length in lengths)  # no two of them share a row
+    count = round_up(max(-(-sum(lengths) // capacity), more_than_half, 1), multiple)
+    while (rows := _spread(lengths, order, count, capacity)) is None:
         count += multiple
+    return rows
+
+
+def _spread(lengths: Sequence[int], order: list[int], count: int, capacity: int) -> list[list[int]] | None:
+    """None where a row overflows."""
+    rows: list[list[int]] = [[] for _ in range(count)]
+    fills = [(0, row) for row in range(count)]
+    for index in order:
+        fill, row = fills[0]
+        if fill + lengths[index] > capacity:
+            return None
+        rows[row].append(index)
+        heapq.heapreplace(fills, (fill + lengths[index], row))
+    return rows
 
 
 def round_up(count: int, multiple: int) -> int:

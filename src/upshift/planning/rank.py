@@ -179,7 +179,7 @@ class Coster:
         if plan.activation_checkpointing and plan.recompute_granularity not in trace.gaps_recomputed:
             return Rejected(plan, f"the model's layers cannot be recomputed in {plan.recompute_granularity} in {plan.precision}")
         memory = self._memory(trace, plan, shape or largest_micro_batch(plan, self.workload))
-        return Held(trace, memory, predict_resident(memory, plan, self.host))
+        return Held(trace, memory, predict_resident(memory, plan, self.host, adapter=self.profile.parameters.adapter))
 
     def timed(self, plan: Plan, held: Held) -> Candidate | Rejected:
         try:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from pydantic import Field
 
 from upshift.value import Value
+
+LearningRateSchedule = Literal[
+    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
+]
 
 
 class Arguments(Value):
     max_steps: int = Field(gt=0)
     learning_rate: float = Field(5e-5, gt=0)
-    lr_scheduler_type: str = "linear"
+    lr_scheduler_type: LearningRateSchedule = "linear"
     warmup_steps: int = Field(0, ge=0)
     weight_decay: float = Field(0.0, ge=0)
     adam_beta1: float = 0.9

@@ -152,19 +152,20 @@ def train(
     """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``.
     Of several ranks that a launcher started, each calls it, and rank 0 has the Record."""
     watcher, output, given = watcher or Watcher(), Path(output), dict(arguments or {})
-    ranks = read_ranks()
+    max_steps, ranks = given.pop("max_steps", None), read_ranks()
+    asked = Arguments.of(given | {"max_steps": 1 if max_steps is None else max_steps})
     if ranks is not None and is_restart(ranks, output):
         overwrite, resume = False, True
 
     def make_job(host: Host | None = None, processes: int | None = None) -> tuple[Job, Prepared]:
         check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
         prepared, steps = prepare_run(
-            model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=given.pop("max_steps", None),
-            resume_from=output if resume else None, watcher=watcher, clips_gradients=given.get("max_grad_norm", 1.0) > 0,
+            model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=max_steps,
+            resume_from=output if resume else None, watcher=watcher, clips_gradients=asked.max_grad_norm > 0,
             host=host, **(request if processes is None else _for_ranks(request, processes)),
         )  # fmt: skip
         watcher.ready(prepared)
-        return prepared.job(Arguments(max_steps=steps, **given), output=output, overwrite=overwrite, resume=resume), prepared
+        return prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume), prepared
 
     if ranks is not None:
         return _train_launched(ranks, make_job, global_batch, watcher)

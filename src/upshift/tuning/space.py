@@ -115,6 +115,8 @@ def make_space(written: dict[str, Any], *, origin: str = "the space", names: tup
             raise RequestError(f"{origin}: {name!r} is not a hyper-parameter that is searched; {hint}")
         found = _parameter(what, f"{origin}: {name}")
         parameters[name] = _as_floats(found, f"{origin}: {name}") if name in _FLOATS else found
+        if name in Arguments.model_fields and names is not None:
+            _check_values(name, parameters[name], origin)
     return Space(parameters=parameters)
 
 
@@ -125,6 +127,15 @@ def _parameter(what: Any, origin: str) -> Range | Choices:
         kind: type[Range] | type[Choices] = Choices if "choices" in what else Range
         return kind.from_json(json.dumps(what, default=str), origin=origin)
     return Choices.from_json(json.dumps({"choices": what if isinstance(what, list) else [what]}, default=str), origin=origin)
+
+
+def _check_values(name: str, one: Range | Choices, origin: str) -> None:
+    """A range's ends, or every choice, against what a run takes."""
+    for value in one.choices if isinstance(one, Choices) else (one.low, one.high):
+        try:
+            Arguments.of({"max_steps": 1, name: value})
+        except RequestError as error:
+            raise RequestError(f"{origin}: {error}") from None
 
 
 def _as_floats(one: Range | Choices, origin: str) -> Range | Choices:

@@ -40,7 +40,7 @@ def decode(
         else:
             coming = live
             logits = decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
-        for sequence, token in zip(coming, _tokens(logits, coming) if coming else (), strict=True):
+        for sequence, token in zip(coming, next_tokens(logits, coming) if coming else (), strict=True):
             sequence.add(token)
             yield sequence, token
         kept = [row for row, sequence in enumerate(live) if sequence.ending is None]
@@ -57,7 +57,7 @@ def _looked_up(decoder: Decoder, sequence: Sequence, lookup: Lookup) -> Iterator
     seconds = time.perf_counter() - start
     taken = 0
     for place in range(len(logits)):
-        (token,) = _tokens(logits[place : place + 1], [sequence])
+        (token,) = next_tokens(logits[place : place + 1], [sequence])
         sequence.add(token)
         taken += 1
         yield sequence, token
@@ -67,6 +67,6 @@ def _looked_up(decoder: Decoder, sequence: Sequence, lookup: Lookup) -> Iterator
     lookup.add(taken, seconds, guessed=bool(guess))
 
 
-def _tokens(logits: np.ndarray, sequences: list[Sequence]) -> list[int]:
+def next_tokens(logits: np.ndarray, sequences: list[Sequence]) -> list[int]:
     likeliest = logits.argmax(1)
     return [int(likeliest[row]) if sequence.plain else sequence.choose(logits[row]) for row, sequence in enumerate(sequences)]

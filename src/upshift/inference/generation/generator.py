@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from typing import Any, NamedTuple
@@ -26,6 +25,7 @@ from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.tokenizer import positions
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
+from upshift.models.build import read_config
 from upshift.models.generation_config import start_token
 
 SAMPLE_PROMPTS = 8  # of a race
@@ -75,10 +75,10 @@ class Generator:
         self.task = generation_task(self.source)
         self.host = computing_host(stored_for(self.source))
         self._engine = check_asked(self.task, self.source, engine, self.host)
-        self._start = start_token(self.source) if self.task == "seq2seq" else None
+        self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
-        self._longest = positions(self.source)
+        self.longest = positions(self.source)
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
@@ -165,23 +165,41 @@ class Generator:
 
     def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
         """Sequences whose cache fits beside the model."""
+        tokens, one = self.cache_tokens(), max(len(prompt) for prompt in ids) + options.max_new_tokens
+        return max(min(len(ids), MANY if tokens is None else tokens // one, MANY), 1)
+
+    def cache_tokens(self) -> int | None:
+        """Of all sequences together, that have room beside the model; None where nothing says how much memory there is."""
         known = room(computing_host(stored_for(self.source)), self._max_memory)
-        free = CACHE_SHARE * (math.inf if known is None else known)
-        one = cache_bytes(self.source) * (max(len(prompt) for prompt in ids) + options.max_new_tokens)
-        return max(min(len(ids), int(min(free / one, MANY))), 1)
+        return None if known is None else int(CACHE_SHARE * known / cache_bytes(self.source))
+
+    @property
+    def vocabulary(self) -> int:
+        """Token ids are below it."""
+        return int(read_config(self.source).get_text_config(decoder=True).vocab_size)
+
+    @property
+    def decoder(self) -> Decoder:
+        """What ``prepare`` has built."""
+        assert self._decoder is not None
+        return self._decoder
 
     def read(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[list[int]]:
         """Token ids. Raises RequestError for a prompt that is empty, or too long for the model."""
         ids = self.prompts.of(prompts, first=first)
         for number, prompt in enumerate(ids, start=first + 1):
-            new = options.max_new_tokens
-            needed = len(prompt) + new if self._start is None else max(len(prompt), new + 1)  # an encoder has its own positions
-            if self._longest is not None and needed > self._longest:
-                raise RequestError(
-                    f"prompt {number} has {len(prompt):,} tokens, with max_new_tokens={new:,} more than the "
-                    f"{self._longest:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
-                )
+            self.check_positions(prompt, options, f"prompt {number}")
         return ids
+
+    def check_positions(self, prompt: list[int], options: GenerationOptions, name: str) -> None:
+        """Raises RequestError where prompt and answer are longer than the model allows."""
+        new = options.max_new_tokens
+        needed = len(prompt) + new if self.start is None else max(len(prompt), new + 1)  # an encoder has its own positions
+        if self.longest is not None and needed > self.longest:
+            raise RequestError(
+                f"{name} has {len(prompt):,} tokens, with max_new_tokens={new:,} more than the "
+                f"{self.longest:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
+            )
 
     def _tokens(self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0) -> Iterator[tuple[Sequence, int]]:
         if not ids:
@@ -190,7 +208,7 @@ class Generator:
         assert self._decoder is not None
         tokenizer = self.prompts.tokenizer
         waiting = [
-            Sequence(place, prompt, options, tokenizer, start=self._start) for place, prompt in enumerate(ids, start=first)
+            Sequence(place, prompt, options, tokenizer, start=self.start) for place, prompt in enumerate(ids, start=first)
         ]
         self._decoder.keep([])
         lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None

@@ -15,7 +15,7 @@ from upshift.units import GIB, MIB
 # worst 22.9 % (recomputed BERT). The loss's part explains most of it where its blocks come from the heap, and little where
 # they are mapped, which suggests holes in the heap; no allocator was traced. A trial replaces all of it.
 FIRST_STEP_BYTES = 75 * MIB  # code and kernels that the first step loads
-ADAPTER_BYTES = 48 * MIB  # peft and what it imports, measured beside torch and transformers; weights wait below adapters only
+ADAPTER_BYTES = 48 * MIB  # peft and what it imports, measured beside torch and transformers
 COMPILED_BYTES = {"off": 0, "layer": 65 * MIB, "model": 65 * MIB}  # seven rows of layer; model is taken to be the same
 WEIGHTS_SHARE, ACTIVATIONS_SHARE, LOSS_SHARE = 0.15, 0.17, 1.1
 # A recomputed layer's tensors are made among gradients that stay. Fitted on the 48 recomputed rows of docs/accuracy.md.
@@ -33,8 +33,8 @@ HELD_SPREAD = {"cpu": 0.05, "cuda": 0.08}
 USABLE_SHARE = 0.95  # of the free memory
 
 
-def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
-    """Bytes of one process (host memory) or of the device."""
+def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: bool) -> float:
+    """Bytes of one process (host memory) or of the device. ``adapter``: peft is in the process."""
     if plan.device == "cuda":
         return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan) + predict_reserved(memory)
     highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
@@ -47,8 +47,8 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host) -> float:
     )
     # An optimizer that compiles its update brings the same compiler into the process.
     compiled = "layer" if OPTIMIZERS[plan.optim].library == "torchao" else plan.torch_compile
-    adapter = ADAPTER_BYTES if plan.weight_offload != "none" else 0
-    return base_bytes(host) + adapter + COMPILED_BYTES[compiled] + memory.peak + holes
+    libraries = ADAPTER_BYTES * adapter + COMPILED_BYTES[compiled]
+    return base_bytes(host) + libraries + memory.peak + holes
 
 
 def base_bytes(host: Host) -> float:

@@ -36,9 +36,6 @@ logger = logging.getLogger(__name__)
 
 RECORDS_NAME = "records.jsonl"
 MAX_MEMORY_SAMPLES = 400
-SCHEDULES = (
-    "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt",
-)  # fmt: skip
 
 
 def _ignore(event: Event) -> None:
@@ -86,9 +83,6 @@ def check_job(job: Job, data: TrainingData) -> None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:
         find_safetensors(source.directory)
-    schedule = job.arguments.lr_scheduler_type
-    if schedule not in SCHEDULES:
-        raise RequestError(f"lr_scheduler_type={schedule!r} is not one of {', '.join(SCHEDULES)}")
     planned, prepared = job.plan.sequence_length, data.training.sequence_length // num_sides(data.objective.kind)
     if planned != prepared:
         raise RequestError(f"the plan's sequence_length={planned} is not the data's {prepared}; use the same for both")

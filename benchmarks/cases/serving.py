@@ -1,0 +1,198 @@
+"""A server under load: how much it answers, what it promised, and what it does with more than it holds.
+
+    python benchmarks/cases/serving.py [--quick] [--seconds 20] [--concurrency 1,8,32] [--overload-seconds 300] [--rounds 1]
+
+upshift QUALITY       upshift serve at this bound; its races were run before, as in a user's second run
+transformers          transformers serve, on the CPU in fp32; batched: with --continuous-batching
+
+A Llama of 124 M parameters with random weights, prompts of about 72 tokens, 64 tokens an answer. At each concurrency so many
+clients ask again as soon as they are answered; servers in turn, each round. Then upshift alone: its capacity as predicted, as
+proven at the start, and as measured with all rows busy; and twice that load in open loop under a promised first token. Peers
+whose server does not install here: llama.cpp (comes as source), OpenVINO Model Server (no package), vLLM (no CPU wheel).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import random
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import httpx2
+from generate import save_model
+
+from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.harness import format_table
+from upshift.hardware import detect
+from upshift.record import Numbers
+from upshift.serving.load.client import Asked, ask
+from upshift.serving.load.run import Phase, load_test
+from upshift.serving.load.traffic import Traffic, arrivals
+
+ROOT = Path(__file__).parents[1]
+MAX_TOKENS = 64
+WORDS = 12  # of about five letters: a token each here
+START_SECONDS = 600.0
+PROMISE_MS = 2000.0
+PORT = 18_200
+CONTENDERS = ("upshift exact", "upshift 0.99", "transformers", "transformers batched")
+
+
+def command_of(contender: str, model: Path, port: int, concurrency: int, promise: float | None) -> list[str]:
+    name, _, how = contender.partition(" ")
+    if name == "transformers":
+        batched = ["--continuous-batching"] if how == "batched" else []
+        program = str(Path(sys.executable).with_name("transformers"))
+        return [program, "serve", str(model), "--port", str(port), "--device", "cpu", "--dtype", "float32", *batched]
+    limits = [] if promise is None else ["--max-latency-ms", str(promise)]
+    expected = ["--prompt-length", "72", "--output-length", str(MAX_TOKENS), "--concurrency", str(concurrency)]
+    return [
+        sys.executable,
+        "-m",
+        "upshift.cli.main",
+        "serve",
+        str(model),
+        "--port",
+        str(port),
+        "--quality",
+        how,
+        *expected,
+        *limits,
+    ]
+
+
+@contextmanager
+def running(command: list[str], port: int, log: Path) -> Iterator[tuple[str, float]]:
+    """(url, seconds until it answered)."""
+    start, url = time.perf_counter(), f"http://127.0.0.1:{port}"
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stdout=file, stderr=file)
+    try:
+        while True:
+            if process.poll() is not None:
+                raise RuntimeError(f"{command[0]} ended: {log.read_text()[-600:]}")
+            with suppress(httpx2.HTTPError):
+                if httpx2.get(f"{url}/v1/models").status_code == 200:
+                    break
+            if time.perf_counter() - start > START_SECONDS:
+                raise RuntimeError(f"{command[0]} did not answer: {log.read_text()[-600:]}")
+            time.sleep(0.2)
+        yield url, time.perf_counter() - start
+    finally:
+        process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(timeout=60)
+        except subprocess.TimeoutExpired:
+            process.kill()
+
+
+async def closed(url: str, model: str, clients: int, seconds: float, seed: int) -> tuple[list[Asked], float]:
+    """So many clients, each asking again when it is answered; after the time nobody asks any more."""
+    prompts = [one.prompt for one in itertools.islice(arrivals(Traffic(seconds=1e9, prompt_words=WORDS, seed=seed), 1.0), 512)]
+    chance, found = random.Random(seed), list[Asked]()
+    async with httpx2.AsyncClient(base_url=url, timeout=300.0) as client:
+        start = time.perf_counter()
+
+        async def one() -> None:
+            while (due := time.perf_counter() - start) < seconds:
+                found.append(await ask(client, model, chance.choice(prompts), MAX_TOKENS, due=due, start=start))
+
+        await asyncio.gather(*(one() for _ in range(clients)))
+        return found, time.perf_counter() - start
+
+
+def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str, Any]:
+    counts = [int(one) for one in options.concurrency.split(",")]
+    rows: dict[str, list[dict[str, Any]]] = {}
+    for number in range(options.rounds):
+        for contender in options.contenders.split(","):
+            tell(f"round {number + 1}: {contender}")
+            command = command_of(contender, model, PORT, max(counts), None)
+            with running(command, PORT, scratch / "log") as (url, started):
+                name = model.name if contender.startswith("upshift") else str(model)
+                asyncio.run(closed(url, name, 2, 1.0, options.seed))  # warm
+                for count in counts:
+                    answers, seconds = asyncio.run(closed(url, name, count, options.seconds, options.seed))
+                    done = [one for one in answers if one.done]
+                    first = sorted(one.first_seconds or 0.0 for one in done)
+                    rows.setdefault(f"{contender}, {count}", []).append({
+                        "tokens_per_second": sum(one.tokens for one in done) / seconds, "failed": len(answers) - len(done),
+                        "first_token": median(first) if first else None, "started": started,
+                        "why": next((one.why for one in answers if one.why), ""),
+                    })  # fmt: skip
+    table = []
+    for name, found in rows.items():
+        rate, first = median(one["tokens_per_second"] for one in found), found[0]["first_token"]
+        case.add(name, plan={"max_tokens": MAX_TOKENS}, measured=Numbers(tokens_per_second=rate), details={"rounds": found})
+        failed = sum(one["failed"] for one in found)
+        table.append([name, f"{rate:.1f}", "" if first is None else f"{1e3 * first:.0f}", str(failed), found[0]["why"][:40]])
+    print(format_table(("server, clients", "tokens/s", "first token ms", "failed", "why"), table))
+    return {name: median(one["tokens_per_second"] for one in found) for name, found in rows.items()}
+
+
+def promise(case: Case, model: Path, scratch: Path, options: Any) -> dict[str, Any]:
+    """Capacity, then twice as much."""
+    quality = options.contenders.split(",")[0].partition(" ")[2]
+    command = command_of(f"upshift {quality}", model, PORT, 8, options.promise_ms)
+    with running(command, PORT, scratch / "log") as (url, _):
+        said = httpx2.get(f"{url}/health").json()["models"][model.name]
+        answers, seconds = asyncio.run(closed(url, model.name, said["rows"], options.seconds, options.seed))
+        peak = sum(one.done for one in answers) / seconds
+        traffic = {"prompt_words": WORDS, "max_tokens": MAX_TOKENS, "seed": options.seed}
+        found = load_test(url, Traffic(rates=(2 * peak,), seconds=options.overload_seconds, **traffic))
+    (phase,) = found.phases
+    outcome = {
+        "predicted": said["predicted_capacity"], "proven": said["capacity"], "measured": peak, "rows": said["rows"],
+        "setup": said["setup"], "goodput_over_peak": phase.goodput / peak, "within_promise": phase.within_promise,
+    }  # fmt: skip
+    case.add(
+        "promise", plan={"promised_ttft_ms": options.promise_ms}, measured=Numbers(),
+        details=outcome | {"phase": phase.model_dump()},
+    )  # fmt: skip
+    print(_told(outcome, phase))
+    return outcome
+
+
+def _told(outcome: dict[str, Any], phase: Phase) -> str:
+    lines = [
+        f"{outcome['setup']}, {outcome['rows']} rows: predicted {outcome['predicted'] or 0:.2f} requests/s, proven at the start "
+        f"{outcome['proven']:.2f}, measured {outcome['measured']:.2f}",
+        f"twice that for {phase.seconds:.0f} s: {phase.statuses}, goodput {outcome['goodput_over_peak']:.0%} of the peak, "
+        f"{phase.within_promise or 0:.1%} of answers within the promise, first token p95 "
+        f"{1e3 * phase.first_token.get('p95', 0.0):.0f} ms, 429 without Retry-After: {phase.without_retry_after}",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seconds", type=float, default=20.0, help="of each concurrency")
+    parser.add_argument("--concurrency", default="1,8,32")
+    parser.add_argument("--overload-seconds", type=float, default=300.0)
+    parser.add_argument("--promise-ms", type=float, default=PROMISE_MS)
+    parser.add_argument("--contenders", default=",".join(CONTENDERS), help="upshift first")
+    options = parser.parse_args(arguments)
+    with tempfile.TemporaryDirectory(prefix="upshift-serving-") as scratch:
+        model = Path(scratch) / "llama"
+        save_model(model, "quick" if options.quick else "125m", options.seed)
+        settings = {"seconds": options.seconds, "rounds": options.rounds, "overload_seconds": options.overload_seconds}
+        case = Case("serving", options.results, detect(), options.quick, settings)
+        found = throughput(case, model, Path(scratch), options)
+        outcome = promise(case, model, Path(scratch), options)
+    print(json.dumps({"case": "serving", "tokens_per_second": found, "promise": outcome}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

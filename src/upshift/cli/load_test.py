@@ -1,0 +1,108 @@
+"""``upshift load-test``: asks a server at a rate, whatever it answers, and says how it was."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.table import Table
+
+from upshift.cli import show
+from upshift.cli.plan import Json
+from upshift.cli.race import dim
+from upshift.errors import MissingExtra, RequestError
+from upshift.installed import installed_version
+
+
+def command(
+    url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
+    rate: Annotated[str, typer.Option("--rate", help="requests a second; several, one after the other: 1,2,4")] = "1",
+    duration: Annotated[float, typer.Option("--duration", min=0.1, help="seconds a rate")] = 30.0,
+    model: Annotated[str | None, typer.Option("--model", help="of several that are served")] = None,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="a prompt a line; unasked, made-up words")] = None,
+    prompt_words: Annotated[int, typer.Option("--prompt-words", min=1, help="of made-up prompts, in the mean")] = 64,
+    max_tokens: Annotated[int, typer.Option("--max-tokens", min=1, help="of an answer")] = 64,
+    max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="to a first token; else as promised")] = None,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="its first line is sent")] = None,
+    seed: Annotated[int, typer.Option("--seed", help="of prompts and arrivals")] = 0,
+    html: Annotated[Path | None, typer.Option("--html", help="write the test, drawn, to this file")] = None,
+    as_json: Json = False,
+) -> None:
+    """Load a server of OpenAI's addresses (Upshift's or another) in open loop: answers that are late do not delay questions."""
+    if installed_version("httpx2") is None:
+        raise MissingExtra(library="httpx2", extra="serve", purpose="upshift load-test")
+    from upshift.serving.load.run import load_test
+    from upshift.serving.load.traffic import Traffic
+
+    if html is not None:
+        from upshift.benchmarking.page_document import check_page_path
+
+        check_page_path(html)
+    made_up = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
+    traffic = Traffic(rates=_rates(rate), seconds=duration, prompts=_prompts(prompts), **made_up)
+    key = _key(api_key_file)
+    with show.step(f"Asking {url}"):
+        found = load_test(url, traffic, model=model, key=key, promised_ttft_ms=max_latency_ms)
+    if html is not None:
+        from upshift.serving.load.report import write_load_page
+
+        write_load_page(html, found)
+    if as_json:
+        sys.stdout.write(found.to_json() + "\n")
+        return
+    show.out.print(_table(found))
+    if found.capacity is not None:
+        dim(f"The server proved {found.capacity:.2f} requests/s of the lengths that it expects when it started")
+
+
+def _rates(said: str) -> tuple[float, ...]:
+    try:
+        found = tuple(float(part) for part in said.split(","))
+    except ValueError:
+        found = ()
+    if not found or not all(0 < rate < float("inf") for rate in found):
+        raise RequestError(f"--rate {said!r} is not of rates above 0; write 2, or 1,2,4")
+    return found
+
+
+def _prompts(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    from upshift.inference.generation.files import check_prompts, read_prompts
+
+    check_prompts(path, "--prompts")
+    found = tuple(read_prompts(path))
+    texts = tuple(prompt for prompt in found if isinstance(prompt, str))
+    if len(texts) < len(found):
+        raise RequestError(f"--prompts {path} has chats; load-test sends texts: write a prompt a line")
+    return texts
+
+
+def _key(path: Path | None) -> str | None:
+    if path is None:
+        return None
+    try:
+        return path.read_text(encoding="utf-8").strip().splitlines()[0].strip()
+    except (OSError, UnicodeDecodeError, IndexError) as error:
+        raise RequestError(f"cannot read a key from --api-key-file {path}: {error}") from None
+
+
+def _table(found: Any) -> Table:
+    """first: until the first token; token: one more, in the mean of an answer."""
+    columns = ("asked/s", "answered/s", "tokens/s", "first p50", "p95", "p99", "token p50", "p95", "in promise", "statuses")
+    table = show.new_table("", *columns)
+    for phase in found.phases:
+        first = [_ms(phase.first_token.get(name)) for name in ("p50", "p95", "p99")]
+        token = [_ms(phase.token.get(name)) for name in ("p50", "p95")]
+        kept = "" if phase.within_promise is None else f"{phase.within_promise:.0%}"
+        said = " ".join(f"{status}x{count}" for status, count in sorted(phase.statuses.items()))
+        table.add_row(
+            f"{phase.rate:g}", f"{phase.answered_per_second:.2f}", f"{phase.tokens_per_second:.0f}", *first, *token, kept, said
+        )
+    return table
+
+
+def _ms(seconds: float | None) -> str:
+    return "" if seconds is None else f"{1e3 * seconds:.0f} ms"

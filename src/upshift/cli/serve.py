@@ -1,0 +1,123 @@
+"""``upshift serve``: models behind OpenAI's addresses, by the engines that win on what is to be expected."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from upshift.cli import show
+from upshift.cli.race import RaceSeconds, dim
+from upshift.errors import MissingExtra, RequestError
+from upshift.installed import installed_version
+from upshift.units import GIB, format_seconds
+
+SAMPLED = 64  # prompts of a file, whose lengths are raced
+
+
+def command(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="directories or hub ids; NAME=MODEL gives it a name")],
+    host: Annotated[str, typer.Option("--host", help="address to listen on; 0.0.0.0: all of this machine")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: a free one")] = 8000,
+    max_latency_ms: Annotated[float | None, typer.Option("--max-latency-ms", help="promise: longest to a first token")] = None,
+    max_tpot_ms: Annotated[float | None, typer.Option("--max-tpot-ms", help="promise: longest for a token more")] = None,
+    concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="most answers that are computed at once")] = 8,
+    prompts: Annotated[Path | None, typer.Option("--prompts", help="what to expect: a .txt or .jsonl file")] = None,
+    prompt_length: Annotated[int, typer.Option("--prompt-length", min=1, help="tokens to expect, without --prompts")] = 128,
+    output_length: Annotated[int, typer.Option("--output-length", min=1, help="tokens of an answer to expect")] = 128,
+    max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="requests that wait; more get 429")] = 256,
+    quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32: 0.999")] = "exact",
+    engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
+    max_memory: Annotated[float | None, typer.Option("--max-memory", min=0.1, help="GiB of all engines together")] = None,
+    request_seconds: Annotated[float, typer.Option("--request-seconds", min=0.1, help="longest that an answer takes")] = 600.0,
+    max_body_mb: Annotated[float, typer.Option("--max-body-mb", min=0.001, help="largest request")] = 4.0,
+    api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="a key a line; none: everybody may ask")] = None,
+    race_seconds: RaceSeconds = None,
+) -> None:
+    """Race the installed engines for each MODEL, prove what they hold, then serve until SIGTERM or Ctrl-C."""
+    _check()
+    from upshift.serving.app import Limits
+    from upshift.serving.door import Address, serve
+    from upshift.serving.messages import EngineRequest
+
+    logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
+    names = _named(models)
+    lengths = _lengths(prompts, next(iter(names.values()))) if prompts is not None else (prompt_length,)
+    requests = {
+        name: EngineRequest(
+            model=model, quality=quality, engine=engine, max_ttft_ms=max_latency_ms, max_tpot_ms=max_tpot_ms,
+            concurrency=concurrency, prompt_lengths=lengths, output_length=output_length, max_waiting=max_waiting,
+            race_seconds=race_seconds,
+        )
+        for name, model in names.items()
+    }  # fmt: skip
+    limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_keys(api_key_file))
+    show.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
+    serve(
+        requests, Address(host, port), limits,
+        memory_bytes=None if max_memory is None else int(max_memory * GIB),
+        on_ready=_tell_ready, on_open=_tell_open,
+    )  # fmt: skip
+
+
+def _check() -> None:
+    for library in ("fastapi", "uvicorn", "prometheus-client"):
+        if installed_version(library) is None:
+            raise MissingExtra(library=library, extra="serve", purpose="upshift serve")
+
+
+def _named(models: list[str]) -> dict[str, str]:
+    """By the name that clients say: the directory's own, or what stands before an equals sign."""
+    found: dict[str, str] = {}
+    for text in models:
+        name, separator, model = text.partition("=")
+        name, model = (name, model) if separator else (Path(text).name if Path(text).is_dir() else text, text)
+        if not name or not model:
+            raise RequestError(f"{text!r} is no model; write MODEL or NAME=MODEL")
+        if name in found:
+            raise RequestError(f"two models are called {name!r}; write NAME=MODEL for one of them")
+        found[name] = model
+    return found
+
+
+def _lengths(prompts: Path, model: str) -> tuple[int, ...]:
+    from itertools import islice
+
+    from upshift.inference.generation.files import check_prompts, read_prompts
+    from upshift.inference.generation.prompts import Prompts
+    from upshift.inference.weights import find_weights
+
+    check_prompts(prompts, "--prompts")
+    return tuple(map(len, Prompts(find_weights(model)).of(list(islice(read_prompts(prompts), SAMPLED)))))
+
+
+def _keys(path: Path | None) -> tuple[str, ...]:
+    if path is None:
+        return ()
+    try:
+        keys = tuple(line.strip() for line in path.read_text(encoding="utf-8").splitlines() if line.strip())
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"cannot read --api-key-file {path}: {error}; give a file with a key a line") from None
+    if not keys:
+        raise RequestError(f"--api-key-file {path} has no key; write a key a line")
+    return keys
+
+
+def _tell_open(url: str) -> None:
+    show.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)", soft_wrap=True)
+
+
+def _tell_ready(name: str, ready: Any) -> None:
+    parts = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in ready.seconds.items())
+    show.err.print(f"{name}: {ready.setup}, {ready.rows} at once ({parts})")
+    if ready.task == "generate":
+        dim(
+            f"holds {ready.capacity:.2f} requests/s of the expected lengths (predicted {ready.predicted_capacity or 0:.2f}); "
+            f"first token of a prompt alone {ready.ttft_ms:.0f} ms, then one in {ready.tpot_ms:.0f} ms with all rows filled",
+            show.err,
+        )
+    else:
+        dim(f"encodes {ready.capacity:,.0f} texts/s", show.err)

@@ -1,0 +1,1 @@
+"""Models behind HTTP: engines in processes of their own, admission that keeps a promise, OpenAI's requests and answers."""

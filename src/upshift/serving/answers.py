@@ -1,0 +1,119 @@
+"""Pieces of text as OpenAI's answers: whole, or as events that a server sends."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Any, NamedTuple
+
+from upshift.serving.messages import Piece
+from upshift.serving.requests import ChatRequest, CompletionRequest, Usage
+
+Asked = ChatRequest | CompletionRequest
+KINDS: dict[type[Any], tuple[str, str]] = {
+    ChatRequest: ("chatcmpl", "chat.completion"),
+    CompletionRequest: ("cmpl", "text_completion"),
+}
+
+
+class Choice(NamedTuple):
+    place: int  # its index among the choices
+    piece: Piece
+
+
+async def together(choices: list[AsyncIterator[Piece]], seconds: float) -> AsyncGenerator[Choice]:
+    """The pieces of several texts as they come. Who stops listening ends all; what one raises ends all, too, as does TimeoutError
+    after ``seconds``."""
+    deadline = time.monotonic() + seconds
+    found: asyncio.Queue[Choice | BaseException | None] = asyncio.Queue()
+
+    async def follow(index: int, pieces: AsyncIterator[Piece]) -> None:
+        try:
+            async for piece in pieces:
+                found.put_nowait(Choice(index, piece))
+            found.put_nowait(None)
+        except Exception as error:  # whatever it is, the listener raises it
+            found.put_nowait(error)
+
+    tasks = [asyncio.create_task(follow(index, pieces)) for index, pieces in enumerate(choices)]
+    try:
+        left = len(tasks)
+        while left:
+            said = await asyncio.wait_for(found.get(), max(deadline - time.monotonic(), 0.0))
+            if isinstance(said, BaseException):
+                raise said
+            if said is None:
+                left -= 1
+            else:
+                yield said
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+class Answer:
+    """``ids``: one for the whole answer. ``add``: every piece, once."""
+
+    def __init__(self, asked: Asked) -> None:
+        short, self.kind = KINDS[type(asked)]
+        self.id, self.created = f"{short}-{uuid.uuid4().hex}", int(time.time())
+        self.asked = asked
+        self._texts: dict[int, list[str]] = {}
+        self._last: dict[int, Piece] = {}
+
+    def add(self, choice: Choice) -> None:
+        index, piece = choice
+        self._texts.setdefault(index, []).append(piece.text)
+        before = self._last[index].tokens if index in self._last else 0
+        self._last[index] = piece.changed(tokens=piece.tokens + before)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage.of(list(self._last.values()))
+
+    def whole(self) -> dict[str, Any]:
+        chat = isinstance(self.asked, ChatRequest)
+        choices = []
+        for index in sorted(self._texts):
+            text = "".join(self._texts[index])
+            said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+            choices.append({"index": index, **said, "logprobs": None, "finish_reason": self._last[index].ending})
+        return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump()}
+
+    def event(self, choice: Choice, *, first: bool) -> bytes:
+        """``first``: of its choice."""
+        index, piece = choice
+        if isinstance(self.asked, ChatRequest):
+            delta = {"content": piece.text} | ({"role": "assistant"} if first else {})
+            said: dict[str, Any] = {"delta": delta}
+        else:
+            said = {"text": piece.text}
+        one = {"index": index, **said, "logprobs": None, "finish_reason": piece.ending}
+        return _event(self._head(self._chunk) | {"choices": [one]})
+
+    def end(self) -> bytes:
+        asked = self.asked.stream_options
+        usage = b""
+        if asked is not None and asked.include_usage:
+            usage = _event(self._head(self._chunk) | {"choices": [], "usage": self.usage.model_dump()})
+        return usage + b"data: [DONE]\n\n"
+
+    @property
+    def _chunk(self) -> str:
+        return "chat.completion.chunk" if isinstance(self.asked, ChatRequest) else self.kind
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.asked.model}
+
+
+def error_event(error: dict[str, Any]) -> bytes:
+    """Of an answer whose status is sent already."""
+    return _event(error) + b"data: [DONE]\n\n"
+
+
+def _event(said: dict[str, Any]) -> bytes:
+    return b"data: " + json.dumps(said, ensure_ascii=False, separators=(",", ":")).encode() + b"\n\n"

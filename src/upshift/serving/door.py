@@ -1,0 +1,95 @@
+"""``upshift serve``: engines first, then the addresses; SIGTERM lets what was asked be answered."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import uvicorn
+
+from upshift.errors import RequestError
+from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.engine import EngineProcess
+from upshift.serving.messages import EngineRequest, Ready
+from upshift.serving.metrics import Metrics
+from upshift.serving.served import Served
+
+DRAIN_SECONDS = 30
+MOST_CONNECTIONS = 1024
+
+
+@dataclass(frozen=True)
+class Address:
+    host: str = "127.0.0.1"
+    port: int = 8000
+
+
+def serve(
+    requests: Mapping[str, EngineRequest],
+    address: Address,
+    limits: Limits,
+    *,
+    memory_bytes: int | None = None,
+    on_ready: Callable[[str, Ready], None] = lambda name, ready: None,
+    on_open: Callable[[str], None] = lambda url: None,
+) -> None:
+    """Until it is told to stop. ``requests``: by the names that clients say. Raises what keeps an engine from starting."""
+    listening = _listen(address)  # a port that is taken is told before minutes of racing
+    metrics = Metrics()
+    server = Server(
+        Served({name: EngineProcess(one) for name, one in requests.items()}, metrics, memory_bytes=memory_bytes), metrics, limits
+    )
+    logging.getLogger("upshift.serving").setLevel(logging.INFO)
+    config = uvicorn.Config(
+        make_app(server), access_log=False, log_config=None, timeout_graceful_shutdown=DRAIN_SECONDS,
+        limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=30, ws="none", server_header=False,
+    )  # fmt: skip
+    asyncio.run(_serve(server, config, listening, on_ready, on_open))
+
+
+async def _serve(
+    server: Server,
+    config: uvicorn.Config,
+    listening: socket.socket,
+    on_ready: Callable[[str, Ready], None],
+    on_open: Callable[[str], None],
+) -> None:
+    ended = asyncio.Event()
+    _end_by_signals(ended)
+    starting, ending = asyncio.create_task(server.served.start()), asyncio.create_task(ended.wait())
+    try:
+        await asyncio.wait({starting, ending}, return_when=asyncio.FIRST_COMPLETED)
+        if ended.is_set():
+            starting.cancel()
+            return
+        starting.result()
+        for name, engine in server.served.engines.items():
+            if engine.ready is not None:
+                on_ready(name, engine.ready)
+        host, port = listening.getsockname()[:2]
+        on_open(f"http://{host}:{port}")
+        await uvicorn.Server(config).serve(sockets=[listening])
+    finally:
+        ending.cancel()
+        await server.served.stop()
+
+
+def _end_by_signals(ended: asyncio.Event) -> None:
+    """Before uvicorn takes signals over, and when it gives them back: it raises again what ended it, which is no failure."""
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(ended.set))
+
+
+def _listen(address: Address) -> socket.socket:
+    try:
+        listening = socket.create_server((address.host, address.port), backlog=2048)
+    except (OSError, OverflowError) as error:
+        why = getattr(error, "strerror", None) or str(error)
+        raise RequestError(f"cannot listen on {address.host}:{address.port}: {why}; choose another --port") from None
+    listening.setblocking(False)
+    return listening

@@ -1,0 +1,207 @@
+"""An engine as the server sees it: a process that is started, asked, and started again when it dies."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import sys
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from typing import Literal
+
+from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.serving.messages import (
+    FROM_ENGINE,
+    Beat,
+    Cancel,
+    Embed,
+    EngineRequest,
+    Failed,
+    Generate,
+    Piece,
+    Ready,
+    Refused,
+    Vectors,
+)
+from upshift.value import Value
+
+State = Literal["asleep", "starting", "ready", "failed"]
+LINE_BYTES = 64 * 2**20  # of vectors, at most
+END_SECONDS = 5.0
+MOST_DEATHS = 3  # one after the other, before it was ready
+KEPT_LINES = 20  # of its standard error
+
+
+class EngineDied(JobFailed):
+    """The request was in its hands."""
+
+
+class RequestRefused(RequestError):
+    def __init__(self, refused: Refused) -> None:
+        super().__init__(refused.why)
+        self.status, self.retry_after = refused.status, refused.retry_after
+
+
+class EngineProcess:
+    """One model. ``on_death``: told after each, with the seconds until it was ready again."""
+
+    def __init__(self, request: EngineRequest, on_restart: Callable[[float], None] = lambda seconds: None) -> None:
+        self.request, self.on_restart = request, on_restart
+        self.state: State = "asleep"
+        self.ready: Ready | None = None
+        self.beat = Beat(live=0, waiting=0, resident_bytes=0)
+        self.failure: Failed | None = None
+        self.last_used = time.monotonic()
+        self._process: asyncio.subprocess.Process | None = None
+        self._numbers = itertools.count(1)
+        self._open: dict[int, asyncio.Queue[Piece | Vectors | Refused | None]] = {}
+        self._changed = asyncio.Event()
+        self._runner: asyncio.Task[None] | None = None
+        self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    @property
+    def in_flight(self) -> int:
+        return len(self._open)
+
+    async def start(self) -> Ready:
+        """When it is ready. Raises what keeps it from that."""
+        if self._runner is None or self._runner.done():
+            self.state, self.failure = "starting", None
+            self._runner = asyncio.create_task(self._run())
+        while self.state == "starting":
+            self._changed.clear()
+            await self._changed.wait()
+        if self.failure is not None:
+            kinds = {2: RequestError, 3: NothingFits}
+            raise kinds.get(self.failure.exit_code, JobFailed)(self.failure.why)
+        assert self.ready is not None
+        return self.ready
+
+    async def stop(self) -> None:
+        """What is in its hands is lost: ask ``in_flight`` before."""
+        if self._runner is not None:
+            self._runner.cancel()
+            with suppress(asyncio.CancelledError):
+                await self._runner
+        await self._end()
+        self.state, self.ready, self._runner = "asleep", None, None
+        self._lose()
+
+    async def pieces(
+        self, prompt: str | tuple[int, ...] | tuple[dict[str, str], ...], options: dict[str, object]
+    ) -> AsyncIterator[Piece]:
+        """Who stops listening cancels it. Raises RequestRefused, or EngineDied."""
+        number = next(self._numbers)
+        inbox = self._listen(number)
+        try:
+            await self._send(Generate(id=number, prompt=prompt, options=options))
+            while True:
+                piece = _checked(await inbox.get())
+                assert isinstance(piece, Piece)
+                if piece.ending is not None:
+                    self._open.pop(number, None)
+                    yield piece
+                    return
+                yield piece
+        finally:
+            if self._open.pop(number, None) is not None and (self._process and self._process.returncode is None):
+                with suppress(EngineDied):
+                    await self._send(Cancel(id=number))
+
+    async def vectors(self, texts: tuple[str, ...]) -> Vectors:
+        number = next(self._numbers)
+        inbox = self._listen(number)
+        try:
+            await self._send(Embed(id=number, texts=texts))
+            found = _checked(await inbox.get())
+            assert isinstance(found, Vectors)
+            return found
+        finally:
+            self._open.pop(number, None)
+
+    def _listen(self, number: int) -> asyncio.Queue[Piece | Vectors | Refused | None]:
+        self.last_used = time.monotonic()
+        return self._open.setdefault(number, asyncio.Queue())
+
+    async def _send(self, value: Value) -> None:
+        if self.state != "ready" or self._process is None or self._process.stdin is None:
+            raise EngineDied("the engine is starting again; try again in a moment")
+        self._process.stdin.write(value.to_json().encode() + b"\n")
+        with suppress(ConnectionError):  # its death is told by the end of its answers
+            await self._process.stdin.drain()
+
+    async def _run(self) -> None:
+        deaths, died = 0, 0.0
+        while deaths < MOST_DEATHS:
+            self._process = await asyncio.create_subprocess_exec(
+                sys.executable, "-m", "upshift.serving.engine_process", stdin=asyncio.subprocess.PIPE,
+                stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LINE_BYTES,
+            )  # fmt: skip
+            listening = asyncio.create_task(self._hear_errors())
+            assert self._process.stdin is not None and self._process.stdout is not None
+            self._process.stdin.write(self.request.to_json().encode() + b"\n")
+            async for line in self._process.stdout:
+                said = FROM_ENGINE.validate_json(line)
+                if isinstance(said, Ready):
+                    self.ready, deaths = said, 0
+                    self._become("ready")
+                    if died:
+                        self.on_restart(time.monotonic() - died)
+                elif isinstance(said, Failed):
+                    self.failure = said
+                elif isinstance(said, Beat):
+                    self.beat = said
+                elif said.id in self._open:
+                    self._open[said.id].put_nowait(said)
+            await self._process.wait()
+            await listening
+            self._lose()
+            if self.failure is not None:
+                break
+            deaths, died = deaths + 1, time.monotonic()
+            self._become("starting")
+        else:
+            last = self._last_words[-1] if self._last_words else "it said nothing"
+            self.failure = Failed(why=f"the engine of {self.request.model} died {deaths} times: {last}", exit_code=1)
+        self._become("failed")
+
+    async def _hear_errors(self) -> None:
+        assert self._process is not None and self._process.stderr is not None
+        while line := await self._process.stderr.read(2**16):
+            self._last_words.extend(text for text in line.decode(errors="replace").splitlines() if text.strip())
+
+    def _become(self, state: State) -> None:
+        self.state = state
+        self._changed.set()
+
+    def _lose(self) -> None:
+        """Who waits is told."""
+        for inbox in self._open.values():
+            inbox.put_nowait(None)
+        self._open.clear()
+
+    async def _end(self) -> None:
+        process = self._process
+        if process is None or process.returncode is not None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            await asyncio.wait_for(process.wait(), END_SECONDS)
+        except TimeoutError:
+            process.kill()
+            await process.wait()
+
+
+def _checked(said: Piece | Vectors | Refused | None) -> Piece | Vectors:
+    if said is None:
+        raise EngineDied("the engine died while it computed this; it is started again: try again in a moment")
+    if isinstance(said, Refused):
+        raise RequestRefused(said)
+    return said

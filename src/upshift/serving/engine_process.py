@@ -1,0 +1,88 @@
+"""The process of one engine: ``python -m upshift.serving.engine_process``. Its first line of input is an EngineRequest; then it
+is asked and answers line by line until its input ends. It imports no web server, and the web server imports no torch."""
+
+from __future__ import annotations
+
+import os
+import queue
+import signal
+import sys
+import threading
+import time
+from typing import Any, TextIO
+
+from upshift.errors import RequestError, UpshiftError
+from upshift.serving.messages import TO_ENGINE, EngineRequest, Failed, Ready
+from upshift.settings import quiet_libraries, wait_briefly
+from upshift.value import Value
+
+
+def main() -> None:
+    start = time.perf_counter()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the server ends it, when its requests are answered
+    quiet_libraries()
+    wait_briefly()
+    said = os.fdopen(os.dup(1), "w", encoding="utf-8")
+    os.dup2(2, 1)  # whatever libraries print is not among the answers
+    request = EngineRequest.from_json(sys.stdin.readline(), origin="the engine's request")
+
+    def tell(values: list[Value]) -> None:
+        _tell(said, values, start)
+
+    try:
+        from upshift.inference.weights import find_weights
+
+        serve = _serving(find_weights(request.model))
+    except UpshiftError as error:
+        tell([Failed(why=str(error), exit_code=error.exit_code)])
+        return
+    inbox: queue.Queue[Any] = queue.Queue()
+    threading.Thread(target=_read, args=(inbox,), daemon=True).start()
+    try:
+        serve(request, inbox, tell)
+    except UpshiftError as error:
+        tell([Failed(why=str(error), exit_code=error.exit_code)])
+
+
+def _serving(source: Any) -> Any:
+    """What a model of this kind does."""
+    from upshift.inference.encoding.recipe import read_recipe
+    from upshift.inference.generation.model import generation_task
+
+    try:
+        generation_task(source)
+    except RequestError as error:
+        try:
+            found = read_recipe(source)
+        except RequestError:
+            raise error from None
+        if found.output != "embeddings":
+            raise RequestError(f"{source.reference!r} gives {found.output}, which no address of OpenAI's is for") from None
+        from upshift.serving.embedding import embed
+
+        return embed
+    from upshift.serving.generating import generate
+
+    return generate
+
+
+def _read(inbox: queue.Queue[Any]) -> None:
+    for line in sys.stdin:
+        inbox.put(TO_ENGINE.validate_json(line))
+    inbox.put(None)
+
+
+def _tell(said: TextIO, values: list[Value], start: float) -> None:
+    if values:
+        lines = []
+        for value in values:
+            if isinstance(value, Ready):
+                told = sum(value.seconds.values())
+                value = value.changed(seconds={"importing": time.perf_counter() - start - told, **value.seconds})
+            lines.append(value.to_json() + "\n")
+        said.write("".join(lines))
+        said.flush()
+
+
+if __name__ == "__main__":
+    main()

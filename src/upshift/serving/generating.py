@@ -1,0 +1,199 @@
+"""An engine's process that generates: races, proves what it can promise, then computes for whoever asks."""
+
+from __future__ import annotations
+
+import queue
+import random
+import time
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from upshift.benchmarking.meters import resident_bytes
+from upshift.errors import RequestError
+from upshift.inference.generation.generator import Generator
+from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.sequence import Sequence
+from upshift.loading.memory_limits import read_max_memory
+from upshift.serving.messages import Beat, Cancel, EngineRequest, Generate, Piece, Ready, Refused
+from upshift.serving.pace import Pace
+from upshift.serving.scheduler import Scheduler, Ticket
+from upshift.serving.text_stream import TextStream
+from upshift.value import Value
+
+PROOF_STEPS = 12  # with all rows filled
+BEAT_SECONDS = 1.0
+DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has positions for more
+
+
+class Open(NamedTuple):
+    """A request that is being answered. ``sent``: tokens that were told of."""
+
+    ticket: Ticket
+    stream: TextStream
+
+
+class Generating:
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        start = time.perf_counter()
+        memory = read_max_memory(list(request.max_memory) or None)
+        self.generator = Generator(
+            request.model, quality=request.quality, engine=request.engine, max_ttft_ms=request.max_ttft_ms,
+            max_tpot_ms=request.max_tpot_ms, max_memory=memory, race_seconds=request.race_seconds,
+        )  # fmt: skip
+        self.seconds = {"reading": time.perf_counter() - start}
+        self._open: dict[int, Open] = {}
+
+    def prepare(self) -> Ready:
+        start = time.perf_counter()
+        prompts = self._made_up()
+        options = self.generator.options(max_new_tokens=self.request.output_length)
+        race = self.generator.prepare(prompts, options)
+        self.seconds["racing and loading"] = time.perf_counter() - start
+        rows = min(race.chosen.batch, self.request.concurrency)
+        start = time.perf_counter()
+        self.scheduler = Scheduler(
+            self.generator.decoder, rows, self.generator.cache_tokens(),
+            Pace(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
+            max_waiting=self.request.max_waiting,
+        )  # fmt: skip
+        first, token, step = self._prove(prompts, rows)
+        self.seconds["proving"] = time.perf_counter() - start
+        output = self.request.output_length
+        self.scheduler.pace = Pace(token_seconds=token, step_seconds=step, output_length=output)
+        limit = self.request.max_ttft_ms
+        self.scheduler.max_ttft = None if limit is None else limit / 1e3
+        chosen = next((run for run in race.runs if run.setup == race.chosen), None)
+        predicted = None
+        if chosen is not None and chosen.first_seconds and chosen.step_seconds:
+            predicted = race.chosen.batch / (chosen.first_seconds + chosen.step_seconds * (output - 1))
+        mean = sum(map(len, prompts)) / len(prompts)
+        return Ready(
+            task="generate", setup=race.chosen.label(), rows=rows, cache_tokens=self.scheduler.cache_tokens,
+            positions=self.generator.longest, resident_bytes=resident_bytes(), seconds=self.seconds,
+            predicted_capacity=predicted, capacity=rows / (rows * mean * token + step * (output - 1)), ttft_ms=1e3 * first,
+            tpot_ms=1e3 * step,
+        )  # fmt: skip
+
+    def take(self, asked: Generate | Cancel) -> Value | None:
+        """Into the queue; what is refused is answered at once."""
+        if isinstance(asked, Cancel):
+            self.scheduler.cancel(asked.id)
+            self._open.pop(asked.id, None)
+            return None
+        try:
+            sequence = self._sequence(asked)
+        except RequestError as error:
+            return Refused(id=asked.id, status=400, why=str(error))
+        ticket = Ticket(asked.id, sequence, time.perf_counter())
+        refused = self.scheduler.add(ticket)
+        if refused is None:
+            stream = TextStream(self.generator.prompts.text, sequence.options.stop_strings)
+            self._open[asked.id] = Open(ticket, stream)
+        return refused
+
+    def work(self) -> list[Value]:
+        said: list[Value] = []
+        for ticket, token in self.scheduler.step():
+            open_ = self._open.get(ticket.id)
+            if open_ is None:
+                continue
+            ending = ticket.sequence.ending
+            text = open_.stream.add([token], last=ending is not None)
+            how = None if ending is None else "length" if ending == "length" else "stop"
+            said.append(Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=len(ticket.sequence.prompt), ending=how))
+            if ending is not None:
+                del self._open[ticket.id]
+        return said
+
+    @property
+    def busy(self) -> bool:
+        return self.scheduler.busy
+
+    def beat(self) -> Beat:
+        return Beat(live=len(self.scheduler.live), waiting=len(self.scheduler.waiting), resident_bytes=resident_bytes())
+
+    def _sequence(self, asked: Generate) -> Sequence:
+        generator = self.generator
+        said: Any = asked.prompt
+        ids: list[int] = list(said) if _is_ids(said) else generator.prompts.of([said])[0]
+        if max(ids) >= generator.vocabulary:
+            raise RequestError(f"token {max(ids)} is not one of the model's {generator.vocabulary:,}")
+        given = dict(asked.options)
+        if given.get("max_new_tokens") is None:
+            room = None if generator.longest is None else generator.longest - len(ids)
+            given["max_new_tokens"] = max(min(DEFAULT_ANSWER, room if room is not None else DEFAULT_ANSWER), 1)
+        options: GenerationOptions = generator.options(**given)
+        generator.check_positions(ids, options, "the prompt")
+        return Sequence(0, ids, options, generator.prompts.tokenizer, start=generator.start)
+
+    def _made_up(self) -> list[list[int]]:
+        """Prompts of the expected lengths, as many as may run at once."""
+        chance, vocabulary = random.Random(0), len(self.generator.prompts.tokenizer)
+        longest = self.generator.longest
+        most = None if longest is None else max(longest - self.request.output_length, 1)
+        lengths = [length if most is None else min(length, most) for length in self.request.prompt_lengths]
+        sizes = [lengths[place % len(lengths)] for place in range(max(self.request.concurrency, len(lengths)))]
+        return [[chance.randrange(vocabulary) for _ in range(size)] for size in sizes]
+
+    def _prove(self, prompts: list[list[int]], rows: int) -> tuple[float, float, float]:
+        """(seconds of one prompt alone, of a prompt's token, of a step of all rows), each after a pass that warms up."""
+        scheduler, options = self.scheduler, GenerationOptions(max_new_tokens=PROOF_STEPS + 2)
+        clock = time.perf_counter
+
+        def add(count: int) -> int:
+            chosen = prompts[:count]
+            for prompt in chosen:
+                scheduler.waiting.append(Ticket(-1, Sequence(0, prompt, options, self.generator.prompts.tokenizer), clock()))
+            return sum(map(len, chosen))
+
+        alone = []
+        for _ in range(2):
+            add(1)
+            start = clock()
+            scheduler.step()
+            alone.append(clock() - start)
+            scheduler.live[0].sequence.ending = "length"
+            scheduler.decoder.keep([])
+            scheduler.live = []
+        tokens, start = add(rows), clock()
+        while scheduler.waiting:
+            scheduler.step()
+        filled = clock() - start
+        steps = []
+        for _ in range(PROOF_STEPS // 2):
+            start = clock()
+            scheduler.step()
+            steps.append(clock() - start)
+        scheduler.decoder.keep([])
+        scheduler.live = []
+        return alone[-1], filled / tokens, sorted(steps)[len(steps) // 2]
+
+
+def _is_ids(prompt: Any) -> bool:
+    return not isinstance(prompt, str) and all(isinstance(one, int) for one in prompt)
+
+
+def generate(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[Value]], None]) -> None:
+    """Until the inbox gives None."""
+    engine = Generating(request)
+    tell([engine.prepare()])
+    last = time.monotonic()
+    while True:
+        said: list[Value] = []
+        if not engine.busy:
+            tell([engine.beat()])
+            asked = inbox.get()
+            if asked is None:
+                return
+            said += filter(None, [engine.take(asked)])
+        while not inbox.empty():
+            asked = inbox.get_nowait()
+            if asked is None:
+                return
+            said += filter(None, [engine.take(asked)])
+        said += engine.work()
+        if time.monotonic() - last > BEAT_SECONDS:
+            said.append(engine.beat())
+            last = time.monotonic()
+        tell(said)

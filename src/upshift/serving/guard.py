@@ -1,0 +1,123 @@
+"""Before a request is read: its key, its size, its pace; behind it: a line in the log, without what was said, and a count."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import time
+from typing import TYPE_CHECKING, Any
+
+from upshift.serving.refusals import Refusal, answer_of
+
+if TYPE_CHECKING:
+    from upshift.serving.app import Server
+
+logger = logging.getLogger(__name__)
+OPEN = ("/", "/health", "/docs", "/openapi.json")  # without a key
+KNOWN = ("/", "/health", "/metrics", "/docs", "/openapi.json")  # beside those below /v1
+
+
+class TooLarge(Exception):
+    pass
+
+
+class Guard:
+    """ASGI."""
+
+    def __init__(self, app: Any, server: Server) -> None:
+        self._app, self._server = app, server
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        start, status = time.perf_counter(), 0
+
+        async def sent(message: Any) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            await send(message)
+
+        found = self._refused(scope)
+        if found is not None:
+            await answer_of(found)(scope, receive, sent)
+        else:
+            await self._pass(scope, receive, sent)
+        seconds = time.perf_counter() - start
+        logger.info("%s %s %s %.3f s", scope["method"], scope["path"], status, seconds)
+        known = scope["path"] in KNOWN or scope["path"].startswith("/v1/") and status != 404
+        self._server.metrics.requests.labels(scope["path"] if known else "other", str(status)).inc()
+
+    def _refused(self, scope: Any) -> Refusal | None:
+        limits, headers = self._server.limits, dict(scope["headers"])
+        if limits.keys and scope["path"] not in OPEN:
+            given = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ").strip()
+            if not any([hmac.compare_digest(given.encode(), key.encode()) for key in limits.keys]):
+                return Refusal(401, "send a key that this server knows: Authorization: Bearer KEY")
+        size = headers.get(b"content-length", b"0")
+        if size.isdigit() and int(size) > limits.body_bytes:
+            return _too_large(limits.body_bytes)
+        return None
+
+    async def _pass(self, scope: Any, receive: Any, send: Any) -> None:
+        """The body is read here, whole, so that what is too large or too slow never comes to an address."""
+        limits = self._server.limits
+        try:
+            async with asyncio.timeout(limits.body_seconds):
+                body = await _read(receive, limits.body_bytes)
+        except TooLarge:
+            await answer_of(_too_large(limits.body_bytes))(scope, receive, send)
+            return
+        except TimeoutError:
+            await answer_of(Refusal(408, f"the body did not come within {limits.body_seconds:g} s"))(scope, receive, send)
+            return
+        if body is None:  # it left
+            return
+        await self._run(scope, body, receive, send)
+
+    async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
+        """Until it is answered, or nobody waits for the answer any more."""
+        gone, messages = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def read() -> Any:
+            if messages:
+                return messages.pop()
+            await gone.wait()
+            return {"type": "http.disconnect"}
+
+        async def watch() -> None:
+            while (await receive())["type"] != "http.disconnect":
+                pass
+            gone.set()
+
+        answering, watching = asyncio.create_task(self._app(scope, read, send)), asyncio.create_task(watch())
+        try:
+            await asyncio.wait({answering, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if not answering.done():
+                answering.cancel()
+                await asyncio.wait({answering})
+            if not answering.cancelled():
+                answering.result()
+        finally:
+            watching.cancel()
+            answering.cancel()
+
+
+async def _read(receive: Any, most: int) -> bytes | None:
+    parts, size = [], 0
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            return None
+        parts.append(message.get("body", b""))
+        size += len(parts[-1])
+        if size > most:
+            raise TooLarge
+        if not message.get("more_body"):
+            return b"".join(parts)
+
+
+def _too_large(most: int) -> Refusal:
+    return Refusal(413, f"the body is larger than {most:,} bytes")

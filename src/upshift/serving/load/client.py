@@ -1,0 +1,80 @@
+"""One request, timed at its first text and at its last."""
+
+from __future__ import annotations
+
+import json
+import time
+from typing import Any
+
+import httpx2
+
+from upshift.value import Value
+
+
+class Asked(Value):
+    """``status``: of HTTP; 0: the connection failed. Seconds are from when it was due to be sent."""
+
+    status: int
+    due: float
+    first_seconds: float | None = None
+    seconds: float
+    tokens: int = 0
+    prompt_tokens: int = 0
+    retry_after: bool = False
+    why: str = ""
+
+    @property
+    def done(self) -> bool:
+        return self.status == 200 and not self.why
+
+    @property
+    def token_seconds(self) -> float | None:
+        """A token more, in the mean."""
+        if self.first_seconds is None or self.tokens < 2:
+            return None
+        return (self.seconds - self.first_seconds) / (self.tokens - 1)
+
+
+async def ask(client: httpx2.AsyncClient, model: str, prompt: str, max_tokens: int, *, due: float, start: float) -> Asked:
+    """``due`` seconds after ``start`` (of ``time.perf_counter``), which may be past: the delay counts."""
+    body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
+    told: dict[str, Any] = {"status": 0, "due": due}
+    try:
+        async with client.stream("POST", "/v1/completions", json=body) as answer:
+            told |= {"status": answer.status_code, "retry_after": "retry-after" in answer.headers}
+            if answer.status_code != 200:
+                told["why"] = _reason(await answer.aread())
+            else:
+                await _follow(answer, told, start + due)
+    except httpx2.HTTPError as error:
+        told |= {"status": 0, "why": f"{type(error).__name__}: {error}"}
+    return Asked(**told, seconds=time.perf_counter() - start - due)
+
+
+async def _follow(answer: httpx2.Response, told: dict[str, Any], start: float) -> None:
+    events = 0
+    async for line in answer.aiter_lines():
+        if not line.startswith("data:"):
+            continue
+        data = line[5:].strip()
+        if data == "[DONE]":
+            break
+        said = json.loads(data)
+        if "error" in said:
+            told["why"] = said["error"].get("message", "")
+            return
+        if said.get("choices"):
+            events += 1
+            told.setdefault("first_seconds", time.perf_counter() - start)
+        usage = said.get("usage") or {}
+        told |= {"tokens": usage.get("completion_tokens", told.get("tokens", 0)),
+                 "prompt_tokens": usage.get("prompt_tokens", told.get("prompt_tokens", 0))}  # fmt: skip
+    told["tokens"] = told.get("tokens") or events  # servers that do not count send a token an event
+
+
+def _reason(body: bytes) -> str:
+    try:
+        said = json.loads(body)
+        return str(said["error"]["message"] if isinstance(said.get("error"), dict) else said)[:200]
+    except (ValueError, KeyError, AttributeError):
+        return body[:200].decode(errors="replace")

@@ -1,0 +1,118 @@
+"""What the server and an engine's process say to each other: a line of JSON each."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, TypeAdapter
+
+from upshift.value import Value
+
+Task = Literal["generate", "encode"]
+Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
+
+
+class EngineRequest(Value):
+    """What an engine is started with. ``prompt_lengths``: tokens of prompts to expect, which the race and the proof run on."""
+
+    model: str
+    quality: str = "exact"
+    engine: str | None = None
+    max_ttft_ms: float | None = Field(None, description="promised: an admitted request's first token comes within")
+    max_tpot_ms: float | None = Field(None, description="promised: a token more of each sequence, in the mean")
+    concurrency: int = Field(8, gt=0, description="most sequences at once")
+    prompt_lengths: tuple[int, ...] = (128,)
+    output_length: int = Field(128, gt=0)
+    max_waiting: int = Field(256, gt=0)
+    max_memory: tuple[str, ...] = ()
+    race_seconds: float | None = None
+
+
+class Generate(Value):
+    """``prompt``: a text, the messages of a chat, or token ids. ``options``: GenerationOptions by their names."""
+
+    kind: Literal["generate"] = "generate"
+    id: int
+    prompt: str | tuple[int, ...] | tuple[dict[str, str], ...]
+    options: dict[str, Any] = {}
+
+
+class Embed(Value):
+    kind: Literal["embed"] = "embed"
+    id: int
+    texts: tuple[str, ...]
+
+
+class Cancel(Value):
+    """Nobody waits for it any more."""
+
+    kind: Literal["cancel"] = "cancel"
+    id: int
+
+
+class Ready(Value):
+    """``seconds``: of importing, racing, loading and proving. ``capacity``: requests a second of the expected lengths."""
+
+    kind: Literal["ready"] = "ready"
+    task: Task
+    setup: str
+    rows: int = Field(description="sequences at once")
+    cache_tokens: int | None = Field(description="that live and reserved sequences may have together; None: no limit is known")
+    positions: int | None = Field(description="tokens of a prompt and its answer")
+    resident_bytes: int
+    seconds: dict[str, float]
+    predicted_capacity: float | None = None
+    capacity: float | None = None
+    ttft_ms: float | None = Field(None, description="of a prompt alone, measured")
+    tpot_ms: float | None = Field(None, description="with all rows filled, measured")
+
+
+class Failed(Value):
+    """It cannot start; ``exit_code``: that of the command line."""
+
+    kind: Literal["failed"] = "failed"
+    why: str
+    exit_code: int
+
+
+class Piece(Value):
+    """More of a text. ``tokens``: of this piece; ``ending``: it is the last one."""
+
+    kind: Literal["piece"] = "piece"
+    id: int
+    text: str
+    tokens: int
+    prompt_tokens: int
+    ending: Ending | None = None
+
+
+class Vectors(Value):
+    kind: Literal["vectors"] = "vectors"
+    id: int
+    rows: tuple[tuple[float, ...], ...]
+    tokens: int
+
+
+class Refused(Value):
+    """A request that is not done, by the status of HTTP that says so: 400, 413 or 429."""
+
+    kind: Literal["refused"] = "refused"
+    id: int
+    status: int
+    why: str
+    retry_after: float | None = Field(None, description="seconds")
+
+
+class Beat(Value):
+    """The engine runs; what it has to do."""
+
+    kind: Literal["beat"] = "beat"
+    live: int
+    waiting: int
+    resident_bytes: int
+
+
+ToEngine = Annotated[Generate | Embed | Cancel, Field(discriminator="kind")]
+FromEngine = Annotated[Ready | Failed | Piece | Vectors | Refused | Beat, Field(discriminator="kind")]
+TO_ENGINE: TypeAdapter[Generate | Embed | Cancel] = TypeAdapter(ToEngine)
+FROM_ENGINE: TypeAdapter[Ready | Failed | Piece | Vectors | Refused | Beat] = TypeAdapter(FromEngine)

@@ -1,0 +1,30 @@
+"""What a server counts, for Prometheus."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0)
+
+
+class Metrics:
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        make: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("upshift_requests", "answered", ("path", "status"), **make)
+        self.tokens = Counter("upshift_tokens", "of prompts and of answers", ("model", "kind"), **make)
+        self.first_token = Histogram(
+            "upshift_first_token_seconds", "from a request to its first text", ("model",), buckets=SECONDS, **make
+        )
+        self.token = Histogram("upshift_token_seconds", "a token more, mean of an answer", ("model",), buckets=SECONDS, **make)
+        self.in_flight = Gauge("upshift_requests_in_flight", "not yet answered", ("model",), **make)
+        self.live = Gauge("upshift_sequences_live", "that share the engine's rows", ("model",), **make)
+        self.waiting = Gauge("upshift_sequences_waiting", "for a row", ("model",), **make)
+        self.resident = Gauge("upshift_engine_resident_bytes", "of the engine's process", ("model",), **make)
+        self.restarts = Counter("upshift_engine_restarts", "after deaths", ("model",), **make)
+        self.restart = Gauge("upshift_engine_restart_seconds", "from the last death until it was ready again", ("model",), **make)
+
+    def page(self) -> bytes:
+        return generate_latest(self.registry)

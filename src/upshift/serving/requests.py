@@ -1,0 +1,142 @@
+"""What clients send, by OpenAI's names. A field that is not here is an error that names it: nothing is left out silently."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+
+from upshift.serving.messages import Piece
+
+MOST_CHOICES = 16
+Role = Literal["system", "developer", "user", "assistant"]
+Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
+Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
+TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+
+
+class Body(BaseModel):
+    model_config = ConfigDict(extra="forbid", allow_inf_nan=False, frozen=True, protected_namespaces=())
+
+    model: str = Field(description="one of GET /v1/models")
+    user: str | None = Field(None, description="taken, and not kept")
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    include_usage: bool = False
+    include_obfuscation: bool = Field(False, description="false: nothing is added to answers")
+
+
+class Sampled(Body):
+    """``temperature``: 0 takes the likeliest token; unset: as the model's generation_config.json says."""
+
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, gt=0, le=1)
+    top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
+    min_p: float | None = Field(None, ge=0, le=1, description="likewise")
+    repetition_penalty: float | None = Field(None, gt=0, description="likewise")
+    seed: Seed | None = None
+    stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
+    n: int = Field(1, ge=1, le=MOST_CHOICES)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+
+    def options(self, *, seed: int, most: int | None) -> dict[str, Any]:
+        """GenerationOptions, those that are asked for."""
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        found: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
+        if self.temperature == 0:
+            found |= {"do_sample": False, "temperature": None}
+        elif self.temperature is not None or self.top_p is not None:
+            found["do_sample"] = True
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        return found | {"seed": seed, "stop_strings": stops, "max_new_tokens": most}
+
+
+class TextPart(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    role: Role
+    content: str | Annotated[list[TextPart], Field(min_length=1)]
+    name: str | None = None
+
+    def plain(self) -> dict[str, str]:
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatRequest(Sampled):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens")
+
+    @property
+    def most(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompts(self) -> list[Any]:
+        return [tuple(message.plain() for message in self.messages)] * self.n
+
+
+class CompletionRequest(Sampled):
+    prompt: (
+        str
+        | Annotated[list[str], Field(min_length=1, max_length=256)]
+        | TokenIds
+        | Annotated[list[TokenIds], Field(min_length=1)]
+    )
+    echo: Literal[False] = False
+
+    @property
+    def most(self) -> int | None:
+        return self.max_tokens or 16  # OpenAI's default
+
+    def prompts(self) -> list[Any]:
+        found: list[Any]
+        if isinstance(self.prompt, str):
+            found = [self.prompt]
+        elif isinstance(self.prompt[0], int):
+            found = [tuple(self.prompt)]
+        else:
+            found = [one if isinstance(one, str) else tuple(one) for one in self.prompt]
+        return [one for one in found for _ in range(self.n)]
+
+
+class EmbeddingRequest(Body):
+    input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
+    encoding_format: Literal["float", "base64"] = "float"
+
+    def texts(self) -> tuple[str, ...]:
+        return (self.input,) if isinstance(self.input, str) else tuple(self.input)
+
+
+class Usage(BaseModel):
+    prompt_tokens: int
+    completion_tokens: int = 0
+    total_tokens: int
+
+    @classmethod
+    def of(cls, pieces: list[Piece]) -> Usage:
+        """Of the last piece of each choice; ``tokens`` summed before."""
+        prompt, made = sum(piece.prompt_tokens for piece in pieces), sum(piece.tokens for piece in pieces)
+        return cls(prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made)
+
+
+class ErrorBody(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: str | None = None
+
+
+class ErrorAnswer(BaseModel):
+    error: ErrorBody

@@ -1,0 +1,90 @@
+"""Which models have an engine now: loaded when they are asked for, the least recently used unloaded where memory ends."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+from upshift.errors import JobFailed
+from upshift.serving.engine import EngineProcess
+from upshift.serving.metrics import Metrics
+
+
+class NoRoom(JobFailed):
+    """For now."""
+
+
+@dataclass
+class Served:
+    """``memory_bytes``: of all engines together; None: no limit. A model that was never loaded is expected to take ``sizes``."""
+
+    engines: dict[str, EngineProcess]
+    metrics: Metrics
+    sizes: dict[str, int] = field(default_factory=dict)
+    memory_bytes: int | None = None
+    _loading: asyncio.Lock = field(default_factory=asyncio.Lock)
+    _users: dict[str, int] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        for name, engine in self.engines.items():
+            engine.on_restart = lambda seconds, name=name: self._restarted(name, seconds)  # type: ignore[misc]
+
+    @asynccontextmanager
+    async def using(self, name: str) -> AsyncIterator[EngineProcess]:
+        """A model's engine, ready. It is not unloaded meanwhile."""
+        engine = self.engines[name]
+        self._users[name] = self._users.get(name, 0) + 1
+        try:
+            if engine.state != "ready":
+                await self._load(name)
+            engine.last_used = time.monotonic()
+            yield engine
+        finally:
+            self._users[name] -= 1
+
+    async def start(self) -> None:
+        """As many as have room, in their order. Raises what keeps one from starting."""
+        for name in self.engines:
+            if self._has_room(name):
+                await self._load(name)
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
+
+    def observe(self) -> None:
+        """What gauges show, at the moment that they are asked for."""
+        for name, engine in self.engines.items():
+            self.metrics.in_flight.labels(name).set(engine.in_flight)
+            self.metrics.live.labels(name).set(engine.beat.live)
+            self.metrics.waiting.labels(name).set(engine.beat.waiting)
+            self.metrics.resident.labels(name).set(self._held(name))
+
+    async def _load(self, name: str) -> None:
+        async with self._loading:
+            engine = self.engines[name]
+            if engine.state == "asleep":
+                while not self._has_room(name):
+                    idle = [one for one, other in self.engines.items() if other.state == "ready" and not self._users.get(one)]
+                    if not idle:
+                        raise NoRoom(f"{name} has no room beside the models that are answering now; try again later")
+                    await self.engines[min(idle, key=lambda one: self.engines[one].last_used)].stop()
+            ready = await engine.start()
+            self.sizes[name] = ready.resident_bytes
+
+    def _has_room(self, name: str) -> bool:
+        if self.memory_bytes is None:
+            return True
+        return sum(map(self._held, self.engines)) + self.sizes.get(name, 0) <= self.memory_bytes
+
+    def _held(self, name: str) -> int:
+        engine = self.engines[name]
+        if engine.state not in ("ready", "starting") or engine.ready is None:
+            return 0
+        return max(engine.beat.resident_bytes, engine.ready.resident_bytes)
+
+    def _restarted(self, name: str, seconds: float) -> None:
+        self.metrics.restarts.labels(name).inc()
+        self.metrics.restart.labels(name).set(seconds)

@@ -1,0 +1,319 @@
+"""``upshift serve`` as clients meet it: OpenAI's own client, broken requests, a dying engine, more load than it holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import random
+import re
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import numpy as np
+import psutil
+import pytest
+import schemathesis
+import torch
+from command import Command
+from hypothesis import HealthCheck, Phase, given, settings
+from running_server import KEY, Running, serving, wait
+from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
+
+from upshift.training.data.tokenizer import train_byte_level_bpe
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon".split()  # noqa: SIM905
+CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """``tiny`` talks, ``enc`` gives embeddings."""
+    folder, chance = tmp_path_factory.mktemp("serve"), np.random.default_rng(0)
+    tokenizer = train_byte_level_bpe([" ".join(chance.choice(WORDS, size=12)) for _ in range(50)], 300)
+    tokenizer.chat_template = CHAT
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 320}
+    tokenizer.save_pretrained(folder / "tiny")
+    LlamaForCausalLM(LlamaConfig(**small, max_position_embeddings=256)).save_pretrained(folder / "tiny")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder / "enc")
+    BertModel(BertConfig(**small, max_position_embeddings=64)).save_pretrained(folder / "enc")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+    folder = tmp_path_factory.mktemp("log")
+    (folder / "keys").write_text("first\nsecond\n")
+    with serving(models, folder / "log", "tiny", "enc", "--api-key-file", str(folder / "keys"), *OPTIONS) as running:
+        yield running
+
+
+def greedy(models: Path, ids: list[int], count: int) -> str:
+    tokenizer: Any = AutoTokenizer.from_pretrained(models / "tiny")
+    model: Any = AutoModelForCausalLM.from_pretrained(models / "tiny")
+    found = model.generate(torch.tensor([ids]), max_new_tokens=count, do_sample=False)[0, len(ids) :]
+    said: str = tokenizer.decode(found, skip_special_tokens=True)
+    return said
+
+
+def mean_of_tokens(models: Path, text: str) -> np.ndarray:
+    tokens = AutoTokenizer.from_pretrained(models / "enc")(text, return_tensors="pt")
+    with torch.no_grad():
+        found: np.ndarray = BertModel.from_pretrained(models / "enc").eval()(**tokens).last_hidden_state[0].mean(0).numpy()
+    return found
+
+
+def test_openais_client(server: Running, models: Path) -> None:
+    client, tokenizer = server.client, AutoTokenizer.from_pretrained(models / "tiny")
+    assert [one.id for one in client.models.list()] == ["tiny", "enc"]
+    prompt = "the quick brown"
+    whole = client.completions.create(model="tiny", prompt=prompt, max_tokens=12, temperature=0)
+    assert whole.choices[0].text == greedy(models, tokenizer(prompt).input_ids, 12)
+    assert whole.usage and whole.usage.completion_tokens == 12 and whole.choices[0].finish_reason == "length"
+    messages: Any = [{"role": "developer", "content": "be brief"}, {"role": "user", "content": [{"type": "text", "text": "fox"}]}]
+    said = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=8, temperature=0)
+    plain = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "fox"}]
+    ids = tokenizer.apply_chat_template(plain, add_generation_prompt=True, return_dict=False)
+    assert said.choices[0].message.content == greedy(models, ids, 8)
+    events = list(client.chat.completions.create(
+        model="tiny", messages=messages, max_tokens=8, temperature=0, stream=True, stream_options={"include_usage": True}
+    ))  # fmt: skip
+    text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
+    assert text == said.choices[0].message.content and events[-1].usage == said.usage
+    assert events[0].choices[0].delta.role == "assistant" and events[-2].choices[0].finish_reason == "length"
+
+
+def test_several_texts_and_seeds(server: Running) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": ["fox", "dog"], "max_tokens": 6, "temperature": 1.5, "seed": 7, "n": 2}
+    texts = [[one.text for one in server.client.completions.create(**asked).choices] for _ in range(2)]
+    assert texts[0] == texts[1] and len(set(texts[0])) > 1
+    pieces: dict[int, str] = {}
+    for event in server.client.completions.create(**asked, stream=True):
+        for one in event.choices:
+            pieces[one.index] = pieces.get(one.index, "") + one.text
+    assert [pieces[index] for index in range(4)] == texts[0]
+    other = server.client.completions.create(**asked | {"seed": 8})
+    assert [one.text for one in other.choices] != texts[0]
+
+
+def test_a_text_ends_before_a_stop_string(server: Running) -> None:
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "moon", "max_tokens": 30, "temperature": 0}
+    whole = server.client.completions.create(**asked).choices[0].text
+    stop = whole[5:8]
+    for stream in (False, True):
+        answer = server.post("/v1/completions", asked | {"stop": stop, "stream": stream})
+        if stream:
+            events = [json.loads(line[6:]) for line in answer.text.split("\n\n") if line.startswith("data: {")]
+            text, ending = "".join(event["choices"][0]["text"] for event in events), events[-1]["choices"][0]["finish_reason"]
+        else:
+            choice = answer.json()["choices"][0]
+            text, ending = choice["text"], choice["finish_reason"]
+        assert (text, ending) == (whole[: whole.index(stop)], "stop")
+
+
+def test_embeddings(server: Running, models: Path) -> None:
+    texts = ["the quick fox", "a lazy dog jumps over the moon", "fox"]
+    plain = server.client.embeddings.create(model="enc", input=texts, encoding_format="float")
+    packed = server.client.embeddings.create(model="enc", input=texts)  # the client asks for base64
+    rows = [np.array([one.embedding for one in answer.data]) for answer in (plain, packed)]
+    expected = [mean_of_tokens(models, text) for text in texts]
+    np.testing.assert_allclose(rows[0], expected, atol=1e-5)
+    np.testing.assert_allclose(rows[1], rows[0], atol=1e-7)
+
+
+WRONG: list[tuple[str, Any, int, str]] = [
+    ("/v1/completions", {"model": "none", "prompt": "x"}, 404, "ask for one of tiny, enc"),
+    ("/v1/completions", {"model": "enc", "prompt": "x"}, 400, "answers at /v1/embeddings"),
+    ("/v1/embeddings", {"model": "tiny", "input": "x"}, 400, "answers at /v1/chat/completions"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "logprobs": 3}, 400, "logprobs is not possible here"),
+    ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "is empty"),
+    ("/v1/completions", {"model": "tiny", "prompt": [[1], [99999]], "max_tokens": 1}, 400, "99999"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "more than the 256 positions"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "temperature": 9}, 400, "temperature"),
+    ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x" * 200_000}, 413, "larger than 100,000 bytes"),
+    ("/v1/nothing", {}, 404, "Not Found"),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "status", "words"), WRONG)
+def test_wrong_requests(path: str, body: Any, status: int, words: str, server: Running) -> None:
+    answer = server.post(path, body)
+    assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory by Linux' own figures")
+def test_malformed_requests(server: Running) -> None:
+    """Broken JSON, wrong types, bodies that never end, clients that leave: always a status, and no growth."""
+    chance = random.Random(0)
+    process = psutil.Process(server.process.pid)
+    broken(server, chance, 60)
+    before = process.memory_info().rss
+    statuses = broken(server, chance, 240)
+    assert set(statuses) <= {200, 400, 404, 405, 413}, statuses
+    assert process.memory_info().rss < 1.02 * before + 2**20
+    wait(lambda: server.engine()["in_flight"] == 0)
+    assert server.client.completions.create(model="tiny", prompt="fox", max_tokens=2).usage
+
+
+def broken(server: Running, chance: random.Random, count: int) -> list[int]:
+    good = json.dumps({"model": "tiny", "prompt": "fox", "max_tokens": 2, "seed": 1}).encode()
+    found = []
+    with httpx2.Client(base_url=server.url, timeout=30, headers=KEY) as client:
+        for _ in range(count):
+            kind = chance.randrange(5)
+            body = bytearray(good)
+            if kind == 0:
+                for _ in range(chance.randrange(1, 6)):
+                    body[chance.randrange(len(body))] = chance.randrange(256)
+            elif kind == 1:
+                del body[chance.randrange(len(body)) :]
+            elif kind == 2:
+                value: Any = chance.choice([None, [], {}, -1, 1e308, "x" * 1000, [[[]]], True, {"a": [1] * 50}])
+                key = chance.choice(["model", "prompt", "max_tokens", "seed", "stop", "stream", "n", "\x00"])
+                body = bytearray(json.dumps({**json.loads(good), key: value}).encode())
+            elif kind == 3:
+                leave(server, good, chance)
+                continue
+            path = chance.choice(["/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/x", "/health"])
+            found.append(client.post(path, content=bytes(body), headers={"content-type": "application/json"}).status_code)
+    return found
+
+
+def leave(server: Running, body: bytes, chance: random.Random) -> None:
+    """Says less than it announced, or does not wait for the answer."""
+    host, port = server.url.removeprefix("http://").split(":")
+    with socket.create_connection((host, int(port))) as connection:
+        head = (
+            f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        )
+        connection.sendall(head.encode() + body[: chance.choice([0, 5, len(body)])])
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_answers_are_those_of_the_document(server: Running) -> None:
+    schema = schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+
+    for operation in schema.get_all_operations():
+        if operation.ok().method.upper() == "POST":
+            run_operation(operation.ok())
+
+
+def run_operation(operation: Any) -> None:
+    @given(case=operation.as_strategy())
+    @settings(
+        max_examples=12, deadline=None, database=None, phases=(Phase.generate,), derandomize=True,
+        suppress_health_check=list(HealthCheck),
+    )  # fmt: skip
+    def check(case: Any) -> None:
+        case.call_and_validate(timeout=60, headers=KEY)
+
+    check()
+
+
+def test_who_leaves_is_not_computed_for(server: Running) -> None:
+    with server.client.completions.create(model="tiny", prompt="fox", max_tokens=250, stream=True) as stream:
+        next(iter(stream))
+        assert server.engine()["in_flight"] == 1
+    wait(lambda: server.engine()["in_flight"] == 0, 10)
+    body = {"model": "tiny", "prompt": "fox", "max_tokens": 250}
+    with pytest.raises(httpx2.TimeoutException):
+        server.post("/v1/completions", body, timeout=0.05)
+    wait(lambda: server.engine()["in_flight"] == 0, 10)
+
+
+def test_an_engine_that_is_killed(server: Running) -> None:
+    """What was in its hands fails with words; the server starts it again."""
+    said: queue.Queue[Any] = queue.Queue()
+
+    def ask() -> None:
+        answer = server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 250, "n": 4})
+        said.put(answer)
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    wait(lambda: server.engine()["in_flight"] == 4)
+    before = server.engine()["process"]
+    os.kill(before, signal.SIGKILL)
+    asking.join(timeout=60)
+    answer = said.get(timeout=1)
+    assert answer.status_code == 503 and "the engine died" in answer.json()["error"]["message"]
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 2}).status_code in (200, 503)
+    wait(lambda: server.engine()["state"] == "ready" and server.engine()["process"] != before)
+    assert server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 2}).status_code == 200
+    counted = httpx2.get(f"{server.url}/metrics", headers=KEY).text
+    assert re.search(r'upshift_engine_restarts_total{model="tiny"} 1\.0', counted)
+    assert "fox" not in server.log.read_text()
+
+
+def test_load_test(server: Running, upshift: Command, tmp_path: Path) -> None:
+    page = tmp_path / "page.html"
+    (tmp_path / "key").write_text("first\n")
+    key = ("--api-key-file", tmp_path / "key")
+    asked = ("load-test", server.url, *key, "--model", "tiny", "--rate", "5,10", "--duration", "1.5", "--prompt-words", "6")
+    answer = upshift(*asked, "--max-tokens", "4", "--html", page, "--json")
+    found = json.loads(answer.out)
+    assert answer.code == 0 and [phase["rate"] for phase in found["phases"]] == [5.0, 10.0]
+    for phase in found["phases"]:
+        assert phase["statuses"] == {"200": phase["asked"]} and phase["asked"] > 0
+        assert 0 < phase["first_token"]["p50"] <= phase["first_token"]["p99"]
+    assert "Load test of tiny" in page.read_text()
+    assert upshift("load-test", "http://127.0.0.1:9").code == 2
+    refused = upshift("load-test", server.url, *key)
+    assert refused.code == 2 and "give one of tiny, enc" in refused.err
+
+
+def test_keys(server: Running) -> None:
+    body = {"model": "tiny", "prompt": "fox", "max_tokens": 1}
+    for headers, status in (({}, 401), ({"Authorization": "Bearer third"}, 401), (KEY, 200)):
+        assert server.post("/v1/completions", body, headers=headers).status_code == status
+    assert httpx2.get(f"{server.url}/health").status_code == 200
+    assert httpx2.get(f"{server.url}/metrics").status_code == 401
+
+
+def test_more_than_it_holds(server: Running) -> None:
+    """Four rows and four that wait: the others are told when to come again."""
+    body = {"model": "tiny", "prompt": "fox", "max_tokens": 200, "temperature": 0}
+    with ThreadPoolExecutor(24) as pool:
+        answers = list(pool.map(lambda _: server.post("/v1/completions", body), range(24)))
+    statuses = [answer.status_code for answer in answers]
+    assert set(statuses) == {200, 429} and statuses.count(200) >= 5
+    assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
+
+
+def test_what_cannot_be_served(upshift: Command, models: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        answer = upshift("serve", models / "tiny", "--port", port)
+        assert answer.code == 2 and f"cannot listen on 127.0.0.1:{port}" in answer.err and "--port" in answer.err
+    for arguments, words in (
+        ((tmp_path / "none", "--port", 0), "none"),
+        (("a=x", "a=y"), "two models are called 'a'"),
+        ((models / "tiny", "--api-key-file", tmp_path / "none"), "give a file with a key a line"),
+        ((models / "tiny", "--prompts", tmp_path / "none.txt"), "--prompts"),
+        ((models / "tiny", "--port", 0, "--engine", "none"), "'none'"),
+    ):
+        answer = upshift("serve", *arguments)
+        assert answer.code == 2 and words in answer.err, answer.err
+        assert "Traceback" not in answer.err
+
+
+def test_the_end_lets_answers_end(server: Running) -> None:
+    """The last one: SIGTERM. The fixture looks at the exit code."""
+    with ThreadPoolExecutor(1) as pool:
+        body = {"model": "tiny", "prompt": "fox", "max_tokens": 200, "temperature": 0}
+        last = pool.submit(server.post, "/v1/completions", body)
+        wait(lambda: server.engine()["in_flight"] == 1)
+        server.process.send_signal(signal.SIGTERM)
+        assert last.result().status_code == 200 and last.result().json()["usage"]["completion_tokens"] == 200
+    assert server.process.wait(timeout=30) == 0

@@ -1,0 +1,219 @@
+"""Parts of the server by themselves: who is computed next, what is promised, where a text ends, which model is unloaded."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import time
+from collections.abc import Sequence as Listed
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from upshift.inference.generation.engines.decoder import NoExtension
+from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.sequence import Sequence
+from upshift.serving.load.client import Asked
+from upshift.serving.load.run import phase_of
+from upshift.serving.load.traffic import Traffic, arrivals
+from upshift.serving.messages import EngineRequest, Ready
+from upshift.serving.metrics import Metrics
+from upshift.serving.pace import Pace
+from upshift.serving.scheduler import Scheduler, Ticket
+from upshift.serving.served import NoRoom, Served
+from upshift.serving.text_stream import TextStream
+
+VOCABULARY, PASS_SECONDS, TOKEN_SECONDS = 16, 0.01, 0.001
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Counting(NoExtension):
+    """Says the number of tokens that a row has had; takes time by a made-up clock."""
+
+    weight_bytes = 0
+
+    def __init__(self, clock: Clock, *, joins: bool = True) -> None:
+        self.joins, self.clock = joins, clock
+        self.rows: list[int] = []
+
+    def remember(self, prefix: Listed[int]) -> None:
+        raise AssertionError("requests are not known beforehand")
+
+    def admit(self, prompts: Listed[Listed[int]]) -> np.ndarray:
+        assert self.joins or not self.rows
+        self.clock.now += TOKEN_SECONDS * sum(map(len, prompts))
+        self.rows += [0] * len(prompts)
+        return self._said(range(len(self.rows) - len(prompts), len(self.rows)))
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        assert tokens.tolist() == [count % VOCABULARY for count in self.rows]
+        self.clock.now += PASS_SECONDS
+        self.rows = [count + 1 for count in self.rows]
+        return self._said(range(len(self.rows)))
+
+    def keep(self, rows: list[int]) -> None:
+        self.rows = [self.rows[row] for row in rows]
+
+    def _said(self, rows: Any) -> np.ndarray:
+        return np.eye(VOCABULARY, dtype=np.float32)[[self.rows[row] % VOCABULARY for row in rows]]
+
+
+def made(clock: Clock, *, joins: bool = True, **more: Any) -> Scheduler:
+    pace = Pace(token_seconds=TOKEN_SECONDS, step_seconds=PASS_SECONDS, output_length=8)
+    options: dict[str, Any] = {"rows": 2, "cache_tokens": None, **more}
+    return Scheduler(Counting(clock, joins=joins), pace=pace, clock=clock, **options)
+
+
+def ticket(number: int, clock: Clock, *, prompt: int = 3, new: int = 4) -> Ticket:
+    return Ticket(number, Sequence(0, [1] * prompt, GenerationOptions(max_new_tokens=new), None), clock())
+
+
+@given(
+    lengths=st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=12),
+    rows=st.integers(1, 4), joins=st.booleans(), cancelled=st.sets(st.integers(0, 11)),
+)  # fmt: skip
+def test_every_request_gets_its_tokens(lengths: list[tuple[int, int]], rows: int, joins: bool, cancelled: set[int]) -> None:
+    clock = Clock()
+    scheduler = made(clock, joins=joins, rows=rows, cache_tokens=40)
+    tickets = [ticket(number, clock, prompt=prompt, new=new) for number, (prompt, new) in enumerate(lengths)]
+    assert all(scheduler.add(one) is None for one in tickets)
+    said: dict[int, list[int]] = {}
+    first: list[int] = []
+    for step in itertools.count():
+        if step == 2:
+            for number in cancelled:
+                scheduler.cancel(number)
+        if not scheduler.busy:
+            break
+        for one, token in scheduler.step():
+            first += [one.id] if one.id not in said else []
+            said.setdefault(one.id, []).append(token)
+        assert len(scheduler.live) <= rows and sum(one.tokens for one in scheduler.live) <= 40
+    assert first == sorted(first), "first come, first served"
+    for number, (_, new) in enumerate(lengths):
+        if number not in cancelled:
+            assert said[number] == [count % VOCABULARY for count in range(new)]
+
+
+def test_what_never_fits_and_what_would_wait_too_long() -> None:
+    clock = Clock()
+    scheduler = made(clock, cache_tokens=20, max_ttft=0.05, max_waiting=3)
+    large = scheduler.add(ticket(0, clock, prompt=12, new=9))
+    assert large is not None and large.status == 413 and large.retry_after is None and "21 tokens" in large.why
+    answers = [scheduler.add(ticket(number, clock)) for number in range(1, 8)]
+    assert answers[:2] == [None, None]
+    late = [answer for answer in answers if answer is not None]
+    assert late and all(answer.status == 429 and answer.retry_after is not None for answer in late)
+    unlimited = made(clock, max_waiting=3)
+    answers = [unlimited.add(ticket(number, clock)) for number in range(8)]
+    assert [answer is None for answer in answers] == [True] * 3 + [False] * 5
+    assert "3 requests wait already" in str(answers[-1])
+
+
+def test_admitted_requests_keep_what_was_promised() -> None:
+    """More than twice what it holds, for minutes of a made-up clock: those that are admitted have their first token in time."""
+    clock, chance = Clock(), np.random.default_rng(0)
+    scheduler = made(clock, rows=4, max_ttft=0.2, max_waiting=1000)
+    due, waited, refused = 0.0, [], 0
+    for number in range(3000):
+        due += chance.exponential(0.01)
+        while clock.now < due and scheduler.busy:
+            for one, _ in scheduler.step():
+                if len(one.sequence.tokens) == 1:
+                    waited.append(clock.now - one.came)
+        clock.now = max(clock.now, due)
+        new = ticket(number, clock, prompt=int(chance.integers(1, 12)), new=int(chance.integers(2, 16)))
+        new.came = due
+        refused += scheduler.add(new) is not None
+    assert refused > 500 and len(waited) > 500
+    assert np.mean(np.array(waited) <= 0.2) > 0.95, np.quantile(waited, [0.5, 0.9, 0.95, 0.99])
+
+
+def decode(tokens: Listed[int]) -> str:
+    return bytes(tokens).decode(errors="replace")
+
+
+@given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=2), st.lists(st.integers(1, 5)))
+def test_a_text_is_shown_up_to_its_stop_string(text: str, stops: list[str], sizes: list[int]) -> None:
+    tokens, stream, shown = list(text.encode()), TextStream(decode, stops), ""
+    expected = text[: min((place for stop in stops if (place := text.find(stop)) >= 0), default=len(text))]
+    sizes = [*sizes, len(tokens) or 1]
+    while tokens or not shown:
+        size = sizes.pop(0) if sizes else len(tokens)
+        now, tokens = tokens[:size], tokens[size:]
+        shown += stream.add(now, last=not tokens)
+        assert expected.startswith(shown)
+        if not tokens or any(stop in decode(list(text.encode())[: len(text.encode()) - len(tokens)]) for stop in stops):
+            break
+    assert shown == expected
+
+
+class Asleep:
+    """An engine that says it is ready."""
+
+    def __init__(self, size: int) -> None:
+        self.request = EngineRequest(model="m")
+        self.state, self.last_used, self.in_flight, self.ready = "asleep", 0.0, 0, None
+        self.size, self.starts, self.on_restart = size, 0, None
+        self.beat = type("Beat", (), {"resident_bytes": 0, "live": 0, "waiting": 0})()
+
+    async def start(self) -> Ready:
+        self.state, self.starts = "ready", self.starts + 1
+        self.ready: Any = Ready(
+            task="generate", setup="", rows=1, cache_tokens=None, positions=None, resident_bytes=self.size, seconds={}
+        )
+        found: Ready = self.ready
+        return found
+
+    async def stop(self) -> None:
+        self.state, self.ready = "asleep", None
+
+
+def test_the_least_recently_used_model_is_unloaded() -> None:
+    engines: dict[str, Any] = {name: Asleep(10) for name in "abc"}
+
+    async def use() -> None:
+        served = Served(engines, Metrics(), sizes=dict.fromkeys("abc", 10), memory_bytes=25)
+        await served.start()
+        assert [engine.state for engine in engines.values()] == ["ready", "ready", "asleep"]
+        async with served.using("a"):
+            time.sleep(0.01)
+            async with served.using("c"):  # a is in use
+                assert [engine.state for engine in engines.values()] == ["ready", "asleep", "ready"]
+                with pytest.raises(NoRoom, match="b has no room"):
+                    async with served.using("b"):
+                        pass
+        async with served.using("b"):
+            assert engines["b"].state == "ready" and [engines["a"].state, engines["c"].state].count("ready") == 1
+
+    asyncio.run(use())
+
+
+def test_arrivals_are_a_poisson_process() -> None:
+    traffic = Traffic(rates=(5.0,), seconds=400.0, prompt_words=10, seed=3)
+    found = list(arrivals(traffic, 5.0))
+    assert found == list(arrivals(traffic, 5.0)) != list(arrivals(traffic.changed(seed=4), 5.0))
+    gaps = np.diff([one.at for one in found])
+    assert 1850 < len(found) < 2150 and abs(gaps.mean() / gaps.std() - 1) < 0.1
+    assert {len(one.prompt.split()) for one in found} == set(range(5, 16))
+
+
+def test_a_phase_counts_what_was_promised() -> None:
+    done = [Asked(status=200, due=0.0, first_seconds=at, seconds=1.0 + at, tokens=11) for at in (0.1, 0.2, 0.3, 0.6)]
+    other = [
+        Asked(status=429, due=0.0, seconds=0.1, why="later", retry_after=True),
+        Asked(status=0, due=0.0, seconds=0.1, why="gone"),
+    ]
+    phase = phase_of(3.0, 2.0, [*done, *other], 500.0)
+    assert phase.statuses == {"200": 4, "429": 1, "0": 1} and phase.asked == 6
+    assert (phase.answered_per_second, phase.goodput, phase.within_promise) == (2.0, 1.5, 0.75)
+    assert phase.first_token["p99"] == 0.6 and phase.token["p50"] == pytest.approx(0.1) and phase.without_retry_after == 0
