@@ -1,6 +1,6 @@
 """Every language and image model of transformers that can be made tiny, by XLA against torch: what is equal, and what is missing.
 
-    python benchmarks/cases/xla_parity.py --output rows.jsonl [--kinds image] [--only bert,llama] [--bfloat16] [--seconds 1500] [--shard 0/2]
+    python benchmarks/cases/xla_parity.py --output rows.jsonl [--kinds image] [--only bert,llama] [--bfloat16] [--seconds 1500]
 
 A model is two layers of width 32 or so with random weights (transformers' own, and 0.1 of deviation added, so that every part
 shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. Rows:
