@@ -1,6 +1,6 @@
 """Every language and image model of transformers that can be made tiny, by XLA against torch: what is equal, and what is missing.
 
-    python benchmarks/cases/xla_parity.py --output rows.jsonl [--only bert,llama] [--bfloat16] [--seconds 1500] [--shard 0/2]
+    python benchmarks/cases/xla_parity.py --output rows.jsonl [--kinds image] [--only bert,llama] [--bfloat16] [--seconds 1500]
 
 A model is two layers of width 32 or so with random weights (transformers' own, and 0.1 of deviation added, so that every part
 shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. Rows:
@@ -11,7 +11,7 @@ bf16            with --bfloat16: XLA's difference from torch's bfloat16, and of 
 refused         in place of those, the one line that says why a model does not run
 not_tiny        in place of those, why this script could not make the model: says nothing of XLA
 
-A file that has rows already is continued. benchmarks/cases/xla_parity_table.py makes a table of it.
+A file that has rows already is continued.
 """
 
 from __future__ import annotations
@@ -69,10 +69,10 @@ class Logits(torch.nn.Module):
         return self.model(**inputs).logits
 
 
-def every_model() -> Iterator[tuple[str, str, str]]:
+def every_model(kinds: str) -> Iterator[tuple[str, str, str]]:
     """(kind, model type, class); the first class of a type and kind."""
-    for kind, names in KINDS.items():
-        for model_type, found in names.items():
+    for kind in kinds.split(","):
+        for model_type, found in KINDS[kind].items():
             yield kind, model_type, found if isinstance(found, str) else found[0]
 
 
@@ -193,6 +193,7 @@ def _too_long(*_: Any) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
+    parser.add_argument("--kinds", default=",".join(KINDS), help="in this order")
     parser.add_argument("--only", help="model types, with commas")
     parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no model after this")
@@ -205,7 +206,7 @@ def main() -> int:
     done = {(row["kind"], row["model"]) for row in map(json.loads, known)}
     only = options.only.split(",") if options.only else None
     signal.signal(signal.SIGALRM, _too_long)
-    for number, (kind, model_type, architecture) in enumerate(every_model()):
+    for number, (kind, model_type, architecture) in enumerate(every_model(options.kinds)):
         skipped = (kind, model_type) in done or number % shards != shard or (only is not None and model_type not in only)
         if skipped or time.monotonic() - start > options.seconds:
             continue
