@@ -38,20 +38,48 @@ def rows(count: int, seed: int) -> Dataset:
     return Dataset.from_dict({"input_ids": ids.tolist(), "labels": ids.tolist()})
 
 
-def make_trainer(output: Path, report_to: list[str]) -> Trainer:
+def make_trainer(output: Path, report_to: list[str], *, population: bool = False) -> Trainer:
     arguments = TrainingArguments(
         output_dir=str(output), max_steps=6, per_device_train_batch_size=4, eval_strategy="steps", eval_steps=3,
-        save_strategy="no", report_to=report_to, disable_tqdm=True, logging_strategy="no",
+        save_strategy="steps" if population else "no", save_steps=3, report_to=report_to, disable_tqdm=True,
+        logging_strategy="no",
     )  # fmt: skip
     return Trainer(args=arguments, model_init=model_init, train_dataset=rows(32, 0), eval_dataset=rows(8, 1), trial_seconds=0)
 
 
+def options_of(backend: str, output: Path) -> dict[str, Any]:
+    """What only that backend has: of Optuna a sampler that runs out of points and a pruner, of Ray a population."""
+    if backend == "optuna":
+        from optuna.pruners import ThresholdPruner
+        from optuna.samplers import GridSampler
+
+        grid = {"learning_rate": [1e-6, 3e-2], "per_device_train_batch_size": [2]}
+        return {"sampler": GridSampler(grid, seed=0), "pruner": ThresholdPruner(upper=4.1)}
+    if backend == "ray":
+        from ray.tune.schedulers import PopulationBasedTraining
+
+        return {
+            "storage_path": str(output / "ray"),
+            "stop": {"training_iteration": 2},
+            "scheduler": PopulationBasedTraining(
+                metric="objective", mode="min", time_attr="training_iteration", perturbation_interval=1,
+                quantile_fraction=0.5, synch=True, hyperparam_mutations={"learning_rate": rates},
+            ),
+        }  # fmt: skip
+    return {}
+
+
+def rates() -> float:
+    return 0.02
+
+
 def main(backend: str, output: Path) -> None:
-    trainer = make_trainer(output, ["wandb"] if backend == "wandb" else [])
+    trainer = make_trainer(output, ["wandb"] if backend == "wandb" else [], population=backend == "ray")
     if backend != "ray":
         output.mkdir(parents=True, exist_ok=True)  # the Trainer has made it where it keeps checkpoints
         trainer.add_callback(Tells(output / "told"))
-    best = trainer.hyperparameter_search(hp_space=SPACE, n_trials=3, backend=backend)
+    trials = 2 if backend == "ray" else 3
+    best = trainer.hyperparameter_search(hp_space=SPACE, n_trials=trials, backend=backend, **options_of(backend, output))
     print(FOUND + json.dumps({"objective": best.objective, "hyperparameters": best.hyperparameters}))
 
 

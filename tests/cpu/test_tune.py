@@ -29,6 +29,7 @@ from upshift.tuning.tune import Found, tune
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
 SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "global_batch": [4, 4096], "warmup_steps": [0, 2]}
+CHEAP = ("torch_compile=off", "precision=fp32")  # little is traced
 HP_SCRIPT = Path(__file__).with_name("searching_trainer.py")
 
 
@@ -48,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def searched(home: Path, output: Path, **more: Any) -> Found:
     options: dict[str, Any] = {"space": SPACE, "trials": 6, "from_config": True, "sequence_length": 32, "trial_seconds": 0.0}
-    options |= {"arguments": {"max_steps": 9, "seed": 1}, "evaluations": 3}
+    options |= {"arguments": {"max_steps": 9, "seed": 1}, "evaluations": 3, "fixed": CHEAP}
     return tune(str(home / "llama"), str(home / "data.jsonl"), output=output, **options | more)
 
 
@@ -101,7 +102,7 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
     [
         ({"objective": ("accuracy",)}, "objective 'accuracy': it is one or several, each once, of eval_loss, time"),
         ({"pruner": "best"}, "pruner 'best' is not one of halving"),
-        ({"max_cost": 1.0}, "--max-cost and --price-per-hour go together"),
+        ({"max_cost": 1.0}, "--max-cost needs the machine's price: add --price-per-hour"),
         ({"jobs": 2, "fixed": ("num_processes=2",)}, "a trial of several ranks takes all cores"),
         ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: Input should be greater than 0"),
         ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a smaller global batch"),
@@ -136,7 +137,7 @@ def test_a_study_of_a_hundred_trials(tmp_path: Path) -> None:
 
 def new_study(folder: Path) -> optuna.Study:
     return open_study(
-        name="s", storage=None, folder=folder, directions=("minimize",), pruner="none", seed=0, jobs=1, identity={"model": "m"}
+        name="s", storage=None, folder=folder, directions=("minimize",), pruner="none", seed=0, identity={"model": "m"}
     )
 
 
@@ -149,7 +150,7 @@ def test_a_killed_study_runs_its_trial_again(tmp_path: Path, monkeypatch: pytest
     wait(lambda: (tmp_path / "study.db").exists() and any(t.state.name == "RUNNING" for t in new_study(tmp_path).trials))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
-    monkeypatch.setattr("upshift.tuning.study.GRACE_SECONDS", 1)
+    monkeypatch.setattr("upshift.tuning.storage.GRACE_SECONDS", 1)
     time.sleep(2)
     study = new_study(tmp_path)
     run_study(study, lambda asked: [asked.trial.suggest_float("x", 0, 1)], trials=3)
@@ -185,7 +186,13 @@ def test_hyperparameter_search(backend: str, tmp_path: Path) -> None:
     if backend == "wandb":
         assert len(list((tmp_path / "wandb").glob("offline-run-*"))) == 3
     if backend != "ray":
-        assert (tmp_path / "out" / "study.db").is_file() and (tmp_path / "out" / "told").read_text().count("begin") == 3
+        count = 2 if backend == "optuna" else 3  # the grid has two points
+        assert (tmp_path / "out" / "study.db").is_file() and (tmp_path / "out" / "told").read_text().count("begin") == count
+    if backend == "optuna":  # its sampler and its pruner, in the trials' processes
+        study = optuna.load_study(study_name="hyperparameter_search", storage=f"sqlite:///{tmp_path / 'out' / 'study.db'}")
+        assert {trial.params["learning_rate"]: trial.state.name for trial in study.trials} == {1e-6: "PRUNED", 3e-2: "COMPLETE"}
+    if backend == "ray":
+        assert "[Exploit] Cloning trial" in ended.stdout + ended.stderr
 
 
 def test_searches_that_are_refused(tmp_path: Path) -> None:

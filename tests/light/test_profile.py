@@ -131,7 +131,8 @@ def test_what_was_measured_decides_what_helps() -> None:
 
 def test_waiting_for_data_is_no_choice_of_a_plan(planning: Planning) -> None:
     here = measured(planning)
-    waiting = Measured(here.host, here.profile, here.workload, here.candidate, here.seconds | {"data": sum(here.seconds.values())})
+    seconds = here.seconds | {"data": sum(here.seconds.values())}
+    waiting = Measured(here.host, here.profile, here.workload, here.candidate, seconds)
     gain = find_changes(here)[0].gain
     assert find_changes(waiting)[0].gain == pytest.approx(2 / (1 + 1 / (1 + gain)) - 1, rel=1e-3)
 

@@ -17,6 +17,9 @@ from upshift.installed import installed_version
 from upshift.units import format_seconds
 
 ROWS = 10
+WarmStart = Annotated[
+    list[str] | None, typer.Option("--warm-start", help="output folder or database of an earlier search; repeatable")
+]
 
 
 @with_layout_flags
@@ -36,9 +39,10 @@ def command(
     epochs: Annotated[float, typer.Option("--epochs", min=0.001)] = 1.0,
     max_hours: Annotated[float | None, typer.Option("--max-hours", min=0.0, help="start no trial after so long")] = None,
     max_cost: Annotated[float | None, typer.Option("--max-cost", min=0.0, help="likewise, by --price-per-hour")] = None,
-    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0.000001)] = None,
+    price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0.000001, help="of the machine")] = None,
     storage: Annotated[str | None, typer.Option("--storage", help="a database URL or a journal's path; default: SQLite")] = None,
     study: Annotated[str, typer.Option("--study", help="name; processes that name the same in one storage share it")] = "upshift",
+    warm_start: WarmStart = None,
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
@@ -58,7 +62,8 @@ def command(
         found = tune(
             model, data, space=space, output=output, trials=trials, objective=split(objective), pruner=pruner,
             evaluations=evaluations, jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour,
-            storage=storage, study_name=study, seed=seed, arguments={"max_steps": max_steps, "seed": seed},
+            storage=storage, study_name=study, warm_start=tuple(warm_start or ()), seed=seed,
+            arguments={"max_steps": max_steps, "seed": seed},
             progress=display.progress(), sequence_length=sequence_length, global_batch=global_batch, epochs=epochs,
             lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split(allow),
             from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
@@ -136,6 +141,10 @@ def shown(value: Any) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
+def _cost(found: Any) -> str:
+    return "" if found.cost is None else f", cost {found.cost:.4g}"
+
+
 def _print(found: Any, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(found.to_json() + "\n")
@@ -145,6 +154,7 @@ def _print(found: Any, *, as_json: bool) -> None:
     states = [row.state for row in found.trials]
     counts = ", ".join(f"{states.count(state)} {state}" for state in dict.fromkeys(states))
     title = "Trials that no other beats in every objective" if several else "Best trial"
-    show.out.print(f"{title} of {len(states)} ({counts}), {format_seconds(found.seconds)}. Study in {found.storage}")
+    spent = format_seconds(found.seconds) + _cost(found)
+    show.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {found.storage}")
     if found.checkpoint is not None:
         show.out.print(f"Its model is in {found.checkpoint}; optuna-dashboard {found.storage} shows the study.")

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +17,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.job.server import JobServer, job_server
 from upshift.training.loop.events import Evaluated, Event
 from upshift.training.run import Prepared, prepare_run
+from upshift.tuning.servers import Servers
 from upshift.tuning.space import OF_RUN
 from upshift.tuning.study import Asked
 
@@ -37,11 +37,11 @@ class Jobs:
     arguments: dict[str, Any]  # fields of Arguments, likewise
     evaluations: int
     at_once: int = 1
+    host: Host | None = None  # this machine where not given
     on_step: Callable[[int, Event], None] = lambda number, event: None
     _planned: dict[tuple[Any, ...], tuple[Prepared, int] | Exception] = field(default_factory=dict)
     _planning: threading.Lock = field(default_factory=threading.Lock)
-    _servers: ExitStack = field(default_factory=ExitStack)
-    _free: list[JobServer] = field(default_factory=list)
+    _servers: Servers[JobServer] = field(default_factory=lambda: Servers(job_server))
 
     def run(self, asked: Asked, values: dict[str, Any]) -> Record:
         """Raises NothingFits before anything is started, JobFailed where it fails."""
@@ -52,25 +52,14 @@ class Jobs:
         folder = self.folder(asked.number)
         shutil.rmtree(folder, ignore_errors=True)
         job = prepared.job(Arguments.of(arguments), output=folder)
-        with self._server() as server:
+        with self._servers.one() as server:
             return server.run(job, prepared.data, self._reporting(asked, steps))
-
-    @contextmanager
-    def _server(self) -> Iterator[JobServer]:
-        """One that is free; as many are started as trials run at once."""
-        with self._planning:
-            server = self._free.pop() if self._free else self._servers.enter_context(job_server())
-        try:
-            yield server
-        finally:
-            if server.runs:
-                self._free.append(server)
 
     def __enter__(self) -> Jobs:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._servers.close()
+        self._servers.__exit__()
 
     def folder(self, number: int) -> Path:
         return self.output / f"trial-{number}"
@@ -83,7 +72,7 @@ class Jobs:
             if key not in self._planned:
                 try:
                     self._planned[key] = prepare_run(
-                        self.model, self.data, host=share_of(find_host(None), self.at_once), max_steps=max_steps,
+                        self.model, self.data, host=self._share(), max_steps=max_steps,
                         clips_gradients=clips, **of_run,
                     )  # fmt: skip
                 except UpshiftError as error:
@@ -92,6 +81,9 @@ class Jobs:
         if isinstance(found, Exception):
             raise found
         return found
+
+    def _share(self) -> Host | None:
+        return self.host if self.at_once == 1 else share_of(self.host or find_host(None), self.at_once)
 
     def _reporting(self, asked: Asked, steps: int) -> Callable[[Event], None]:
         every = max(steps // self.evaluations, 1)
@@ -108,7 +100,7 @@ class Jobs:
 
 def share_of(host: Host, parts: int) -> Host:
     """What one of several jobs on a machine may take, so that all fit side by side. GPUs are not divided."""
-    if parts == 1 or host.cpu is None or host.gpus_per_node:
+    if host.cpu is None or host.gpus_per_node:
         return host
     cores = max(host.cpu.usable_cores // parts, 1)
     sizes = {name: getattr(host.cpu, name) for name in ("memory_bytes", "free_memory_bytes")}

@@ -18,6 +18,7 @@ from upshift.benchmarking.page_html import empty, number, plot, table, text, til
 from upshift.benchmarking.page_plots import Figure, layout
 from upshift.tuning.objectives import Direction
 from upshift.tuning.tune import Found, Row
+from upshift.units import format_seconds
 
 HEADS = (("Trial", "number"), ("State", ""), ("Result", "long"), ("Hyper-parameters", "long"), ("Seconds", "number"))
 FEWEST = 2  # trials that came to their end, for a drawing to say anything
@@ -44,10 +45,22 @@ def study_page_html(found: Found) -> str:
     return page_html(
         title=f"Study {found.study}",
         summary=f"{len(found.trials)} trials, {complete} to their end. Best: trial {found.best[0].number}, {best}.",
-        tiles=tile_list((name, number(value), "best trial") for name, value in (found.best[0].values or {}).items()),
+        tiles=tile_list([*_best(found), *_spent(found)]),
         sections=sections,
         figures=figures,
     )
+
+
+def _best(found: Found) -> list[tuple[str, str, str]]:
+    return [(name, number(value), "best trial") for name, value in (found.best[0].values or {}).items()]
+
+
+def _spent(found: Found) -> list[tuple[str, str, str]]:
+    """By the last call, which drew the page."""
+    spent = [("time", text(format_seconds(found.seconds)), "of this call")]
+    if found.cost is not None:
+        spent.append(("cost", number(found.cost), f"at {number(found.price_per_hour)} an hour"))
+    return spent
 
 
 def in_memory(found: Found) -> optuna.Study:

@@ -9,9 +9,7 @@ from __future__ import annotations
 import json
 import math
 import time
-import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,9 +18,11 @@ from optuna.trial import TrialState
 
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.tuning.objectives import Direction
+from upshift.tuning.sampling import ByNumber
+from upshift.tuning.storage import persistent, without_warnings
 
-HEARTBEAT_SECONDS, GRACE_SECONDS = 5, 15  # a trial whose process was silent for so long is dead
 REASON, IDENTITY = "reason", "identity"
+POLL_SECONDS = 0.5  # for the last trials of other processes
 PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
     "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
     "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, reduction_factor=3),
@@ -44,7 +44,7 @@ RunTrial = Callable[[Asked], Sequence[float]]  # raises NothingFits where it wou
 
 
 def open_study(
-    *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int, jobs: int,
+    *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int,
     identity: dict[str, Any],
 ) -> optuna.Study:  # fmt: skip
     """The study of that name, made where there is none. ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or
@@ -55,36 +55,10 @@ def open_study(
     with without_warnings():
         study = optuna.create_study(
             study_name=name, storage=persistent(storage, folder), directions=list(directions), load_if_exists=True,
-            sampler=optuna.samplers.TPESampler(seed=seed, constant_liar=jobs > 1), pruner=PRUNERS[pruner](),
+            sampler=ByNumber(seed), pruner=PRUNERS[pruner](),
         )  # fmt: skip
     _check_identity(study, identity)
     return study
-
-
-@contextmanager
-def without_warnings() -> Iterator[None]:
-    """Heartbeats, an experimental feature of Optuna's, are what is wanted."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
-        yield
-
-
-def persistent(given: Any, folder: Path) -> optuna.storages.BaseStorage:
-    """Raises RequestError for a storage that ends with this process."""
-    if isinstance(given, optuna.storages.InMemoryStorage):
-        raise RequestError("a storage in memory is not seen by the trials' processes; leave storage out, or give a database URL")
-    if isinstance(given, optuna.storages.BaseStorage):
-        return given
-    if given is not None and "://" not in given:
-        from optuna.storages.journal import JournalFileBackend
-
-        Path(given).parent.mkdir(parents=True, exist_ok=True)
-        return optuna.storages.JournalStorage(JournalFileBackend(given))
-    folder.mkdir(parents=True, exist_ok=True)
-    return optuna.storages.RDBStorage(
-        given or f"sqlite:///{folder / 'study.db'}", heartbeat_interval=HEARTBEAT_SECONDS, grace_period=GRACE_SECONDS,
-        heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
-    )  # fmt: skip
 
 
 def _check_identity(study: optuna.Study, identity: dict[str, Any]) -> None:
@@ -111,16 +85,27 @@ def run_study(
     def objective(trial: optuna.Trial) -> Sequence[float]:
         return _judged(study, trial, run_trial)
 
+    ran: list[int] = []
+
     def ended(_: optuna.Study, trial: optuna.trial.FrozenTrial) -> None:
+        ran.append(trial.number)
         on_end(trial)
-        if count(study) >= trials:
+        if count(study) + num_running(study) >= trials:
             study.stop()
 
     until = math.inf if seconds is None else time.monotonic() + seconds
+    known: tuple[type[Exception], ...] = (JobFailed, RequestError, *catch)
     while (left := trials - count(study)) > 0 and (now := time.monotonic()) < until:
+        wanted = left - num_running(study)  # by others: none of this process runs here
+        if wanted <= 0:
+            time.sleep(POLL_SECONDS)
+            optuna.storages.fail_stale_trials(study)
+            continue
+        ran.clear()
         limit = None if seconds is None else until - now
-        known: tuple[type[Exception], ...] = (JobFailed, RequestError, *catch)
-        study.optimize(objective, n_trials=left, timeout=limit, n_jobs=jobs, catch=known, callbacks=[ended])
+        study.optimize(objective, n_trials=wanted, timeout=limit, n_jobs=jobs, catch=known, callbacks=[ended])
+        if len(ran) < wanted and count(study) + num_running(study) < trials:
+            break  # the sampler has no more to try
     if not study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,)):
         reasons = [reason_of(trial) for trial in study.get_trials(deepcopy=False)]
         raise JobFailed(f"no trial came to its end: {next((one for one in reasons if one), 'none was run in the time given')}")
@@ -129,6 +114,13 @@ def run_study(
 def count(study: optuna.Study) -> int:
     """Trials that came to an end; one whose process was killed is run again, and counts once."""
     return sum(trial.state.is_finished() and not was_killed(trial) for trial in study.get_trials(deepcopy=False))
+
+
+def num_running(study: optuna.Study) -> int:
+    """Trials of all processes; where a dead one is not noticed, in a journal, none is waited for."""
+    if not optuna.storages._heartbeat.is_heartbeat_enabled(study._storage):
+        return 0
+    return len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
 
 def was_killed(trial: optuna.trial.FrozenTrial) -> bool:

@@ -17,6 +17,7 @@ from transformers.trainer_utils import BestRun, HPSearchBackend, default_compute
 from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
 from upshift.training.trainer import trainer as without_search
+from upshift.tuning.population import OfPopulation
 from upshift.tuning.space import Space, make_space, read_space
 
 RETIRED = "SigOpt, which older guides name, was retired and transformers has dropped it; use backend='optuna', same hp_space"
@@ -71,11 +72,11 @@ class Searched:
         )
 
 
-class Trainer(Searched, without_search.Trainer):  # type: ignore[misc]
+class Trainer(Searched, OfPopulation, without_search.Trainer):  # type: ignore[misc]
     """upshift.training's Trainer, which can search."""
 
 
-class Seq2SeqTrainer(Searched, without_search.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(Searched, OfPopulation, without_search.Seq2SeqTrainer):  # type: ignore[misc]
     """Likewise."""
 
 

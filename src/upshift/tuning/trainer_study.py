@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -15,12 +13,17 @@ import optuna
 from transformers.trainer_utils import BestRun, default_hp_space_optuna, default_hp_space_wandb
 
 from upshift.errors import JobFailed, NothingFits, RequestError
+from upshift.fork_server import Ending, ForkServer, fork_server
 from upshift.tuning.backends.natively import native_space
 from upshift.tuning.backends.wandb_space import space_of
+from upshift.tuning.servers import Servers
 from upshift.tuning.space import Space
-from upshift.tuning.study import Asked, persistent, run_study, without_warnings
-from upshift.tuning.trainer_trial import RESULT, Recipe
+from upshift.tuning.storage import persistent, without_warnings
+from upshift.tuning.study import Asked, run_study
+from upshift.tuning.trainer_trial import RESULT, Recipe, Request
 
+WORKER = "upshift.tuning.trainer_trial"
+LONGEST_SECONDS = 1e9
 OF_OPTIMIZE = ("timeout", "n_jobs", "gc_after_trial", "catch")
 SAMPLERS: dict[str, Callable[[], optuna.samplers.BaseSampler]] = {
     "random": optuna.samplers.RandomSampler, "bayes": optuna.samplers.TPESampler, "grid": optuna.samplers.BruteForceSampler,
@@ -46,10 +49,11 @@ def search(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with without_warnings():
         study = optuna.create_study(directions=list(directions), **named)
-    run_study(
-        study, partial(_run, recipe), trials=trials, jobs=running.get("n_jobs", 1), seconds=running.get("timeout"),
-        catch=tuple(running.get("catch", ())),
-    )  # fmt: skip
+    with Servers(partial(fork_server, WORKER)) as servers:
+        run_study(
+            study, partial(_run, recipe, servers), trials=trials, jobs=running.get("n_jobs", 1), seconds=running.get("timeout"),
+            catch=tuple(running.get("catch", ())),
+        )  # fmt: skip
     best = [
         BestRun(str(one.number), one.values if len(directions) > 1 else one.values[0], one.params) for one in study.best_trials
     ]
@@ -68,17 +72,17 @@ def _sweep(given: Any, options: dict[str, Any]) -> tuple[Space, dict[str, Any]]:
     return space_of(config), {"sampler": SAMPLERS[method]()} | options
 
 
-def _run(recipe: Recipe, asked: Asked) -> Sequence[float]:
-    """In a process of its own, which reports to the study itself."""
-    with tempfile.TemporaryDirectory(prefix="upshift-trial-") as name:
+def _run(recipe: Recipe, servers: Servers[ForkServer], asked: Asked) -> Sequence[float]:
+    """In a process of its own, which reports to the study itself. What to try is drawn here, where the sampler lives on."""
+    recipe.hp_space(asked.trial)
+    with tempfile.TemporaryDirectory(prefix="upshift-trial-") as name, servers.one() as server:
         folder = Path(name)
         recipe.write(folder, asked.trial)
-        command = [sys.executable, "-m", "upshift.tuning.trainer_trial", name]
-        with (folder / "log").open("w") as log:
-            ended = subprocess.run(command, stdin=subprocess.DEVNULL, stderr=log, check=False)
+        *_, ended = server.ask(Request(folder=name), Request, limit_seconds=LONGEST_SECONDS)
         if not (folder / RESULT).exists():
-            lines = (folder / "log").read_text(errors="replace").strip().splitlines()
-            raise JobFailed(f"its process died (exit code {ended.returncode}): {lines[-1][-300:] if lines else 'without words'}")
+            assert isinstance(ended, Ending)
+            code = -ended.signal if ended.signal else ended.exit
+            raise JobFailed(f"its process died (exit code {code}): {ended.last_words or 'without words'}")
         result = json.loads((folder / RESULT).read_bytes())
     if "values" in result:
         return [float(value) for value in result["values"]]

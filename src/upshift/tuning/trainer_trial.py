@@ -1,8 +1,9 @@
-"""One trial of a ``hyperparameter_search``, in a process of its own: the Trainer is made again and trains as transformers does
-with a trial."""
+"""One trial of a ``hyperparameter_search``, in a child of the fork server: the Trainer is made again and trains as transformers
+does with a trial."""
 
 from __future__ import annotations
 
+import atexit
 import json
 import pickle
 import sys
@@ -16,11 +17,17 @@ import optuna
 from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
 from transformers.trainer_utils import HPSearchBackend
 
+import upshift.tuning.trainer  # noqa: F401  what every trial needs is imported before the fork
 from upshift.errors import NothingFits, RequestError
+from upshift.value import Value
 
 RECIPE, PATH, RESULT = "recipe", "path.json", "result.json"
 MADE_BY_ITSELF = (DefaultFlowCallback, ProgressCallback, PrinterCallback)
 INTEGRATIONS = "transformers.integrations"  # callbacks of report_to=
+
+
+class Request(Value):
+    folder: str
 
 
 @dataclass(frozen=True)
@@ -59,8 +66,11 @@ class Recipe:
         return raw
 
     def write(self, folder: Path, trial: Any) -> None:
+        """The study's sampler and pruner go with it: no storage keeps them."""
+        study = trial.study
         (folder / PATH).write_text(json.dumps(sys.path))  # modules of the user's are found as here
-        (folder / RECIPE).write_bytes(self.pickled(trial.study.study_name, trial.storage, trial._trial_id))
+        more = (study.study_name, trial.storage, study.sampler, study.pruner, trial._trial_id)
+        (folder / RECIPE).write_bytes(self.pickled(*more))
 
     def make(self) -> Any:
         """The Trainer."""
@@ -78,22 +88,28 @@ class Recipe:
         return trainer
 
 
-def main(folder: Path) -> None:
+def main(path: Path, answer: Callable[[Value], None]) -> None:
+    atexit._clear()  # what the server has to do at its end
+    folder = Path(Request.from_file(path).folder)
     sys.path[:] = json.loads((folder / PATH).read_bytes())
     optuna.logging.set_verbosity(optuna.logging.ERROR)
-    recipe, study_name, storage, trial_id = pickle.loads((folder / RECIPE).read_bytes())
-    trial = optuna.Trial(optuna.load_study(study_name=study_name, storage=storage), trial_id)
-    result: dict[str, Any]
+    recipe, study_name, storage, sampler, pruner, trial_id = pickle.loads((folder / RECIPE).read_bytes())
+    sampler.reseed_rng()  # of what model_init asks for: each trial has this copy
+    trial = optuna.Trial(optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner), trial_id)
+    (folder / RESULT).write_text(json.dumps(_result(recipe, trial)))
+    atexit._run_exitfuncs()  # of the user's and their libraries': wandb ends its run there
+
+
+def _result(recipe: Recipe, trial: Any) -> dict[str, Any]:
     try:
-        result = {"values": _values(recipe.make(), trial)}
+        return {"values": _values(recipe.make(), trial)}
     except optuna.TrialPruned:
-        result = {"pruned": True}
+        return {"pruned": True}
     except NothingFits as error:
-        result = {"does_not_fit": str(error)}
+        return {"does_not_fit": str(error)}
     except Exception as error:  # a trial is asked "how good is this?"; why it cannot be said is an answer
         traceback.print_exc()
-        result = {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
-    (folder / RESULT).write_text(json.dumps(result))
+        return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 
 
 def _values(trainer: Any, trial: Any) -> list[float]:
@@ -102,7 +118,3 @@ def _values(trainer: Any, trial: Any) -> list[float]:
         trainer.objective = trainer.compute_objective(trainer.evaluate())
     value = trainer.objective
     return [float(one) for one in (value if isinstance(value, list | tuple) else [value])]
-
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

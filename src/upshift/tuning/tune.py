@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,15 @@ from optuna.trial import FrozenTrial, TrialState
 from pydantic import Field
 
 from upshift.errors import RequestError
+from upshift.hardware.spec import Host
 from upshift.training.loop.events import Event
-from upshift.tuning.backends.optuna_space import draw
+from upshift.tuning.backends.optuna_space import distributions, draw
 from upshift.tuning.jobs import STEPS, Jobs
 from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
-from upshift.tuning.space import make_space, read_space
+from upshift.tuning.space import Space, make_space, read_space
+from upshift.tuning.storage import in_folder, shown
 from upshift.tuning.study import Asked, open_study, reason_of, run_study
+from upshift.tuning.warm_start import start_from
 from upshift.value import Value
 
 SECONDS_AN_HOUR = 3600.0
@@ -46,7 +50,13 @@ class Found(Value):
     best: tuple[Row, ...] = Field(description="the best trial; of several objectives all that no other beats in each")
     trials: tuple[Row, ...]
     seconds: float = Field(description="of this call")
+    price_per_hour: float | None = Field(None, description="of the machine; this call cost it for its seconds")
     checkpoint: str | None = Field(None, description="of the first of the best")
+
+    @property
+    def cost(self) -> float | None:
+        """Of this call, in the price's currency."""
+        return None if self.price_per_hour is None else self.price_per_hour * self.seconds / SECONDS_AN_HOUR
 
 
 @dataclass(frozen=True)
@@ -73,13 +83,16 @@ def tune(
     price_per_hour: float | None = None,
     storage: str | None = None,
     study_name: str = "upshift",
+    warm_start: Sequence[str] = (),
+    host: Host | None = None,
     seed: int = 42,
     arguments: dict[str, Any] | None = None,
     progress: Progress | None = None,
     **request: Any,
 ) -> Found:
     """Search ``space`` for the best training of ``model`` on ``data``. ``arguments``: fields of ``Arguments`` that all trials
-    share; ``request``: options of ``prepare_run``. A study that is there goes on: ``trials`` is of all its calls together.
+    share; ``request``: of ``prepare_run``; ``host``: what trials may take, by default this machine; ``warm_start``: folders or
+    databases of earlier searches, whose best values go first. A study that is there goes on: ``trials`` is of all its calls.
 
     Raises RequestError for what is asked wrongly, JobFailed where no trial came to its end."""
     began, progress, output = time.monotonic(), progress or Progress(), Path(output)
@@ -89,24 +102,29 @@ def tune(
     _check_at_once(jobs, request)
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
-        seed=seed, jobs=jobs,
-        identity={
-            "model": model, "data": data, "space": wanted.model_dump(), "objectives": [one.name for one in objectives],
-            "arguments": fixed, "request": {name: value for name, value in request.items() if name != "trial_seconds"},
-        },
+        seed=seed, identity=_identity(request, model=model, data=data, space=wanted.model_dump(), arguments=fixed)
+        | {"objectives": [one.name for one in objectives]},
     )  # fmt: skip
-    runs = Jobs(model, data, output, dict(request), fixed, evaluations, jobs, progress.step)
-
-    def run_trial(asked: Asked) -> Sequence[float]:
-        return values_of(runs.run(asked, draw(asked.trial, wanted)), objectives)
+    start_from(study, warm_start, distributions(wanted))
+    runs = Jobs(model, data, output, dict(request), fixed, evaluations, jobs, host, progress.step)
 
     def ended(trial: FrozenTrial) -> None:
         _keep_best(study, trial, runs)
         progress.ended(row_of(trial, objectives))
 
     with runs:
-        run_study(study, run_trial, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
-    return found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
+        run_study(study, partial(_run, runs, wanted, objectives), trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
+    found = found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
+    return found.changed(price_per_hour=price_per_hour)
+
+
+def _run(runs: Jobs, space: Space, objectives: tuple[Objective, ...], asked: Asked) -> Sequence[float]:
+    return values_of(runs.run(asked, draw(asked.trial, space)), objectives)
+
+
+def _identity(request: dict[str, Any], **what: Any) -> dict[str, Any]:
+    """What trials share, that plans may be tried for another time left out."""
+    return {**what, "request": {name: value for name, value in request.items() if name != "trial_seconds"}}
 
 
 def _given(arguments: dict[str, Any] | None) -> dict[str, Any]:
@@ -118,7 +136,7 @@ def found_in(study: optuna.Study, objectives: tuple[Objective, ...], *, seconds:
     best = [rows[trial.number] for trial in study.best_trials]
     return Found(
         study=study.study_name,
-        storage=storage or f"sqlite:///{runs.output / 'study.db'}",
+        storage=shown(storage or in_folder(runs.output)),
         objectives={one.name: one.direction for one in objectives},
         best=tuple(best),
         trials=tuple(rows.values()),
@@ -157,8 +175,8 @@ def _check_at_once(jobs: int, request: dict[str, Any]) -> None:
 
 def _seconds(max_hours: float | None, max_cost: float | None, price_per_hour: float | None) -> float | None:
     """The budget, in money or hours or both."""
-    if (max_cost is None) != (price_per_hour is None):
-        raise RequestError("--max-cost and --price-per-hour go together: give both, or --max-hours")
+    if max_cost is not None and price_per_hour is None:
+        raise RequestError("--max-cost needs the machine's price: add --price-per-hour, or give --max-hours")
     hours = [max_hours, max_cost / price_per_hour if max_cost is not None and price_per_hour else None]
     known = [one for one in hours if one is not None]
     return min(known) * SECONDS_AN_HOUR if known else None

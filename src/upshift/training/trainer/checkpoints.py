@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch
 from torch import nn
 
 from upshift.training.checkpoint.divided import is_divided, load_weights
+from upshift.training.checkpoint.files import writing
 from upshift.training.checkpoint.model import read_weights
 from upshift.training.checkpoint.optimizer import read_optimizer
 from upshift.training.checkpoint.rng import RNG_NAME, read_rng, restore_rng, seed_rng
@@ -21,6 +23,7 @@ from upshift.training.trainer.trainer_files import (
     SCHEDULER_NAME,
     check_adapters,
     check_resumable,
+    finish_checkpoint,
     newest_resumable,
     read_saved_optimizer,
     read_state,
@@ -42,6 +45,16 @@ class PlainCheckpoints(PlainSaving):
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_resumable(Path(self.args.output_dir)))
         return super().train(resume_from_checkpoint, *args, **options)
+
+    def _tune_save_checkpoint(self: Any, checkpoint_dir: str) -> None:
+        """What Ray keeps of a trial, for it or another one to go on from."""
+        run_dir = Path(checkpoint_dir)
+        final = run_dir / f"checkpoint-{self.state.global_step}"
+        temporary = final.with_name(f"{final.name}.tmp")
+        finish = partial(finish_checkpoint, run_dir, final=final, temporary=temporary, best=None, limit=None)
+        with writing(run_dir, name=final.name, temporary=temporary):
+            temporary.mkdir()
+            self._save_now(temporary, finish)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory = Path(resume_from_checkpoint)

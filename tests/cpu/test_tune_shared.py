@@ -1,0 +1,169 @@
+"""Studies that begin with others', that several processes share, whose trials have several ranks, and where they are kept."""
+
+from __future__ import annotations
+
+import os
+import pty
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import optuna
+import pytest
+import torch
+from optuna.distributions import CategoricalDistribution, FloatDistribution
+from test_tune import CHEAP, home, new_study, searched  # noqa: F401  home is a fixture
+from typer.testing import CliRunner
+
+from upshift.cli.main import app
+from upshift.errors import RequestError
+from upshift.tuning import population
+from upshift.tuning.storage import database, persistent
+from upshift.tuning.warm_start import start_from
+
+RATE = FloatDistribution(1e-4, 1e-1, log=True)
+
+
+@pytest.fixture(scope="module")
+def shared(home: Path) -> tuple[str, str, Path]:  # noqa: F811
+    """Two processes with one command: what each said, the first of them to a terminal."""
+    (home / "space.yaml").write_text("learning_rate: {low: 1e-3, high: 1e-1, log: true}\n")
+    command = [
+        "tune", str(home / "llama"), "--data", str(home / "data.jsonl"), "--space", str(home / "space.yaml"), "--from-config",
+        "-o", str(home / "shared"), "--trials", "4", "--max-steps", "9", "--evaluations", "3", "--pruner", "none",
+        "--sequence-length", "32", "--price-per-hour", "3600", "--html", str(home / "page.html"),
+        *(word for one in CHEAP for word in ("--set", one)),
+    ]  # fmt: skip
+    terminal, other_end = pty.openpty()
+    shown: list[bytes] = []
+    reader = threading.Thread(target=read_all, args=(terminal, shown), daemon=True)
+    reader.start()
+    words = os.environ | {"TERM": "xterm", "COLUMNS": "160"}
+    with subprocess.Popen(
+        [sys.executable, "-m", "upshift.cli.main", *command], stdout=subprocess.PIPE, stderr=other_end, env=words, text=True
+    ) as process:
+        mine = CliRunner().invoke(app, command)
+        output, _ = process.communicate(timeout=300)
+    os.close(other_end)
+    reader.join(timeout=10)
+    assert process.returncode == 0 and mine.exit_code == 0, (b"".join(shown)[-2000:], mine.output[-2000:])
+    return output, b"".join(shown).decode(errors="replace"), home
+
+
+def read_all(terminal: int, into: list[bytes]) -> None:
+    try:
+        while piece := os.read(terminal, 65536):
+            into.append(piece)
+    except OSError:  # Linux's word for a terminal whose other end is closed
+        pass
+
+
+def test_two_processes_share_a_study(shared: tuple[str, str, Path]) -> None:
+    """None of the trials is run twice; one may be too many, where both ask at the same instant."""
+    output, live, home = shared  # noqa: F811
+    study = optuna.load_study(study_name="upshift", storage=f"sqlite:///{home / 'shared' / 'study.db'}")
+    assert 4 <= len(study.trials) <= 5 and {trial.state.name for trial in study.trials} == {"COMPLETE"}
+    assert len({trial.params["learning_rate"] for trial in study.trials}) == len(study.trials)
+    kept = {path.name for path in (home / "shared").glob("trial-*")}
+    assert kept == {f"trial-{study.best_trial.number}"}
+    assert "Best trial of" in output and "cost " in output
+    assert "running" in live and "learning_rate=" in live  # the table, while trials ran
+    page = (home / "page.html").read_text()
+    assert "cost" in page and "at 3,600 an hour" in page
+
+
+def test_what_a_dashboard_reads(shared: tuple[str, str, Path]) -> None:
+    """optuna-dashboard asks a storage for its studies and trials, and draws their intermediate values."""
+    storage = optuna.storages.RDBStorage(f"sqlite:///{shared[2] / 'shared' / 'study.db'}")
+    (summary,) = optuna.get_all_study_summaries(storage)
+    assert summary.study_name == "upshift" and summary.n_trials >= 4 and summary.best_trial is not None
+    assert all(set(trial.intermediate_values) == {1, 2} for trial in storage.get_all_trials(summary._study_id))
+
+
+def test_trials_of_two_ranks_give_what_one_gives(shared: tuple[str, str, Path]) -> None:
+    """The best point of another study, tried first, in two ranks: the same loss."""
+    home = shared[2]  # noqa: F811
+    earlier = optuna.load_study(study_name="upshift", storage=f"sqlite:///{home / 'shared' / 'study.db'}").best_trial
+    space = {"learning_rate": {"low": 1e-3, "high": 1e-1, "log": True}}
+    found = searched(
+        home, home / "ranks", space=space, trials=1, warm_start=[str(home / "shared")], fixed=(*CHEAP, "num_processes=2"),
+        arguments={"max_steps": 9, "seed": 42}, global_batch=8,
+    )  # fmt: skip
+    (row,) = found.best
+    assert row.parameters == earlier.params and row.values is not None
+    assert row.values["eval_loss"] == pytest.approx(earlier.value, rel=1e-5)
+
+
+def earlier_study(folder: Path, trials: list[tuple[dict[str, Any], float]]) -> str:
+    study = optuna.create_study(study_name="other", storage=persistent(None, folder))
+    for params, value in trials:
+        kinds = {"rate": FloatDistribution(1e-6, 10.0), "kind": CategoricalDistribution(("a", "b", "c"))}
+        study.add_trial(
+            optuna.trial.create_trial(params=params, distributions={name: kinds[name] for name in params}, value=value)
+        )
+    return str(folder)
+
+
+def test_a_warm_start(tmp_path: Path) -> None:
+    """Best first; what this space has not is left out, and a study that goes on is not begun again."""
+    place = earlier_study(
+        tmp_path / "a",
+        [({"rate": 0.01, "kind": "c"}, 3.0), ({"rate": 5.0, "kind": "a"}, 1.0), ({"rate": 0.02, "kind": "b"}, 2.0)],
+    )
+    study = new_study(tmp_path)
+    space = {"rate": RATE, "kind": CategoricalDistribution(("a", "b")), "more": RATE}
+    for _ in range(2):
+        start_from(study, [place], space)
+    assert [trial.system_attrs["fixed_params"] for trial in study.trials] == [
+        {"kind": "a"}, {"rate": 0.02, "kind": "b"}, {"rate": 0.01},
+    ]  # fmt: skip
+    study = optuna.create_study()
+    for given, words in (
+        (str(tmp_path / "none"), "no output folder of an earlier search"),
+        (earlier_study(tmp_path / "b", []), "has no trial that came to its end"),
+        (place, "within this space .other."),
+    ):
+        with pytest.raises(RequestError, match=words):
+            start_from(study, [given], {"other": RATE})
+
+
+@pytest.mark.parametrize(
+    ("url", "words"),
+    [
+        ("postgresql+psycopg2://me:secret@host/db", "driver of its database: run  pip install 'psycopg2-binary'"),
+        ("mysql+pymysql://me:secret@host/db", "pip install 'PyMySQL'"),
+        ("mongo://me:secret@host/db", "write sqlite:///PATH, postgresql://"),
+        ("sqlite:////no/such/folder/study.db", "cannot be opened: .*unable to open"),
+    ],
+)
+def test_storages_that_cannot_be_opened(url: str, words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for driver in ("psycopg2", "pymysql"):
+        monkeypatch.setitem(sys.modules, driver, None)  # as if it were not installed
+    with pytest.raises(RequestError, match=words) as raised:
+        database(url)
+    assert "secret" not in str(raised.value)
+
+
+def test_a_population_keeps_its_own_rates() -> None:
+    """A trial that goes on from another's checkpoint takes its place in the schedule, and not its learning rate."""
+
+    def made(rate: float) -> tuple[torch.optim.Optimizer, torch.optim.lr_scheduler.LambdaLR]:
+        optimizer = torch.optim.AdamW([torch.nn.Parameter(torch.ones(1))], lr=rate, weight_decay=rate)
+        return optimizer, torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / 10)
+
+    def step(optimizer: torch.optim.Optimizer, schedule: torch.optim.lr_scheduler.LambdaLR) -> None:
+        optimizer.step()
+        schedule.step()
+
+    other, own = made(0.1), made(0.5)
+    for _ in range(4):
+        step(*other)
+    values = [{name: value for name, value in group.items() if name != "params"} for group in own[0].param_groups]
+    for mine, theirs in zip(own, other, strict=True):
+        mine.load_state_dict(theirs.state_dict())
+    population.keep_own(*own, values)
+    assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.6) and own[0].param_groups[0]["weight_decay"] == 0.5
+    step(*own)
+    assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.5)
