@@ -87,7 +87,8 @@ def test_what_this_machine_is_told_can_be_typed(tmp_path: Path) -> None:
     done = subprocess.run([*command, "-o", str(tmp_path)], capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 1, done.stderr
     findings = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
-    assert findings["OMP_NUM_THREADS"]["severity"] == "warning" and "export OMP_NUM_THREADS=" in findings["OMP_NUM_THREADS"]["fix"]
+    threads = findings["OMP_NUM_THREADS"]
+    assert threads["severity"] == "warning" and "export OMP_NUM_THREADS=" in threads["fix"]
     assert any("needs" in finding["what"] and finding["severity"] == "error" for finding in findings.values())
     for finding in findings.values():
         if finding["severity"] in ASKING:
