@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
+import os
 import re
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -72,3 +76,20 @@ def test_all_are_found() -> None:
 @pytest.mark.parametrize(("where", "text"), [(where, text) for where, text in FIXES if text is not None])
 def test_a_person_can_type_it(where: str, text: str) -> None:
     assert TYPED.search(text), f"{where}: {text!r}"
+
+
+def test_what_this_machine_is_told_can_be_typed(tmp_path: Path) -> None:
+    """By the command itself, with threads that oversubscribe and a plan that no machine has room for."""
+    plan = {"plans": [{"predicted": {"resident_gib": 1e6, "peak_gib": 1e6}}]}
+    (tmp_path / "plan.json").write_text(json.dumps(plan))
+    command = [sys.executable, "-m", "upshift.cli.main", "doctor", "--quick", "--json", "--plan", str(tmp_path / "plan.json")]
+    environment = os.environ | {"OMP_NUM_THREADS": "4096"}
+    done = subprocess.run([*command, "-o", str(tmp_path)], capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 1, done.stderr
+    findings = {finding["subject"]: finding for finding in json.loads(done.stdout)["findings"]}
+    threads = findings["OMP_NUM_THREADS"]
+    assert threads["severity"] == "warning" and "export OMP_NUM_THREADS=" in threads["fix"]
+    assert any("needs" in finding["what"] and finding["severity"] == "error" for finding in findings.values())
+    for finding in findings.values():
+        if finding["severity"] in ASKING:
+            assert TYPED.search(finding["fix"]), finding
