@@ -93,6 +93,12 @@ def test_openais_client(server: Running, models: Path) -> None:
     assert events[0].choices[0].delta.role == "assistant" and events[-2].choices[0].finish_reason == "length"
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_web_server_has_no_torch(server: Running) -> None:
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine()["process"])]
+    assert ["libtorch" in one for one in maps] == [False, True]
+
+
 def test_several_texts_and_seeds(server: Running) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": ["fox", "dog"], "max_tokens": 6, "temperature": 1.5, "seed": 7, "n": 2}
     texts = [[one.text for one in server.client.completions.create(**asked).choices] for _ in range(2)]

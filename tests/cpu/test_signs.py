@@ -14,7 +14,7 @@ from command import Command
 from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
 
 import upshift
-from upshift.debugging.signs import ENOUGH, LEAK_BYTES, LEAK_STEPS, SETTLING
+from upshift.debugging.signs import ENOUGH, EVERY, LEAK_BYTES, LEAK_STEPS, SETTLING
 from upshift.training.signs import ATTRIBUTED_STEPS
 
 
@@ -77,14 +77,14 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.Monk
 
 
 def test_a_slow_data_loader_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], upshift: Command) -> None:
-    run(tmp_path, steps=SETTLING + ENOUGH + 1, rows=Rows(64, seconds=0.06))
+    run(tmp_path, steps=SETTLING + ENOUGH + EVERY, rows=Rows(64, seconds=0.06))
     assert "data loader: " in capfd.readouterr().err
     [finding] = found(upshift, tmp_path)
     assert finding["subject"] == "data loader" and "dataloader_num_workers" in finding["fix"]
 
 
 def test_a_recompile_storm_is_named_with_the_reason(tmp_path: Path, upshift: Command) -> None:
-    run(tmp_path, steps=12, rows=Rows(64), callbacks=(Tags(),), torch_compile=True, torch_compile_backend="eager")
+    run(tmp_path, steps=13, rows=Rows(64), callbacks=(Tags(),), torch_compile=True, torch_compile_backend="eager")
     findings = {finding["subject"]: finding for finding in found(upshift, tmp_path)}
     assert "tag" in findings["recompiles"]["evidence"], findings
     assert "torch_compile=off" in findings["recompiles"]["fix"]
@@ -92,7 +92,7 @@ def test_a_recompile_storm_is_named_with_the_reason(tmp_path: Path, upshift: Com
 
 def test_a_callback_that_keeps_tensors_is_named(tmp_path: Path, upshift: Command) -> None:
     callback = KeepsTensors()
-    run(tmp_path, steps=SETTLING + LEAK_STEPS + ATTRIBUTED_STEPS + 4, rows=Rows(128), callbacks=(callback,))
+    run(tmp_path, steps=SETTLING + LEAK_STEPS + ATTRIBUTED_STEPS + 2 * EVERY, rows=Rows(128), callbacks=(callback,))
     findings = {finding["subject"]: finding for finding in found(upshift, tmp_path)}
     assert "memory leak in KeepsTensors" in findings, findings
     assert "loss.item()" in findings["memory leak in KeepsTensors"]["fix"]

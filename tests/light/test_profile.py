@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 import pytest
+from made_profile import make_profile
 
+from upshift.hardware import describe
+from upshift.planning.changes import Measured, find_changes
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.roofline import by_kind
+from upshift.planning.search import search
+from upshift.planning.workload import Workload
 from upshift.training.profiling.account import (
     DATA_RANGE,
     HEAD_RANGE,
@@ -78,3 +86,60 @@ def test_recording_is_taken_off_and_the_step_is_whole() -> None:
     left = without_recording(account, profiled=6.0, plain=4.0)
     assert sum(left.values()) == pytest.approx(4.0)
     assert left["matrix products"] == pytest.approx(2.0, rel=1e-3)  # what recording takes is around small operators
+
+
+def best_with(**fixed: object) -> Planning:
+    workload = Workload(sequence_length=1024, global_batch=32)
+    profile, host = make_profile(), describe("1xa100-80gb")
+    ranking = search(host, profile, workload, fixed=fixed)
+    return Planning(host, profile, workload, ranking, ranking.candidates[0])
+
+
+@pytest.fixture(scope="module")
+def planning() -> Planning:
+    return best_with(precision="fp32", torch_compile="off")
+
+
+def measured(planning: Planning, **times: float) -> Measured:
+    """As predicted, but for some kinds."""
+    seconds = by_kind(planning.default.time.terms)
+    seconds |= {kind: seconds.get(kind, 0.0) * factor for kind, factor in times.items()}
+    return Measured(planning.host, planning.profile, planning.workload, planning.default, seconds)
+
+
+def test_what_would_help_is_what_the_planner_finds(planning: Planning) -> None:
+    here = measured(planning)
+    changes = find_changes(here)
+    assert changes[0].choice == "precision" and changes[0].values["precision"] == "bf16" and not changes[0].allow
+    assert [change.gain for change in changes] == sorted((change.gain for change in changes), reverse=True)
+    [other] = search(
+        planning.host, planning.profile, planning.workload, fixed=dict(_fixed(planning.default.plan), precision="bf16")
+    ).candidates  # fmt: skip
+    assert changes[0].gain == pytest.approx(here.total(planning.default) / here.total(other) - 1)
+    assert not [one for one in find_changes(here, fixed=("precision",)) if "precision" in one.values]
+
+
+def test_what_was_measured_decides_what_helps() -> None:
+    """Where elementwise work takes twice as long as the rates say, what fuses it brings more."""
+    uncompiled = best_with(precision="bf16", torch_compile="off")
+    gains = [
+        {change.choice: change.gain for change in find_changes(measured(uncompiled, **{"norms and elementwise": factor}))}
+        for factor in (1.0, 2.0)
+    ]
+    assert gains[1]["compilation"] > 1.2 * gains[0]["compilation"] > 0
+
+
+def test_waiting_for_data_is_no_choice_of_a_plan(planning: Planning) -> None:
+    here = measured(planning)
+    seconds = here.seconds | {"data": sum(here.seconds.values())}
+    waiting = Measured(here.host, here.profile, here.workload, here.candidate, seconds)
+    gain = find_changes(here)[0].gain
+    assert find_changes(waiting)[0].gain == pytest.approx(2 / (1 + 1 / (1 + gain)) - 1, rel=1e-3)
+
+
+def _fixed(plan: Plan) -> dict[str, object]:
+    names = (
+        "attention", "torch_compile", "optim", "optim_args", "activation_checkpointing", "recompute_granularity", "packing",
+        "loss_chunk_tokens", "per_device_train_batch_size", "optimizer_in_backward",
+    )  # fmt: skip
+    return {name: getattr(plan, name) for name in names}

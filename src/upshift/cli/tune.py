@@ -17,6 +17,9 @@ from upshift.installed import installed_version
 from upshift.units import format_seconds
 
 ROWS = 10
+WarmStart = Annotated[
+    list[str] | None, typer.Option("--warm-start", help="output folder or database of an earlier search; repeatable")
+]
 
 
 @with_layout_flags
@@ -39,9 +42,7 @@ def command(
     price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0.000001, help="of the machine")] = None,
     storage: Annotated[str | None, typer.Option("--storage", help="a database URL or a journal's path; default: SQLite")] = None,
     study: Annotated[str, typer.Option("--study", help="name; processes that name the same in one storage share it")] = "upshift",
-    warm_start: Annotated[
-        list[str] | None, typer.Option("--warm-start", help="output folder or database of an earlier search; repeatable")
-    ] = None,
+    warm_start: WarmStart = None,
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,

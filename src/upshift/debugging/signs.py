@@ -13,6 +13,7 @@ from upshift.debugging.finding import Finding, warning
 from upshift.units import MIB, format_bytes
 
 SETTLING = 3  # steps that allocate and compile
+EVERY = 4  # steps between two looks: medians take longer than noting a step
 WINDOW, ENOUGH = 16, 8  # steps that are looked at, and the fewest
 DATA_SHARE, DATA_SECONDS = 0.2, 0.005  # of a step, spent waiting for its batch: less is no fault worth a word
 COMPILING_STEPS = 4  # of these steps: shapes that come once each are not a storm
@@ -55,6 +56,8 @@ class Signs:
         self._newest.append(step)
         if self._count > SETTLING:
             self._steps.append(step)
+        if self._count % EVERY:
+            return []
         found = [self._data(), self._recompiles()]
         return [finding for finding in found if finding is not None]
 
@@ -90,7 +93,7 @@ class Signs:
     def growth(self) -> float | None:
         """Bytes a step, where memory grows step after step; None where it does not, or it is not known yet. One jump, as an
         evaluation makes, is no leak."""
-        if len(self._steps) < LEAK_STEPS:
+        if len(self._steps) < LEAK_STEPS or self._count % EVERY:
             return None
         held = [step.held for step in self._steps]
         quarter = LEAK_STEPS // QUARTERS

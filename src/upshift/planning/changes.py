@@ -98,13 +98,11 @@ def find_changes(
     for choice, fields in free.items():
         if FREE[choice][0] in fixed:
             continue
-        for allow in ((), tuple(CHANGES_MATHEMATICS)):
-            if allow and choice not in ("precision", "optimizer"):
-                continue
-            change = _best(measured, choice, fields, allow, legal)
-            known = [one.values for one in found]
-            if change is not None and (not allow or change.allow) and change.values not in known:
-                found.append(change)
+        change = _best(measured, choice, fields, (), legal)
+        if change is None and choice in ("precision", "optimizer"):  # what changes the mathematics, where nothing else helps
+            change = _best(measured, choice, fields, tuple(CHANGES_MATHEMATICS), legal)
+        if change is not None and change.values not in [one.values for one in found]:
+            found.append(change)
     return sorted(found, key=lambda change: -change.gain)
 
 

@@ -6,6 +6,7 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from upshift.training.loop.events import Event
 from upshift.tuning.backends.optuna_space import distributions, draw
 from upshift.tuning.jobs import STEPS, Jobs
 from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
-from upshift.tuning.space import make_space, read_space
+from upshift.tuning.space import Space, make_space, read_space
 from upshift.tuning.storage import in_folder, shown
 from upshift.tuning.study import Asked, open_study, reason_of, run_study
 from upshift.tuning.warm_start import start_from
@@ -90,9 +91,8 @@ def tune(
     **request: Any,
 ) -> Found:
     """Search ``space`` for the best training of ``model`` on ``data``. ``arguments``: fields of ``Arguments`` that all trials
-    share; ``request``: options of ``prepare_run``; ``host``: what the trials may take, this machine where not given;
-    ``warm_start``: output folders or databases of earlier searches, whose best values are tried first. A study
-    that is there goes on: ``trials`` is of all its calls together.
+    share; ``request``: of ``prepare_run``; ``host``: what trials may take, by default this machine; ``warm_start``: folders or
+    databases of earlier searches, whose best values go first. A study that is there goes on: ``trials`` is of all its calls.
 
     Raises RequestError for what is asked wrongly, JobFailed where no trial came to its end."""
     began, progress, output = time.monotonic(), progress or Progress(), Path(output)
@@ -102,26 +102,29 @@ def tune(
     _check_at_once(jobs, request)
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
-        seed=seed,
-        identity={
-            "model": model, "data": data, "space": wanted.model_dump(), "objectives": [one.name for one in objectives],
-            "arguments": fixed, "request": {name: value for name, value in request.items() if name != "trial_seconds"},
-        },
+        seed=seed, identity=_identity(request, model=model, data=data, space=wanted.model_dump(), arguments=fixed)
+        | {"objectives": [one.name for one in objectives]},
     )  # fmt: skip
     start_from(study, warm_start, distributions(wanted))
     runs = Jobs(model, data, output, dict(request), fixed, evaluations, jobs, host, progress.step)
-
-    def run_trial(asked: Asked) -> Sequence[float]:
-        return values_of(runs.run(asked, draw(asked.trial, wanted)), objectives)
 
     def ended(trial: FrozenTrial) -> None:
         _keep_best(study, trial, runs)
         progress.ended(row_of(trial, objectives))
 
     with runs:
-        run_study(study, run_trial, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
+        run_study(study, partial(_run, runs, wanted, objectives), trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
     found = found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
     return found.changed(price_per_hour=price_per_hour)
+
+
+def _run(runs: Jobs, space: Space, objectives: tuple[Objective, ...], asked: Asked) -> Sequence[float]:
+    return values_of(runs.run(asked, draw(asked.trial, space)), objectives)
+
+
+def _identity(request: dict[str, Any], **what: Any) -> dict[str, Any]:
+    """What trials share, that plans may be tried for another time left out."""
+    return {**what, "request": {name: value for name, value in request.items() if name != "trial_seconds"}}
 
 
 def _given(arguments: dict[str, Any] | None) -> dict[str, Any]:
