@@ -164,3 +164,10 @@ def test_run_fresh() -> None:
 def test_format_table() -> None:
     assert format_table(("a", "b"), [("x", 1), ("yy", None)]).splitlines() == ["a   b", "x   1", "yy"]
     assert format_table(("a", "b"), [("x", 1)], markdown=True).splitlines()[1] == "| --- | ---: |"
+
+
+def test_watchdogs(case: Callable[[str], ModuleType]) -> None:
+    """One process, without the fresh one that the case starts for it."""
+    found = case("watchdogs").in_ranks(ranks=1, shape=[32, 1, 1, 16], rounds=2, steps=2)
+    assert {*found} == {"plain", "watchdogs", "underflow_overflow"}
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())

@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 
 import pytest
+from running_server import serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.training.data.tokenizer import train_byte_level_bpe
@@ -43,13 +44,18 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_the_commands():
-    shown = {"plan", "train", "inspect", "doctor", "shard", "encode", "generate", "quantize", "tune"}
+    shown = {"plan", "train", "inspect", "doctor", "shard", "encode", "generate", "quantize", "serve", "tune"}
     assert {line.split()[1] for line in commands()} == shown
 
 
 @pytest.mark.parametrize("line", commands())
-def test_commands(line, paths, upshift):
+def test_commands(line, paths, upshift, tmp_path):
     arguments = [paths.get(word, word) for word in shlex.split(line)]
+    if arguments[1] == "serve":  # it ends when it is told to
+        with serving(tmp_path, tmp_path / "log", *arguments[2:], "--engine", "torch", "--port", "0") as server:
+            answer = server.client.completions.create(model="model", prompt="double", max_tokens=3)
+        assert answer.usage.completion_tokens == 3
+        return
     if "xla" in arguments:
         arguments += ["--max-steps", "2"]
     elif arguments[1] == "train":  # short, and without the minute of trials

@@ -9,53 +9,29 @@ import random
 import re
 import signal
 import socket
-import subprocess
 import sys
 import threading
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import httpx2
 import numpy as np
-import openai
 import psutil
 import pytest
 import schemathesis
 import torch
 from command import Command
 from hypothesis import HealthCheck, Phase, given, settings
+from running_server import KEY, Running, serving, wait
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon".split()  # noqa: SIM905
 CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
-START_SECONDS = 120.0
-KEY = {"Authorization": "Bearer second"}
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
-
-
-@dataclass
-class Running:
-    url: str
-    process: subprocess.Popen[str]
-    log: Path
-
-    @property
-    def client(self) -> openai.OpenAI:
-        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="second", max_retries=0, timeout=60)
-
-    def engine(self, model: str = "tiny") -> dict[str, Any]:
-        found: dict[str, Any] = httpx2.get(f"{self.url}/health").json()["models"][model]
-        return found
-
-    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
-        return httpx2.post(f"{self.url}{path}", json=body, **{"timeout": 60, "headers": KEY, **more})
 
 
 @pytest.fixture(scope="module")
@@ -74,36 +50,12 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-@contextmanager
-def serving(models: Path, log: Path, *options: str) -> Iterator[Running]:
-    command = [sys.executable, "-m", "upshift.cli.main", "serve", *options, *OPTIONS]
-    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-    with log.open("w") as file:
-        process = subprocess.Popen(command, stderr=file, stdout=file, text=True, env=quiet, cwd=models)
-    try:
-        wait(lambda: process.poll() is not None or "Serving at" in log.read_text())
-        assert process.poll() is None, log.read_text()
-        found = re.search(r"http://\S+:\d+", log.read_text())
-        assert found is not None
-        yield Running(found[0], process, log)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        assert process.wait(timeout=60) == 0
-
-
 @pytest.fixture(scope="module")
 def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("log")
     (folder / "keys").write_text("first\nsecond\n")
-    with serving(models, folder / "log", "tiny", "enc", "--api-key-file", str(folder / "keys")) as running:
+    with serving(models, folder / "log", "tiny", "enc", "--api-key-file", str(folder / "keys"), *OPTIONS) as running:
         yield running
-
-
-def wait(until: Callable[[], Any], seconds: float = START_SECONDS) -> None:
-    deadline = time.monotonic() + seconds
-    while not until():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
 
 
 def greedy(models: Path, ids: list[int], count: int) -> str:
@@ -139,6 +91,12 @@ def test_openais_client(server: Running, models: Path) -> None:
     text = "".join(event.choices[0].delta.content or "" for event in events if event.choices)
     assert text == said.choices[0].message.content and events[-1].usage == said.usage
     assert events[0].choices[0].delta.role == "assistant" and events[-2].choices[0].finish_reason == "length"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_the_web_server_has_no_torch(server: Running) -> None:
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine()["process"])]
+    assert ["libtorch" in one for one in maps] == [False, True]
 
 
 def test_several_texts_and_seeds(server: Running) -> None:

@@ -136,6 +136,18 @@ def test_what_is_not_lowered_is_named_with_its_module():
         lower(export(Outer(), {"value": torch.eye(3)}))
 
 
+def test_operators_that_few_models_use():
+    class Norms(torch.nn.Module):
+        def forward(self, value):
+            norms = [torch.linalg.vector_norm(value, ord=order, dim=-1) for order in (1, 2, 3, torch.inf, -torch.inf)]
+            return torch.stack([*norms, torch.arange(4, dtype=torch.uint8).float()])
+
+    value = torch.randn(4, 6)
+    program = lower(export(Norms(), {"value": value}))
+    found = tf.function(lambda one: program([one], {})[0], jit_compile=True, autograph=False)(tf.constant(value.numpy()))
+    assert np.allclose(found.numpy(), Norms()(value).numpy(), atol=1e-6)
+
+
 def test_a_shape_that_depends_on_data_is_refused_in_one_line():
     class Picks(torch.nn.Module):
         def forward(self, value):

@@ -26,7 +26,7 @@ from upshift.xla.build import build  # noqa: E402
 from upshift.xla.data.batches import Batches  # noqa: E402
 from upshift.xla.data.buckets import Buckets  # noqa: E402
 from upshift.xla.data.tfrecord import read_index, record_batches, write_records  # noqa: E402
-from upshift.xla.training.arguments import Arguments  # noqa: E402
+from upshift.xla.training.arguments import XlaArguments  # noqa: E402
 from upshift.xla.training.door import train  # noqa: E402
 from upshift.xla.training.optimizers import Optimizer  # noqa: E402
 from upshift.xla.training.rules import check_rules, custom_calls, dynamic_dimensions  # noqa: E402
@@ -60,6 +60,14 @@ def saved(model, tmp_path_factory) -> Path:
     return folder
 
 
+@torch.no_grad()
+def mean_loss(model, made):
+    """Over all labels that are predicted."""
+    batches = [{name: torch.tensor(value) for name, value in batch.items()} for batch in made]
+    numbers = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    return sum(float(model(**batch).loss) * number for batch, number in zip(batches, numbers, strict=True)) / sum(numbers)
+
+
 def ragged_batches(count=STEPS, shortest=29, longest=123, rows=4):
     rng, made = np.random.RandomState(0), []
     for _ in range(count):
@@ -70,9 +78,12 @@ def ragged_batches(count=STEPS, shortest=29, longest=123, rows=4):
     return made
 
 
-def as_batches(made, *widths):
+def as_batches(made, *widths, held_out=None):
     buckets = Buckets(widths=widths, padded_share=0.0)
-    return Batches(start=lambda step: iter(made[step:]), global_batch=len(made[0]["labels"]), buckets=buckets)
+    evaluation = None if held_out is None else lambda: held_out
+    return Batches(
+        start=lambda step: iter(made[step:]), global_batch=len(made[0]["labels"]), buckets=buckets, evaluation=evaluation
+    )  # fmt: skip
 
 
 def torch_losses(folder, made, *, optim, rate, decay):
@@ -124,15 +135,19 @@ def test_bfloat16_over_float32_weights_learns_the_same(llama, tmp_path):
 
 
 def test_killed_and_resumed_is_undisturbed(dropping, tmp_path):
-    """With dropout: its numbers are drawn by the step, not by what ran before."""
-    made = ragged_batches(6, 8, 30)
+    """With dropout: its numbers are drawn by the step, not by what ran before, and evaluation, without any, changes nothing."""
+    made, held_out = ragged_batches(6, 8, 30), ragged_batches(2, 8, 30)
+    held_out[1] = {name: value[:3] for name, value in held_out[1].items()}
     given = {"max_steps": 6, "learning_rate": 1e-3, "save_steps": 2}
 
     def die(done):
         if done.step == 5:
             raise KeyboardInterrupt
 
-    whole = train(str(dropping), as_batches(made, 32), output=tmp_path / "whole", **given)
+    with pytest.raises(RequestError, match="no held-out data"):
+        train(str(dropping), as_batches(made, 32), output=tmp_path / "refused", eval_steps=4, **given)
+    data = as_batches(made, 32, held_out=held_out)
+    whole = train(str(dropping), data, output=tmp_path / "whole", eval_steps=4, **given)
     with pytest.raises(KeyboardInterrupt):
         train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", on_step=die, **given)
     with pytest.raises(RequestError, match="learning_rate=0.001, not 0.002"):
@@ -141,7 +156,9 @@ def test_killed_and_resumed_is_undisturbed(dropping, tmp_path):
     (tmp_path / "killed" / "checkpoint-4" / "optimizer.safetensors").write_bytes(b"cut")  # as a full disk leaves it
     resumed = train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", resume=True, **given)
     assert resumed.resumed_from is not None and resumed.resumed_from.endswith("checkpoint-2")
-    assert resumed.losses == whole.losses
+    assert resumed.losses == whole.losses and resumed.evaluations == ()
+    assert [step for step, _ in whole.evaluations] == [4, 6]
+    assert whole.evaluations[-1][1] == pytest.approx(mean_loss(GPT2LMHeadModel.from_pretrained(tmp_path / "whole"), held_out))
     weights = [load_file(tmp_path / name / "model.safetensors") for name in ("whole", "killed")]
     assert all(np.array_equal(weights[0][name], weights[1][name]) for name in weights[0])
 
@@ -149,7 +166,7 @@ def test_killed_and_resumed_is_undisturbed(dropping, tmp_path):
 @pytest.fixture(scope="module")
 def step(llama):
     model = build(str(llama))
-    return Step(model, Optimizer(model.weights, Arguments(max_steps=1)), Devices(None, "one"), max_traces=1)
+    return Step(model, Optimizer(model.weights, XlaArguments(max_steps=1)), Devices(None, "one"), max_traces=1)
 
 
 def test_the_program_is_static_and_whole(step):
@@ -259,10 +276,13 @@ def test_the_command_trains_from_text_and_from_records(upshift, told, tmp_path):
     assert answer.code == 0 and "sequences" in answer.out, answer.err
     given = ("--backend", "xla", "--global-batch", 4, "--sequence-length", 32, "--max-steps", 3, "--from-config", "--json")
     for number, path in enumerate((texts, records)):
-        answer = upshift("train", model, "--data", path, "--output", tmp_path / f"out{number}", *given)
+        often = () if path == records else ("--eval-steps", 2)
+        answer = upshift("train", model, "--data", path, "--output", tmp_path / f"out{number}", *given, *often)
         assert answer.code == 0, answer.err
         record = json.loads(answer.out)
         assert record["details"]["num_traces"] == 1 and record["measured"]["loss"] < 7
+        held_out = [step for step, _ in record["details"]["evaluations"]]
+        assert held_out == ([] if path == records else [2, 3])
         LlamaForCausalLM.from_pretrained(tmp_path / f"out{number}")
 
 

@@ -37,6 +37,7 @@ SIDEWAYS = {  # the only imports within one floor
     ("models", "settings"): "settings is the only reader of the environment",
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",
     ("cli", "serving"): "likewise; the server is serving's",
+    ("xla", "training"): "what a user decides about a run is the same for both backends",
     ("benchmarking", "hardware"): "a result row names the host that it was measured on",
 }
 

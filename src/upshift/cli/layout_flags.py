@@ -35,9 +35,7 @@ def with_layout_flags(command: Callable[..., None]) -> Callable[..., None]:
 
     @functools.wraps(command)
     def wrapped(**given: Any) -> None:
-        asked = {name: given.pop(name) for name in FLAGS}
-        given["set_"] = [*(given["set_"] or []), *_assignments(asked, given.get("on"), given["set_"] or [])]
-        command(**given)
+        command(**with_assignments(given))
 
     kind = inspect.Parameter.KEYWORD_ONLY
     own = [parameter.replace(kind=kind) for parameter in plain.parameters.values()]
@@ -46,6 +44,13 @@ def with_layout_flags(command: Callable[..., None]) -> Callable[..., None]:
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *more)}
     del wrapped.__wrapped__  # type: ignore[attr-defined]
     return wrapped
+
+
+def with_assignments(given: dict[str, Any]) -> dict[str, Any]:
+    """A command's options by name, with these as assignments of its ``--set``."""
+    asked = {name: given[name] for name in FLAGS}
+    rest = {name: value for name, value in given.items() if name not in FLAGS}
+    return rest | {"set_": [*(given["set_"] or []), *_assignments(asked, given.get("on"), given["set_"] or [])]}
 
 
 def _option(name: str, flag: Flag) -> Any:

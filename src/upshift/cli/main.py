@@ -20,6 +20,7 @@ from upshift.cli import (
     load_test,
     merge,
     plan,
+    profile,
     quantize,
     serve,
     shard,
@@ -67,6 +68,7 @@ app.command("serve")(serve.command)
 app.command("load-test")(load_test.command)
 app.command("doctor")(doctor.command)
 app.command("compare-runs")(compare_runs.command)
+app.command("profile")(profile.command)
 app.command("inspect")(inspect.command)
 app.command("shard")(shard.command)
 app.command("merge")(merge.command)

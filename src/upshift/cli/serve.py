@@ -15,8 +15,6 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
 from upshift.units import GIB, format_seconds
 
-SAMPLED = 64  # prompts of a file, whose lengths are raced
-
 
 def command(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="directories or hub ids; NAME=MODEL gives it a name")],
@@ -45,12 +43,11 @@ def command(
 
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="%(asctime)s %(name)s %(message)s")
     names = _named(models)
-    lengths = _lengths(prompts, next(iter(names.values()))) if prompts is not None else (prompt_length,)
     requests = {
         name: EngineRequest(
             model=model, quality=quality, engine=engine, max_ttft_ms=max_latency_ms, max_tpot_ms=max_tpot_ms,
-            concurrency=concurrency, prompt_lengths=lengths, output_length=output_length, max_waiting=max_waiting,
-            race_seconds=race_seconds,
+            concurrency=concurrency, prompts=None if prompts is None else str(prompts.resolve()), prompt_length=prompt_length,
+            output_length=output_length, max_waiting=max_waiting, race_seconds=race_seconds,
         )
         for name, model in names.items()
     }  # fmt: skip
@@ -81,17 +78,6 @@ def _named(models: list[str]) -> dict[str, str]:
             raise RequestError(f"two models are called {name!r}; write NAME=MODEL for one of them")
         found[name] = model
     return found
-
-
-def _lengths(prompts: Path, model: str) -> tuple[int, ...]:
-    from itertools import islice
-
-    from upshift.inference.generation.files import check_prompts, read_prompts
-    from upshift.inference.generation.prompts import Prompts
-    from upshift.inference.weights import find_weights
-
-    check_prompts(prompts, "--prompts")
-    return tuple(map(len, Prompts(find_weights(model)).of(list(islice(read_prompts(prompts), SAMPLED)))))
 
 
 def _keys(path: Path | None) -> tuple[str, ...]:

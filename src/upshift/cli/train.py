@@ -57,21 +57,33 @@ def command(
         return
     from upshift.training.run import train
 
+    given = locals()
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
     with RunDisplay(quiet=as_json or not _speaks(), title=adapter) as display:
         record = train(
-            model, data, output=output, sequence_length=sequence_length, global_batch=global_batch,
-            overwrite=overwrite, resume=resume, watcher=display.watcher,
-            arguments={
-                "max_steps": max_steps, "learning_rate": learning_rate, "warmup_steps": warmup_steps, "seed": seed,
-                "weight_decay": weight_decay, "max_grad_norm": max_grad_norm, "lr_scheduler_type": lr_scheduler_type,
-                "eval_steps": eval_steps, "save_steps": save_steps,
-            },
-            epochs=epochs, plan_file=plan, fixed=tuple(set_ or ()), allow=split(allow), from_config=from_config,
-            lora_rank=lora_rank, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
+            model, data, output=output, overwrite=overwrite, resume=resume, watcher=display.watcher,
+            arguments=arguments_of(given), **request_of(given),
         )  # fmt: skip
     if record is not None:
         _print(record, as_json=as_json)
+
+
+def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
+    """Of the command's options, those of the optimization. ``given``: all of them by name."""
+    names = (
+        "max_steps", "learning_rate", "warmup_steps", "seed", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps",
+        "save_steps",
+    )  # fmt: skip
+    return {name: given[name] for name in names}
+
+
+def request_of(given: dict[str, Any]) -> dict[str, Any]:
+    """And those of the plan."""
+    names = (
+        "sequence_length", "global_batch", "epochs", "from_config", "lora_rank", "load_in_4bit", "text_column", "trial_seconds",
+    )  # fmt: skip
+    same = {name: given[name] for name in names}
+    return {**same, "plan_file": given["plan"], "fixed": tuple(given["set_"] or ()), "allow": split(given["allow"])}
 
 
 def _speaks() -> bool:

@@ -17,7 +17,7 @@ from upshift.units import format_seconds
 Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
 BACKENDS = ("torch", "xla")
 TORCH_ONLY = {  # option -> what it is when it is not given
-    "eval_steps": 0, "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False,
+    "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False,
 }  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
 
@@ -54,7 +54,7 @@ def run(
         told.append(done)
         _tell(done, quiet=as_json)
 
-    names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type")
+    names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps")
     trained = train(
         model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
         save_steps=save_steps, **{name: others[name] for name in names}, **fields,
@@ -85,7 +85,7 @@ def _tokenized(
     """(batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
-    from upshift.training.batches.source import BatchSource
+    from upshift.training.batches.source import BatchSource, evaluation_batches
     from upshift.training.data.training_data import prepare_data
     from upshift.xla.data.batches import Batches
     from upshift.xla.data.buckets import plan_buckets
@@ -96,22 +96,30 @@ def _tokenized(
     source = BatchSource(
         sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed
     )
-    lengths = found.histogram
-    buckets = plan_buckets(
-        lengths.lengths, lengths.counts, longest=lengths.longest, batch_size=global_batch, num_steps=steps
-    )
+    lengths, held_out = found.histogram, found.evaluation
+    longest = max(lengths.longest, 0 if held_out is None else int(held_out.lengths.max()))
+    buckets = plan_buckets(lengths.lengths, lengths.counts, longest=longest, batch_size=global_batch, num_steps=steps)
 
     def start(step: int) -> Iterator[Any]:
         return (batch.micro_batches[0].arrays for batch in source.batches(source.position_of_step(step)))
 
-    pad = found.objective.pad_token_id
-    return Batches(start=start, global_batch=global_batch, buckets=buckets, pad_token_id=pad), steps, found.tokenizer
+    def evaluation() -> Iterator[Any]:
+        batches = evaluation_batches(held_out, global_batch=global_batch, layout=layout, objective=found.objective)
+        return (batch.micro_batches[0].arrays for batch in batches)
+
+    batches = Batches(
+        start=start, global_batch=global_batch, buckets=buckets, pad_token_id=found.objective.pad_token_id,
+        evaluation=None if held_out is None else evaluation,
+    )  # fmt: skip
+    return batches, steps, found.tokenizer
 
 
 def _tell(done: Any, *, quiet: bool) -> None:
     if not quiet:
         compiled = f", {done.num_traces} programs" if done.num_traces > 1 else ""
-        text = f"step {done.step}/{done.max_steps} loss {done.loss:.4f}, {done.seconds:.2f} s at {done.width} tokens{compiled}"
+        held_out = "" if done.evaluation_loss is None else f", held-out loss {done.evaluation_loss:.4f}"
+        step = f"step {done.step}/{done.max_steps} loss {done.loss:.4f}"
+        text = f"{step}, {done.seconds:.2f} s at {done.width} tokens{compiled}{held_out}"
         show.err.print(f"[dim]{text}[/dim]", highlight=False)
 
 
@@ -143,10 +151,11 @@ def _record(trained: Any, told: list[Any]) -> Any:
         seen.add(done.width)
     measured = Numbers(
         step_ms=Spread.of(warm, num_warmup=len(seen)) if warm else None, loss=trained.losses[-1] if trained.losses else None,
-        one_time_seconds=first,
+        one_time_seconds=first, evaluation_loss=trained.evaluations[-1][1] if trained.evaluations else None,
     )  # fmt: skip
     return Record(
         kind="train", name="train --backend xla", plan={"backend": "xla", "devices": trained.devices, "widths": trained.widths},
         predicted=None, measured=measured, flop_convention=f"model FLOPs: {FLOP_CONVENTION}", environment=environment(detect()),
-        checkpoint=trained.model_directory, details={"losses": trained.losses, "num_traces": trained.num_traces},
+        checkpoint=trained.model_directory,
+        details={"losses": trained.losses, "evaluations": trained.evaluations, "num_traces": trained.num_traces},
     )  # fmt: skip

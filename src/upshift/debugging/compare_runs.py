@@ -111,7 +111,7 @@ def _asked(one: Run, other: Run) -> Iterator[Finding]:
             name,
             what=f"{one.asked.get(name, 'unset')} and {other.asked.get(name, 'unset')}: the runs were not asked for the same",
             evidence="upshift_run.json of both",
-            fix=f"run one of them again with --{name.replace('_', '-')} of the other",
+            fix=f"run one of them again: upshift train ... --{name.replace('_', '-')} of the other",
         )
     plans = [f"{name[5:]} {one.asked.get(name)} and {other.asked.get(name)}" for name in names if name.startswith("plan.")]
     if plans:

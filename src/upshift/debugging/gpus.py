@@ -120,7 +120,8 @@ def _psu(states: tuple[GpuState, ...], psu_watts: float | None) -> Iterator[Find
     all_of_them = ",".join(str(gpu.index) for gpu in states)
     fix = f"sudo nvidia-smi -i {all_of_them} -pl {each}, or a power supply of {total / PSU_SHARE:.0f} W"
     if each < least:
-        fix = f"a power supply of {total / PSU_SHARE:.0f} W (the GPUs cannot be limited below {least:.0f} W)"
+        fix = f"export CUDA_VISIBLE_DEVICES=0 (fewer of them), or a power supply of {total / PSU_SHARE:.0f} W "
+        fix += f"(the GPUs cannot be limited below {least:.0f} W)"
     if total > psu_watts:
         yield error(
             "power supply",

@@ -98,7 +98,7 @@ def _load(usable: int, root: Path) -> Iterator[Finding]:
             "load",
             what=f"the virtual machine was not given {jiffies[7] / sum(jiffies[:8]):.0%} of its time",
             evidence="steal in /proc/stat, since the start",
-            fix="rent an instance with dedicated cores; timings vary on this one",
+            fix="rent an instance with dedicated cores (timings vary on this one), and there: upshift doctor",
         )
 
 

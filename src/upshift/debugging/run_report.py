@@ -20,6 +20,7 @@ FOLDER = "upshift_report"  # in the output folder of the run
 MAX_FRAMES = 30  # of a thread's stack, the innermost
 AUTOPSIES = "upshift_out_of_memory.jsonl"
 RUN = "upshift_run.json"
+SIGNS = "findings-rank-"
 
 
 class Stack(Value):
@@ -78,7 +79,25 @@ def _short(path: str) -> str:
 
 def forget(output: Path, rank: int) -> None:
     """What this rank left in a run before this one."""
-    (output / FOLDER / f"rank-{rank}.json").unlink(missing_ok=True)
+    for name in (f"rank-{rank}.json", f"{SIGNS}{rank}.json"):
+        (output / FOLDER / name).unlink(missing_ok=True)
+
+
+def leave_findings(output: Path, rank: int, findings: list[Finding]) -> None:
+    """What a run that goes on has found wrong with itself."""
+    folder = output / FOLDER
+    folder.mkdir(parents=True, exist_ok=True)
+    write_whole(folder / f"{SIGNS}{rank}.json", json.dumps([finding.model_dump() for finding in findings], indent=1))
+
+
+def _left_findings(output: Path) -> list[Finding]:
+    """Of all ranks; what several found is told once, in the words of the first."""
+    found: dict[str, Finding] = {}
+    for path in sorted((output / FOLDER).glob(f"{SIGNS}*.json"), key=_rank_of):
+        for fields in json.loads(path.read_text(encoding="utf-8")):
+            finding = Finding.of(fields)
+            found.setdefault(finding.subject, finding)
+    return list(found.values())
 
 
 def examine_run(output: Path) -> list[Finding]:
@@ -87,14 +106,15 @@ def examine_run(output: Path) -> list[Finding]:
     run = _json(output / RUN)
     reports = [RankReport.from_file(path) for path in sorted((output / FOLDER).glob("rank-*.json"), key=_rank_of)]
     autopsies = (output / AUTOPSIES).read_text(encoding="utf-8").splitlines() if (output / AUTOPSIES).is_file() else []
-    if run is None and not reports and not autopsies:
+    left = _left_findings(output)
+    if run is None and not reports and not autopsies and not left:
         raise RequestError(f"{output} has neither {RUN} nor {FOLDER}; give the output folder of a run")
-    findings = [*_deaths(reports, output), *_stalls(reports, output), *_silent(reports), *_out_of_memory(autopsies)]
+    findings = [*_deaths(reports, output), *_stalls(reports, output), *_silent(reports), *_out_of_memory(autopsies), *left]
     return findings + list(_ending(run, reports, output))
 
 
 def _rank_of(path: Path) -> int:
-    return int(path.stem.partition("-")[2])
+    return int(path.stem.rpartition("-")[2])
 
 
 def _json(path: Path) -> dict[str, Any] | None:

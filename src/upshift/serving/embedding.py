@@ -5,6 +5,8 @@ from __future__ import annotations
 import queue
 import time
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +14,7 @@ import numpy as np
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
 from upshift.inference.encoding.encoder import Encoder
+from upshift.inference.generation.files import check_prompts, read_prompts
 from upshift.serving.made_up import WORDS
 from upshift.serving.messages import Beat, Embed, EngineRequest, Ready, Refused, Vectors
 from upshift.value import Value
@@ -26,8 +29,7 @@ def embed(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[
         request.model, quality=request.quality, engine=request.engine, max_latency_ms=request.max_ttft_ms,
         race_seconds=request.race_seconds,
     )  # fmt: skip
-    texts = [" ".join(WORDS[(place + word) % len(WORDS)] for word in range(length)) for place, length in
-             enumerate(request.prompt_lengths * 8)]  # fmt: skip
+    texts = _expected(request)
     encoding = encoder.prepare(texts)
     seconds = {"racing and loading": time.perf_counter() - start}
     start = time.perf_counter()
@@ -46,6 +48,15 @@ def embed(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[
         tell([Beat(live=0, waiting=inbox.qsize(), resident_bytes=resident_bytes())])
         if any(one is None for one in asked):
             return
+
+
+def _expected(request: EngineRequest) -> list[str]:
+    if request.prompts is not None:
+        path = Path(request.prompts)
+        check_prompts(path, "--prompts")
+        return [text for text in islice(read_prompts(path), TOGETHER) if isinstance(text, str)]
+    size = range(request.prompt_length)
+    return [" ".join(WORDS[(place + word) % len(WORDS)] for word in size) for place in range(len(WORDS))]
 
 
 def _answers(asked: list[Embed], encoder: Encoder, encoding: Any) -> list[Value]:

@@ -6,10 +6,13 @@ import queue
 import random
 import time
 from collections.abc import Callable
+from itertools import islice
+from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.benchmarking.meters import resident_bytes
 from upshift.errors import RequestError
+from upshift.inference.generation.files import check_prompts, read_prompts
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import Sequence
@@ -20,6 +23,7 @@ from upshift.serving.scheduler import Scheduler, Ticket
 from upshift.serving.text_stream import TextStream
 from upshift.value import Value
 
+SAMPLED = 64  # prompts of a file
 PROOF_STEPS = 12  # with all rows filled
 BEAT_SECONDS = 1.0
 DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has positions for more
@@ -46,7 +50,7 @@ class Generating:
 
     def prepare(self) -> Ready:
         start = time.perf_counter()
-        prompts = self._made_up()
+        prompts = self._expected()
         options = self.generator.options(max_new_tokens=self.request.output_length)
         race = self.generator.prepare(prompts, options)
         self.seconds["racing and loading"] = time.perf_counter() - start
@@ -127,14 +131,21 @@ class Generating:
         generator.check_positions(ids, options, "the prompt")
         return Sequence(0, ids, options, generator.prompts.tokenizer, start=generator.start)
 
-    def _made_up(self) -> list[list[int]]:
-        """Prompts of the expected lengths, as many as may run at once."""
+    def _expected(self) -> list[list[int]]:
+        """Prompts as they are to be expected, at least as many as may run at once, cut to what it has positions for. No two
+        are the same: what all begin with would be computed once."""
         chance, vocabulary = random.Random(0), len(self.generator.prompts.tokenizer)
+        found: list[list[int]] = []
+        if self.request.prompts is not None:
+            path = Path(self.request.prompts)
+            check_prompts(path, "--prompts")
+            found = self.generator.prompts.of(list(islice(read_prompts(path), SAMPLED)))
+        lengths = [len(prompt) for prompt in found] or [self.request.prompt_length]
+        for place in range(len(found), self.request.concurrency):
+            found.append([chance.randrange(vocabulary) for _ in range(lengths[place % len(lengths)])])
         longest = self.generator.longest
         most = None if longest is None else max(longest - self.request.output_length, 1)
-        lengths = [length if most is None else min(length, most) for length in self.request.prompt_lengths]
-        sizes = [lengths[place % len(lengths)] for place in range(max(self.request.concurrency, len(lengths)))]
-        return [[chance.randrange(vocabulary) for _ in range(size)] for size in sizes]
+        return [prompt[:most] for prompt in found]
 
     def _prove(self, prompts: list[list[int]], rows: int) -> tuple[float, float, float]:
         """(seconds of one prompt alone, of a prompt's token, of a step of all rows), each after a pass that warms up."""

@@ -13,7 +13,7 @@ Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
 
 
 class EngineRequest(Value):
-    """What an engine is started with. ``prompt_lengths``: tokens of prompts to expect, which the race and the proof run on."""
+    """What an engine is started with. The race and the proof run on ``prompts``, else on made-up ones of ``prompt_length``."""
 
     model: str
     quality: str = "exact"
@@ -21,7 +21,8 @@ class EngineRequest(Value):
     max_ttft_ms: float | None = Field(None, description="promised: an admitted request's first token comes within")
     max_tpot_ms: float | None = Field(None, description="promised: a token more of each sequence, in the mean")
     concurrency: int = Field(8, gt=0, description="most sequences at once")
-    prompt_lengths: tuple[int, ...] = (128,)
+    prompts: str | None = Field(None, description="a file of what to expect")
+    prompt_length: int = Field(128, gt=0, description="tokens to expect")
     output_length: int = Field(128, gt=0)
     max_waiting: int = Field(256, gt=0)
     max_memory: tuple[str, ...] = ()

@@ -34,13 +34,15 @@ def main(kind, model, output):
     from upshift.xla.training.strategy import choose_devices
 
     devices, found = choose_devices(), {}
-    data = Batches(start=batches_from, global_batch=8, buckets=Buckets(widths=(32,), padded_share=0.0))
+    data = Batches(
+        start=batches_from, global_batch=8, buckets=Buckets(widths=(32,), padded_share=0.0), evaluation=lambda: batches_from(2)
+    )
     for optim, rate in (("sgd", 0.1), ("adamw", 1e-3)):
         trained = train(
             model, data, output=Path(output) / optim, max_steps=3, learning_rate=rate, optim=optim, weight_decay=0.01,
             devices=devices,
         )  # fmt: skip
-        found[optim] = trained.losses
+        found[optim] = (*trained.losses, trained.evaluations[-1][1])
     print(json.dumps({"losses": found, "reason": devices.reason, "replicas": devices.num_replicas}))
 
 

@@ -69,22 +69,22 @@ def micro_batch_terms(
     link: float | None = None,
     stage: Stage | None = None,
     known: Known | None = None,
+    head_alone: bool = False,
 ) -> dict[str, float]:
     """Seconds of forward and backward of one full-length micro-batch on a rank of ``stage``. ``link``: bytes per second between
-    host and device."""
+    host and device. ``head_alone``: of what comes after the layers."""
     ranks = plan.layout.context_parallel
     batch, sequence = plan.per_device_train_batch_size, -(-plan.sequence_length // ranks)
     cast = FUSED_FP8_CAST_SHARE if plan.fused_kernels else FP8_CAST_SHARE
     matmul = outside = attention = moved = kernels = kept = offloaded = 0.0
-    for item in place_segments(profile, trace, plan, stage, known=known):
+    placed = place_segments(profile, trace, plan, stage, known=known)
+    for item in [one for one in placed if one.is_loss] if head_alone else placed:
         in_fp8 = plan.precision == "fp8" and item.is_layer
         # In chunks only rows with a label are computed; what stands between the layers and the head is small beside it.
         count = item.count * (labelled_share(profile.objective) if item.is_loss and plan.loss_chunk_tokens else 1.0)
         for cost in (item.segment.forward, item.segment.backward_accumulating):
-            if item.is_layer:
-                matmul += count * cost.matmul_flops.at(batch, sequence)
-            else:
-                outside += count * cost.matmul_flops.at(batch, sequence)
+            products = count * cost.matmul_flops.at(batch, sequence)
+            matmul, outside = matmul + products * item.is_layer, outside + products * (not item.is_layer)
             attention += count * cost.attention_flops.at(batch, plan.sequence_length) / ranks  # each query sees all keys
             moved += count * cost.moved_bytes.at(batch, sequence)
             kernels += item.count * cost.num_kernels * (FP8_KERNELS if in_fp8 else 1.0)

@@ -15,7 +15,7 @@ from upshift.value import Value
 class Traffic(Value):
     """``rates``: requests a second, one after the other, ``seconds`` each."""
 
-    rates: tuple[float, ...] = Field((1.0,), min_length=1)
+    rates: tuple[float, ...] = (1.0,)
     seconds: float = Field(30.0, gt=0)
     prompts: tuple[str, ...] = ()
     prompt_words: int = Field(64, gt=0, description="of made-up prompts, where none are given")

@@ -32,11 +32,11 @@ RunRank = Callable[[Job, TrainingData, OnEvent, StopRequest], Record]
 JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
 
 
-def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
-    """In the caller: start the process, pass its events on, give back what rank 0 gave."""
+def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module: str = "upshift.training.job.job") -> Record:
+    """In the caller: start the process, which runs ``module``, pass its events on, give back what rank 0 gave."""
     with written(job, data) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", "upshift.training.job.job", str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            [sys.executable, "-m", module, str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             text=True, start_new_session=True,
         )  # fmt: skip
         assert process.stdout is not None

@@ -21,7 +21,7 @@ def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
     """What will probably go wrong, and what to do instead."""
     found = examine_fp16(model) if plan.precision == "fp16" else None
     if found is not None:
-        yield f"{found.what}; {found.fix}"
+        yield f"{found.what} ({found.cause}); upshift train ... --set precision=bf16, or --set precision=fp32"
 
 
 @contextmanager

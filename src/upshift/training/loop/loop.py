@@ -11,6 +11,8 @@ from pathlib import Path
 
 from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
+from upshift.debugging.finding import Finding
+from upshift.debugging.signs import LOOP_DATA_FIX
 from upshift.errors import Interrupted, JobFailed
 from upshift.models.source import find_model
 from upshift.record import Numbers
@@ -46,6 +48,7 @@ from upshift.training.parallel.ranks import highest, on_rank_0
 from upshift.training.parallel.watch import watching
 from upshift.training.prepare import load_or_build, load_shared, prepare, set_process
 from upshift.training.processes import rank_environment
+from upshift.training.signs import RunSigns
 from upshift.training.step import Shape, Stepper
 from upshift.units import gib
 
@@ -98,6 +101,7 @@ class TrainingLoop:
         self.saved_step = self.step
         self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.step)
         self.saves = Saves(self.place, self.stepper, meter=self.meter, on_saved=self._tell)
+        self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
 
     def _load(self) -> None:
         seed = self.arguments.seed
@@ -162,8 +166,9 @@ class TrainingLoop:
         return "finished"
 
     def _one_step(self, batches: Iterator[GlobalBatch]) -> None:
-        start = time.perf_counter()
-        batch = next(batches)
+        start = self.signs.begin()
+        with self.signs.fetching():
+            batch = next(batches)
         try:
             with self._watched(self.step + 1):
                 outcome = self.meter.step(self.stepper, batch)
@@ -174,14 +179,13 @@ class TrainingLoop:
         self.position = batch.next_position
         self.tokens.append(self.tokens[-1] + outcome.num_tokens)
         self.losses.append(outcome.loss)
-        self._tell(
-            StepDone(
-                step=self.step, max_steps=self.arguments.max_steps, tokens=self.tokens[-1], loss=outcome.loss,
-                learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
-                tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self._seconds_left(),
-                resident_bytes=self.meter.resident_now(),
-            )  # fmt: skip
-        )
+        done = StepDone(
+            step=self.step, max_steps=self.arguments.max_steps, tokens=self.tokens[-1], loss=outcome.loss,
+            learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
+            tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self._seconds_left(),
+            resident_bytes=self.meter.resident_now(),
+        )  # fmt: skip
+        self._tell(done)
 
     def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
         autopsy = examine(
@@ -243,15 +247,10 @@ class TrainingLoop:
         if self.saved_step == self.step:
             return
         state = TrainState(
-            step=self.step,
-            position=self.position,
-            seed=self.arguments.seed,
-            tokens_seen=self.tokens[-1],
-            plan=self.plan.model_dump(),
-            loss_curve=tuple(self.losses),
+            step=self.step, position=self.position, seed=self.arguments.seed, tokens_seen=self.tokens[-1],
+            plan=self.plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
             best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
-            versions=library_versions(),
-        )
+        )  # fmt: skip
         self.saves.finish()
         with on_rank_0(self.plan):
             if self.rank == 0:
@@ -278,20 +277,21 @@ class TrainingLoop:
         last = self.losses[-LOSS_STEPS:]
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
-            resident_gib=gib(self.meter.resident_peak()),
-            step_ms=self.meter.step_ms,
-            tokens_per_second=speed,
+            resident_gib=gib(self.meter.resident_peak()), step_ms=self.meter.step_ms, tokens_per_second=speed,
             loss=sum(last) / len(last) if last else None,
             evaluation_loss=self.evaluations[-1][2] if self.evaluations else None,
             model_flops_per_second=speed * per_token if speed and per_token else None,
             one_time_seconds=self.meter.one_time_seconds,
-        )
+        )  # fmt: skip
 
     @contextmanager
     def _phase(self, phase: str) -> Iterator[None]:
         before, self.recorder.phase = self.recorder.phase, phase
         yield
         self.recorder.phase = before
+
+    def _found(self, finding: Finding) -> None:
+        self._tell(Waited(self.step, f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}"))
 
     def _tell(self, event: Event) -> None:
         if self.rank == 0:

@@ -50,13 +50,14 @@ from upshift.training.trainer.numerics import numbers_watched, without_their_own
 from upshift.training.trainer.report import report, tell
 from upshift.training.trainer.separable import Split
 from upshift.training.trainer.sharing import SharedTraining
+from upshift.training.trainer.signs import NotedSteps
 from upshift.training.trainer.step import BatchStep, Shape, fewest_rows, halve_part
 from upshift.training.trainer.step_of_ranks import StepOfRanks
 
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
 
 
-class PlannedTraining(Choosing, SharedTraining):
+class PlannedTraining(NotedSteps, Choosing, SharedTraining):
     """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the
     plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans (0: none are
     tried); None: a minute, or 2 % of a run for which that is more, five minutes at most.
@@ -101,7 +102,7 @@ class PlannedTraining(Choosing, SharedTraining):
         # A CUDA context maps far more than it uses.
         limit = limited_memory(local_ranks()) if torch.device(self.args.device).type == "cpu" else contextlib.nullcontext()
         watched = numbers_watched(self.args, self.model, self.choice.plan)
-        with self._as_planned(self.choice.plan), limit, watched:
+        with self._as_planned(self.choice.plan), limit, watched, self._steps_noted():
             self._batch_step = self._make_step(self.choice, split)
             try:
                 return super()._inner_training_loop(*arguments, **named)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,10 +25,27 @@ class Batches:
     buckets: Buckets
     pad_token_id: int = 0
     num_examples: int | None = None
+    evaluation: Callable[[], Iterable[Arrays]] | None = None  # held-out batches, each row once; the last may be smaller
 
     def from_step(self, step: int) -> Iterator[dict[str, NDArray[Any]]]:
         for arrays in self.start(step):
             yield self.padded(arrays)
+
+    def held_out(self) -> Iterator[dict[str, NDArray[Any]]]:
+        """Of global_batch rows each: what is missing of the last one is filled with rows that have no label."""
+        assert self.evaluation is not None
+        for arrays in self.evaluation():
+            yield self._filled(self.padded(arrays))
+
+    def _filled(self, batch: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        missing = self.global_batch - len(batch["labels"])
+        if not missing:
+            return batch
+        if batch["labels"].ndim != 2:
+            raise RequestError(f"a held-out batch has {len(batch['labels'])} rows; give {self.global_batch} in each")
+        more = {name: np.concatenate([value, np.repeat(value[-1:], missing, axis=0)]) for name, value in batch.items()}
+        more["labels"][-missing:] = IGNORED
+        return more
 
     def padded(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
         """Raises RequestError for a row that is longer than the widest bucket."""

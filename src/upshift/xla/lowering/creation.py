@@ -42,7 +42,9 @@ def _fill(node: Node, value: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
 
 @lowers("aten.arange.start_step")
 def _arange(node: Node, start: Any, end: Any, step: Any = 1, **_: Any) -> tf.Tensor:
-    return tf.range(start, end, step, dtype=result_dtype(node))
+    dtype = result_dtype(node)
+    counted = dtype if dtype.size > 2 else tf.float32 if dtype.is_floating else tf.int32  # tf.range knows no uint8 and float16
+    return tf.cast(tf.range(start, end, step, dtype=counted), dtype)
 
 
 @lowers("aten.rand.default")

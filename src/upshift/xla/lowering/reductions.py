@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -23,6 +24,19 @@ def _mean(node: Node, value: tf.Tensor, dims: Dims = None, keepdim: bool = False
     dtype = result_dtype(node)
     wide = tf.cast(value, tf.float32 if dtype.size < 4 else dtype)  # as torch sums half precision
     return tf.cast(tf.reduce_mean(wide, dims_of(dims, len(value.shape)), keepdims=keepdim), dtype)
+
+
+@lowers("aten.linalg_vector_norm.default")
+def _vector_norm(node: Node, value: tf.Tensor, order: float = 2, dims: Dims = None, keepdim: bool = False, **_: Any) -> tf.Tensor:
+    dtype = result_dtype(node)
+    sizes, over = tf.abs(tf.cast(value, tf.float32 if dtype.size < 4 else dtype)), dims_of(dims, len(value.shape))
+    if math.isinf(order):
+        found = (tf.reduce_max if order > 0 else tf.reduce_min)(sizes, over, keepdims=keepdim)
+    elif order == 2:
+        found = tf.sqrt(tf.reduce_sum(tf.square(sizes), over, keepdims=keepdim))
+    else:
+        found = tf.pow(tf.reduce_sum(tf.pow(sizes, order), over, keepdims=keepdim), 1 / order)
+    return tf.cast(found, dtype)
 
 
 @lowers("aten.prod.dim_int", "aten.prod.default")

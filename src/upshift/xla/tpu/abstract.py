@@ -66,7 +66,7 @@ def training_program(source: ModelSource, *, rows: int, length: int, dtype: str)
     model = skeleton(source, dtype=DTYPES[dtype])
     if not model.can_generate():
         raise RequestError(f"{source.reference!r} is no language model, whose step alone is compiled; see docs/xla_generation.md")
-    program = loss_program(model, dict.fromkeys(BATCH, ((rows, length), "int64")))
+    program = loss_program(model, dict.fromkeys(BATCH, ((rows, length), "int64")), training=True)
     parameters = dict(model.named_parameters())
     fixed = [one for one in _weights(model) if one.name not in parameters]  # buffers that a checkpoint holds
     trained = [one for one in _weights(model) if one.name in parameters]

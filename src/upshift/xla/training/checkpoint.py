@@ -32,6 +32,7 @@ class Standing(Value):
 
     step: int  # optimizer steps done
     losses: tuple[float, ...]
+    evaluations: tuple[tuple[int, float], ...] = ()  # (step, held-out loss)
     arguments: dict[str, Any]
     global_batch: int
     files: dict[str, int] = {}  # size in bytes

@@ -18,11 +18,14 @@ from upshift.models.source import ModelSource
 from upshift.xla.build import XlaModel, build
 from upshift.xla.data.batches import Batches
 from upshift.xla.data.tfrecord import record_batches
-from upshift.xla.training.arguments import Arguments
+from upshift.xla.training.arguments import XlaArguments
 from upshift.xla.training.checkpoint import Standing, newest_checkpoint, restore, write_checkpoint
+from upshift.xla.training.evaluation import Evaluation
 from upshift.xla.training.optimizers import Optimizer, learning_rates
 from upshift.xla.training.step import Step
 from upshift.xla.training.strategy import Devices, choose_devices
+
+CHANGEABLE = ("eval_steps", "save_steps")  # arguments that a resumed run may have anew
 
 
 @dataclass(frozen=True)
@@ -34,11 +37,13 @@ class StepDone:
     seconds: float
     width: int
     num_traces: int
+    evaluation_loss: float | None  # None: not evaluated after this step
 
 
 @dataclass(frozen=True)
 class Trained:
     losses: tuple[float, ...]  # of every step of the run, those before a resume included
+    evaluations: tuple[tuple[int, float], ...]  # (step, held-out loss)
     model_directory: str
     devices: str  # with the reason
     num_traces: int
@@ -52,30 +57,31 @@ def train(
     from_config: bool = False, devices: Devices | None = None, on_step: Callable[[StepDone], None] = lambda done: None,
     **arguments: Any,
 ) -> Trained:  # fmt: skip
-    """``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``Arguments``, max_steps at least.
+    """``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``XlaArguments``, max_steps at least.
 
     Raises RequestError over what was asked, Interrupted after SIGINT or SIGTERM, with a checkpoint that ``resume`` continues."""
-    given = Arguments.of(arguments)
+    given = XlaArguments.of(arguments)
     output, rates = Path(output), learning_rates(given)
     found = _start_of(output, resume=resume)
     if isinstance(data, str):
         data = record_batches(data, global_batch=global_batch, num_steps=given.max_steps, seed=given.seed)
+    if given.eval_steps and data.evaluation is None:
+        raise RequestError(f"eval_steps={given.eval_steps} and no held-out data; leave it out, or give data that has some")
     devices = devices or choose_devices()
     _check_divides(data.global_batch, devices, given)
     with devices.strategy.scope() if devices.strategy else nullcontext():
         dtype = "bfloat16" if given.precision == "bf16" else "float32"
         built = build(model, dtype=dtype, weights_dtype="float32", from_config=from_config, seed=given.seed)
         optimizer = Optimizer(built.weights, given)
-    losses: list[float] = []
-    if found is not None:
-        losses = list(_restored(found, built, optimizer, data, given))
-    run = _Run(built, optimizer, data, devices, given, rates, output, losses)
+    standing = None if found is None else _restored(found, built, optimizer, data, given)
+    run = _Run(built, optimizer, data, devices, given, rates, output, standing)
     run.to_the_end(on_step)
     if devices.is_chief:
         built.save(output)
     return Trained(
-        losses=tuple(losses), model_directory=str(output), devices=devices.reason, num_traces=run.step.num_traces,
-        widths=data.buckets.widths, padded_share=data.buckets.padded_share, resumed_from=str(found[0]) if found else None,
+        losses=tuple(run.losses), evaluations=tuple(run.evaluations), model_directory=str(output),
+        devices=devices.reason, num_traces=run.step.num_traces, widths=data.buckets.widths,
+        padded_share=data.buckets.padded_share, resumed_from=str(found[0]) if found else None,
     )  # fmt: skip
 
 
@@ -90,7 +96,7 @@ def _start_of(output: Path, *, resume: bool) -> tuple[Path, Standing] | None:
     return found
 
 
-def _check_divides(global_batch: int, devices: Devices, arguments: Arguments) -> None:
+def _check_divides(global_batch: int, devices: Devices, arguments: XlaArguments) -> None:
     parts = devices.num_replicas * arguments.gradient_accumulation_steps
     if global_batch % parts:
         raise RequestError(
@@ -100,27 +106,30 @@ def _check_divides(global_batch: int, devices: Devices, arguments: Arguments) ->
 
 
 def _restored(
-    found: tuple[Path, Standing], model: XlaModel, optimizer: Optimizer, data: Batches, arguments: Arguments
-) -> tuple[float, ...]:
+    found: tuple[Path, Standing], model: XlaModel, optimizer: Optimizer, data: Batches, arguments: XlaArguments
+) -> Standing:
     path, standing = found
     asked = arguments.model_dump()
-    other = next((name for name in asked if name != "save_steps" and standing.arguments.get(name) != asked[name]), None)
+    other = next((name for name in asked if name not in CHANGEABLE and standing.arguments.get(name) != asked[name]), None)
     if other is not None:
         was = standing.arguments.get(other)
         raise RequestError(f"{path.name} is of a run with {other}={was}, not {asked[other]}; resume it as it was started")
     if standing.global_batch != data.global_batch:
         raise RequestError(f"{path.name} is of a run with global_batch={standing.global_batch}; resume it as it was started")
     restore(path, model.weights, optimizer.state)
-    return standing.losses
+    return standing
 
 
 class _Run:
     def __init__(
-        self, model: XlaModel, optimizer: Optimizer, data: Batches, devices: Devices, arguments: Arguments, rates: list[float],
-        output: Path, losses: list[float],
+        self, model: XlaModel, optimizer: Optimizer, data: Batches, devices: Devices, arguments: XlaArguments, rates: list[float],
+        output: Path, standing: Standing | None,
     ) -> None:  # fmt: skip
         self.model, self.optimizer, self.data, self.devices = model, optimizer, data, devices
-        self.arguments, self.rates, self.output, self.losses = arguments, rates, output, losses
+        self.arguments, self.rates, self.output = arguments, rates, output
+        self.losses = list(standing.losses) if standing else []
+        self.evaluations = list(standing.evaluations) if standing else []
+        self.evaluation = Evaluation(model, devices)
         self.step = Step(model, optimizer, devices, max_traces=len(data.buckets.widths))
 
     def to_the_end(self, on_step: Callable[[StepDone], None]) -> None:
@@ -138,8 +147,18 @@ class _Run:
                 self.losses.append(loss)
                 width = max(value.shape[1] for value in batch.values() if value.ndim == 2) if "input_ids" in batch else 1
                 seconds = time.perf_counter() - start
-                on_step(StepDone(number + 1, last, loss, norm, seconds, width, self.step.num_traces))
+                held_out = self._evaluated(number + 1)
+                on_step(StepDone(number + 1, last, loss, norm, seconds, width, self.step.num_traces, held_out))
                 self._save_at(number + 1, stop)
+
+    def _evaluated(self, done: int) -> float | None:
+        """After every eval_steps, and after the last step."""
+        every = self.arguments.eval_steps
+        if self.data.evaluation is None or not (done == self.arguments.max_steps or (every and done % every == 0)):
+            return None
+        loss = self.evaluation(self.data.held_out())
+        self.evaluations.append((done, loss))
+        return loss
 
     def _save_at(self, done: int, stop: list[int]) -> None:
         every = self.arguments.save_steps
@@ -147,8 +166,9 @@ class _Run:
             return
         if self.devices.is_chief:
             standing = Standing(
-                step=done, losses=tuple(self.losses), arguments=self.arguments.model_dump(), global_batch=self.data.global_batch
-            )
+                step=done, losses=tuple(self.losses), evaluations=tuple(self.evaluations), arguments=self.arguments.model_dump(),
+                global_batch=self.data.global_batch,
+            )  # fmt: skip
             write_checkpoint(self.output, standing, self.model.weights, self.optimizer.state)
         if stop:
             raise Interrupted(f"stopped after step {done}; checkpoint-{done} in {self.output} is whole: continue with --resume")

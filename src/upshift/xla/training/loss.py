@@ -1,4 +1,4 @@
-"""The model's own loss as a program: exported in training mode, with labels, for one shape of a micro-batch.
+"""The model's own loss as a program: exported with labels, for one shape of a micro-batch.
 
 What counts is a sum over labels, so that a global batch's loss does not depend on how it is divided: the model gives the mean of
 a micro-batch, which is weighted by its number of labels.
@@ -14,6 +14,7 @@ import tensorflow as tf
 import torch
 from torch import nn
 from transformers import PreTrainedModel
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from upshift.errors import RequestError
 from upshift.xla.exported import export
@@ -34,15 +35,20 @@ class _Loss(nn.Module):
         return loss.float()
 
 
-def loss_program(model: PreTrainedModel, shapes: Shapes) -> Program:
-    """Raises RequestError where the model has no loss, no static graph, or an operator that is not lowered."""
+def shapes_of(batch: Mapping[str, Any]) -> Shapes:
+    return {name: (tuple(value.shape), value.dtype.name) for name, value in batch.items()}
+
+
+def loss_program(model: PreTrainedModel, shapes: Shapes, *, training: bool) -> Program:
+    """``training``: with dropout. Raises RequestError where the model has no loss, no static graph, or an operator that is not
+    lowered."""
     if "labels" not in shapes:
         raise RequestError(f"the batches have {', '.join(shapes)} and no labels; training needs labels")
     example = {name: torch.ones(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
     for name in shapes:
         if shapes[name][1].startswith("float"):
             example[name] = example[name].to(model.dtype)
-    model.train()
+    model.train(training)
     try:
         return lower(export(_Loss(model), example))
     finally:
@@ -50,8 +56,10 @@ def loss_program(model: PreTrainedModel, shapes: Shapes) -> Program:
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
-    """Whether the model predicts each label from the token before it: then the first label of a row never counts."""
-    return "ForCausalLM" in str(getattr(model, "loss_type", None) or "")
+    """Whether the model predicts each label from the token before it: then the first label of a row never counts. Those do that
+    compute their loss by transformers' ForCausalLMLoss; loss_type alone says it of T5 too, and not of GPT-2."""
+    computes_by_it = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
+    return computes_by_it and model.loss_function is ForCausalLMLoss
 
 
 def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:

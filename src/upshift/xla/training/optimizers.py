@@ -13,7 +13,7 @@ import torch
 from transformers import SchedulerType, get_scheduler
 
 from upshift.errors import RequestError
-from upshift.xla.training.arguments import Arguments
+from upshift.xla.training.arguments import XlaArguments
 
 Scalars = dict[str, tf.Tensor]
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
@@ -22,7 +22,7 @@ STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 class Optimizer(tf.Module):
     """``state``: variables by "<weight>.<state>", made in the scope that the weights were made in."""
 
-    def __init__(self, weights: Mapping[str, tf.Variable], arguments: Arguments) -> None:
+    def __init__(self, weights: Mapping[str, tf.Variable], arguments: XlaArguments) -> None:
         super().__init__(name="optimizer")
         self.arguments = arguments
         self.trained = {name: weight for name, weight in weights.items() if weight.trainable}
@@ -65,7 +65,7 @@ class Optimizer(tf.Module):
         return weight.assign(weight - rate * gradient)
 
 
-def learning_rates(arguments: Arguments) -> list[float]:
+def learning_rates(arguments: XlaArguments) -> list[float]:
     """Of every step. Raises RequestError for a schedule that transformers does not have."""
     if arguments.lr_scheduler_type not in [str(one.value) for one in SchedulerType]:
         known = ", ".join(str(one.value) for one in SchedulerType)

@@ -16,13 +16,17 @@ import tensorflow as tf
 from upshift.errors import JobFailed
 from upshift.xla.build import XlaModel
 from upshift.xla.lowering.program import Program
-from upshift.xla.training.loss import loss_program, loss_sum, shifts_labels
+from upshift.xla.training.loss import loss_program, loss_sum, shapes_of, shifts_labels
 from upshift.xla.training.optimizers import Optimizer, Scalars
 from upshift.xla.training.rules import check_rules
-from upshift.xla.training.strategy import Devices
+from upshift.xla.training.strategy import Devices, divided
 
 Batch = Mapping[str, Any]
 Results = tuple[tf.Tensor, tf.Tensor]  # mean loss, norm of the gradients before clipping
+
+
+def traced(function: Any, *, jit: bool) -> Any:
+    return tf.function(function, jit_compile=jit or None, autograph=False)
 
 
 class Step:
@@ -32,14 +36,11 @@ class Step:
         self.model, self.optimizer, self.devices, self.max_traces = model, optimizer, devices, max_traces
         self._shifted = shifts_labels(model.torch_model)
         self._programs: dict[tuple[Any, ...], Program] = {}
-        self._gradients_of_replica = self._traced(self._gradients, jit=not devices.on_tpu)
+        self._gradients_of_replica = traced(self._gradients, jit=not devices.on_tpu)
         if devices.strategy is None:
-            self.function = self._traced(self._on_one_device, jit=True)
+            self.function = traced(self._on_one_device, jit=True)
         else:
-            self.function = self._traced(self._on_replicas, jit=False)
-
-    def _traced(self, function: Any, *, jit: bool) -> Any:
-        return tf.function(function, jit_compile=jit or None, autograph=False)
+            self.function = traced(self._on_replicas, jit=False)
 
     @property
     def num_traces(self) -> int:
@@ -48,28 +49,11 @@ class Step:
     def __call__(self, batch: Mapping[str, np.ndarray], scalars: Mapping[str, float], seed: tuple[int, int]) -> Results:
         """``batch``: of all replicas. Raises JobFailed where it is traced for a shape that was not planned."""
         given = {name: tf.constant(value, tf.float32) for name, value in scalars.items()}
-        made: Results = self.function(self._divided(batch), given, tf.constant(seed, tf.int32))
+        made: Results = self.function(divided(batch, self.devices), given, tf.constant(seed, tf.int32))
         if self.num_traces > self.max_traces:
             shapes = {name: value.shape for name, value in batch.items()}
             raise JobFailed(f"the step was traced {self.num_traces} times, {self.max_traces} shapes were planned; last {shapes}")
         return made
-
-    def _divided(self, batch: Mapping[str, np.ndarray]) -> Batch:
-        """Rows of the global batch, in order, to the replicas. Of several hosts each has the whole and takes its own."""
-        strategy, number = self.devices.strategy, self.devices.num_replicas
-        if strategy is None:
-            return {name: tf.constant(value) for name, value in batch.items()}
-
-        def part(value: np.ndarray) -> Any:
-            rows = len(value) // number
-
-            def of_replica(context: Any) -> tf.Tensor:
-                first = int(context.replica_id_in_sync_group) * rows
-                return tf.constant(value[first : first + rows])
-
-            return strategy.experimental_distribute_values_from_function(of_replica)
-
-        return {name: part(value) for name, value in batch.items()}
 
     def _on_one_device(self, batch: Batch, scalars: Scalars, seed: tf.Tensor) -> Results:
         loss, number, gradients = self._gradients(batch, seed)
@@ -140,8 +124,8 @@ class Step:
         return loss, number, [tf.convert_to_tensor(gradient) for gradient in found]
 
     def _program(self, batch: Batch) -> Program:
-        shapes = {name: (tuple(value.shape), value.dtype.name) for name, value in batch.items()}
+        shapes = shapes_of(batch)
         key = tuple(sorted(shapes.items()))
         if key not in self._programs:
-            self._programs[key] = loss_program(self.model.torch_model, shapes)
+            self._programs[key] = loss_program(self.model.torch_model, shapes, training=True)
         return self._programs[key]

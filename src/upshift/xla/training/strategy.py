@@ -5,9 +5,11 @@ Each choice carries its reason, which is shown.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 import upshift.xla.build  # noqa: F401  # what is loaded after workers have met made them wait for each other for ever (2.21)
@@ -29,6 +31,24 @@ class Devices:
     def is_chief(self) -> bool:
         """The one process that writes."""
         return self.strategy is None or bool(self.strategy.extended.should_save_summary)
+
+
+def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]:
+    """Rows of the global batch, in order, to the replicas. Of several hosts each has the whole and takes its own."""
+    strategy, number = devices.strategy, devices.num_replicas
+    if strategy is None:
+        return {name: tf.constant(value) for name, value in batch.items()}
+
+    def part(value: np.ndarray) -> Any:
+        rows = len(value) // number
+
+        def of_replica(context: Any) -> tf.Tensor:
+            first = int(context.replica_id_in_sync_group) * rows
+            return tf.constant(value[first : first + rows])
+
+        return strategy.experimental_distribute_values_from_function(of_replica)
+
+    return {name: part(value) for name, value in batch.items()}
 
 
 def choose_devices() -> Devices:

@@ -1,0 +1,131 @@
+"""What watching costs a run: the watch and the signs of a training step among ranks, and debug="underflow_overflow".
+
+    python benchmarks/cases/watchdogs.py [--quick] [--rounds 15] [--steps 20]
+
+Steps (forward, backward, exchange of gradients, AdamW; fp32) with and without, in one process of each rank and in turn; the
+ratio is that of the medians of rounds. Asked for: below 1.01 for the watchdogs of every run, below 2 for underflow_overflow.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from upshift.benchmarking.case import Case, Times, command_line
+from upshift.benchmarking.harness import format_table, run_fresh
+from upshift.debugging.numerics import DebugUnderflowOverflow
+from upshift.hardware import detect
+from upshift.planning.plan import Plan
+from upshift.training.parallel.watch import watching
+from upshift.training.processes import join_processes, rank_environment
+from upshift.training.signs import RunSigns
+
+ROOT = Path(__file__).parents[1]
+MOST_SECONDS = 1800.0
+Stepping = Callable[[int], AbstractContextManager[None]]
+# ranks, hidden size, layers, rows, tokens a row
+FULL = {"one process": (1, 256, 4, 4, 128), "two processes": (2, 256, 4, 2, 128), "small steps": (1, 64, 2, 2, 64)}
+QUICK = {"one process": (1, 32, 1, 1, 16), "two processes": (2, 32, 1, 1, 16)}
+
+
+class Steps:
+    def __init__(self, hidden: int, layers: int, rows: int, tokens: int) -> None:
+        torch.manual_seed(0)
+        config = LlamaConfig(
+            vocab_size=1024, hidden_size=hidden, intermediate_size=3 * hidden, num_hidden_layers=layers, num_attention_heads=4,
+            num_key_value_heads=4, max_position_embeddings=tokens,
+        )  # fmt: skip
+        self.model = LlamaForCausalLM(config).train()
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-5)
+        self.ids = torch.randint(0, 1024, (rows, tokens))
+
+    def step(self) -> None:
+        self.model(input_ids=self.ids, labels=self.ids, use_cache=False).loss.backward()
+        if dist.is_initialized():
+            for parameter in self.model.parameters():
+                dist.all_reduce(parameter.grad)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+    def seconds(self, count: int, signs: RunSigns | None, watched: Stepping) -> float:
+        """Of one step, the median."""
+        found = []
+        for number in range(count):
+            start = time.perf_counter()
+            if signs is not None:
+                signs.begin()
+                with signs.fetching():
+                    pass
+            with watched(number):
+                self.step()
+            found.append(time.perf_counter() - start)
+        return statistics.median(found)
+
+
+def measure(request: dict[str, Any]) -> dict[str, list[float]]:
+    """On each rank; the answer is rank 0's."""
+    torch.set_num_threads(1)
+    plan, rounds, count = request["plan"], request["rounds"], request["steps"]
+    steps, found = Steps(*request["shape"]), {"plain": [], "watchdogs": [], "underflow_overflow": []}
+    steps.seconds(count, None, lambda number: nullcontext())
+    with tempfile.TemporaryDirectory() as folder:
+        signs = RunSigns(Path(folder), rank=rank_environment()[0], device="cpu", data_fix="", tell=lambda finding: None)
+        for _ in range(rounds):
+            found["plain"].append(steps.seconds(count, None, lambda number: nullcontext()))
+            with watching(plan, lambda step, words: None, Path(folder)) as watched:
+                found["watchdogs"].append(steps.seconds(count, signs, watched))
+            debugger = DebugUnderflowOverflow(steps.model, tell=lambda line: None)
+            found["underflow_overflow"].append(steps.seconds(count, None, lambda number: nullcontext()))
+            debugger.remove()
+    return found
+
+
+def in_ranks(ranks: int, shape: list[int], rounds: int, steps: int) -> dict[str, list[float]]:
+    plan = Plan(
+        device="cpu", host="benchmark", model="benchmark", sequence_length=shape[3], per_device_train_batch_size=shape[2],
+        num_processes=ranks,
+    )  # fmt: skip
+    return join_processes(plan, measure, {"plan": plan, "shape": shape, "rounds": rounds, "steps": steps})
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--worker", help="one measurement, as JSON: a fresh process, which forks its ranks")
+    options = parser.parse_args(arguments)
+    if options.worker:
+        print(json.dumps(in_ranks(**json.loads(options.worker))))
+        return 0
+    case = Case("watchdogs", options.results, detect(), options.quick, {"rounds": options.rounds, "steps": options.steps})
+    lines, ratios = [], {}
+    for name, (ranks, *shape) in (QUICK if options.quick else FULL).items():
+        asked = {"ranks": ranks, "shape": shape, "rounds": options.rounds, "steps": options.steps}
+        found = run_fresh([sys.executable, __file__, "--worker", json.dumps(asked)], timeout_seconds=MOST_SECONDS)
+        for way in ("watchdogs", "underflow_overflow"):
+            times = Times(found[way], found["plain"], "plain")
+            slower = statistics.median(found[way]) / statistics.median(found["plain"])
+            case.add_times(
+                f"{name}/{way}", times, plan={"watched": way}, details={"shape": shape, "ranks": ranks, "slower": slower}
+            )
+            ratios[f"{name}, {way}"] = slower
+            milliseconds = 1000 * statistics.median(found["plain"])
+            lines.append([name, way, f"{milliseconds:.2f}", f"{slower:.4f}"])
+    print(format_table(("steps", "watched by", "plain ms", "times as long"), lines))
+    print(json.dumps({"case": "watchdogs", "times_as_long": ratios}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

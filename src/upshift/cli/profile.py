@@ -1,0 +1,91 @@
+"""``upshift profile -- train ...``: where the steps of a run go."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from upshift.cli import doctor, show
+from upshift.cli import train as train_command
+from upshift.cli.layout_flags import with_assignments
+from upshift.cli.plan import Json
+from upshift.errors import RequestError
+
+Command = Annotated[list[str], typer.Argument(metavar="-- train MODEL --data DATA ...", help="the command to profile")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="where the traces and profile.json go")]
+Steps = Annotated[int, typer.Option("--steps", min=3, help="steps before the profiler runs; the first two settle")]
+EXAMPLE = "upshift profile -- train MODEL --data DATA"
+
+
+def command(command: Command, output: Output = Path("upshift-profile"), steps: Steps = 6, as_json: Json = False) -> None:
+    """Where the steps of a training run go, against what this machine could do, and which three changes would help most. Nothing
+    is trained or saved."""
+    from upshift.training.profiling.run import profile
+
+    given = _read(command)
+    if given["backend"] != "torch":
+        raise RequestError(f"--backend {given['backend']} is not profiled; leave it out")
+    with train_command.RunDisplay(quiet=as_json) as display:
+        report = profile(
+            given["model"], given["data"], output=output, steps=steps, watcher=display.watcher,
+            resume_from=given["output"] if given["resume"] else None, arguments=train_command.arguments_of(given),
+            **train_command.request_of(given),
+        )  # fmt: skip
+    if as_json:
+        sys.stdout.write(report.to_json() + "\n")
+    else:
+        _print(report)
+
+
+def _read(words: list[str]) -> dict[str, Any]:
+    """By train's own parser, so that it takes what train takes."""
+    if not words or words[0] != "train":
+        raise RequestError(f"profile takes the command of a training run, not {' '.join(words[:1]) or 'nothing'}: {EXAMPLE}")
+    app = typer.Typer(add_completion=False)
+    app.command("train")(train_command.command)
+    parser: Any = typer.main.get_command(app)
+    parsed: dict[str, Any] = parser.make_context("train", words[1:]).params
+    return with_assignments(parsed)
+
+
+def _print(report: Any) -> None:
+    from rich.markup import escape
+
+    show.out.print(f"[bold]{report.label}[/bold]", highlight=False)
+    against = f"{show.number(report.roofline_ms, 1)} ms at this host's rates"
+    predicted = "" if report.predicted_ms is None else f", {show.number(report.predicted_ms, 1)} predicted"
+    speed = f"{show.number(report.tokens_per_second)} tokens/s"
+    show.out.print(f"{show.number(report.step_ms, 1)} ms a step ({speed}); {against}{predicted}", highlight=False)
+    show.out.print(f"[bold]Bound by {report.binding_term}[/bold]: {report.binding_words}", highlight=False)
+    table = show.new_table("Where a step goes", "work", "", numbers=("ms", "share", "roofline ms", "times"))
+    for kind in report.kinds:
+        bar = "█" * round(20 * kind.share)
+        times = show.number(kind.times_roofline, 1) if kind.times_roofline is not None else "-"
+        bound = show.number(kind.roofline_ms, 1) if kind.roofline_ms is not None else "-"
+        table.add_row(kind.kind, f"[cyan]{bar}[/]", show.number(kind.ms, 1), f"{kind.share:.0%}", bound, times)
+    show.out.print(table)
+    _print_memory(report)
+    if not report.changes:
+        show.out.print("[bold]No single choice[/bold] would bring a percent, by the planner with these measured terms.")
+    for number, change in enumerate(report.changes, start=1):
+        mathematics = ", changes the mathematics" if change.allow else ""
+        memory = "" if change.more_gib is None else f", {change.more_gib:+.2f} GiB"
+        gain = f"[bold green]{change.gain:+.0%}[/] tokens/s, {-change.saved_ms:+,.1f} ms a step{memory}{mathematics}"
+        show.out.print(f"[bold]{number}. {change.choice}[/bold]: {gain}", highlight=False)
+        show.out.print(f"      [dim]because:[/] {escape(change.why)}", highlight=False, soft_wrap=True)
+        show.out.print(f"      [dim]type:[/] {escape(change.fix)}", highlight=False, soft_wrap=True)
+    for finding in report.findings:
+        doctor.show_finding(finding)
+    traces = ", ".join(rank.trace for rank in report.ranks)
+    show.out.print(f"[dim]For https://ui.perfetto.dev: {traces}; all numbers: profile.json; in {escape(report.folder)}[/]")
+
+
+def _print_memory(report: Any) -> None:
+    table = show.new_table("Memory of a step, GiB allocated", "phase", numbers=("measured", "predicted"))
+    for row in report.memory:
+        table.add_row(row.phase, show.number(row.measured_gib, 3), show.number(row.predicted_gib, 3))
+    table.add_row("the process holds", show.number(report.resident_gib, 3), show.number(report.predicted_resident_gib, 3))
+    show.out.print(table)

@@ -1,0 +1,157 @@
+"""Which one choice of a plan would help most, by what its step was measured to spend on each kind of work.
+
+Each answer is a search with one choice left free and all others kept. Plans are costed by the planner's terms, each multiplied
+by what this step took of it over what was predicted. Work that takes many times its roofline is not bound by a rate: what is
+beyond goes with the number of operators. A kind that no term stands for, as waiting for data, stays as it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+from pydantic import Field
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.models.profile import ModelProfile
+from upshift.planning.layout import Layout
+from upshift.planning.plan import CHANGES_MATHEMATICS, Plan
+from upshift.planning.rank import Candidate
+from upshift.planning.roofline import IDLE, by_kind
+from upshift.planning.search import search
+from upshift.planning.space import ONLY_WHEN_ASKED, choices
+from upshift.planning.whole_life import WholeLife
+from upshift.planning.workload import Workload
+from upshift.value import Value
+
+WORTH_SAYING = 0.01  # of the step
+BOUND_BY_RATE = 3.0  # times its roofline: kernels of a usual size stay below
+LAYOUT = tuple(Layout.model_fields)
+BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
+# What is left free at once: fields that make one choice.
+FREE: dict[str, tuple[str, ...]] = {
+    "precision": ("precision",),
+    "optimizer": ("optim", "optim_args"),
+    "compilation": ("torch_compile",),
+    "attention": ("attention",),
+    "recomputation": ("activation_checkpointing", "recompute_granularity"),
+    "micro-batch": BATCH,
+    "processes": ("num_processes", "threads_per_process", *BATCH, *LAYOUT),
+    "layout of the ranks": (*LAYOUT, *BATCH),
+    "packing": ("packing",),
+    "loss": ("loss_chunk_tokens",),
+    "host memory": ("host_memory",),
+    "optimizer in the backward pass": ("optimizer_in_backward",),
+}
+DERIVED = ("gradient_accumulation_steps", "threads_per_process")  # from the others
+
+
+class Change(Value):
+    """One choice made otherwise."""
+
+    choice: str
+    values: dict[str, str] = Field(description="field of the plan: value")
+    gain: float = Field(description="tokens per second over the measured, less 1")
+    saved_ms: float = Field(description="of a step")
+    why: str = Field(description="the kinds of work that become shorter, or longer")
+    more_gib: float | None = Field(None, description="its predicted peak above this plan's")
+    allow: tuple[str, ...] = Field((), description="changes the mathematics: what --allow must name")
+    fix: str
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A plan's step by kind of work, predicted by formula and measured; seconds."""
+
+    host: Host
+    profile: ModelProfile
+    workload: Workload
+    candidate: Candidate
+    seconds: dict[str, float]  # of a step; the head is among the products and the elementwise work
+
+    def of(self, candidate: Candidate) -> dict[str, float]:
+        """What another plan's step would take, by kind."""
+        here, there = by_kind(self.candidate.time.terms), by_kind(candidate.time.terms)
+        calls = there.get(IDLE, 0.0) / here[IDLE] if here.get(IDLE) else 1.0
+        found = {}
+        for kind in {*there, *self.seconds}:
+            predicted, measured = here.get(kind, 0.0), self.seconds.get(kind, 0.0)
+            rated = min(measured, BOUND_BY_RATE * predicted)
+            scale = rated / predicted if predicted else 1.0
+            found[kind] = there.get(kind, 0.0) * scale + (measured - rated) * (calls if predicted else 1.0)
+        return found
+
+    def total(self, candidate: Candidate) -> float:
+        """With one-time costs spread over the run."""
+        return sum(self.of(candidate).values()) + candidate.time.one_time / self.workload.total_steps
+
+
+def find_changes(
+    measured: Measured, *, fixed: tuple[str, ...] = (), legal: Callable[[Plan], bool] = lambda plan: True
+) -> list[Change]:
+    """The best of each choice that is worth saying, most gain first. ``fixed``: fields that the user has decided.
+    ``legal``: whether a plan can run."""
+    found: list[Change] = []
+    free = {choice: tuple(name for name in fields if name not in fixed) for choice, fields in FREE.items()}
+    for choice, fields in free.items():
+        if FREE[choice][0] in fixed:
+            continue
+        change = _best(measured, choice, fields, (), legal)
+        if change is None and choice in ("precision", "optimizer"):  # what changes the mathematics, where nothing else helps
+            change = _best(measured, choice, fields, tuple(CHANGES_MATHEMATICS), legal)
+        if change is not None and change.values not in [one.values for one in found]:
+            found.append(change)
+    return sorted(found, key=lambda change: -change.gain)
+
+
+def _best(
+    measured: Measured, choice: str, fields: tuple[str, ...], allow: tuple[str, ...], legal: Callable[[Plan], bool]
+) -> Change | None:
+    workload = measured.workload.changed(allow=tuple(dict.fromkeys((*measured.workload.allow, *allow))))
+    plan, before = measured.candidate.plan, measured.total(measured.candidate)
+    try:
+        ranking = search(measured.host, measured.profile, workload, fixed=_kept(measured, plan, fields, workload))
+    except RequestError:
+        return None  # no other value is legal here
+    life = WholeLife(measured.host, measured.profile, workload)
+    for candidate in sorted(ranking.candidates, key=measured.total):
+        gain = before / measured.total(candidate) - 1
+        if gain < WORTH_SAYING:
+            return None
+        if _values(plan, candidate.plan) and life.too_big(candidate) is None and legal(candidate.plan):
+            return _change(measured, choice, candidate, gain)
+    return None
+
+
+def _kept(measured: Measured, plan: Plan, free: tuple[str, ...], workload: Workload) -> dict[str, Any]:
+    names = [*choices(measured.host, measured.profile, workload), *ONLY_WHEN_ASKED, "weight_offload", "optim_args", BATCH[0]]
+    kept = {name: getattr(plan, name) for name in names if name not in free}
+    if plan.num_processes > 1 and "num_processes" not in free:
+        kept |= {name: getattr(plan.layout, name) for name in LAYOUT if name not in free}
+    return kept
+
+
+def _values(before: Plan, after: Plan) -> dict[str, str]:
+    """What differs, without what follows from it."""
+    ours, theirs = ({**plan.model_dump(exclude={"layout"}), **plan.layout.model_dump()} for plan in (before, after))
+    changed = {name: str(value) for name, value in theirs.items() if value != ours[name]}
+    return {name: value for name, value in changed.items() if name not in DERIVED} or changed
+
+
+def _change(measured: Measured, choice: str, candidate: Candidate, gain: float) -> Change:
+    here, there = measured.of(measured.candidate), measured.of(candidate)
+    more = {kind: there.get(kind, 0.0) - here.get(kind, 0.0) for kind in {*here, *there}}
+    named = sorted((item for item in more.items() if abs(item[1]) > 0.002 * sum(here.values())), key=lambda item: item[1])
+    values = _values(measured.candidate.plan, candidate.plan)
+    allowed = measured.workload.allow
+    allow = tuple(name for name in candidate.plan.changes_mathematics if name not in allowed)
+    options = " ".join(f"--set {name}={value}" for name, value in values.items())
+    return Change(
+        choice=choice, values=values, gain=gain,
+        saved_ms=1000 * (measured.total(measured.candidate) - measured.total(candidate)),
+        why=", ".join(f"{kind} {1000 * seconds:+,.1f} ms" for kind, seconds in named[:4]),
+        more_gib=(candidate.memory.peak - measured.candidate.memory.peak) / 2**30, allow=allow,
+        fix=f"upshift train ... {options}" + (f" --allow {','.join((*allowed, *allow))}" if allow else ""),
+    )  # fmt: skip

@@ -1,0 +1,134 @@
+"""Profiles what ``upshift train`` would run: a few steps of the same data, plan and loop, and what the planner makes of them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
+from upshift.errors import RequestError
+from upshift.planning.changes import Change, Measured, find_changes
+from upshift.planning.cost.memory import PHASES
+from upshift.planning.cost.time import tokens_per_step
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
+from upshift.planning.roofline import HEAD, roofline
+from upshift.settings import read_ranks
+from upshift.training.arguments import Arguments
+from upshift.training.job.job import check_job
+from upshift.training.job.processes import run_in_processes
+from upshift.training.loop.run import RUN_NAME, open_run
+from upshift.training.profiling.rank import RANK_FILE, TRACE_FILE, RankProfile
+from upshift.training.profiling.report import (
+    NUM_CHANGES,
+    REPORT_FILE,
+    PhaseMemory,
+    ProfileReport,
+    binding,
+    findings_of,
+    kinds_of,
+    mean_kinds,
+)
+from upshift.training.run import Prepared, Watcher, prepare_run
+from upshift.training.runnable import runnable
+
+WORKER = "upshift.training.profiling.worker"
+
+
+def profile(
+    model: str,
+    data: str,
+    *,
+    output: Path,
+    steps: int,
+    resume_from: Path | None = None,
+    arguments: dict[str, Any],
+    watcher: Watcher | None = None,
+    **request: Any,
+) -> ProfileReport:
+    """``arguments`` and ``request``: as of ``upshift.training.run.train``. ``steps``: measured before the profiler runs.
+    ``resume_from``: the output folder of a run, for its plan. ``output``: where traces and the report go."""
+    if read_ranks() is not None:
+        raise RequestError("profile starts its own processes: leave the launcher out and give --nproc N to train")
+    watcher, given = watcher or Watcher(), dict(arguments)
+    given.pop("max_steps", None)
+    asked = Arguments.of(given | {"max_steps": steps})
+    _empty(output)
+    prepared, total = prepare_run(
+        model, data, max_steps=arguments.get("max_steps"), clips_gradients=asked.max_grad_norm > 0, resume_from=resume_from,
+        watcher=watcher, **request,
+    )  # fmt: skip
+    job = prepared.job(asked.changed(eval_steps=0, save_steps=0), output=output)
+    check_job(job, prepared.data)
+    watcher.ready(prepared)
+    open_run(job, prepared.data.training)
+    run_in_processes(job, prepared.data, watcher.event, module=WORKER)
+    (output / RUN_NAME).unlink()  # of a run that trains: there is none to resume
+    ranks = tuple(RankProfile.from_file(output / RANK_FILE.format(rank)) for rank in range(job.plan.num_processes))
+    report = _report(prepared, ranks, output, tuple(text.partition("=")[0] for text in request.get("fixed", ())))
+    (output / REPORT_FILE).write_text(report.to_json(indent=1), encoding="utf-8")
+    return report
+
+
+def _empty(output: Path) -> None:
+    """Of what an earlier profile left; anything else is a folder of somebody's."""
+    own = {REPORT_FILE, RUN_NAME, REPORT_FOLDER}
+    parts = [name.partition("{}") for name in (RANK_FILE, TRACE_FILE)]
+    for path in output.iterdir() if output.is_dir() else ():
+        if path.name not in own and not any(path.name.startswith(a) and path.name.endswith(b) for a, _, b in parts):
+            raise RequestError(f"--output {output} has {path.name}, which no profile wrote; give another folder")
+    shutil.rmtree(output, ignore_errors=True)
+    output.mkdir(parents=True)
+
+
+def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path, fixed: tuple[str, ...]) -> ProfileReport:
+    planning, plan = prepared.planning, prepared.plan
+    profile = planning.profile
+    candidate = cost_plan(plan, host=planning.host, profile=profile, workload=planning.workload)
+    if isinstance(candidate, Rejected):
+        raise RequestError(f"the planner has no prediction for this plan: {candidate.reason}")
+    bound = roofline(candidate, host=planning.host, profile=profile, workload=planning.workload)
+    kinds, step_ms = kinds_of(ranks, bound), sum(rank.step_ms for rank in ranks) / len(ranks)
+    memory = _memory(prepared, ranks)
+    term, words = binding(kinds)
+    predicted = prepared.predicted
+    return ProfileReport(
+        model=str(prepared.source.config["model_type"]), host=planning.host.name, plan=plan, label=plan.label(), step_ms=step_ms,
+        roofline_ms=1000 * sum(bound.values()), predicted_ms=predicted.step_ms.p50 if predicted.step_ms else None,
+        tokens_per_second=1000 * tokens_per_step(profile, planning.workload) / step_ms, kinds=kinds, binding_term=term,
+        binding_words=words, changes=tuple(_changes(prepared, candidate, ranks, fixed)[:NUM_CHANGES]), memory=memory,
+        resident_gib=max(rank.resident_gib for rank in ranks), predicted_resident_gib=predicted.resident_gib, ranks=ranks,
+        folder=str(output), findings=tuple(findings_of(ranks, kinds, memory)),
+    )  # fmt: skip
+
+
+def _changes(prepared: Prepared, candidate: Candidate, ranks: tuple[RankProfile, ...], fixed: tuple[str, ...]) -> list[Change]:
+    planning = prepared.planning
+    seconds = {kind: ms / 1000 for kind, ms in mean_kinds(ranks).items() if kind != HEAD}
+    for rank in ranks:  # the head's work is among the products where plans are costed
+        for kind, ms in rank.head_ms.items():
+            seconds[kind] += ms / 1000 / len(ranks)
+    measured = Measured(planning.host, planning.profile, planning.workload, candidate, seconds)
+    return find_changes(measured, fixed=fixed, legal=lambda plan: _can_run(prepared, planning, candidate, plan))
+
+
+def _can_run(prepared: Prepared, planning: Planning, candidate: Candidate, plan: Plan) -> bool:
+    try:
+        runnable(replace(planning, ranking=Ranking(candidates=[replace(candidate, plan=plan)])), prepared.source)
+    except RequestError:
+        return False
+    return True
+
+
+def _memory(prepared: Prepared, ranks: tuple[RankProfile, ...]) -> tuple[PhaseMemory, ...]:
+    """Of the rank that holds most, as the prediction is."""
+    predicted = {phase: sum(parts.values()) for phase, parts in prepared.predicted.memory.items()}
+    predicted["step"] = max((predicted[phase] for phase in PHASES if phase in predicted), default=0.0)
+    phases = [*ranks[0].memory_gib]
+    return tuple(
+        PhaseMemory(phase=phase, measured_gib=max(rank.memory_gib[phase] for rank in ranks), predicted_gib=predicted.get(phase))
+        for phase in phases
+    )

@@ -1,0 +1,99 @@
+"""Feeds a run's steps to debugging/signs.py, and leaves what that finds for `upshift doctor RUN_DIR`."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+import psutil
+import torch
+
+from upshift.debugging.finding import Finding
+from upshift.debugging.run_report import leave_findings
+from upshift.debugging.signs import Signs, Step, leak
+
+ATTRIBUTED_STEPS = 8  # in which memory is looked at before and after everyone who runs
+
+OnFinding = Callable[[Finding], None]
+
+
+def compiled_so_far() -> int:
+    """Frames that torch.compile has compiled in this process; 0 where it was not imported."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    return int(utils.counters["frames"]["ok"]) if utils is not None else 0
+
+
+def why_compiled() -> str | None:
+    """Torch's own reason for the newest recompilation."""
+    utils = sys.modules.get("torch._dynamo.utils")
+    metrics = utils.get_compilation_metrics() if utils is not None else []
+    reasons = [one.recompile_reason for one in metrics if one.recompile_reason]
+    return " ".join(reasons[-1].split())[:160] if reasons else None
+
+
+class RunSigns:
+    """Of one rank's run. ``fetching`` stands around the wait for a batch, ``over`` is called when a step is."""
+
+    def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, tell: OnFinding) -> None:
+        self._output, self._rank, self._tell = output, rank, tell
+        self._process, self._on_device = psutil.Process(), device == "cuda"
+        self._signs = Signs(data_fix=data_fix)
+        self._found: list[Finding] = []
+        self._start: float | None = None
+        self._waited = 0.0
+        self._growth: float | None = None  # known, and who it is is looked for
+        self._grew: dict[str, int] = {}
+        self._left = ATTRIBUTED_STEPS
+
+    @property
+    def attributes(self) -> bool:
+        """Whether ``by`` is to stand around everyone who runs."""
+        return self._growth is not None and self._left > 0
+
+    def held(self) -> int:
+        return torch.cuda.memory_allocated() if self._on_device else int(self._process.memory_info().rss)
+
+    @contextmanager
+    def fetching(self) -> Iterator[None]:
+        start, before = time.perf_counter(), self.held() if self.attributes else 0
+        yield
+        self._waited += time.perf_counter() - start
+        if self.attributes:
+            self._grew["the data loader"] = self._grew.get("the data loader", 0) + self.held() - before
+
+    @contextmanager
+    def by(self, name: str) -> Iterator[None]:
+        before = self.held()
+        yield
+        self._grew[name] = self._grew.get(name, 0) + self.held() - before
+
+    def begin(self) -> float:
+        """A step begins, and the one before it is over; the time now."""
+        now = time.perf_counter()
+        if self._start is not None:
+            step = Step(now - self._start, self._waited, compiled_so_far(), self.held())
+            for finding in self._signs.add(step):
+                why = why_compiled() if finding.subject == "recompiles" else None
+                self._say(finding if why is None else finding.changed(evidence=f"{finding.evidence}; torch says: {why}"))
+            self._look_for_leak()
+        self._start, self._waited = now, 0.0
+        return now
+
+    def _look_for_leak(self) -> None:
+        if self._growth is None:
+            self._growth = self._signs.growth()
+        elif self._left > 0:
+            self._left -= 1
+            if self._left == 0:
+                free = torch.cuda.mem_get_info()[0] if self._on_device else psutil.virtual_memory().available
+                grew = {name: size / ATTRIBUTED_STEPS for name, size in self._grew.items()}
+                self._say(leak(self._growth, grew=grew, free=free))
+
+    def _say(self, finding: Finding) -> None:
+        self._found.append(finding)
+        self._tell(finding)
+        with suppress(OSError):  # a full disk: it was told
+            leave_findings(self._output, self._rank, self._found)

@@ -1,0 +1,63 @@
+"""``upshift serve`` as a process, until the test is over."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx2
+import openai
+
+START_SECONDS = 300.0
+KEY = {"Authorization": "Bearer second"}
+
+
+@dataclass
+class Running:
+    url: str
+    process: subprocess.Popen[str]
+    log: Path
+
+    @property
+    def client(self) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="second", max_retries=0, timeout=60)
+
+    def engine(self, model: str = "tiny") -> dict[str, Any]:
+        found: dict[str, Any] = httpx2.get(f"{self.url}/health").json()["models"][model]
+        return found
+
+    def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
+        return httpx2.post(f"{self.url}{path}", json=body, **{"timeout": 60, "headers": KEY, **more})
+
+
+def wait(until: Callable[[], Any], seconds: float = START_SECONDS) -> None:
+    deadline = time.monotonic() + seconds
+    while not until():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+@contextmanager
+def serving(models: Path, log: Path, *options: str) -> Iterator[Running]:
+    command = [sys.executable, "-m", "upshift.cli.main", "serve", *options]
+    quiet = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    with log.open("w") as file:
+        process = subprocess.Popen(command, stderr=file, stdout=file, text=True, env=quiet, cwd=models)
+    try:
+        wait(lambda: process.poll() is not None or "Serving at" in log.read_text())
+        assert process.poll() is None, log.read_text()
+        found = re.search(r"http://\S+:\d+", log.read_text())
+        assert found is not None
+        yield Running(found[0], process, log)
+    finally:
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(timeout=60) == 0

@@ -1,0 +1,105 @@
+"""Faults that a run survives, planted in upshift.Trainer: a slow data loader, a recompile storm, a callback that keeps memory.
+Each is told while the run goes on, and by `upshift doctor RUN_DIR` afterwards."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from command import Command
+from transformers import LlamaConfig, LlamaForCausalLM, TrainerCallback, TrainingArguments
+
+import upshift
+from upshift.debugging.signs import ENOUGH, EVERY, LEAK_BYTES, LEAK_STEPS, SETTLING
+from upshift.training.signs import ATTRIBUTED_STEPS
+
+
+class Rows(torch.utils.data.Dataset[dict[str, Any]]):
+    def __init__(self, count: int, *, seconds: float = 0.0) -> None:
+        self.count, self.seconds = count, seconds
+
+    def __len__(self) -> int:
+        return self.count
+
+    def __getitem__(self, row: int) -> dict[str, Any]:
+        time.sleep(self.seconds)
+        tokens = [(row + place) % 60 for place in range(8)]
+        return {"input_ids": tokens, "labels": tokens}
+
+
+class Tagged(LlamaForCausalLM):
+    """Its graph depends on a word, which a callback changes."""
+
+    tag = "begin"
+
+    def forward(self, *arguments: Any, **named: Any) -> Any:
+        output = super().forward(*arguments, **named)
+        output.loss = output.loss * (2.0 if self.tag.endswith("never") else 1.0)
+        return output
+
+
+class Tags(TrainerCallback):
+    def on_step_begin(self, args: Any, state: Any, control: Any, *, model: Any, **named: Any) -> None:
+        getattr(model, "_orig_mod", model).tag = f"step {state.global_step}"
+
+
+class KeepsTensors(TrainerCallback):
+    def __init__(self) -> None:
+        self.kept: list[torch.Tensor] = []
+
+    def on_step_end(self, *_: Any, **named: Any) -> None:
+        self.kept.append(torch.ones(3 * LEAK_BYTES // LEAK_STEPS // 4))
+
+
+def run(output: Path, *, steps: int, rows: Rows, callbacks: tuple[TrainerCallback, ...] = (), **more: Any) -> None:
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "vocab_size": 64}
+    arguments = TrainingArguments(
+        output_dir=str(output), max_steps=steps, per_device_train_batch_size=2, report_to="none", use_cpu=True,
+        save_strategy="no", logging_strategy="no", disable_tqdm=True, remove_unused_columns=False, **more,
+    )  # fmt: skip
+    model = Tagged(LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=32))
+    upshift.Trainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks), trial_seconds=0.0).train()
+
+
+def found(upshift_command: Command, output: Path) -> list[dict[str, Any]]:
+    answer = upshift_command("doctor", output, "--json")
+    assert answer.code == 0, answer.err
+    return list(json.loads(answer.out)["findings"])
+
+
+@pytest.fixture(autouse=True)
+def own_cache(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path_factory.getbasetemp() / "signs-cache"))
+
+
+def test_a_slow_data_loader_is_named(tmp_path: Path, capfd: pytest.CaptureFixture[str], upshift: Command) -> None:
+    run(tmp_path, steps=SETTLING + ENOUGH + EVERY, rows=Rows(64, seconds=0.06))
+    assert "data loader: " in capfd.readouterr().err
+    [finding] = found(upshift, tmp_path)
+    assert finding["subject"] == "data loader" and "dataloader_num_workers" in finding["fix"]
+
+
+def test_a_recompile_storm_is_named_with_the_reason(tmp_path: Path, upshift: Command) -> None:
+    run(tmp_path, steps=13, rows=Rows(64), callbacks=(Tags(),), torch_compile=True, torch_compile_backend="eager")
+    findings = {finding["subject"]: finding for finding in found(upshift, tmp_path)}
+    assert "tag" in findings["recompiles"]["evidence"], findings
+    assert "torch_compile=off" in findings["recompiles"]["fix"]
+
+
+def test_a_callback_that_keeps_tensors_is_named(tmp_path: Path, upshift: Command) -> None:
+    callback = KeepsTensors()
+    run(tmp_path, steps=SETTLING + LEAK_STEPS + ATTRIBUTED_STEPS + 2 * EVERY, rows=Rows(128), callbacks=(callback,))
+    findings = {finding["subject"]: finding for finding in found(upshift, tmp_path)}
+    assert "memory leak in KeepsTensors" in findings, findings
+    assert "loss.item()" in findings["memory leak in KeepsTensors"]["fix"]
+    assert not [name for name in vars(callback) if name.startswith("on_")]  # what was put around its methods is gone
+
+
+def test_a_run_without_faults_says_nothing(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    run(tmp_path, steps=SETTLING + LEAK_STEPS + 4, rows=Rows(128))
+    told = capfd.readouterr().err
+    assert "memory leak" not in told and "recompiles" not in told
