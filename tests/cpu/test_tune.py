@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -143,13 +142,10 @@ def new_study(folder: Path) -> optuna.Study:
 
 def test_a_killed_study_runs_its_trial_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The process is killed within a trial; another one takes the study over, counts it once and runs it again."""
-    child = os.fork()
-    if child == 0:
-        run_study(new_study(tmp_path), hanging, trials=3)
-        os._exit(0)
-    wait(lambda: (tmp_path / "study.db").exists() and any(t.state.name == "RUNNING" for t in new_study(tmp_path).trials))
-    os.kill(child, signal.SIGKILL)
-    os.waitpid(child, 0)
+    child = subprocess.Popen([sys.executable, "-c", HANGING, str(tmp_path)])
+    wait(lambda: (tmp_path / "study.db").exists() and any(trial.params for trial in new_study(tmp_path).trials))
+    child.kill()
+    child.wait()
     monkeypatch.setattr("upshift.tuning.storage.GRACE_SECONDS", 1)
     time.sleep(2)
     study = new_study(tmp_path)
@@ -161,10 +157,20 @@ def test_a_killed_study_runs_its_trial_again(tmp_path: Path, monkeypatch: pytest
     assert any(trial.params == killed.params for trial in study.trials[1:]) and again.state.name == "COMPLETE"
 
 
-def hanging(asked: Asked) -> list[float]:
+HANGING = """
+import sys, time
+from pathlib import Path
+from upshift.tuning.study import open_study, run_study
+
+def hang(asked):
     asked.trial.suggest_float("x", 0, 1)
     time.sleep(600)
-    return [0.0]
+
+study = open_study(
+    name="s", storage=None, folder=Path(sys.argv[1]), directions=("minimize",), pruner="none", seed=0, identity={"model": "m"}
+)
+run_study(study, hang, trials=3)
+"""
 
 
 def wait(until: Callable[[], bool]) -> None:
