@@ -100,8 +100,9 @@ def _tell_ready(name: str, ready: Any) -> None:
     parts = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in ready.seconds.items())
     show.err.print(f"{name}: {ready.setup}, {ready.rows} at once ({parts})")
     if ready.task == "generate":
+        predicted = "" if ready.predicted_capacity is None else f" (predicted {ready.predicted_capacity:.2f})"
         dim(
-            f"holds {ready.capacity:.2f} requests/s of the expected lengths (predicted {ready.predicted_capacity or 0:.2f}); "
+            f"holds {ready.capacity:.2f} requests/s of the expected lengths{predicted}; "
             f"first token of a prompt alone {ready.ttft_ms:.0f} ms, then one in {ready.tpot_ms:.0f} ms with all rows filled",
             show.err,
         )
