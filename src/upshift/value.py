@@ -26,7 +26,7 @@ class Value(BaseModel):
             raise RequestError(f"{origin} is not a valid {cls.__name__}: {first_problem(cls, error)}") from None
 
     @classmethod
-    def of(cls, fields: dict[str, Any]) -> Self:
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
         """Of what a user gives. Raises RequestError with the offending field, the problem and its value."""
         try:
             return cls.model_validate(fields)

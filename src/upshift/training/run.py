@@ -153,7 +153,7 @@ def train(
     Of several ranks that a launcher started, each calls it, and rank 0 has the Record."""
     watcher, output, given = watcher or Watcher(), Path(output), dict(arguments or {})
     max_steps, ranks = given.pop("max_steps", None), read_ranks()
-    asked = Arguments.of(given | {"max_steps": 1 if max_steps is None else max_steps})
+    asked = Arguments.from_fields(given | {"max_steps": 1 if max_steps is None else max_steps})
     if ranks is not None and is_restart(ranks, output):
         overwrite, resume = False, True
 

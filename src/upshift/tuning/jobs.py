@@ -51,7 +51,7 @@ class Jobs:
         arguments |= {"max_steps": steps, "eval_steps": max(steps // self.evaluations, 1)}
         folder = self.folder(asked.number)
         shutil.rmtree(folder, ignore_errors=True)
-        job = prepared.job(Arguments.of(arguments), output=folder)
+        job = prepared.job(Arguments.from_fields(arguments), output=folder)
         with self._servers.one() as server:
             return server.run(job, prepared.data, self._reporting(asked, steps))
 

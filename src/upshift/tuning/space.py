@@ -133,7 +133,7 @@ def _check_values(name: str, one: Range | Choices, origin: str) -> None:
     """A range's ends, or every choice, against what a run takes."""
     for value in one.choices if isinstance(one, Choices) else (one.low, one.high):
         try:
-            Arguments.of({"max_steps": 1, name: value})
+            Arguments.from_fields({"max_steps": 1, name: value})
         except RequestError as error:
             raise RequestError(f"{origin}: {error}") from None
 

@@ -55,7 +55,7 @@ def profile(
         raise RequestError("profile starts its own processes: leave the launcher out and give --nproc N to train")
     watcher, given = watcher or Watcher(), dict(arguments)
     given.pop("max_steps", None)
-    asked = Arguments.of(given | {"max_steps": steps})
+    asked = Arguments.from_fields(given | {"max_steps": steps})
     _empty(output)
     prepared, total = prepare_run(
         model, data, max_steps=arguments.get("max_steps"), clips_gradients=asked.max_grad_norm > 0, resume_from=resume_from,

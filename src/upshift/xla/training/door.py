@@ -60,7 +60,7 @@ def train(
     """``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``XlaArguments``, max_steps at least.
 
     Raises RequestError over what was asked, Interrupted after SIGINT or SIGTERM, with a checkpoint that ``resume`` continues."""
-    given = XlaArguments.of(arguments)
+    given = XlaArguments.from_fields(arguments)
     output, rates = Path(output), learning_rates(given)
     found = _start_of(output, resume=resume)
     if isinstance(data, str):
