@@ -95,7 +95,7 @@ def _left_findings(output: Path) -> list[Finding]:
     found: dict[str, Finding] = {}
     for path in sorted((output / FOLDER).glob(f"{SIGNS}*.json"), key=_rank_of):
         for fields in json.loads(path.read_text(encoding="utf-8")):
-            finding = Finding.of(fields)
+            finding = Finding.from_fields(fields)
             found.setdefault(finding.subject, finding)
     return list(found.values())
 
