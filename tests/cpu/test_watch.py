@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
-from watched_ranks import STOPPED
+from watched_ranks import GONE, STOPPED
 
 from upshift.debugging.run_report import examine_run
 from upshift.errors import JobFailed
@@ -48,6 +51,26 @@ def test_a_stopped_process_is_named(case: str, tmp_path: Path) -> None:
     (teller, step, words), *_ = stalls_in(case, tmp_path)
     assert (teller, step) == (0, STOPPED[case]) and "rank 0 waits" in words
     assert re.search(r"rank 1 says nothing since [\d.]+ s: its process is stopped", words), words
+
+
+@pytest.mark.parametrize("case", GONE)
+def test_who_waits_for_a_rank_that_is_gone_ends(case: str, tmp_path: Path) -> None:
+    """The one that is left ends in bounded time, and says why; rank 0 has the job's store in its process."""
+    report = tmp_path / "upshift_report" / f"rank-{1 - GONE[case]}.json"
+    command = [sys.executable, str(WORLD), case, "2", str(tmp_path / "said")]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
+    try:
+        deadline = time.monotonic() + 90
+        while not (report.exists() and "this one ends" in report.read_text()):
+            assert time.monotonic() < deadline and (process.poll() is None or case == "gone")
+            time.sleep(0.1)
+        if case == "gone":
+            assert process.wait(timeout=30) == os.EX_UNAVAILABLE
+    finally:
+        os.killpg(process.pid, signal.SIGKILL)
+    (words,) = (finding.what for finding in examine_run(tmp_path) if finding.subject == f"rank {1 - GONE[case]}")
+    expected = {"gone": "rank 1 says nothing since", "first gone": "rank 0, or the launcher beside it, does not answer since"}
+    assert expected[case] in words, words
 
 
 def test_a_straggler_is_named_with_its_time(tmp_path: Path) -> None:

@@ -7,12 +7,15 @@ import os
 import signal
 import sys
 import time
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 PATIENCE, PERIOD = 1.0, 0.2
 STEPS = 20
+ENDS_AFTER = 3.0
+GONE = {"gone": 1, "first gone": 0}  # the rank that is stopped for good
 STOPPED = {"stopped": 15, "stopped at once": 1}  # in which step: after its first pulses, and before them
 
 
@@ -24,6 +27,8 @@ def work(given: dict[str, Any]) -> list[tuple[int, str]]:
     from upshift.training.processes import rank_environment
 
     watch.PATIENCE, watch.PERIOD, watch.STRAGGLER_PERIODS, watch.STEPS_OF_PATIENCE = PATIENCE, PERIOD, 2, 0
+    watch.ENDS_AFTER = ENDS_AFTER if given["case"] in GONE else watch.ENDS_AFTER
+    watch.STORE_SECONDS = timedelta(seconds=2)
     torch.set_num_threads(1)
     rank, said = rank_environment()[0], Path(given["said"])
 
@@ -43,7 +48,9 @@ def one_step(case: str, rank: int, number: int, said: Path) -> None:
     if case == "slow" and rank == 1:
         compute(0.15)
     compute(0.02)
-    if number != STOPPED.get(case, 5) or rank != 1 or case == "slow":
+    if number == 15 and rank == GONE.get(case):
+        os.kill(os.getpid(), signal.SIGSTOP)
+    if number != STOPPED.get(case, 5) or rank != 1 or case == "slow" or case in GONE:
         return
     if case in STOPPED:
         if os.fork() == 0:  # who lets it go on

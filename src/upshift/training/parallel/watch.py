@@ -2,13 +2,17 @@
 
 While steps follow each other a rank says a line every few seconds, and nothing is looked up. A rank that has been in one step for
 longer than ``PATIENCE`` says which collective it waits in, by the record that torch keeps of the last ones (its flight recorder).
-Rank 0 reads what all say. Nobody says that rank 0 itself is stopped: the store is often in its process.
+Rank 0 reads what all say, and the others whether rank 0 speaks. Who waits in a step for a rank that has said nothing for
+``ENDS_AFTER`` ends its process, and so do all: a launcher can then start again without the host that is gone, for which gloo
+alone would wait half an hour.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import statistics
 import sys
 import threading
@@ -29,15 +33,19 @@ from upshift.training.parallel.stall import Pulse, Waiting, stalled, straggler
 from upshift.training.processes import rank_environment
 from upshift.units import format_seconds
 
+logger = logging.getLogger(__name__)
+
 PERIOD = 5.0  # seconds between two pulses
 PATIENCE = 60.0  # seconds in one step, and longer where steps take long
 STEPS_OF_PATIENCE = 10
 SILENCE = 6  # pulses that a rank may miss
+ENDS_AFTER = 300.0  # seconds of silence while this rank waits in a step
 LAST_STEPS = 16  # of which medians are taken
 ENOUGH_STEPS = 8  # to say who is slow
 STRAGGLER_PERIODS = 12  # between two looks at who is slowest
 STORE_SECONDS = timedelta(seconds=20)
 SCHEDSTAT = Path("/proc/thread-self/schedstat")  # of Linux: nanoseconds on a core, and waiting for one
+GONE = "gone"  # in the store: why all end
 PACKAGE = Path(__file__).parents[2]
 
 OnWords = Callable[[int, str], None]  # the step, and what is said of it
@@ -60,15 +68,18 @@ class Watch:
         self._beat = 0
         self._said: set[str] = set()  # once for each step that stalls, and for each rank that lags
         self._ends = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="watch", daemon=True)
+        self._answered = self._began  # when the store last did
+        self._threads = [threading.Thread(target=work, name="watch", daemon=True) for work in (self._run, self._guard)]
 
     def __enter__(self) -> Watch:
-        self._thread.start()
+        for thread in self._threads:
+            thread.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self._ends.set()
-        self._thread.join(2 * PERIOD)
+        for thread in self._threads:
+            thread.join(2 * PERIOD)
 
     @contextmanager
     def step(self, number: int) -> Iterator[None]:
@@ -92,12 +103,20 @@ class Watch:
         return max(PATIENCE, STEPS_OF_PATIENCE * statistics.median(steps)) if steps else PATIENCE
 
     def _run(self) -> None:
-        with suppress(RuntimeError):  # the store ends with the job, or with rank 0, whose end the ranks themselves report
-            while not self._ends.wait(PERIOD):
-                pulse = self._pulse()
+        while not self._ends.wait(PERIOD):
+            pulse = self._pulse()
+            with suppress(RuntimeError):  # the store ends with the job, or with rank 0, whose end the ranks themselves report
                 self._store.set(str(self.rank), pulse.to_json())
-                if self.rank == 0:
-                    self._read(pulse)
+                self._read(pulse) if self.rank == 0 else self._listen(pulse)
+                self._answered = time.monotonic()
+
+    def _guard(self) -> None:
+        """The store's own time limits are its server's: who asks a stopped one waits for ever."""
+        while not self._ends.wait(PERIOD):
+            (step, in_step, since), now = self._state, time.monotonic()
+            silence = now - self._answered
+            if in_step and min(silence, now - since) > ENDS_AFTER:
+                self._leave(step, f"rank 0, or the launcher beside it, does not answer since {format_seconds(silence)}")
 
     def _pulse(self) -> Pulse:
         self._beat += 1
@@ -132,11 +151,38 @@ class Watch:
                 silent[pulse.rank] = now - came
         if is_late:
             self._say(mine.step, f"step {mine.step}", stalled(pulses, silent, patience=self.patience))
+            gone = {rank: seconds for rank, seconds in silent.items() if seconds > ENDS_AFTER}
+            if gone and mine.in_step:
+                words = "; ".join(f"rank {rank} says nothing since {format_seconds(gone[rank])}" for rank in sorted(gone))
+                self._store.set(GONE, words)
+                self._ends.wait(2 * PERIOD)  # in which the others read it
+                self._leave(mine.step, words)
         else:
             found = straggler(pulses)
             if found is not None:
                 self._say(mine.step, f"rank {found[0]}", found[1])
                 self._report("slow", mine.step, found[1], None)
+
+    def _listen(self, mine: Pulse) -> None:
+        """Of a rank that is not 0, when it is late: whether rank 0 speaks, or has said why all end."""
+        if not mine.in_step or mine.seconds <= self.patience + 2 * PERIOD:
+            return
+        if self._store.check([GONE]):
+            self._leave(mine.step, self._store.get(GONE).decode())
+        said = Pulse.from_json(self._store.get("0")) if self._store.check(["0"]) else None
+        beat, now = said.beat if said else 0, time.monotonic()
+        if self._seen.get(0, (None, 0.0))[0] != beat:
+            self._seen[0] = (beat, now)
+        silence = now - self._seen[0][1]
+        if silence > ENDS_AFTER:
+            self._leave(mine.step, f"rank 0 says nothing since {format_seconds(silence)}")
+
+    def _leave(self, step: int, words: str) -> None:
+        """With the process, in whatever its main thread waits."""
+        words = f"{words}: its process is stopped, or its host is gone; this one ends"
+        self._report("died", step, words, None)
+        logger.error("rank %s, step %s: %s", self.rank, step, words)
+        os._exit(os.EX_UNAVAILABLE)
 
     def _say(self, step: int, about: str, words: str | None) -> None:
         if words is not None and about not in self._said:
