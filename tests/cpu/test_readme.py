@@ -44,7 +44,7 @@ def commands() -> list[str]:
 
 
 def test_the_readme_shows_the_commands():
-    shown = {"plan", "train", "inspect", "doctor", "shard", "encode", "generate", "quantize", "serve", "tune"}
+    shown = {"plan", "train", "inspect", "doctor", "shard", "encode", "generate", "profile", "quantize", "serve", "tune"}
     assert {line.split()[1] for line in commands()} == shown
 
 
@@ -60,6 +60,9 @@ def test_commands(line, paths, upshift, tmp_path):
         arguments += ["--max-steps", "2"]
     elif arguments[1] == "train":  # short, and without the minute of trials
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
+    if arguments[1] == "profile":
+        short = ["--trial-seconds", "0", "--set", "torch_compile=off"]
+        arguments = [*arguments[:2], "-o", str(tmp_path / "profile"), "--steps", "3", *arguments[2:], *short]
     if arguments[1] == "tune":  # the last --trials counts
         arguments += ["--max-steps", "2", "--trials", "2", "--set", "torch_compile=off", "-o", paths["trained"] + "-tune"]
     if arguments[1] in ("encode", "generate"):  # without a race of all engines
