@@ -61,7 +61,7 @@ def test_commands(line, paths, upshift, tmp_path):
     elif arguments[1] == "train":  # short, and without the minute of trials
         arguments += ["--max-steps", "2", "--trial-seconds", "0", "--set", "torch_compile=off", "--overwrite"]
     if arguments[1] == "profile":
-        short = ["--trial-seconds", "0", "--set", "torch_compile=off"]
+        short = ["--sequence-length", "64", "--trial-seconds", "0", "--set", "torch_compile=off"]
         arguments = [*arguments[:2], "-o", str(tmp_path / "profile"), "--steps", "3", *arguments[2:], *short]
     if arguments[1] == "tune":  # the last --trials counts
         arguments += ["--max-steps", "2", "--trials", "2", "--set", "torch_compile=off", "-o", paths["trained"] + "-tune"]
