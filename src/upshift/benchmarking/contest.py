@@ -91,8 +91,8 @@ def compare(
     - ``rounds``: of both; the order within a round is drawn, and balanced. ``max_rounds``: where it is not decided, twice as many
       are run, and so on up to these; each look at the outcome takes its part of what may go wrong, so that looking often does
       not find a difference that is none.
-    - ``measure``: ``seconds`` of the wall; ``cpu_seconds``, on a machine where others run too; ``result``: a number that it returns
-      or prints last, of which less is better.
+    - ``measure``: ``seconds`` of the wall; ``cpu_seconds``, on a machine where others run too; ``result``: a number that it
+      returns or prints last, of which less is better.
 
     "faster" and "slower" are said only where the interval of the ratio leaves out 1, at 99.9 % unless asked otherwise, and the
     ratio is 1 % or more; "alike" where all of the interval is within 1 %.

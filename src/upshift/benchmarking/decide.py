@@ -3,8 +3,8 @@
 The interval is Hodges and Lehmann's (1963): the median of all means of two rounds' log ratios, between the order statistics that
 Wilcoxon's signed-rank distribution names (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3.3). It asks only
 that a round's log ratio be as likely to fall on either side where there is no difference, which drawing the order of each round
-brings about, whatever the noise: a slow hour falls on both, and one run that took three times as long is one of many. A t-interval
-asks for normal noise, and a bootstrap of few rounds promises more than it keeps.
+brings about, whatever the noise: a slow hour falls on both, and one run that took three times as long is one of many. The
+t-interval asks for normal noise, and a bootstrap of few rounds promises more than it keeps.
 
 A claim is worth as much as the rarest wrong one. At 95 % one comparison in twenty of the same thing with itself would be called a
 difference; CLAIM is 99.9 %, which takes 11 rounds that all agree, or more.
