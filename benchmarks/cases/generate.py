@@ -86,6 +86,11 @@ CLAIMS = (
     ),
 )
 FIGURES = (
+    Figure(
+        name="8-shared",
+        of=Source(row="125m, 8 at once, 256 tokens shared, upshift exact", value="details.ratio"),
+        over=Source(row="125m, 8 at once, 256 tokens shared, upshift exact, alone", value="details.ratio"),
+    ),
     Figure(name="1-genai-fp32", of=Source(row="125m, 1 at once, openvino-genai fp32", value="details.ratio")),
     Figure(name="1-genai-int8", of=Source(row="125m, 1 at once, openvino-genai int8", value="details.ratio")),
     Figure(name="1-ct2-fp32", of=Source(row="125m, 1 at once, ctranslate2 float32", value="details.ratio")),

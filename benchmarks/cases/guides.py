@@ -43,7 +43,8 @@ CLAIMS = (
     ),
     Claim(
         name="accumulation", text="eight micro-batches to an update are faster by the guides' 20 to 30 %",
-        ours="one update for eight", baseline="eight updates", options="--only accumulation", goal=1.2, of=Source(row="accumulation", value="details.ratio"),
+        ours="one update for eight", baseline="eight updates", options="--only accumulation", goal=1.2,
+        of=Source(row="accumulation", value="details.ratio"),
     ),
     Claim(
         name="compile", text="torch.compile makes a ViT's forward pass faster by the tables' mean", ours="compiled",

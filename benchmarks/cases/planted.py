@@ -1,10 +1,11 @@
 """Does a comparison call a difference what is none, and find one that is there? Planted: the same code twice, and 5 % more work.
 
-    python benchmarks/cases/planted.py [--quick] [--comparisons 20] [--rounds 12] [--max-rounds 24]
+    python benchmarks/cases/planted.py [--quick] [--comparisons 20,3] [--rounds 12] [--max-rounds 24,192]
 
 Each comparison is upshift.compare of two functions of this file, by the processor's seconds, which count on a machine that
 others use. false: the same work under two names, which must not be called faster or slower in any of the comparisons. true: 5 %
-more work, which must be found in each. Nothing is left out: every comparison is a row.
+more work, which must be found in each; where the machine is busy that takes more rounds. Nothing is left out: every comparison
+is a row.
 """
 
 from __future__ import annotations
@@ -57,14 +58,17 @@ PLANTED = {"false": ("same", ("alike", "not decided")), "true": ("more", ("faste
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
-    parser.add_argument("--comparisons", type=int, default=20)
+    parser.add_argument("--comparisons", default="20,3", help="of the same code, and of 5 % more work")
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--max-rounds", type=int, default=24)
+    parser.add_argument("--max-rounds", default="24,192", help="likewise")
     options = parser.parse_args(arguments)
-    count, rounds, most = (1, 2, 2) if options.quick else (options.comparisons, options.rounds, options.max_rounds)
-    settings = {"comparisons": count, "rounds": rounds, "max_rounds": most, "work": WORK}
+    counts, limits = ([1, 1], [2, 2]) if options.quick else [
+        [int(number) for number in text.split(",")] for text in (options.comparisons, options.max_rounds)
+    ]  # fmt: skip
+    rounds = 2 if options.quick else options.rounds
+    settings = {"comparisons": counts, "rounds": rounds, "max_rounds": limits, "work": WORK}
     case, here, outcome = Case("planted", options.results, detect(), options.quick, settings), str(Path(__file__).resolve()), {}
-    for planted, (other, right) in PLANTED.items():
+    for (planted, (other, right)), count, most in zip(PLANTED.items(), counts, limits, strict=True):
         verdicts = Counter[str]()
         for number in range(count):
             names = [f"{here}:{name}" for name in ("one", other)]
