@@ -4,11 +4,12 @@
 
 upshift QUALITY       upshift serve at this bound; its races were run before, as in a user's second run
 transformers          transformers serve, on the CPU in fp32; batched: with --continuous-batching
+llama.cpp, genai      llama.cpp's server and OpenVINO GenAI's batching, where they are installed (serving_peers.py)
 
 A Llama of 124 M parameters with random weights, prompts of about 72 tokens, 64 tokens an answer. At each concurrency so many
 clients ask again as soon as they are answered; servers in turn, each round. Then upshift alone: its capacity as predicted, as
-proven at the start, and as measured with all rows busy; and twice that load in open loop under a promised first token. Peers
-whose server does not install here: llama.cpp (comes as source), OpenVINO Model Server (no package), vLLM (no CPU wheel).
+proven at the start, and as measured with all rows busy; and twice that load in open loop under a promised first token.
+OpenVINO Model Server has no package, vLLM no wheel for CPUs.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from typing import Any
 
 import httpx2
 from generate import save_model
+from serving_peers import PEERS, installed
 
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.figures import Claim
@@ -55,7 +57,10 @@ WORDS = 12  # of about five letters: a token each here
 START_SECONDS = 600.0
 PROMISE_MS = 2000.0
 PORT = 18_200
-CONTENDERS = ("upshift exact", "upshift 0.99", "transformers", "transformers batched")
+CONTENDERS = (
+    "upshift exact", "upshift 0.999", "upshift 0.99", "genai fp32", "genai int8", "llama.cpp f16", "llama.cpp q8_0",
+    "transformers", "transformers batched",
+)  # fmt: skip
 
 
 def command_of(contender: str, model: Path, port: int, concurrency: int, promise: float | None) -> list[str]:
@@ -64,21 +69,13 @@ def command_of(contender: str, model: Path, port: int, concurrency: int, promise
         batched = ["--continuous-batching"] if how == "batched" else []
         program = str(Path(sys.executable).with_name("transformers"))
         return [program, "serve", str(model), "--port", str(port), "--device", "cpu", "--dtype", "float32", *batched]
+    if name in PEERS:
+        peer = str(Path(__file__).with_name("serving_peers.py"))
+        return [sys.executable, peer, contender, str(model), str(port), str(concurrency)]
     limits = [] if promise is None else ["--max-latency-ms", str(promise)]
     expected = ["--prompt-length", "72", "--output-length", str(MAX_TOKENS), "--concurrency", str(concurrency)]
-    return [
-        sys.executable,
-        "-m",
-        "upshift.cli.main",
-        "serve",
-        str(model),
-        "--port",
-        str(port),
-        "--quality",
-        how,
-        *expected,
-        *limits,
-    ]
+    serve = [sys.executable, "-m", "upshift.cli.main", "serve", str(model), "--port", str(port), "--quality", how]
+    return [*serve, *expected, *limits]
 
 
 @contextmanager
@@ -126,10 +123,13 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
     rows: dict[str, list[dict[str, Any]]] = {}
     for number in range(options.rounds):
         for contender in options.contenders.split(","):
+            if not installed(contender, model):
+                tell(f"{contender} is not installed: serving_peers.py says how")
+                continue
             tell(f"round {number + 1}: {contender}")
             command = command_of(contender, model, PORT, max(counts), None)
             with running(command, PORT, scratch / "log") as (url, started):
-                name = model.name if contender.startswith("upshift") else str(model)
+                name = str(model) if contender.startswith("transformers") else model.name
                 asyncio.run(closed(url, name, 2, 1.0, options.seed))  # warm
                 for count in counts:
                     answers, seconds = asyncio.run(closed(url, name, count, options.seconds, options.seed))
@@ -192,10 +192,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--overload-seconds", type=float, default=300.0)
     parser.add_argument("--promise-ms", type=float, default=PROMISE_MS)
     parser.add_argument("--contenders", default=",".join(CONTENDERS), help="upshift first")
+    parser.add_argument("--model", type=Path, help="folder of the model; written where there is none")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="upshift-serving-") as scratch:
-        model = Path(scratch) / "llama"
-        save_model(model, "quick" if options.quick else "125m", options.seed)
+        model = (options.model or Path(scratch) / "llama").resolve()
+        if not model.is_dir():
+            save_model(model, "quick" if options.quick else "125m", options.seed)
         settings = {"seconds": options.seconds, "rounds": options.rounds, "overload_seconds": options.overload_seconds}
         case = Case("serving", options.results, detect(), options.quick, settings)
         found = throughput(case, model, Path(scratch), options)

@@ -15,8 +15,15 @@ from pathlib import Path
 from typing import Any
 
 import httpx2
+import numpy as np
 import openai
+import torch
+from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 
+from upshift.training.data.tokenizer import train_byte_level_bpe
+
+WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon".split()  # noqa: SIM905
+CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
 START_SECONDS = 300.0
 KEY = {"Authorization": "Bearer second"}
 
@@ -37,6 +44,20 @@ class Running:
 
     def post(self, path: str, body: Any, **more: Any) -> httpx2.Response:
         return httpx2.post(f"{self.url}{path}", json=body, **{"timeout": 60, "headers": KEY, **more})
+
+
+def write_models(folder: Path) -> None:
+    """``tiny`` talks, ``enc`` gives embeddings."""
+    chance = np.random.default_rng(0)
+    tokenizer = train_byte_level_bpe([" ".join(chance.choice(WORDS, size=12)) for _ in range(50)], 300)
+    tokenizer.chat_template = CHAT
+    torch.manual_seed(0)
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 320}
+    tokenizer.save_pretrained(folder / "tiny")
+    LlamaForCausalLM(LlamaConfig(**small, max_position_embeddings=256)).save_pretrained(folder / "tiny")
+    tokenizer.pad_token = tokenizer.eos_token
+    tokenizer.save_pretrained(folder / "enc")
+    BertModel(BertConfig(**small, max_position_embeddings=64)).save_pretrained(folder / "enc")
 
 
 def wait(until: Callable[[], Any], seconds: float = START_SECONDS) -> None:

@@ -224,6 +224,26 @@ def test_what_prompts_begin_with_is_computed_once(
     assert run(decoder, prompts, 3, GenerationOptions(max_new_tokens=NEW)) == by_transformers(made[kind], prompts)
     steps = NEW * len(prompts)
     assert sum(computed) - steps < 0.7 * sum(map(len, prompts))
+    check_that_a_row_goes_on(decoder, prompts)
+
+
+def check_that_a_row_goes_on(decoder: Any, prompts: list[list[int]]) -> None:
+    """Later, in several rows, beside others, and from less than all of it."""
+    decoder.admit(prompts[:3])
+    decoder.step(np.array([5, 6, 7]))
+    known = decoder.of_row(1)
+    said = [*prompts[1], 6]
+    assert known.length == len(said)
+    more = [[*said, 1, 2, 3], [*said, 9]]
+    found = []
+    for prefix in (known, known._replace(length=len(said) - 4)):
+        decoder.keep([0, 2] if prefix is known else [0])
+        found.append(decoder.admit(more, prefix))
+        found.append(decoder.step(np.zeros(4 if prefix is known else 3, dtype=np.int64))[-2:])
+    decoder.keep([])
+    expected = [decoder.admit(more), decoder.step(np.zeros(2, dtype=np.int64))]
+    for one, other in zip(found, expected * 2, strict=True):
+        assert np.abs(one - other).max() < 1e-4 * np.abs(other).max()
 
 
 @pytest.mark.parametrize("kind", SEQ2SEQ)

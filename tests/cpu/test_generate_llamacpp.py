@@ -111,15 +111,13 @@ def test_rows_come_and_go_beside_a_prefix(tmp_path: Path) -> None:
     decoders = [decoder_of(source, tmp_path / engine, engine) for engine in ("torch", "llamacpp")]
     said: list[list[np.ndarray]] = []
     for decoder in decoders:
-        decoder.remember(PROMPTS[2][:30])
-        logits = [decoder.admit([PROMPTS[2][:30] + [row, row + 1] for row in range(3)])]
+        first, second = decoder.compute(PROMPTS[2][:30]), decoder.compute(PROMPTS[1][:7])
+        logits = [decoder.admit([PROMPTS[2][:30] + [row, row + 1] for row in range(3)], first)]
         logits.append(decoder.step(np.array([1, 2, 3])))
         decoder.keep([2, 0])
         logits.append(decoder.step(np.array([4, 5])))
-        decoder.remember(PROMPTS[1][:7])
-        logits.append(decoder.admit([PROMPTS[1][:7] + [row] * (row + 1) for row in range(40)]))
+        logits.append(decoder.admit([PROMPTS[1][:7] + [row] * (row + 1) for row in range(40)], second))
         logits.append(decoder.step(np.arange(42)))
-        decoder.remember([])
         decoder.keep([41, 0, 20])
         logits.append(decoder.admit(PROMPTS))
         logits += [decoder.step(np.arange(6) + step) for step in range(40)]

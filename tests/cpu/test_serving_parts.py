@@ -6,6 +6,7 @@ import asyncio
 import itertools
 import time
 from collections.abc import Sequence as Listed
+from os.path import commonprefix
 from typing import Any
 
 import numpy as np
@@ -13,8 +14,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from upshift.inference.generation.engines.decoder import NoExtension
+from upshift.inference.generation.engines.decoder import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.prefill import SHORTEST
 from upshift.inference.generation.sequence import Sequence
 from upshift.serving.load.client import Asked
 from upshift.serving.load.run import phase_of
@@ -22,6 +24,7 @@ from upshift.serving.load.traffic import Traffic, arrivals
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
 from upshift.serving.pace import Pace
+from upshift.serving.prompt_cache import PromptCache
 from upshift.serving.scheduler import Scheduler, Ticket
 from upshift.serving.served import NoRoom, Served
 from upshift.serving.text_stream import TextStream
@@ -44,14 +47,22 @@ class Counting(NoExtension):
     def __init__(self, clock: Clock, *, joins: bool = True) -> None:
         self.joins, self.clock = joins, clock
         self.rows: list[int] = []
+        self.prompts: list[Listed[int]] = []
 
-    def remember(self, prefix: Listed[int]) -> None:
+    def compute(self, tokens: Listed[int]) -> Prefix:
         raise AssertionError("requests are not known beforehand")
 
-    def admit(self, prompts: Listed[Listed[int]]) -> np.ndarray:
+    def of_row(self, row: int) -> Prefix:
+        told = self.prompts[row]
+        return Prefix(len(told) + self.rows[row], list(told))
+
+    def admit(self, prompts: Listed[Listed[int]], prefix: Prefix | None = None) -> np.ndarray:
         assert self.joins or not self.rows
-        self.clock.now += TOKEN_SECONDS * sum(map(len, prompts))
+        known = prefix.length if prefix else 0
+        assert all(known < len(prompt) for prompt in prompts)
+        self.clock.now += TOKEN_SECONDS * sum(len(prompt) - known for prompt in prompts)
         self.rows += [0] * len(prompts)
+        self.prompts += prompts
         return self._said(range(len(self.rows) - len(prompts), len(self.rows)))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
@@ -62,6 +73,7 @@ class Counting(NoExtension):
 
     def keep(self, rows: list[int]) -> None:
         self.rows = [self.rows[row] for row in rows]
+        self.prompts = [self.prompts[row] for row in rows]
 
     def _said(self, rows: Any) -> np.ndarray:
         return np.eye(VOCABULARY, dtype=np.float32)[[self.rows[row] % VOCABULARY for row in rows]]
@@ -102,6 +114,56 @@ def test_every_request_gets_its_tokens(lengths: list[tuple[int, int]], rows: int
     for number, (_, new) in enumerate(lengths):
         if number not in cancelled:
             assert said[number] == [count % VOCABULARY for count in range(new)]
+
+
+def test_a_conversation_goes_on_from_what_was_computed() -> None:
+    """Three turns; another conversation between them does not disturb; what is asked twice is kept for the third."""
+    clock = Clock()
+    scheduler = made(clock, rows=4, cache_tokens=2000)
+
+    def ask(prompt: list[int], *, goes_on: bool) -> tuple[int, list[int]]:
+        one = Ticket(0, Sequence(0, prompt, GenerationOptions(max_new_tokens=4), None), clock(), goes_on=goes_on)
+        assert scheduler.add(one) is None
+        while scheduler.busy:
+            scheduler.step()
+        return one.known, one.sequence.tokens
+
+    history: list[int] = [9] * 40
+    known = []
+    for turn in range(3):
+        found, tokens = ask(history, goes_on=True)
+        known.append(found)
+        ask([7] * 30 + [turn] * 40, goes_on=True)
+        history = [*history, *tokens, *[8] * 20]
+    assert known == [0, 43, 67]  # all but the last token of each answer, which was never given to the engine
+    assert [ask([5] * 50 + [turn], goes_on=False)[0] for turn in range(3)] == [0, 0, 50]
+
+
+@given(st.lists(st.tuples(st.lists(st.integers(0, 1), min_size=1, max_size=60), st.booleans()), max_size=12))
+def test_what_is_kept_is_the_longest_that_a_prompt_begins_with(prompts: list[tuple[list[int], bool]]) -> None:
+    cache, added = PromptCache(10_000), list[list[int]]()
+    for tail, keep in prompts:
+        tokens = [0] * 20 + tail
+        found = cache.find(tokens)
+        longest = max((len(commonprefix([one, tokens[:-1]])) for one in added), default=0)
+        assert (found.length if found else 0) == (longest if longest >= SHORTEST else 0)
+        if found is not None:
+            assert found.states[: found.length] == tokens[: found.length]
+        if keep:
+            cache.add(tokens, Prefix(len(tokens), tokens))
+            added.append(tokens)
+
+
+def test_what_was_not_used_for_longest_is_dropped() -> None:
+    cache = PromptCache(150)
+    first, second, third = ([letter] * 70 for letter in range(3))
+    cache.add(first, Prefix(70, first))
+    cache.add(second, Prefix(70, second))
+    assert cache.find([*first, 9]) is not None  # and used
+    cache.add(third, Prefix(70, third))
+    assert [cache.find([*one, 9]) is not None for one in (first, second, third)] == [True, False, True]
+    cache.add([4] * 151, Prefix(151, None))
+    assert cache.find([4] * 160) is None and cache.find([*first, 9]) is not None
 
 
 def test_what_never_fits_and_what_would_wait_too_long() -> None:

@@ -137,6 +137,7 @@ class Server:
     def _count(self, answer: Answer) -> None:
         usage, model = answer.usage, answer.asked.model
         self.metrics.tokens.labels(model, "prompt").inc(usage.prompt_tokens)
+        self.metrics.tokens.labels(model, "cached").inc(usage.prompt_tokens_details.cached_tokens)
         self.metrics.tokens.labels(model, "answer").inc(usage.completion_tokens)
 
     def _check_model(self, name: str, task: str) -> None:

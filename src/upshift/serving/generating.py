@@ -89,7 +89,8 @@ class Generating:
             sequence = self._sequence(asked)
         except RequestError as error:
             return Refused(id=asked.id, status=400, why=str(error))
-        ticket = Ticket(asked.id, sequence, time.perf_counter())
+        goes_on = not isinstance(asked.prompt, str) and not _is_ids(asked.prompt)
+        ticket = Ticket(asked.id, sequence, time.perf_counter(), goes_on=goes_on)
         refused = self.scheduler.add(ticket)
         if refused is None:
             stream = TextStream(self.generator.prompts.text, sequence.options.stop_strings)
@@ -105,7 +106,10 @@ class Generating:
             ending = ticket.sequence.ending
             text = open_.stream.add([token], last=ending is not None)
             how = None if ending is None else "length" if ending == "length" else "stop"
-            said.append(Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=len(ticket.sequence.prompt), ending=how))
+            prompt = len(ticket.sequence.prompt)
+            said.append(
+                Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=prompt, cached_tokens=ticket.known, ending=how)
+            )
             if ending is not None:
                 del self._open[ticket.id]
         return said

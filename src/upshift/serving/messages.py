@@ -77,13 +77,15 @@ class Failed(Value):
 
 
 class Piece(Value):
-    """More of a text. ``tokens``: of this piece; ``ending``: it is the last one."""
+    """More of a text. ``tokens``: of this piece; ``cached_tokens``: of the prompt, that were not computed for it; ``ending``: it
+    is the last one."""
 
     kind: Literal["piece"] = "piece"
     id: int
     text: str
     tokens: int
     prompt_tokens: int
+    cached_tokens: int = 0
     ending: Ending | None = None
 
 

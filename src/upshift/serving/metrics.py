@@ -14,7 +14,9 @@ class Metrics:
         self.registry = CollectorRegistry()
         make: dict[str, Any] = {"registry": self.registry}
         self.requests = Counter("upshift_requests", "answered", ("path", "status"), **make)
-        self.tokens = Counter("upshift_tokens", "of prompts and of answers", ("model", "kind"), **make)
+        self.tokens = Counter(
+            "upshift_tokens", "of prompts, of those what was computed before, and of answers", ("model", "kind"), **make
+        )
         self.first_token = Histogram(
             "upshift_first_token_seconds", "from a request to its first text", ("model",), buckets=SECONDS, **make
         )
@@ -23,6 +25,7 @@ class Metrics:
         self.live = Gauge("upshift_sequences_live", "that share the engine's rows", ("model",), **make)
         self.waiting = Gauge("upshift_sequences_waiting", "for a row", ("model",), **make)
         self.resident = Gauge("upshift_engine_resident_bytes", "of the engine's process", ("model",), **make)
+        self.start = Gauge("upshift_engine_start_seconds", "of its last start, by what it did", ("model", "part"), **make)
         self.restarts = Counter("upshift_engine_restarts", "after deaths", ("model",), **make)
         self.restart = Gauge("upshift_engine_restart_seconds", "from the last death until it was ready again", ("model",), **make)
 

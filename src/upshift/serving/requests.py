@@ -119,8 +119,13 @@ class EmbeddingRequest(Body):
         return (self.input,) if isinstance(self.input, str) else tuple(self.input)
 
 
+class PromptTokens(BaseModel):
+    cached_tokens: int = Field(0, description="that were computed for an earlier request")
+
+
 class Usage(BaseModel):
     prompt_tokens: int
+    prompt_tokens_details: PromptTokens = PromptTokens()
     completion_tokens: int = 0
     total_tokens: int
 
@@ -128,7 +133,10 @@ class Usage(BaseModel):
     def of(cls, pieces: list[Piece]) -> Usage:
         """Of the last piece of each choice; ``tokens`` summed before."""
         prompt, made = sum(piece.prompt_tokens for piece in pieces), sum(piece.tokens for piece in pieces)
-        return cls(prompt_tokens=prompt, completion_tokens=made, total_tokens=prompt + made)
+        known = PromptTokens(cached_tokens=sum(piece.cached_tokens for piece in pieces))
+        return cls(
+            prompt_tokens=prompt, prompt_tokens_details=known, completion_tokens=made, total_tokens=prompt + made
+        )  # fmt: skip
 
 
 class ErrorBody(BaseModel):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -10,7 +11,11 @@ from dataclasses import dataclass, field
 
 from upshift.errors import JobFailed
 from upshift.serving.engine import EngineProcess
+from upshift.serving.messages import Ready
 from upshift.serving.metrics import Metrics
+from upshift.units import format_seconds
+
+logger = logging.getLogger(__name__)
 
 
 class NoRoom(JobFailed):
@@ -71,8 +76,11 @@ class Served:
                     if not idle:
                         raise NoRoom(f"{name} has no room beside the models that are answering now; try again later")
                     await self.engines[min(idle, key=lambda one: self.engines[one].last_used)].stop()
+            asleep, start = engine.state == "asleep", time.monotonic()
             ready = await engine.start()
             self.sizes[name] = ready.resident_bytes
+            if asleep:
+                self._started(name, time.monotonic() - start, ready)
 
     def _has_room(self, name: str) -> bool:
         if self.memory_bytes is None:
@@ -88,3 +96,12 @@ class Served:
     def _restarted(self, name: str, seconds: float) -> None:
         self.metrics.restarts.labels(name).inc()
         self.metrics.restart.labels(name).set(seconds)
+        ready = self.engines[name].ready
+        assert ready is not None
+        self._started(name, seconds, ready)
+
+    def _started(self, name: str, seconds: float, ready: Ready) -> None:
+        parts = ", ".join(f"{part} {format_seconds(took)}" for part, took in ready.seconds.items())
+        logger.info("%s is ready after %s: %s", name, format_seconds(seconds), parts)
+        for part, took in ready.seconds.items():
+            self.metrics.start.labels(name, part).set(took)

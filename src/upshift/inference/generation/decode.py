@@ -22,17 +22,15 @@ def decode(
     """Each sequence with each of its tokens, as they come; at most ``rows`` sequences at once, longest prompts first, so that
     those that are admitted together are alike. ``lookup``: of a decoder that extends; guesses while one sequence is there."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
-    prefix = list[int]()
-    if decoder.joins:
-        prefix = common_prefix([sequence.prompt for sequence in waiting])
-        decoder.remember(prefix)
+    common = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
+    known = (decoder.compute(common),) if common else ()
     live: list[Sequence] = []
     while queue or live:
         free = rows - len(live)
         if queue and (not live or (decoder.joins and free * ADMIT_SHARE >= rows)):
-            fitting = max(PASS_TOKENS // (len(queue[0].prompt) - len(prefix)), 1)
+            fitting = max(PASS_TOKENS // (len(queue[0].prompt) - len(common)), 1)
             coming = [queue.popleft() for _ in range(min(free, len(queue), fitting))]
-            logits = decoder.admit([sequence.prompt for sequence in coming])
+            logits = decoder.admit([sequence.prompt for sequence in coming], *known)
             live += coming
         elif lookup is not None and len(live) == 1:
             yield from _looked_up(decoder, live[0], lookup)

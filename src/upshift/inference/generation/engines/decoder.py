@@ -4,13 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
 from upshift.inference.setup import EngineSetup
 from upshift.loading.placed import Where
 from upshift.models.source import ModelSource
+
+
+class Prefix(NamedTuple):
+    """What prompts begin with: an engine's keys and values, in its own form, of at least so many tokens."""
+
+    length: int
+    states: Any
+
 
 NO_ROWS = np.zeros((0, 0), dtype=np.int64)
 
@@ -22,12 +30,17 @@ class Decoder(Protocol):
     joins: bool  # rows can be admitted beside others, and go on from a prefix
     extends: bool  # several tokens of a row in one pass, and back
 
-    def remember(self, prefix: Sequence[int]) -> None:
-        """Of an engine that joins: what every prompt to come begins with. Empty: they have nothing in common."""
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        """Of an engine that joins: apart from the rows."""
         ...
 
-    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        """Token ids of N rows more, behind those that are there -> their logits [N, V] fp32."""
+    def of_row(self, row: int) -> Prefix:
+        """Of an engine that joins: what a row has so far, but for the token that ``step`` would be given."""
+        ...
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        """Token ids of N rows more, behind those that are there -> their logits [N, V] fp32. All begin with the prefix, which
+        is shorter than any of them."""
         ...
 
     def step(self, tokens: np.ndarray) -> np.ndarray:

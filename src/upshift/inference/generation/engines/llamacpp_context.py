@@ -68,8 +68,19 @@ class LlamaCppContext:
     def copy(self, one: int, other: int) -> None:
         self._api.llama_memory_seq_cp(self._memory, one, other, -1, -1)
 
-    def drop(self, sequence: int) -> None:
-        self._api.llama_memory_seq_rm(self._memory, sequence, -1, -1)
+    def drop(self, sequence: int, first: int = -1) -> None:
+        """Its places, from ``first`` on."""
+        self._api.llama_memory_seq_rm(self._memory, sequence, first, -1)
+
+    def state(self, sequence: int) -> Any:
+        """Its keys and values, as bytes of llama.cpp's own."""
+        held = (c_uint8 * self._api.llama_state_seq_get_size(self._context, sequence))()
+        self._api.llama_state_seq_get_data(self._context, held, len(held), sequence)
+        return held
+
+    def put(self, sequence: int, state: Any) -> None:
+        if not self._api.llama_state_seq_set_data(self._context, state, len(state), sequence):
+            raise JobFailed(f"llama.cpp could not go on from what it has computed: {self._library.said}")
 
     def _settings(self) -> Any:
         settings = self._api.llama_context_default_params()

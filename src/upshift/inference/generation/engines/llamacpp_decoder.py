@@ -4,16 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import count, islice
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Prefix
 from upshift.inference.generation.engines.gguf_file import make
 from upshift.inference.generation.engines.llamacpp_context import LlamaCppContext
 from upshift.inference.setup import Precision
 
-PREFIX = 0  # the sequence of what all prompts begin with
+PREFIX = 0  # the sequence of what prompts begin with
 
 
 class Kind(NamedTuple):
@@ -37,6 +37,13 @@ class Row(NamedTuple):
     length: int
 
 
+class State(NamedTuple):
+    """Of a sequence: its keys and values as bytes of llama.cpp's own, and its tokens."""
+
+    held: Any
+    tokens: int
+
+
 class LlamaCppDecoder(NoExtension):
     """Rows are of different lengths as they are: there is no padding."""
 
@@ -48,23 +55,26 @@ class LlamaCppDecoder(NoExtension):
         self.weight_bytes = path.stat().st_size
         self._context = LlamaCppContext(path, kind.cache, build.setup.threads, several=build.setup.batch > 1)
         self._rows: list[Row] = []
-        self._prefix_length = self._shared = 0  # tokens of the prefix; places of it and of those that rows may still use
+        self._prefix = Prefix(0, None)  # whose tokens the sequence PREFIX has
+        self._shared = 0  # places of it, and of those before it that rows may still use
 
-    def remember(self, prefix: Sequence[int]) -> None:
-        if self._prefix_length:
-            self._context.drop(PREFIX)
-        self._prefix_length = len(prefix)
-        self._shared = self._shared if self._rows else 0
-        if prefix:
-            self._run(np.array(prefix), [Row(PREFIX, 0, 0)], [len(prefix)])
-        self._shared += len(prefix)
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        self._forget()
+        self._run(np.array(tokens), [Row(PREFIX, 0, 0)], [len(tokens)])
+        self._shared += len(tokens)
+        self._prefix = self._told(Row(PREFIX, 0, len(tokens)))
+        return self._prefix
 
-    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        known, taken = self._prefix_length, {row.sequence for row in self._rows}
+    def of_row(self, row: int) -> Prefix:
+        return self._told(self._rows[row])
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        known, taken = prefix.length if prefix else 0, {row.sequence for row in self._rows}
         free = islice((number for number in count(PREFIX + 1) if number not in taken), len(prompts))
         new = [Row(number, known, known) for number in free]
-        if known:
+        if prefix is not None:
             self._context.ask_room(new[-1].sequence + 1, 0)
+            self._load(prefix)
             for row in new:
                 self._context.copy(PREFIX, row.sequence)
         left = [prompt[known:] for prompt in prompts]
@@ -83,12 +93,33 @@ class LlamaCppDecoder(NoExtension):
             self._context.drop(row.sequence)
         self._rows = kept
         if not kept:
-            self._shared = self._prefix_length
+            self._shared = self._prefix.length
+
+    def _load(self, prefix: Prefix) -> None:
+        if prefix.states is self._prefix.states and prefix.length == self._prefix.length:
+            return
+        self._forget()
+        self._context.ask_room(1, self._used + prefix.states.tokens)
+        self._context.put(PREFIX, prefix.states.held)
+        self._context.drop(PREFIX, prefix.length)
+        self._prefix, self._shared = prefix, self._shared + prefix.length
+
+    def _forget(self) -> None:
+        if self._prefix.length:
+            self._context.drop(PREFIX)
+        self._prefix = Prefix(0, None)
+        self._shared = self._shared if self._rows else 0
+
+    def _told(self, row: Row) -> Prefix:
+        return Prefix(row.length, State(self._context.state(row.sequence), row.length))
+
+    @property
+    def _used(self) -> int:
+        return self._shared + sum(row.length - row.shared for row in self._rows)
 
     def _run(self, tokens: np.ndarray, rows: list[Row], sizes: list[int]) -> np.ndarray:
         """New tokens, so many of each of these rows -> the logits behind the last of each."""
-        used = self._shared + sum(row.length - row.shared for row in self._rows)
-        self._context.ask_room(max(row.sequence for row in rows) + 1, used + len(tokens))
+        self._context.ask_room(max(row.sequence for row in rows) + 1, self._used + len(tokens))
         last = np.zeros(len(tokens), dtype=bool)
         last[np.cumsum(sizes) - 1] = True
         positions = np.concatenate([np.arange(row.length, row.length + size) for row, size in zip(rows, sizes, strict=True)])

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Padding
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Padding, Prefix
 from upshift.inference.generation.prefill import remainder
 from upshift.models.build import read_config
 
@@ -20,13 +20,15 @@ class NothingDecoder(NoExtension):
         config: Any = read_config(build.source)
         self.width: int = config.get_text_config(decoder=True).vocab_size
         self.padding = Padding()
-        self._prefix_length = 0
 
-    def remember(self, prefix: Sequence[int]) -> None:
-        self._prefix_length = len(prefix)
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        return Prefix(len(tokens), None)
 
-    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        self.padding.admit(remainder(prompts, self._prefix_length).mask)
+    def of_row(self, row: int) -> Prefix:
+        return Prefix(int(self.padding.mask[row].sum()), None)
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        self.padding.admit(remainder(prompts, prefix.length if prefix else 0).mask)
         return self._logits(len(prompts))
 
     def step(self, tokens: np.ndarray) -> np.ndarray:

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Padding
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Padding, Prefix
 from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.openvino_core import core
 from upshift.inference.openvino_model import fp16_weights, int8_weights, make
@@ -76,22 +76,21 @@ class OpenVinoDecoder(NoExtension):
         self._compiled, self._request = compiled, compiled.create_infer_request()
         self.padding = Padding()
         self._order = np.zeros(0, dtype=np.int32)  # rows of the cache that the next step goes on with
-        self._prefix: dict[str, np.ndarray] = {}  # keys and values by their states' names
-        self._prefix_length = 0
 
-    def remember(self, prefix: Sequence[int]) -> None:
-        self._prefix, self._prefix_length = {}, len(prefix)
-        if prefix:
-            request = self._compiled.create_infer_request()
-            self._compute(request, remainder([prefix], 0))
-            self._prefix = {state.name: state.state.data.copy() for state in request.query_state()}
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        request = self._compiled.create_infer_request()
+        self._compute(request, remainder([tokens], 0))
+        return _prefix(request, 0, len(tokens))
 
-    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
+    def of_row(self, row: int) -> Prefix:
+        return _prefix(self._request, int(self._order[row]), int(self.padding.mask[row].sum()))
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
         several = self.padding.rows > 0
         request = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
-        left = remainder(prompts, self._prefix_length)
-        for state in request.query_state() if self._prefix else ():
-            state.state = _tensor(left.place(self._prefix[state.name]))
+        left = remainder(prompts, prefix.length if prefix else 0)
+        for state in request.query_state() if prefix else ():
+            state.state = _tensor(left.place(prefix.states[state.name]))
         logits = self._compute(request, left)
         dropped, before, behind = self.padding.admit(left.mask)
         if several:
@@ -125,6 +124,12 @@ class OpenVinoDecoder(NoExtension):
         request.infer({name: value for name, value in given.items() if name in self.names}, share_inputs=True)
         found: np.ndarray = request.get_tensor("logits").data[:, -1].copy()
         return found
+
+
+def _prefix(request: Any, row: int, length: int) -> Prefix:
+    """``states``: keys and values [1, heads, T, width] by their states' names."""
+    states = {state.name: state.state.data[row : row + 1, :, -length:].copy() for state in request.query_state()}
+    return Prefix(length, states)
 
 
 def _padded(states: np.ndarray, places: int) -> np.ndarray:

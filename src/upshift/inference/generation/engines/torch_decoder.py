@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding
+from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, Prefix
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
 from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.torch_computing import computing
@@ -26,21 +26,22 @@ class TorchDecoder:
         self._takes = set(inspect.signature(self.model.forward).parameters)
         self.padding = Padding()
         self.cache = plain_cache()
-        self._prefix: list[np.ndarray] = []  # keys and values of the first layer, then of the next
 
     def load(self, build: DecoderBuild) -> Any:
         return load_model(build.source, build.setup.precision, build.setup.device, where=build.where)
 
-    def remember(self, prefix: Sequence[int]) -> None:
-        self._prefix = []
-        if prefix:
-            cache = plain_cache()
-            self._compute(remainder([prefix], 0), cache)
-            self._prefix = [states.float().cpu().numpy() for layer in cache.layers for states in (layer.keys, layer.values)]
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        cache = plain_cache()
+        self._compute(remainder([tokens], 0), cache)
+        return _prefix(cache, 0, len(tokens))
 
-    def admit(self, prompts: Sequence[Sequence[int]]) -> np.ndarray:
-        left = remainder(prompts, self._prefix[0].shape[2] if self._prefix else 0)
-        past = [torch.from_numpy(left.place(states)).to(self.model.device, self.model.dtype) for states in self._prefix]
+    def of_row(self, row: int) -> Prefix:
+        return _prefix(self.cache, row, int(self.padding.mask[row].sum()))
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        left = remainder(prompts, prefix.length if prefix else 0)
+        known = prefix.states if prefix else ()
+        past = [torch.from_numpy(left.place(states)).to(self.model.device, self.model.dtype) for states in known]
         cache = plain_cache(past)
         logits = self._compute(left, cache)
         if self.padding.rows:
@@ -101,6 +102,12 @@ class TorchDecoder:
     def _told(logits: torch.Tensor) -> np.ndarray:
         found: np.ndarray = logits.float().cpu().numpy()
         return found
+
+
+def _prefix(cache: Any, row: int, length: int) -> Prefix:
+    """``states``: keys [1, heads, T, width] and values of the first layer, then of the next."""
+    whole = [states[row : row + 1, :, -length:] for layer in cache.layers for states in (layer.keys, layer.values)]
+    return Prefix(length, [states.float().cpu().numpy().copy() for states in whole])
 
 
 def _padded(states: torch.Tensor, places: int) -> torch.Tensor:

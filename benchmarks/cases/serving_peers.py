@@ -1,0 +1,167 @@
+"""Servers that upshift serve is compared with, as processes of their own: ``serving_peers.py NAME MODEL PORT CLIENTS``.
+
+llama.cpp f16|q8_0    its own server, as xllamacpp packages it, on a GGUF file of the same weights
+genai fp32|int8       OpenVINO GenAI's continuous batching behind the thinnest HTTP that streams
+
+Both answer /v1/models and /v1/completions. They are no dependencies of Upshift:
+``pip install xllamacpp openvino-genai openvino-tokenizers``. GenAI's batching takes files of optimum-intel alone, which wants an
+older transformers, so they are made in an environment of its own and lie in ``MODEL/genai-fp32`` and ``MODEL/genai-int8``:
+``optimum-cli export openvino -m MODEL --task text-generation-with-past [--weight-format int8] MODEL/genai-fp32``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import json
+import queue
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from upshift.inference.weights import engine_folder, find_weights
+
+PEERS = {"llama.cpp": "xllamacpp", "genai": "openvino_genai"}
+PLACES = 256  # of each client's sequence
+THREADS = 2
+CACHE_GB = 2
+
+
+def installed(contender: str, model: Path) -> bool:
+    name, _, how = contender.partition(" ")
+    here = PEERS.get(name) is None or find_spec(PEERS[name]) is not None
+    return here and (name != "genai" or (model / f"genai-{how}").is_dir())
+
+
+def write_gguf(model: Path, rounded: str, folder: Path) -> Path:
+    """Upshift's GGUF file of the weights, with the model's words, which llama.cpp's server asks for."""
+    import gguf
+    from transformers import AutoTokenizer
+
+    from upshift.inference.generation.engines.gguf_file import WHOLE, make
+
+    reader = gguf.GGUFReader(make(find_weights(str(model)), folder, WHOLE, THREADS))
+    path = folder / f"server-{rounded}.gguf"
+    writer = gguf.GGUFWriter(path, reader.fields["general.architecture"].contents())
+    for field in reader.fields.values():
+        if not field.name.startswith(("GGUF.", "general.architecture", "general.file_type", "tokenizer.")):
+            kind = field.types[0]
+            nested = field.types[-1] if kind == gguf.GGUFValueType.ARRAY else None
+            writer.add_key_value(field.name, field.contents(), kind, sub_type=nested)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    size = json.loads((model / "config.json").read_text())["vocab_size"]
+    words = {place: word for word, place in tokenizer.get_vocab().items()}
+    writer.add_tokenizer_model("gpt2")
+    writer.add_tokenizer_pre("gpt-2")
+    writer.add_token_list([words.get(place, f"<unused {place}>") for place in range(size)])
+    writer.add_token_types([gguf.TokenType.NORMAL if place in words else gguf.TokenType.UNUSED for place in range(size)])
+    writer.add_token_merges(["<unused <unused"])  # none of letters: the model's words are bytes
+    kind = gguf.GGMLQuantizationType[rounded.upper()]
+    for tensor in reader.tensors:
+        if len(tensor.shape) > 1:
+            writer.add_tensor(tensor.name, gguf.quantize(tensor.data, kind), raw_dtype=kind)
+        else:
+            writer.add_tensor(tensor.name, tensor.data)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def llamacpp(model: Path, rounded: str, port: int, clients: int) -> None:
+    import xllamacpp
+
+    folder = engine_folder("generate", find_weights(str(model)), "llamacpp")
+    given = xllamacpp.CommonParams()
+    given.model.path = str(write_gguf(model, rounded, folder))
+    given.n_ctx, given.n_parallel, given.cont_batching = PLACES * clients, clients, True
+    given.port = port
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = THREADS
+    given.sampling.temp, given.sampling.ignore_eos = 0.0, True
+    server = xllamacpp.Server(given)
+    print(server.listening_address, flush=True)
+    while True:
+        time.sleep(60)
+
+
+class GenAi:
+    """Its own loop in a thread; each token is told to the request's queue."""
+
+    def __init__(self, model: Path, weights: str, clients: int) -> None:
+        import openvino
+        import openvino_genai
+        import openvino_tokenizers
+        from transformers import AutoTokenizer
+
+        folder = model / f"genai-{weights}"
+        self.tokenizer = AutoTokenizer.from_pretrained(model)
+        pair = openvino_tokenizers.convert_tokenizer(self.tokenizer, with_detokenizer=True)
+        for converted, name in zip(pair, ("openvino_tokenizer.xml", "openvino_detokenizer.xml"), strict=True):
+            openvino.save_model(converted, folder / name)
+        scheduler = openvino_genai.SchedulerConfig()
+        scheduler.cache_size, scheduler.max_num_seqs = CACHE_GB, clients
+        exact = {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"} if weights == "fp32" else {}
+        self.pipeline = openvino_genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", exact)
+        self.config, self.tensor = openvino_genai.GenerationConfig, openvino.Tensor
+        self.inbox: queue.Queue[Any] = queue.Queue()
+        threading.Thread(target=self._work, daemon=True).start()
+
+    def _work(self) -> None:
+        numbers, open_ = itertools.count(), dict[int, tuple[Any, Any, Any]]()
+        while True:
+            while not (self.inbox.empty() and open_):
+                prompt, count, loop, told = self.inbox.get()
+                config = self.config(max_new_tokens=count, ignore_eos=True, do_sample=False)
+                ids = self.tensor(self.tokenizer(prompt, return_tensors="np")["input_ids"])
+                number = next(numbers)
+                open_[number] = (self.pipeline.add_request(number, ids, config), loop, told)
+            self.pipeline.step()
+            for number, (handle, loop, told) in list(open_.items()):
+                while handle.can_read():
+                    for output in handle.read().values():
+                        loop.call_soon_threadsafe(told.put_nowait, self.tokenizer.decode(output.generated_ids))
+                if handle.get_status().name != "RUNNING":
+                    loop.call_soon_threadsafe(told.put_nowait, None)
+                    del open_[number]
+
+    async def pieces(self, prompt: str, count: int) -> AsyncIterator[str]:
+        told: asyncio.Queue[str | None] = asyncio.Queue()
+        self.inbox.put((prompt, count, asyncio.get_running_loop(), told))
+        while (text := await told.get()) is not None:
+            yield text
+
+
+def genai(model: Path, weights: str, port: int, clients: int) -> None:
+    import uvicorn
+    from starlette.applications import Starlette
+    from starlette.requests import Request
+    from starlette.responses import JSONResponse, Response, StreamingResponse
+    from starlette.routing import Route
+
+    engine = GenAi(model, weights, clients)
+
+    async def models(_: Request) -> Response:
+        return JSONResponse({"data": [{"id": model.name}]})
+
+    async def complete(request: Request) -> Response:
+        asked = await request.json()
+
+        async def events() -> AsyncIterator[str]:
+            async for text in engine.pieces(asked["prompt"], asked["max_tokens"]):
+                yield f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
+            yield "data: [DONE]\n\n"
+
+        return StreamingResponse(events(), media_type="text/event-stream")
+
+    routes = [Route("/v1/models", models), Route("/v1/completions", complete, methods=["POST"])]
+    uvicorn.run(Starlette(routes=routes), host="127.0.0.1", port=port, log_level="warning")
+
+
+if __name__ == "__main__":
+    peer, _, how = sys.argv[1].partition(" ")
+    {"llama.cpp": llamacpp, "genai": genai}[peer](Path(sys.argv[2]), how, int(sys.argv[3]), int(sys.argv[4]))
