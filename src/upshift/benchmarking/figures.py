@@ -31,7 +31,7 @@ class Source(Value):
 class Figure(Value):
     name: str = Field(description="within the case; documents say case/name")
     of: Source | None = Field(None, description="None: no row has it yet")
-    over: Source | None = Field(None, description="what it is divided by: of the newest row before it")
+    over: Source | None = Field(None, description="what it is divided by, in the same run")
     scale: float = Field(1.0, description="to the unit that is written")
 
 
@@ -61,7 +61,6 @@ class Reading(Value):
     value: float
     time: str
     commit: str | None
-    quick: bool
 
 
 class CaseFile:
@@ -97,20 +96,18 @@ class CaseFile:
         return [json.loads(line) for line in self.results.read_text(encoding="utf-8").splitlines()]
 
     def readings(self, figure: Figure) -> list[Reading]:
-        """Oldest first; runs with --quick are none."""
-        found: list[Reading] = []
-        over: float | None = None
+        """Oldest first; runs with --quick are none. What it is divided by is of the same run, whose rows have one time."""
+        over: dict[str, float] = {}
         for row in self.rows:
-            if figure.over is not None and (beside := self._number(figure.over, row)) is not None:
-                over = beside
-            value = None if figure.of is None else self._number(figure.of, row)
-            if value is None or (figure.over is not None and not over):
-                continue
-            where = row["environment"]
-            value = figure.scale * value / (over if figure.over is not None and over else 1.0)
-            quick = bool(row["details"].get("quick"))
-            found.append(Reading(value=value, time=where["time"], commit=where.get("commit"), quick=quick))
-        return [reading for reading in found if not reading.quick]
+            if figure.over is not None and (beside := self._number(figure.over, row)):
+                over[row["environment"]["time"]] = beside
+        found = []
+        for row in self.rows:
+            where, value = row["environment"], None if figure.of is None else self._number(figure.of, row)
+            base = 1.0 if figure.over is None else over.get(where["time"])
+            if value is not None and base is not None and not row["details"].get("quick"):
+                found.append(Reading(value=figure.scale * value / base, time=where["time"], commit=where.get("commit")))
+        return found
 
     def latest(self, name: str) -> float:
         """Raises RequestError where the case has no such figure, or its rows do not."""
