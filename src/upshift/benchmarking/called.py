@@ -16,7 +16,7 @@ from collections.abc import Callable
 from importlib import import_module
 from typing import Any
 
-LONG_ENOUGH = 0.15  # seconds
+SHORTEST, LONG_ENOUGH = 0.001, 0.15  # seconds of a sample, and of all samples
 
 
 def find(name: str) -> Callable[[], Any]:
@@ -37,15 +37,20 @@ def measure(call: Callable[[], Any]) -> dict[str, Any]:
     The quickest, as timeit's manual says: what makes others slower is the machine. On two shared cores the ratio of two processes
     varied by 1.1 % by their quickest calls and by 3.8 % by their means.
     """
-    call()
-    seconds, cpu_seconds = [], []
-    while sum(seconds) < LONG_ENOUGH:
+    result, calls, began = call(), 1, time.perf_counter()
+    samples: list[tuple[float, float]] = []
+    while not samples or time.perf_counter() - began < LONG_ENOUGH:
         start, cpu = time.perf_counter(), time.process_time()
-        result = call()
-        cpu_seconds.append(time.process_time() - cpu)
-        seconds.append(time.perf_counter() - start)
+        for _ in range(calls):
+            result = call()
+        took = time.perf_counter() - start, time.process_time() - cpu
+        if took[0] < SHORTEST and not samples:
+            calls *= 2  # too short for the clock: several are one sample
+        else:
+            samples.append(took)
+    seconds, cpu_seconds = (min(one) / calls for one in zip(*samples, strict=True))
     number = float(result) if isinstance(result, int | float) else None
-    return {"seconds": min(seconds), "cpu_seconds": min(cpu_seconds), "result": number}
+    return {"seconds": seconds, "cpu_seconds": cpu_seconds, "result": number}
 
 
 if __name__ == "__main__":
