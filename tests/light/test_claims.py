@@ -79,8 +79,9 @@ def test_every_case_states_what_it_claims() -> None:
     for case in cases.values():
         names = [figure.name for figure in case.figures]
         assert len(names) == len({*names}), case.name
+        written = {row["name"] for row in case.rows}  # --only leaves some out
         for figure in case.figures:
-            if case.rows and figure.of is not None:
+            if figure.of is not None and f"{case.name}/{figure.of.row}" in written:
                 assert case.readings(figure), f"{case.name}/{figure.name} is in no row"
 
 
