@@ -3,13 +3,15 @@
     python benchmarks/cases/watchdogs.py [--quick] [--rounds 15] [--steps 20]
 
 Steps (forward, backward, exchange of gradients, AdamW; fp32) with and without, in one process of each rank and in turn: every
-second step is watched, while the watch's threads run; underflow_overflow every other round. The ratio is the median of those of
-the rounds, each of medians of steps. Asked for: below 1.01 for the watchdogs of every run, below 2 for underflow_overflow.
+third step is watched, while the watch's threads run, one is a plain one's twin, in a random order; underflow_overflow every
+other round. The ratio is the median of those of the rounds, each of medians of steps: the twin's says what is noise. Asked for:
+below 1.01 for the watchdogs of every run, below 2 for underflow_overflow.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -77,20 +79,20 @@ def measure(request: dict[str, Any]) -> dict[str, list[float]]:
     """On each rank; the answer is rank 0's."""
     torch.set_num_threads(1)
     plan, rounds, count = request["plan"], request["rounds"], request["steps"]
-    steps, found = Steps(*request["shape"]), {"plain": [], "watchdogs": [], "underflow_overflow": []}
+    steps, chance = Steps(*request["shape"]), random.Random(0)  # the same steps on every rank
+    found: dict[str, list[float]] = {"plain": [], "twin": [], "watchdogs": [], "underflow_overflow": []}
     steps.plain(count)
     with tempfile.TemporaryDirectory() as folder:
         signs = RunSigns(Path(folder), rank=rank_environment()[0], device="cpu", data_fix="", tell=lambda finding: None)
         for _ in range(rounds):
             with watching(plan, lambda step, words: None, Path(folder)) as watched:
-                alone, beside = list[float](), list[float]()
-                for number in range(2 * count):
-                    if number % 4 in (0, 3):  # neither is always the one behind the other
-                        alone += steps.plain(1)
-                    else:
-                        beside.append(steps.seconds(number, signs, watched))
-            found["plain"].append(statistics.median(alone))
-            found["watchdogs"].append(statistics.median(beside))
+                times: dict[str, list[float]] = {"plain": [], "twin": [], "watchdogs": []}
+                for number in range(count):
+                    for way in chance.sample(list(times), len(times)):
+                        one = steps.seconds(number, signs, watched) if way == "watchdogs" else steps.plain(1)[0]
+                        times[way].append(one)
+            for way, seconds in times.items():
+                found[way].append(statistics.median(seconds))
             debugger = DebugUnderflowOverflow(steps.model, tell=lambda line: None)
             found["underflow_overflow"].append(statistics.median(steps.plain(count)))
             debugger.remove()
@@ -119,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (ranks, *shape) in (QUICK if options.quick else FULL).items():
         asked = {"ranks": ranks, "shape": shape, "rounds": options.rounds, "steps": options.steps}
         found = run_fresh([sys.executable, __file__, "--worker", json.dumps(asked)], timeout_seconds=MOST_SECONDS)
-        for way in ("watchdogs", "underflow_overflow"):
+        for way in ("twin", "watchdogs", "underflow_overflow"):
             times = Times(found[way], found["plain"], "plain")
             slower = 1 / times.ratio()
             case.add_times(
