@@ -7,8 +7,9 @@ transformers          transformers serve, on the CPU in fp32; batched: with --co
 llama.cpp, genai      llama.cpp's server and OpenVINO GenAI's batching, where they are installed (serving_peers.py)
 
 A Llama of 124 M parameters with random weights, prompts of about 72 tokens, 64 tokens an answer. At each concurrency so many
-clients ask again as soon as they are answered; servers in turn, each round. Then upshift alone: its capacity as predicted, as
-proven at the start, and as measured with all rows busy; and twice that load in open loop under a promised first token.
+clients ask again as soon as they are answered; servers in turn, each round. Before that one client asks with instructions of
+about 720 tokens, then with the same and another end: the time to the first token. Then upshift alone: its capacity as predicted,
+as proven at the start, and as measured with all rows busy; and twice that load in open loop under a promised first token.
 OpenVINO Model Server has no package, vLLM no wheel for CPUs.
 """
 
@@ -54,6 +55,7 @@ CLAIMS = (
 ROOT = Path(__file__).parents[1]
 MAX_TOKENS = 64
 WORDS = 12  # of about five letters: a token each here
+INSTRUCTED, INSTRUCTION_WORDS = 5, 120
 START_SECONDS = 600.0
 PROMISE_MS = 2000.0
 PORT = 18_200
@@ -118,9 +120,25 @@ async def closed(url: str, model: str, clients: int, seconds: float, seed: int) 
         return found, time.perf_counter() - start
 
 
+async def again(url: str, model: str, seed: int) -> dict[str, float]:
+    """Seconds to the first token of instructions that were never asked before, and of the same with other ends."""
+    first, later = [], []
+    async with httpx2.AsyncClient(base_url=url, timeout=300.0) as client:
+        for number in range(INSTRUCTED):
+            traffic = Traffic(seconds=1e9, prompt_words=INSTRUCTION_WORDS, seed=seed + number)
+            prompt = next(arrivals(traffic, 1.0)).prompt
+            for end in range(4):
+                start = time.perf_counter()
+                found = await ask(client, model, f"{prompt} {end}: {'abcd'[end] * 24}", 1, due=0.0, start=start)
+                if end != 1 and found.first_seconds is not None:  # at the second it is found out that they come again
+                    (later if end else first).append(found.first_seconds)
+    return {"first": median(first), "again": median(later)} if first and later else {}
+
+
 def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str, Any]:
     counts = [int(one) for one in options.concurrency.split(",")]
     rows: dict[str, list[dict[str, Any]]] = {}
+    instructed: dict[str, list[dict[str, float]]] = {}
     for number in range(options.rounds):
         for contender in options.contenders.split(","):
             if not installed(contender, model):
@@ -131,6 +149,7 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
             with running(command, PORT, scratch / "log") as (url, started):
                 name = str(model) if contender.startswith("transformers") else model.name
                 asyncio.run(closed(url, name, 2, 1.0, options.seed))  # warm
+                instructed.setdefault(contender, []).append(asyncio.run(again(url, name, options.seed)))
                 for count in counts:
                     answers, seconds = asyncio.run(closed(url, name, count, options.seconds, options.seed))
                     done = [one for one in answers if one.done]
@@ -147,6 +166,10 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
         failed = sum(one["failed"] for one in found)
         table.append([name, f"{rate:.1f}", "" if first is None else f"{1e3 * first:.0f}", str(failed), found[0]["why"][:40]])
     print(format_table(("server, clients", "tokens/s", "first token ms", "failed", "why"), table))
+    told = [[name, *(f"{1e3 * median(one[key] for one in found):.0f}" for key in ("first", "again"))]
+            for name, found in instructed.items() if all(found)]  # fmt: skip
+    case.add("instructions", plan={"words": INSTRUCTION_WORDS}, measured=Numbers(), details={"seconds": instructed})
+    print(format_table(("server, first token of instructions", "ms", "again ms"), told))
     return {name: median(one["tokens_per_second"] for one in found) for name, found in rows.items()}
 
 

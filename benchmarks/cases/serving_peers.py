@@ -26,7 +26,7 @@ from typing import Any
 from upshift.inference.weights import engine_folder, find_weights
 
 PEERS = {"llama.cpp": "xllamacpp", "genai": "openvino_genai"}
-PLACES = 256  # of each client's sequence
+PLACES = 1280  # of each client's sequence
 THREADS = 2
 CACHE_GB = 2
 

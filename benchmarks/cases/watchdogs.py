@@ -3,13 +3,16 @@
     python benchmarks/cases/watchdogs.py [--quick] [--rounds 15] [--steps 20]
 
 Steps (forward, backward, exchange of gradients, AdamW; fp32) with and without, in one process of each rank and in turn: every
-second step is watched, while the watch's threads run; underflow_overflow every other round. The ratio is the median of those of
-the rounds, each of medians of steps. Asked for: below 1.01 for the watchdogs of every run, below 2 for underflow_overflow.
+third step is watched, while the watch's threads run, one is a plain one's twin, in a random order; underflow_overflow every
+other round. The ratio is the median of those of the rounds, each of medians of steps: the twin's says what is noise. noting is
+the share of a step that the watchdogs' own lines take, timed in place. Asked for: below 1.01 for the watchdogs of every run,
+below 2 for underflow_overflow.
 """
 
 from __future__ import annotations
 
 import json
+import random
 import statistics
 import sys
 import tempfile
@@ -70,38 +73,46 @@ class Steps:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def seconds(self, number: int, signs: RunSigns | None, watched: Stepping) -> float:
+    def seconds(self, number: int, signs: RunSigns | None, watched: Stepping) -> tuple[float, float]:
+        """(of the step, of what was noted around it)."""
         start = time.perf_counter()
         if signs is not None:
             signs.begin()
             with signs.fetching():
                 pass
         with watched(number):
+            begin = time.perf_counter()
             self.step()
-        return time.perf_counter() - start
+            end = time.perf_counter()
+        last = time.perf_counter()
+        return last - start, begin - start + last - end
 
     def plain(self, count: int) -> list[float]:
-        return [self.seconds(number, None, lambda number: nullcontext()) for number in range(count)]
+        return [self.seconds(number, None, lambda number: nullcontext())[0] for number in range(count)]
 
 
 def measure(request: dict[str, Any]) -> dict[str, list[float]]:
     """On each rank; the answer is rank 0's."""
     torch.set_num_threads(1)
     plan, rounds, count = request["plan"], request["rounds"], request["steps"]
-    steps, found = Steps(*request["shape"]), {"plain": [], "watchdogs": [], "underflow_overflow": []}
+    steps, chance = Steps(*request["shape"]), random.Random(0)  # the same steps on every rank
+    found: dict[str, list[float]] = {name: [] for name in ("plain", "twin", "watchdogs", "noting", "underflow_overflow")}
     steps.plain(count)
     with tempfile.TemporaryDirectory() as folder:
         signs = RunSigns(Path(folder), rank=rank_environment()[0], device="cpu", data_fix="", tell=lambda finding: None)
         for _ in range(rounds):
             with watching(plan, lambda step, words: None, Path(folder)) as watched:
-                alone, beside = list[float](), list[float]()
-                for number in range(2 * count):
-                    if number % 4 in (0, 3):  # neither is always the one behind the other
-                        alone += steps.plain(1)
-                    else:
-                        beside.append(steps.seconds(number, signs, watched))
-            found["plain"].append(statistics.median(alone))
-            found["watchdogs"].append(statistics.median(beside))
+                times: dict[str, list[float]] = {"plain": [], "twin": [], "watchdogs": []}
+                for number in range(count):
+                    for way in chance.sample(list(times), len(times)):
+                        if way == "watchdogs":
+                            whole, noting = steps.seconds(number, signs, watched)
+                            times[way].append(whole)
+                            found["noting"].append(noting)
+                        else:
+                            times[way] += steps.plain(1)
+            for way, seconds in times.items():
+                found[way].append(statistics.median(seconds))
             debugger = DebugUnderflowOverflow(steps.model, tell=lambda line: None)
             found["underflow_overflow"].append(statistics.median(steps.plain(count)))
             debugger.remove()
@@ -130,12 +141,14 @@ def main(arguments: list[str] | None = None) -> int:
     for name, (ranks, *shape) in (QUICK if options.quick else FULL).items():
         asked = {"ranks": ranks, "shape": shape, "rounds": options.rounds, "steps": options.steps}
         found = run_fresh([sys.executable, __file__, "--worker", json.dumps(asked)], timeout_seconds=MOST_SECONDS)
-        for way in ("watchdogs", "underflow_overflow"):
+        noting = statistics.median(found["noting"]) / statistics.median(found["plain"])
+        ratios[f"{name}, noting"] = noting
+        lines.append([name, "noting", "", f"{noting:.2%}"])
+        for way in ("twin", "watchdogs", "underflow_overflow"):
             times = Times(found[way], found["plain"], "plain")
             slower = 1 / times.ratio()
-            case.add_times(
-                f"{name}/{way}", times, plan={"watched": way}, details={"shape": shape, "ranks": ranks, "slower": slower}
-            )
+            details = {"shape": shape, "ranks": ranks, "slower": slower, "noting_share": noting}
+            case.add_times(f"{name}/{way}", times, plan={"watched": way}, details=details)
             ratios[f"{name}, {way}"] = slower
             milliseconds = 1000 * statistics.median(found["plain"])
             lines.append([name, way, f"{milliseconds:.2f}", f"{slower:.4f}"])

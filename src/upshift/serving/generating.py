@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
+from statistics import median
 from typing import Any, NamedTuple
 
 from upshift.benchmarking.meters import resident_bytes
@@ -24,7 +25,7 @@ from upshift.serving.text_stream import TextStream
 from upshift.value import Value
 
 SAMPLED = 64  # prompts of a file
-PROOF_STEPS = 12  # with all rows filled
+PROOF_STEPS, PROOF_TOKENS = 12, 20  # with all rows filled, every third one after a row was exchanged; of a row at most
 BEAT_SECONDS = 1.0
 DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has positions for more
 
@@ -148,12 +149,13 @@ class Generating:
         for place in range(len(found), self.request.concurrency):
             found.append([chance.randrange(vocabulary) for _ in range(lengths[place % len(lengths)])])
         longest = self.generator.longest
-        most = None if longest is None else max(longest - self.request.output_length, 1)
+        most = None if longest is None else max(longest - max(self.request.output_length, PROOF_TOKENS), 1)
         return [prompt[:most] for prompt in found]
 
     def _prove(self, prompts: list[list[int]], rows: int) -> tuple[float, float, float]:
-        """(seconds of one prompt alone, of a prompt's token, of a step of all rows), each after a pass that warms up."""
-        scheduler, options = self.scheduler, GenerationOptions(max_new_tokens=PROOF_STEPS + 2)
+        """(seconds of one prompt alone, of a prompt's token beside the other rows, of a step of all rows), each after a pass that
+        warms up. Who joins costs its prompt, and that rows are moved together, which the step behind it may do."""
+        scheduler, options = self.scheduler, GenerationOptions(max_new_tokens=PROOF_TOKENS)
         clock = time.perf_counter
 
         def add(count: int) -> int:
@@ -174,15 +176,24 @@ class Generating:
         tokens, start = add(rows), clock()
         while scheduler.waiting:
             scheduler.step()
-        filled = clock() - start
-        steps = []
-        for _ in range(PROOF_STEPS // 2):
-            start = clock()
-            scheduler.step()
-            steps.append(clock() - start)
+        together, steps, joined = (clock() - start) / tokens, list[float](), list[float]()
+        for number in range(PROOF_STEPS):
+            joins = number % 3 == 0 and scheduler.decoder.joins
+            if joins:
+                scheduler.decoder.keep(list(range(1, rows)))
+                scheduler.live = scheduler.live[1:]
+            tokens, start = add(1) if joins else 0, clock()
+            for _ in range(1 + joins):
+                scheduler.step()
+            if joins:
+                joined.append((clock() - start) / tokens)
+            else:
+                steps.append(clock() - start)
         scheduler.decoder.keep([])
         scheduler.live = []
-        return alone[-1], filled / tokens, sorted(steps)[len(steps) // 2]
+        step = median(steps)
+        token = median(joined) - step / len(prompts[0]) if joined else together
+        return alone[-1], max(token, 0.0), step
 
 
 def _is_ids(prompt: Any) -> bool:

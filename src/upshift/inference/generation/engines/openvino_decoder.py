@@ -96,8 +96,8 @@ class OpenVinoDecoder(NoExtension):
         if several:
             new = {state.name: state.state.data for state in request.query_state()}
             for state in self._request.query_state():
-                old = state.state.data[self._order][:, :, dropped:]
-                state.state = _tensor(np.concatenate([_padded(old, before), _padded(new[state.name], behind)]))
+                old = (state.state.data, self._order, dropped, before)
+                state.state = _tensor(_joined(*old, new[state.name], behind))
         else:
             self._request = request
         self._order = np.arange(self.padding.rows, dtype=np.int32)
@@ -132,9 +132,15 @@ def _prefix(request: Any, row: int, length: int) -> Prefix:
     return Prefix(length, states)
 
 
-def _padded(states: np.ndarray, places: int) -> np.ndarray:
-    """[R, heads, T, width], so many places more on the left."""
-    return np.pad(states, ((0, 0), (0, 0), (places, 0), (0, 0))) if places else states
+def _joined(old: np.ndarray, order: np.ndarray, dropped: int, before: int, new: np.ndarray, behind: int) -> np.ndarray:
+    """[R, heads, T, width]: rows of the old, in this order and without the places that are dropped, then the new, each with so
+    many places more on the left. Each number is copied once: a copy of all takes as long as a step."""
+    kept = len(order)
+    found = np.zeros((kept + len(new), *new.shape[1:2], behind + new.shape[2], *new.shape[3:]), dtype=new.dtype)
+    for place, row in enumerate(order):
+        found[place, :, before:] = old[row, :, dropped:]
+    found[kept:, :, behind:] = new
+    return found
 
 
 def _tensor(values: np.ndarray) -> Any:
