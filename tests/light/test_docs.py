@@ -1,5 +1,5 @@
 """What the pages tell a person to type is understood: commands by the command line's own parsers, Python by the names and
-arguments of the source. Nothing is run here; tests/cpu/test_readme.py and test_guides.py run the central ones."""
+arguments of the source. Nothing is run here; tests/cpu/test_readme.py runs the central ones."""
 
 from __future__ import annotations
 
@@ -214,6 +214,25 @@ def test_the_reference_has_every_public_name() -> None:
     text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
     told = re.findall(r"^## upshift\.(\w+)\n(?:.*\n)*?::: (\S+)$", text, flags=re.MULTILINE)
     assert dict(told) == {name: f"{home}.{name}" for name, home in upshift._HOME.items()}
+
+
+OF_THE_GUIDES = """batch size|dimension and tile multiples|gradient accumulation|activation checkpointing|bf16, fp16, tf32
+bf16_full_eval|Fused AdamW|Foreach AdamW|AnyPrecision|Adafactor|8-bit AdamW|weight-decay groups|pinned memory
+dataloader_num_workers|torch.compile|torch_compile_backend|Accelerate|NGC|mixture of experts|SDPA|FlashAttention 2
+BetterTransformer|packing|LoRA|IA3|AdaLoRA|QLoRA|memory anatomy|DataParallel|DDP|ZeRO 1, 2, 3|FSDP|naive (vertical)
+1F1B|GPipe|interleaved|tensor, sequence|expert parallelism|FlexFlow|memory-centric tiling|overlap_comm
+offload_optimizer|NVMe|zero_to_fp32.py|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NCCL_P2P_DISABLE|torchrun|mpirun
+Kubernetes|NUMA|oneCCL|IPEX|OMP|TPU VM|TPUStrategy|pad_to_multiple_of|jit_compile|TFRecord|Google Cloud Storage
+temperatures|nvidia-smi topo -m|NVLink|power|hyperparameter_search|SigOpt|Ray|wandb|Optuna|several objectives
+TorchScript|ONNX Runtime|OpenVINO|device_map|max_memory|bitsandbytes 4 bits|LLM.int8|GPTQ|AWQ|AQLM|HQQ|Quanto
+torchao|continuous batching|static cache|speculative decoding|prompt-lookup|chunked prefill|max_shard_size
+load_sharded_checkpoint|low_cpu_mem_usage|torch_dtype|underflow_overflow|torch-distributed-gpu-test.py|toolkits
+arch list|MPS|Gaudi|ROCm|elastic|XLA text generation"""
+
+
+def test_each_technique_of_the_guides_is_found_by_its_name() -> None:
+    text = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8").lower()
+    assert [name for line in OF_THE_GUIDES.splitlines() for name in line.split("|") if name.lower() not in text] == []
 
 
 def test_every_page_is_in_the_navigation() -> None:
