@@ -2,8 +2,9 @@
 
     python benchmarks/cases/watchdogs.py [--quick] [--rounds 15] [--steps 20]
 
-Steps (forward, backward, exchange of gradients, AdamW; fp32) with and without, in one process of each rank and in turn; the
-ratio is that of the medians of rounds. Asked for: below 1.01 for the watchdogs of every run, below 2 for underflow_overflow.
+Steps (forward, backward, exchange of gradients, AdamW; fp32) with and without, in one process of each rank and in turn: every
+second step is watched, while the watch's threads run; underflow_overflow every other round. The ratio is the median of those of
+the rounds, each of medians of steps. Asked for: below 1.01 for the watchdogs of every run, below 2 for underflow_overflow.
 """
 
 from __future__ import annotations
@@ -58,19 +59,18 @@ class Steps:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
 
-    def seconds(self, count: int, signs: RunSigns | None, watched: Stepping) -> float:
-        """Of one step, the median."""
-        found = []
-        for number in range(count):
-            start = time.perf_counter()
-            if signs is not None:
-                signs.begin()
-                with signs.fetching():
-                    pass
-            with watched(number):
-                self.step()
-            found.append(time.perf_counter() - start)
-        return statistics.median(found)
+    def seconds(self, number: int, signs: RunSigns | None, watched: Stepping) -> float:
+        start = time.perf_counter()
+        if signs is not None:
+            signs.begin()
+            with signs.fetching():
+                pass
+        with watched(number):
+            self.step()
+        return time.perf_counter() - start
+
+    def plain(self, count: int) -> list[float]:
+        return [self.seconds(number, None, lambda number: nullcontext()) for number in range(count)]
 
 
 def measure(request: dict[str, Any]) -> dict[str, list[float]]:
@@ -78,15 +78,21 @@ def measure(request: dict[str, Any]) -> dict[str, list[float]]:
     torch.set_num_threads(1)
     plan, rounds, count = request["plan"], request["rounds"], request["steps"]
     steps, found = Steps(*request["shape"]), {"plain": [], "watchdogs": [], "underflow_overflow": []}
-    steps.seconds(count, None, lambda number: nullcontext())
+    steps.plain(count)
     with tempfile.TemporaryDirectory() as folder:
         signs = RunSigns(Path(folder), rank=rank_environment()[0], device="cpu", data_fix="", tell=lambda finding: None)
         for _ in range(rounds):
-            found["plain"].append(steps.seconds(count, None, lambda number: nullcontext()))
             with watching(plan, lambda step, words: None, Path(folder)) as watched:
-                found["watchdogs"].append(steps.seconds(count, signs, watched))
+                alone, beside = list[float](), list[float]()
+                for number in range(2 * count):
+                    if number % 4 in (0, 3):  # neither is always the one behind the other
+                        alone += steps.plain(1)
+                    else:
+                        beside.append(steps.seconds(number, signs, watched))
+            found["plain"].append(statistics.median(alone))
+            found["watchdogs"].append(statistics.median(beside))
             debugger = DebugUnderflowOverflow(steps.model, tell=lambda line: None)
-            found["underflow_overflow"].append(steps.seconds(count, None, lambda number: nullcontext()))
+            found["underflow_overflow"].append(statistics.median(steps.plain(count)))
             debugger.remove()
     return found
 
@@ -115,7 +121,7 @@ def main(arguments: list[str] | None = None) -> int:
         found = run_fresh([sys.executable, __file__, "--worker", json.dumps(asked)], timeout_seconds=MOST_SECONDS)
         for way in ("watchdogs", "underflow_overflow"):
             times = Times(found[way], found["plain"], "plain")
-            slower = statistics.median(found[way]) / statistics.median(found["plain"])
+            slower = 1 / times.ratio()
             case.add_times(
                 f"{name}/{way}", times, plan={"watched": way}, details={"shape": shape, "ranks": ranks, "slower": slower}
             )

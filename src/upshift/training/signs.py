@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import mmap
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -11,10 +13,13 @@ from pathlib import Path
 import psutil
 import torch
 
+from upshift.benchmarking.meters import resident_bytes
 from upshift.debugging.finding import Finding
 from upshift.debugging.run_report import leave_findings
 from upshift.debugging.signs import Signs, Step, leak
 
+STATM = Path("/proc/self/statm")  # of Linux; in pages: size, resident, ...
+PAGE_BYTES = mmap.PAGESIZE
 ATTRIBUTED_STEPS = 8  # in which memory is looked at before and after everyone who runs
 
 OnFinding = Callable[[Finding], None]
@@ -39,7 +44,8 @@ class RunSigns:
 
     def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, tell: OnFinding) -> None:
         self._output, self._rank, self._tell = output, rank, tell
-        self._process, self._on_device = psutil.Process(), device == "cuda"
+        self._on_device = device == "cuda"
+        self._statm = STATM.open("rb", buffering=0) if STATM.exists() else None
         self._signs = Signs(data_fix=data_fix)
         self._found: list[Finding] = []
         self._start: float | None = None
@@ -54,7 +60,12 @@ class RunSigns:
         return self._growth is not None and self._left > 0
 
     def held(self) -> int:
-        return torch.cuda.memory_allocated() if self._on_device else int(self._process.memory_info().rss)
+        if self._on_device:
+            return torch.cuda.memory_allocated()
+        if self._statm is None:
+            return resident_bytes()
+        # As psutil does, but for opening the file: 10 microseconds instead of 60 between the products of a step.
+        return int(os.pread(self._statm.fileno(), 128, 0).split()[1]) * PAGE_BYTES
 
     @contextmanager
     def fetching(self) -> Iterator[None]:
