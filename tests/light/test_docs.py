@@ -21,6 +21,8 @@ from pages import CODE, PAGES, ROOT, Block, blocks, place
 import upshift
 from upshift.cli.main import UsageError, app
 from upshift.errors import RequestError
+from upshift.planning import space as training
+from upshift.planning.inference import space as inference
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 
@@ -87,9 +89,12 @@ def check(line: str, whole: bool) -> None:
 
 
 def values(name: str, given: dict[str, Any]) -> None:
-    """Fields that are set, and hosts that are named, exist."""
+    """Fields that are set, what is allowed, and hosts that are named, exist."""
     known = {*Plan.model_fields, *Layout.model_fields, *OF_XLA}
-    if name in PLANNED and not (given.get("generate") or given.get("encode")):
+    of_inference = given.get("generate") or given.get("encode")
+    allowed = tuple(given["allow"].split(",")) if given.get("allow") else ()
+    (inference.check_allow if of_inference else training.check_allow)(allowed)
+    if name in PLANNED and not of_inference:
         for text in (*(given.get("set_") or ()), *(given.get("why") or ())):
             if text.partition("=")[0] not in known:
                 raise RequestError(f"no field of a plan: {text}")
@@ -116,6 +121,7 @@ def test_commands(path: Path) -> None:
     [
         ("upshift pan MODEL", False), ("upshift plan MODEL --onn 8xh100", False), ("upshift plan MODEL --on 8xh1000", True),
         ("upshift plan MODEL --set tensr_parallel=4", True), ("upshift train MODEL", True), ("upshift plan MODEL --rows x", True),
+        ("upshift plan MODEL --allow adafctor", True),
         ("upshift doctor [--quikc] [--psu WATTS]", False), ("upshift launch --hosts a,b -- train MODEL --dat PATH", True),
     ],
 )  # fmt: skip
