@@ -1,5 +1,6 @@
 """A hook of mkdocs.yml. Pages link to sources, tests and rows beside docs/, as a reader on GitHub follows them; the site has
-no such files, so there the link becomes the words and the file's place in the repository."""
+no such files, so there the link becomes the words and the file's place in the repository. A link with a title, as a number has
+that names the rows it is from, says so when it is pointed at."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import posixpath
 import re
 from typing import Any
 
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)\s#]+)(#[^)\s]*)?\)")
+LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)\s#]+)(#[^)\s]*)?(?: \"([^\"]*)\")?\)")
 
 
 def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
@@ -22,6 +23,8 @@ def outside_links(text: str, folder: str) -> str:
         place = posixpath.normpath(posixpath.join(folder, target))
         if "://" in target or target.startswith("mailto:") or place.startswith("docs/"):
             return match.group(0)
+        if match.group(4):
+            return f'<abbr title="{place}: {match.group(4)}">{label}</abbr>'
         return f"`{place}`" if place.endswith(label.strip("`")) else f"{label} (`{place}`)"
 
     return LINK.sub(words, text)

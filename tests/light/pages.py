@@ -11,7 +11,7 @@ HISTORY = ("log.md",)  # what was typed then need not work now
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in HISTORY)]
 
 CODE = re.compile(r"`([^`\n]+)`")
-LINK = re.compile(r"(?<!!)\[((?:[^\[\]]|\[[^\]]*\])+)\]\(([^)\s]+)\)")
+LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)( \"[^\"]*\")?\)")  # and its title: what rows a number is from
 COMMENT = re.compile(r"<!--.*?-->", flags=re.DOTALL)
 
 

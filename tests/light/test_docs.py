@@ -84,7 +84,7 @@ def check(line: str, whole: bool) -> None:
             example = any(one.startswith("-") and ASKED_FOR.fullmatch(two) for one, two in zip(words, words[1:], strict=False))
             if whole or not (missing or (example and type(error) is typer.BadParameter)):
                 raise
-    if "--" in words and words[-1] != "...":  # of profile and launch: the command of the ranks
+    if name in ("profile", "launch") and "--" in words and words[-1] != "...":  # behind it is a command of ours
         check(shlex.join(["upshift", *words[words.index("--") + 1 :]]), whole)
 
 

@@ -29,10 +29,10 @@ def is_languages(block: Block) -> bool:
 def links(block: Block, path: Path, root: Path, language: str | None = None) -> Counter[str]:
     """What is linked to, pictures included, as places in the repository; of a page that is translated, the English one."""
     found: Counter[str] = Counter()
-    for target in re.findall(r"\]\(([^)\s]+)\)", block.text):
+    for _, target, title in LINK.findall(block.text):
         inside = "://" not in target
         name = os.path.relpath(path.parent / target, root) if inside else target
-        found[re.sub(rf"\.{language}\.md", ".md", name) if language else name] += 1
+        found[(re.sub(rf"\.{language}\.md", ".md", name) if language else name) + title] += 1
     return found
 
 
