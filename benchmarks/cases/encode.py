@@ -33,10 +33,57 @@ from typing import Any
 import numpy as np
 
 from upshift.benchmarking.case import Case, Times, command_line, tell
+from upshift.benchmarking.figures import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.benchmarking.timed import timed
 from upshift.hardware import detect
 from upshift.inference.agreement import cosines
+
+CLAIMS = (
+    Claim(
+        name="exact",
+        text="sentences are encoded faster at quality exact",
+        ours="upshift.Encoder(exact)",
+        baseline="transformers in arrival order, fp32",
+        options="--rounds 2 --texts 256",
+        goal=8.0,
+        of=Source(row="upshift exact", value="details.ratio"),
+    ),
+    Claim(
+        name="0.9999",
+        text="sentences are encoded faster at quality 0.9999",
+        ours="upshift.Encoder(0.9999)",
+        baseline="transformers in arrival order, fp32",
+        options="--rounds 2 --texts 256",
+        goal=13.0,
+        of=Source(row="upshift 0.9999", value="details.ratio"),
+    ),
+    Claim(
+        name="0.99",
+        text="sentences are encoded faster at quality 0.99",
+        ours="upshift.Encoder(0.99)",
+        baseline="transformers in arrival order, fp32",
+        options="--rounds 2 --texts 256",
+        goal=20.0,
+        of=Source(row="upshift 0.99", value="details.ratio"),
+    ),
+    Claim(
+        name="sentence-transformers",
+        text="and than sentence-transformers",
+        ours="upshift.Encoder(0.9999)",
+        baseline="sentence-transformers, its defaults",
+        options="--rounds 2 --texts 256",
+        of=Source(row="upshift 0.9999", value="details.ratio"),
+        over=Source(row="sentence-transformers", value="details.ratio"),
+    ),
+)
+FIGURES = (
+    Figure(
+        name="0.99-sentence-transformers",
+        of=Source(row="upshift 0.99", value="details.ratio"),
+        over=Source(row="sentence-transformers", value="details.ratio"),
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 QUALITIES = ("exact", "0.9999", "0.99")

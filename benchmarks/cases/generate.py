@@ -28,9 +28,109 @@ from pathlib import Path
 from typing import Any
 
 from upshift.benchmarking.case import Case, Times, command_line, tell
+from upshift.benchmarking.figures import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.benchmarking.timed import timed
 from upshift.hardware import detect
+
+CLAIMS = (
+    Claim(
+        name="1-exact",
+        text="1 prompt: text is generated faster at quality exact",
+        ours="upshift.Generator(exact)",
+        baseline="transformers, fp32",
+        options="--rounds 2",
+        of=Source(row="125m, 1 at once, upshift exact", value="details.ratio"),
+    ),
+    Claim(
+        name="1-0.999",
+        text="1 prompt: text is generated faster at quality 0.999",
+        ours="upshift.Generator(0.999)",
+        baseline="transformers, fp32",
+        options="--rounds 2",
+        goal=4.0,
+        of=Source(row="125m, 1 at once, upshift 0.999", value="details.ratio"),
+    ),
+    Claim(
+        name="1-0.99",
+        text="1 prompt: text is generated faster at quality 0.99",
+        ours="upshift.Generator(0.99)",
+        baseline="transformers, fp32",
+        options="--rounds 2",
+        of=Source(row="125m, 1 at once, upshift 0.99", value="details.ratio"),
+    ),
+    Claim(
+        name="8-exact",
+        text="8 prompts: text is generated faster at quality exact",
+        ours="upshift.Generator(exact)",
+        baseline="transformers, fp32",
+        options="--rounds 2",
+        of=Source(row="125m, 8 at once, upshift exact", value="details.ratio"),
+    ),
+    Claim(
+        name="8-0.999",
+        text="8 prompts: text is generated faster at quality 0.999",
+        ours="upshift.Generator(0.999)",
+        baseline="transformers, fp32",
+        options="--rounds 2",
+        goal=4.0,
+        of=Source(row="125m, 8 at once, upshift 0.999", value="details.ratio"),
+    ),
+    Claim(
+        name="8-0.99",
+        text="8 prompts: text is generated faster at quality 0.99",
+        ours="upshift.Generator(0.99)",
+        baseline="transformers, fp32",
+        options="--rounds 2",
+        of=Source(row="125m, 8 at once, upshift 0.99", value="details.ratio"),
+    ),
+)
+FIGURES = (
+    Figure(name="1-genai-fp32", of=Source(row="125m, 1 at once, openvino-genai fp32", value="details.ratio")),
+    Figure(name="1-genai-int8", of=Source(row="125m, 1 at once, openvino-genai int8", value="details.ratio")),
+    Figure(name="1-ct2-fp32", of=Source(row="125m, 1 at once, ctranslate2 float32", value="details.ratio")),
+    Figure(name="1-ct2-int8", of=Source(row="125m, 1 at once, ctranslate2 int8", value="details.ratio")),
+    Figure(name="1-llamacpp-fp32", of=Source(row="125m, 1 at once, llama.cpp fp32", value="details.ratio")),
+    Figure(name="1-llamacpp-int8", of=Source(row="125m, 1 at once, llama.cpp int8", value="details.ratio")),
+    Figure(name="8-genai-fp32", of=Source(row="125m, 8 at once, openvino-genai fp32", value="details.ratio")),
+    Figure(name="8-genai-int8", of=Source(row="125m, 8 at once, openvino-genai int8", value="details.ratio")),
+    Figure(name="8-ct2-fp32", of=Source(row="125m, 8 at once, ctranslate2 float32", value="details.ratio")),
+    Figure(name="8-ct2-int8", of=Source(row="125m, 8 at once, ctranslate2 int8", value="details.ratio")),
+)
+TABLES = (
+    Table(
+        name="over-transformers",
+        header=(
+            "at once",
+            "`exact`",
+            "`0.999`",
+            "`0.99`",
+            "OpenVINO GenAI fp32, 8 bits",
+            "CTranslate2 fp32, 8 bits",
+            "llama.cpp fp32, 8 bits",
+        ),
+        rows=(
+            (
+                "1",
+                "{1-exact:.1f}",
+                "{1-0.999:.1f} (llama.cpp, fp16)",
+                "{1-0.99:.1f} (llama.cpp, 8 bits)",
+                "{1-genai-fp32:.1f}, {1-genai-int8:.1f}",
+                "{1-ct2-fp32:.1f}, {1-ct2-int8:.1f}",
+                "{1-llamacpp-fp32:.1f}, {1-llamacpp-int8:.1f}",
+            ),
+            (
+                "8 (before llama.cpp)",
+                "{8-exact:.1f}",
+                "{8-0.999:.1f} (fp32)",
+                "{8-0.99:.1f} (8-bit weights)",
+                "{8-genai-fp32:.1f}, {8-genai-int8:.1f}",
+                "{8-ct2-fp32:.1f}, {8-ct2-int8:.1f}",
+                "",
+            ),
+        ),
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 SHAPES: dict[str, dict[str, Any]] = {

@@ -25,10 +25,238 @@ from safetensors.torch import save_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
 from upshift.record import Numbers
 from upshift.units import GIB, MIB
+
+CLAIMS = (
+    Claim(
+        name="same",
+        text="a checkpoint becomes a model that has computed once sooner, cold",
+        ours="upshift.load_model",
+        baseline="transformers' from_pretrained",
+        options="--rounds 4 --settings same",
+        goal=1.0,
+        of=Source(row="same, cold/transformers", value="measured.one_time_seconds", where={"rounds": 4}),
+        over=Source(row="same, cold/upshift", value="measured.one_time_seconds", where={"rounds": 4}),
+    ),
+    Claim(
+        name="bf16",
+        text="and converted to bf16",
+        ours="upshift.load_model",
+        baseline="transformers' from_pretrained",
+        options="--rounds 2",
+        goal=1.0,
+        of=Source(row="bf16, cold/transformers", value="measured.one_time_seconds", where={"rounds": 2}),
+        over=Source(row="bf16, cold/upshift", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Claim(
+        name="bf16-memory",
+        text="in less memory",
+        ours="upshift.load_model",
+        baseline="transformers' from_pretrained",
+        options="--rounds 2",
+        better="lower",
+        goal=1.0,
+        of=Source(row="bf16, warm/upshift", value="measured.resident_gib", where={"rounds": 2}),
+        over=Source(row="bf16, cold/transformers", value="measured.resident_gib", where={"rounds": 2}),
+    ),
+)
+FIGURES = (
+    Figure(name="same-dd-cold", of=Source(row="same, cold/dd", value="measured.one_time_seconds", where={"rounds": 4})),
+    Figure(name="same-dd-warm", of=Source(row="same, warm/dd", value="measured.one_time_seconds", where={"rounds": 4})),
+    Figure(name="same-upshift-cold", of=Source(row="same, cold/upshift", value="measured.one_time_seconds", where={"rounds": 4})),
+    Figure(name="same-upshift-warm", of=Source(row="same, warm/upshift", value="measured.one_time_seconds", where={"rounds": 4})),
+    Figure(
+        name="same-upshift-resident",
+        scale=1e-6,
+        of=Source(row="same, cold/upshift", value="details.medians.resident", where={"rounds": 4}),
+    ),
+    Figure(
+        name="same-upshift-anonymous",
+        scale=1e-6,
+        of=Source(row="same, cold/upshift", value="details.medians.anonymous", where={"rounds": 4}),
+    ),
+    Figure(
+        name="same-transformers-cold",
+        of=Source(row="same, cold/transformers", value="measured.one_time_seconds", where={"rounds": 4}),
+    ),
+    Figure(
+        name="same-transformers-warm",
+        of=Source(row="same, warm/transformers", value="measured.one_time_seconds", where={"rounds": 4}),
+    ),
+    Figure(
+        name="same-transformers-resident",
+        scale=1e-6,
+        of=Source(row="same, cold/transformers", value="details.medians.resident", where={"rounds": 4}),
+    ),
+    Figure(
+        name="same-transformers-anonymous",
+        scale=1e-6,
+        of=Source(row="same, cold/transformers", value="details.medians.anonymous", where={"rounds": 4}),
+    ),
+    Figure(name="bf16-upshift-cold", of=Source(row="bf16, cold/upshift", value="measured.one_time_seconds", where={"rounds": 2})),
+    Figure(name="bf16-upshift-warm", of=Source(row="bf16, warm/upshift", value="measured.one_time_seconds", where={"rounds": 2})),
+    Figure(
+        name="bf16-upshift-resident",
+        scale=1e-6,
+        of=Source(row="bf16, warm/upshift", value="details.medians.resident", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-upshift-anonymous",
+        scale=1e-6,
+        of=Source(row="bf16, cold/upshift", value="details.medians.anonymous", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-transformers-cold",
+        of=Source(row="bf16, cold/transformers", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-transformers-warm",
+        of=Source(row="bf16, warm/transformers", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-transformers-resident",
+        scale=1e-6,
+        of=Source(row="bf16, cold/transformers", value="details.medians.resident", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-transformers-anonymous",
+        scale=1e-6,
+        of=Source(row="bf16, cold/transformers", value="details.medians.anonymous", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-accelerate-cold",
+        of=Source(row="bf16, cold/accelerate", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-accelerate-warm",
+        of=Source(row="bf16, warm/accelerate", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-accelerate-resident",
+        scale=1e-6,
+        of=Source(row="bf16, cold/accelerate", value="details.medians.resident", where={"rounds": 2}),
+    ),
+    Figure(
+        name="bf16-accelerate-anonymous",
+        scale=1e-6,
+        of=Source(row="bf16, cold/accelerate", value="details.medians.anonymous", where={"rounds": 2}),
+    ),
+    Figure(name="disk-upshift-cold", of=Source(row="disk, cold/upshift", value="measured.one_time_seconds", where={"rounds": 2})),
+    Figure(name="disk-upshift-warm", of=Source(row="disk, warm/upshift", value="measured.one_time_seconds", where={"rounds": 2})),
+    Figure(
+        name="disk-upshift-resident",
+        scale=1e-6,
+        of=Source(row="disk, cold/upshift", value="details.medians.resident", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-upshift-anonymous",
+        scale=1e-6,
+        of=Source(row="disk, cold/upshift", value="details.medians.anonymous", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-transformers-cold",
+        of=Source(row="disk, cold/transformers", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-transformers-warm",
+        of=Source(row="disk, warm/transformers", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-transformers-resident",
+        scale=1e-6,
+        of=Source(row="disk, cold/transformers", value="details.medians.resident", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-transformers-anonymous",
+        scale=1e-6,
+        of=Source(row="disk, cold/transformers", value="details.medians.anonymous", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-accelerate-cold",
+        of=Source(row="disk, cold/accelerate", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-accelerate-warm",
+        of=Source(row="disk, warm/accelerate", value="measured.one_time_seconds", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-accelerate-resident",
+        scale=1e-6,
+        of=Source(row="disk, warm/accelerate", value="details.medians.resident", where={"rounds": 2}),
+    ),
+    Figure(
+        name="disk-accelerate-anonymous",
+        scale=1e-6,
+        of=Source(row="disk, warm/accelerate", value="details.medians.anonymous", where={"rounds": 2}),
+    ),
+)
+TABLES = (
+    Table(
+        name="seconds",
+        header=("", "cold, s", "warm, s", "most memory, MB"),
+        rows=(
+            (
+                "as stored (`--rounds 4 --settings same`): upshift",
+                "{same-upshift-cold:.2f}",
+                "{same-upshift-warm:.2f}",
+                "{same-upshift-resident:,.0f}, of it {same-upshift-anonymous:.0f} not the files' own pages",
+            ),
+            (
+                "transformers",
+                "{same-transformers-cold:.2f}",
+                "{same-transformers-warm:.2f}",
+                "{same-transformers-resident:,.0f}, of it {same-transformers-anonymous:.0f}",
+            ),
+            (
+                "dd of the same files, without any pass",
+                "{same-dd-cold:.2f}",
+                "{same-dd-warm:.2f}",
+                "",
+            ),
+            (
+                "to bf16 (`--rounds 2`): upshift",
+                "{bf16-upshift-cold:.2f}",
+                "{bf16-upshift-warm:.2f}",
+                "{bf16-upshift-resident:,.0f}",
+            ),
+            (
+                "transformers",
+                "{bf16-transformers-cold:.2f}",
+                "{bf16-transformers-warm:.2f}",
+                "{bf16-transformers-resident:,.0f}",
+            ),
+            (
+                "accelerate",
+                "{bf16-accelerate-cold:.2f}",
+                "{bf16-accelerate-warm:.2f}",
+                "{bf16-accelerate-resident:,.0f}",
+            ),
+            (
+                "partly on the disk (`--rounds 2`): upshift",
+                "{disk-upshift-cold:.2f}",
+                "{disk-upshift-warm:.2f}",
+                "{disk-upshift-resident:,.0f}, of it {disk-upshift-anonymous:.0f} its own",
+            ),
+            (
+                "transformers",
+                "{disk-transformers-cold:.2f}",
+                "{disk-transformers-warm:.2f}",
+                "{disk-transformers-resident:,.0f}, of it {disk-transformers-anonymous:.0f}",
+            ),
+            (
+                "accelerate",
+                "{disk-accelerate-cold:.2f}",
+                "{disk-accelerate-warm:.2f}",
+                "{disk-accelerate-resident:,.0f}, of it {disk-accelerate-anonymous:.0f}",
+            ),
+        ),
+    ),
+)
+PEERS = {"transformers": "--contenders dd,upshift,transformers", "accelerate": "--contenders dd,upshift,accelerate"}
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = ("same", "bf16", "disk")

@@ -20,6 +20,7 @@ from shapes import SHAPES, TINY, write_config
 from transformers import PretrainedConfig
 
 from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim
 from upshift.benchmarking.harness import format_table, percent, read_rows
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource, find_model
@@ -29,6 +30,18 @@ from upshift.planning.trial import TrialRequest, TrialServer, trial_server
 from upshift.planning.workload import Workload
 from upshift.record import Record
 from upshift.units import gib
+
+CLAIMS = (
+    Claim(
+        name="allocated",
+        text="predicted memory is what a step allocates",
+        ours="the prediction, before anything ran",
+        baseline="what was measured",
+        unit="of it",
+        better="lower",
+        goal=0.02,
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 COMMAND = "python benchmarks/cases/memory.py --write docs/accuracy.md"

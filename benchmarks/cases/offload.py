@@ -22,10 +22,20 @@ from load import config_of, write_model
 from load_run import LOADERS, evict, read_with_dd
 
 from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.hardware import detect
 from upshift.record import Numbers
 from upshift.units import MIB
+
+CLAIMS = (
+    Claim(
+        name="disk",
+        text="a model that waits on the disk keeps the disk busy",
+        ours="a pass over the model",
+        baseline="dd of the same bytes",
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 IN_MEMORY = 0.45

@@ -21,9 +21,19 @@ from shapes import SHAPES, TINY
 from trainer_data import QUICK, Size, write_inputs
 
 from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
 from upshift.record import Record
+
+CLAIMS = (
+    Claim(
+        name="ranks",
+        text="the planner knows whether a process for each core trains faster",
+        ours="the planner",
+        baseline="both, measured",
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 SEQUENCE, GLOBAL_BATCH = 128, 8

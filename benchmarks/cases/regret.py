@@ -23,6 +23,7 @@ from shapes import SHAPES, TINY, write_config
 
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.compare import ratio
+from upshift.benchmarking.figures import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, percent
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
@@ -33,6 +34,19 @@ from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.space import parse_fixed
 from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 from upshift.planning.workload import Workload
+
+CLAIMS = (
+    Claim(
+        name="regret",
+        text="the plan that trials chose is nearly the best of all",
+        ours="the chosen plan",
+        baseline="the best of 20 drawn",
+        unit="of the best's time",
+        better="lower",
+        goal=0.05,
+        of=Source(row="summary", value="details.regret"),
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 GOAL = 0.05

@@ -34,12 +34,22 @@ from generate import save_model
 from serving_peers import PEERS, installed
 
 from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.record import Numbers
 from upshift.serving.load.client import Asked, ask
 from upshift.serving.load.run import Phase, load_test
 from upshift.serving.load.traffic import Traffic, arrivals
+
+CLAIMS = (
+    Claim(
+        name="promise",
+        text="what a server promised it keeps when more comes than it holds",
+        ours="upshift serve",
+        baseline="its own promise",
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 MAX_TOKENS = 64

@@ -27,12 +27,47 @@ from trainer_run import CAREFUL
 
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.compare import Ratio, ratio, relative_error
+from upshift.benchmarking.figures import Claim, Source
 from upshift.benchmarking.harness import format_table, interleave, percent, run_fresh
 from upshift.errors import JobFailed
 from upshift.planning.planner import Planning, find_host
 from upshift.planning.proof_store import proof_path
 from upshift.record import Numbers, Spread
 from upshift.training.run import Prepared, Watcher, prepare_run
+
+CLAIMS = (
+    Claim(
+        name="plain",
+        text="upshift train is faster than Trainer's defaults, with mixed lengths",
+        ours="upshift train",
+        baseline="transformers.Trainer, its defaults",
+        options="--steps 10 --rounds 2",
+        of=Source(
+            row="summary", value="details.ratios.upshift/plain tokens_per_second.value", where={"full_length": False, "steps": 10}
+        ),
+    ),
+    Claim(
+        name="careful",
+        text="and than careful flags with packing by hand",
+        ours="upshift train",
+        baseline="Trainer with bf16, torch_compile, fused AdamW, packing",
+        options="--steps 10 --rounds 2",
+        of=Source(
+            row="summary",
+            value="details.ratios.upshift/careful tokens_per_second.value",
+            where={"full_length": False, "steps": 10},
+        ),
+    ),
+    Claim(
+        name="full",
+        text="with sequences of full length, over careful flags",
+        ours="upshift train",
+        baseline="Trainer with bf16, torch_compile, fused AdamW",
+        options="--full",
+        of=Source(row="summary", value="details.ratios.upshift/careful tokens_per_second.value", where={"full_length": True}),
+    ),
+)
+PEERS = {"transformers.Trainer": "--contenders plain,upshift", "careful": "--contenders careful,upshift"}
 
 ROOT = Path(__file__).parents[1]
 GLOBAL_BATCH, LEARNING_RATE = 8, 5e-5  # TrainingArguments' own defaults

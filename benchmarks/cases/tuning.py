@@ -25,10 +25,22 @@ from tuning_data import write_classifier, write_failures, write_lm
 from tuning_run import suggested
 
 from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.errors import JobFailed
 from upshift.hardware import detect
 from upshift.record import Numbers
+
+CLAIMS = (
+    Claim(
+        name="compute",
+        text="a search finds the same best with less compute",
+        ours="upshift tune",
+        baseline="Optuna with transformers.Trainer",
+        better="lower",
+        goal=0.4,
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 TASKS = ("lm", "classifier", "failures")

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.benchmarking.case import Case, Times, command_line
+from upshift.benchmarking.figures import Claim
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.debugging.numerics import DebugUnderflowOverflow
 from upshift.hardware import detect
@@ -31,6 +32,16 @@ from upshift.planning.plan import Plan
 from upshift.training.parallel.watch import watching
 from upshift.training.processes import join_processes, rank_environment
 from upshift.training.signs import RunSigns
+
+CLAIMS = (
+    Claim(
+        name="watch",
+        text="watching a run costs nothing that is seen",
+        ours="a step that is watched",
+        baseline="a plain step",
+        better="lower",
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 1800.0

@@ -29,8 +29,101 @@ from typing import Any
 import numpy as np
 
 from upshift.benchmarking.case import Case, Times, command_line
+from upshift.benchmarking.figures import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
+
+CLAIMS = (
+    Claim(
+        name="torch-eager",
+        text="generation compiled whole by XLA is faster",
+        ours="XLA",
+        baseline="transformers in torch, eager",
+        options="--rounds 1 --processor-time",
+        goal=1.5,
+        of=Source(row="124m, xla against torch eager", value="details.ratio", where={"processor_time": True}),
+    ),
+    Claim(
+        name="torch-compiled",
+        text="generation compiled whole by XLA is faster",
+        ours="XLA",
+        baseline="transformers in torch, static cache and torch.compile",
+        options="--rounds 1 --processor-time",
+        of=Source(row="124m, xla against torch compiled", value="details.ratio", where={"processor_time": True}),
+    ),
+    Claim(
+        name="tensorflow-eager",
+        text="generation compiled whole by XLA is faster",
+        ours="XLA",
+        baseline="TensorFlow, eager",
+        options="--rounds 1 --processor-time",
+        goal=8.0,
+        of=Source(row="124m, xla against tensorflow eager", value="details.ratio", where={"processor_time": True}),
+    ),
+    Claim(
+        name="tensorflow-graph",
+        text="generation compiled whole by XLA is faster",
+        ours="XLA",
+        baseline="one tf.function without XLA",
+        options="--rounds 1 --processor-time",
+        of=Source(row="124m, xla against tensorflow graph", value="details.ratio", where={"processor_time": True}),
+    ),
+)
+FIGURES = (
+    Figure(
+        name="torch-eager-rate",
+        of=Source(row="124m, xla against torch eager", value="details.tokens"),
+        over=Source(row="124m, xla against torch eager", value="details.seconds"),
+    ),
+    Figure(name="torch-eager-first", of=Source(row="124m, xla against torch eager", value="details.first_seconds")),
+    Figure(
+        name="torch-compiled-rate",
+        of=Source(row="124m, xla against torch compiled", value="details.tokens"),
+        over=Source(row="124m, xla against torch compiled", value="details.seconds"),
+    ),
+    Figure(name="torch-compiled-first", of=Source(row="124m, xla against torch compiled", value="details.first_seconds")),
+    Figure(
+        name="tensorflow-eager-rate",
+        of=Source(row="124m, xla against tensorflow eager", value="details.tokens"),
+        over=Source(row="124m, xla against tensorflow eager", value="details.seconds"),
+    ),
+    Figure(name="tensorflow-eager-first", of=Source(row="124m, xla against tensorflow eager", value="details.first_seconds")),
+    Figure(
+        name="tensorflow-graph-rate",
+        of=Source(row="124m, xla against tensorflow graph", value="details.tokens"),
+        over=Source(row="124m, xla against tensorflow graph", value="details.seconds"),
+    ),
+    Figure(name="tensorflow-graph-first", of=Source(row="124m, xla against tensorflow graph", value="details.first_seconds")),
+    Figure(
+        name="xla-rate",
+        of=Source(row="124m, xla against xla", value="details.tokens"),
+        over=Source(row="124m, xla against xla", value="details.seconds"),
+    ),
+    Figure(name="xla-first", of=Source(row="124m, xla against xla", value="details.first_seconds")),
+)
+TABLES = (
+    Table(
+        name="speed",
+        header=("", "tokens per CPU-second", "XLA is faster by", "first call, CPU-seconds"),
+        rows=(
+            ("TensorFlow, eager", "{tensorflow-eager-rate:.1f}", "{tensorflow-eager:.1f}", "{tensorflow-eager-first:.1f}"),
+            (
+                "TensorFlow, one `tf.function` without XLA",
+                "{tensorflow-graph-rate:.1f}",
+                "{tensorflow-graph:.2f}",
+                "{tensorflow-graph-first:.1f}",
+            ),
+            ("transformers in torch, eager", "{torch-eager-rate:.1f}", "{torch-eager:.2f}", "{torch-eager-first:.1f}"),
+            (
+                "transformers in torch, static cache and `torch.compile`",
+                "{torch-compiled-rate:.1f}",
+                "{torch-compiled:.2f}",
+                "{torch-compiled-first:.1f}",
+            ),
+            ("XLA", "{xla-rate:.1f}", "1", "{xla-first:.1f}"),
+        ),
+    ),
+)
 
 ROOT = Path(__file__).parents[1]
 CONTENDERS = ("torch eager", "torch compiled", "tensorflow eager", "tensorflow graph", "xla")

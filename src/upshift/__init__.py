@@ -16,6 +16,7 @@ _HOME = {
     "Seq2SeqTrainer": "upshift.tuning.trainer",
     "Encoder": "upshift.inference.encoding.encoder",
     "Generator": "upshift.inference.generation.generator",
+    "compare": "upshift.benchmarking.contest",
     "inspect": "upshift.models.inspect",
     "load_model": "upshift.loading.load",
     "Plan": "upshift.planning.plan",

@@ -42,7 +42,7 @@ def run_fresh(
         list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=dict(env) if env is not None else None, cwd=cwd, start_new_session=True,
     )  # fmt: skip
-    watcher = _TreeWatcher(process.pid)
+    watcher = TreeWatcher(process.pid)
     watcher.start()
     try:
         output, errors = process.communicate(timeout=timeout_seconds)
@@ -66,7 +66,7 @@ def _short(command: Sequence[str]) -> str:
     return " ".join(Path(part).name for part in command[:4])
 
 
-class _TreeWatcher(threading.Thread):
+class TreeWatcher(threading.Thread):
     """Samples the memory of a process and its descendants."""
 
     def __init__(self, pid: int) -> None:

@@ -8,6 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import (
+    bench,
     compare_runs,
     convert,
     data,
@@ -74,6 +75,7 @@ app.command("shard")(shard.command)
 app.command("merge")(merge.command)
 app.command("convert")(convert.command)
 app.command("demo")(demo.command)
+app.add_typer(bench.app, name="bench")
 app.add_typer(xla.app, name="xla")
 app.add_typer(data.app, name="data")
 

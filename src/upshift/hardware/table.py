@@ -1,6 +1,6 @@
 """All products that can be described, and `describe`: the Host that a text such as 8xh100 names.
 
-Names are matched exactly after lower-casing. An unknown product has no figures. The rows are in nvidia.py, amd.py, gaudi.py,
+Names are matched exactly after lower-casing. An unknown product has no figures. The rows are in nvidia.py, vendors/,
 tpu.py, apple.py and cpus.py, the links between nodes in network.py.
 """
 
@@ -13,25 +13,22 @@ from pathlib import Path
 from typing import NamedTuple
 
 from upshift.errors import RequestError
-from upshift.hardware import network
-from upshift.hardware.amd import AMD_GPUS
+from upshift.hardware import network, vendors
 from upshift.hardware.apple import APPLE_CHOICES, APPLE_GPUS
 from upshift.hardware.cpus import CPUS
 from upshift.hardware.facts import CpuFacts, GpuFacts
-from upshift.hardware.gaudi import GAUDIS
 from upshift.hardware.links import gpu_link, pcie_link
 from upshift.hardware.nvidia import NVIDIA_GPUS
 from upshift.hardware.spec import Backend, Cpu, Host
 from upshift.hardware.tpu import TPUS
 from upshift.units import GIB
 
-GPUS: dict[str, GpuFacts] = NVIDIA_GPUS | AMD_GPUS | GAUDIS | TPUS | APPLE_GPUS
+GPUS: dict[str, GpuFacts] = NVIDIA_GPUS | vendors.chips() | TPUS | APPLE_GPUS
 ALIASES = {"h100": "h100-sxm"}
 AMBIGUOUS: dict[str, tuple[str, ...]] = {
     "a100": ("a100-40gb", "a100-80gb", "a100-pcie-40gb", "a100-pcie-80gb"),
     "v100": ("v100-16gb", "v100-32gb", "v100-pcie-16gb", "v100-pcie-32gb"),
-    "mi250": ("mi250-gcd",),
-    "gaudi": tuple(GAUDIS),
+    **vendors.families(),
     "tpu": tuple(TPUS),
     "tpu-v5": ("tpu-v5e", "tpu-v5p"),
     **APPLE_CHOICES,

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.inference.added import added
 from upshift.inference.setup import QUANTIZED, ROUNDED, Device, EngineName, EngineSetup, Hint, Precision, Task
 from upshift.models.source import ModelSource
 
@@ -83,6 +84,8 @@ ENGINES: dict[EngineName, Entry] = {  # in the order of a race: the reference, t
         uncompiled="torch",
     ),
 }  # fmt: skip
+for _one in added():
+    ENGINES[_one.name] = Entry(_one.libraries, "", {_one.task: Door(_one.door, _one.precisions, _one.on_gpu, kinds=_one.kinds)})
 NOTHING = Entry(  # computes nothing, and is none of those that can be chosen: what it takes is what all else takes
     (), "",
     {
@@ -104,7 +107,8 @@ def is_installed(name: EngineName) -> bool:
 
 
 def install_line(name: EngineName) -> str:
-    return f"pip install 'upshift[{ENGINES[name].extra}]'"
+    entry = ENGINES[name]
+    return f"pip install 'upshift[{entry.extra}]'" if entry.extra else f"pip install {' '.join(entry.libraries)}"
 
 
 def contestants(

@@ -6,11 +6,13 @@ from typing import Literal
 
 from pydantic import Field
 
+from upshift.inference.added import added
 from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
 EngineName = Literal[
-    "torch", "torch-graphs", "torchao", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing"
+    "torch", "torch-graphs", "torchao", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing",
+    *(engine.name for engine in added()),
 ]  # fmt: skip
 Device = Literal["cpu", "cuda"]
 Precision = Literal[

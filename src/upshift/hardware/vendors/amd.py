@@ -26,7 +26,7 @@ MI300_CLUSTER = ReferenceSystem(
     source="AMD Instinct MI300 Series Cluster Reference Architecture Guide 63916 v1.00 (2024)",
 )  # fmt: skip
 
-AMD_GPUS: dict[str, GpuFacts] = {
+CHIPS: dict[str, GpuFacts] = {
     "mi250-gcd": GpuFacts(
         gpu=Gpu(
             name="AMD Instinct MI250, one GCD",
@@ -57,3 +57,4 @@ AMD_GPUS: dict[str, GpuFacts] = {
         reference=MI300_CLUSTER,
     ),
 }
+FAMILIES = {"mi250": ("mi250-gcd",)}

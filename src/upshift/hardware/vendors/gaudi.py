@@ -36,10 +36,11 @@ def _row(
 
 
 # fmt: off
-GAUDIS: dict[str, GpuFacts] = dict([
+CHIPS: dict[str, GpuFacts] = dict([
     _row("gaudi-2", "Intel Gaudi 2", GAUDI2, (None, None, 432, None, 865, None),
          gib=96, gb_s=2460, watts=600, pcie=4, port_gbit=100, system="HLS-2"),
     _row("gaudi-3", "Intel Gaudi 3", GAUDI3, (None, None, 1835, None, 1835, None),
          gib=128, gb_s=3670, watts=900, pcie=5, port_gbit=200, system="HLS-3"),
 ])
 # fmt: on
+FAMILIES = {"gaudi": tuple(CHIPS)}

@@ -1,0 +1,144 @@
+"""What a comparison runs, each time in a fresh process: a command, whole, or a function, without what it imports."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import re
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from upshift.benchmarking.harness import LOG_TAIL, TreeWatcher
+from upshift.errors import JobFailed, RequestError
+
+FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+Runnable = str | Sequence[str] | Callable[[], object]
+
+
+class Sample(NamedTuple):
+    seconds: float
+    cpu_seconds: float  # of all its threads and processes
+    resident_bytes: int  # the highest sum over its processes, sampled; 0: over before the first sample
+    result: float | None  # the number that the function returned, or that the command's last line is
+
+
+class Contender(NamedTuple):
+    label: str
+    command: tuple[str, ...]
+    is_function: bool
+
+
+def contender(given: Runnable) -> Contender:
+    """A command as text (no shell reads it) or as a list of words; a function, or its ``module:function``."""
+    if callable(given):
+        name = _name_of(given)
+    elif isinstance(given, str) and FUNCTION.fullmatch(given.strip()):
+        name = given.strip()
+    else:
+        return _command(given)
+    return Contender(name, (sys.executable, "-m", "upshift.benchmarking.called", name), True)
+
+
+def _command(given: str | Sequence[str]) -> Contender:
+    try:
+        words = tuple(shlex.split(given)) if isinstance(given, str) else tuple(map(str, given))
+    except ValueError as error:
+        raise RequestError(f"{given!r} is no command: {error}; close its quotes") from None
+    if not words or shutil.which(words[0]) is None:
+        what = f"{words[0]!r} is not a program that can be found" if words else "an empty text is no command"
+        raise RequestError(f"{what}; give a command ('sh -c \"...\"' where a shell should read it) or module:function")
+    return Contender(shlex.join(words), words, False)
+
+
+def _name_of(function: Callable[[], object]) -> str:
+    module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "<")
+    home = module
+    if module == "__main__":
+        home = getattr(sys.modules["__main__"], "__file__", None)
+    if home is None or "<" in name:
+        raise RequestError(
+            f"{name!r} cannot be found by a fresh process; give a function at the top of a file, or module:function"
+        )
+    return f"{home}:{name}"
+
+
+def run_once(given: Contender, *, timeout_seconds: float) -> Sample:
+    """Raises JobFailed with the end of what it said."""
+    with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
+        start = time.perf_counter()
+        process = subprocess.Popen(
+            given.command, stdin=subprocess.DEVNULL, stdout=output, stderr=errors, start_new_session=True
+        )  # fmt: skip
+        usage, seconds, late = _wait(process, start, timeout_seconds)
+        if late:
+            raise JobFailed(f"{given.label} took longer than {timeout_seconds:.0f} s; --timeout allows more")
+        if process.returncode:
+            raise JobFailed(f"{given.label} failed (exit code {process.returncode}): {_end(errors) or 'it said nothing'}")
+        last = (_end(output).splitlines() or [""])[-1]
+    if given.is_function:
+        answer: dict[str, Any] = json.loads(last)
+        return Sample(answer["seconds"], answer["cpu_seconds"], usage.resident_bytes, answer["result"])
+    return Sample(seconds, usage.cpu_seconds, usage.resident_bytes, _number(last))
+
+
+class _Usage(NamedTuple):
+    cpu_seconds: float
+    resident_bytes: int
+
+
+def _wait(process: subprocess.Popen[bytes], start: float, timeout_seconds: float) -> tuple[_Usage, float, bool]:
+    """Reaped here, as only this says what processor time it took. Whatever it started ends with it."""
+    late = threading.Event()
+
+    def end_it() -> None:
+        late.set()
+        _end_group(process.pid)
+
+    timer, watcher = threading.Timer(timeout_seconds, end_it), TreeWatcher(process.pid)
+    timer.start()
+    watcher.start()
+    try:
+        _, status, used = os.wait4(process.pid, 0)
+    finally:
+        timer.cancel()
+        watcher.stopping.set()
+        _end_group(process.pid)
+    seconds = time.perf_counter() - start
+    process.returncode = os.waitstatus_to_exitcode(status)
+    return _Usage(used.ru_utime + used.ru_stime, watcher.highest), seconds, late.is_set()
+
+
+def _end_group(pid: int) -> None:
+    with suppress(ProcessLookupError):  # it ended
+        os.killpg(pid, signal.SIGKILL)
+
+
+def _end(file: Any) -> str:
+    size = file.seek(0, os.SEEK_END)
+    file.seek(max(0, size - LOG_TAIL))
+    return str(file.read().decode(errors="replace")).strip()
+
+
+def _number(text: str) -> float | None:
+    try:
+        found = float(text)
+    except ValueError:
+        return None
+    return found if math.isfinite(found) else None
+
+
+def short(label: str) -> str:
+    """For a table: paths by their ends."""
+    words = [Path(word).name if "/" in word else word for word in label.split()]
+    return " ".join(words)[:60]

@@ -1,0 +1,183 @@
+"""Numbers that documents and claims state, each as the place in the result rows that it is read from.
+
+A case names them at its top, in ``FIGURES`` and ``CLAIMS``; they are read from its source, so that a list of all claims imports
+no case and no torch, and a new case is one file.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+from pydantic import Field
+
+from upshift.errors import RequestError
+from upshift.value import Value
+
+CASES = Path("benchmarks") / "cases"
+
+
+class Source(Value):
+    """A number in a row: of all rows of that name whose details, or settings, say ``where``."""
+
+    row: str = Field(description="behind the case's name: summary for drop_in/summary")
+    value: str = Field(description="keys of the row, joined by dots: measured.tokens_per_second")
+    where: dict[str, Any] = Field(default_factory=dict)
+
+
+class Figure(Value):
+    name: str = Field(description="within the case; documents say case/name")
+    of: Source | None = Field(None, description="None: no row has it yet")
+    over: Source | None = Field(None, description="what it is divided by: of the newest row before it")
+    scale: float = Field(1.0, description="to the unit that is written")
+
+
+class Claim(Figure):
+    """What is promised: a figure, what it is compared with, and what it should be."""
+
+    text: str
+    ours: str
+    baseline: str
+    options: str = Field("", description="of the command that measures it")
+    unit: str = "times"
+    better: Literal["higher", "lower"] = "higher"
+    goal: float | None = None
+
+
+class Table(Value):
+    """Between ``<!-- rows: case/name -->`` and ``<!-- end -->``; ``{name:.1f}`` in a cell is a figure of the case."""
+
+    name: str
+    header: tuple[str, ...]
+    rows: tuple[tuple[str, ...], ...]
+
+
+class Reading(Value):
+    """What a figure was at a time."""
+
+    value: float
+    time: str
+    commit: str | None
+    quick: bool
+
+
+class CaseFile:
+    """What a case says of itself, read from its source."""
+
+    def __init__(self, path: Path) -> None:
+        self.path, self.name = path, path.stem
+        self._tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        self.text = (ast.get_docstring(self._tree) or "").split("\n\n")[0].replace("\n", " ")
+        self.claims: tuple[Claim, ...] = self._stated("CLAIMS", ())
+        self.figures: tuple[Figure, ...] = (*self.claims, *self._stated("FIGURES", ()))
+        self.tables: tuple[Table, ...] = self._stated("TABLES", ())
+        self.peers: dict[str, str] = self._stated("PEERS", {})  # what --against takes -> the options that run them alone
+
+    @property
+    def is_case(self) -> bool:
+        """Whether it runs from the command line with the options that all cases have."""
+        return any(isinstance(node, ast.Call) and _called(node) == "command_line" for node in ast.walk(self._tree))
+
+    @property
+    def results(self) -> Path:
+        return self.path.parents[1] / "results" / f"{self.name}.jsonl"
+
+    def command(self, claim: Claim | None = None) -> str:
+        """From the folder above benchmarks."""
+        options = f" {claim.options}" if claim and claim.options else ""
+        return f"python benchmarks/cases/{self.path.name}{options}"
+
+    @cached_property
+    def rows(self) -> list[dict[str, Any]]:
+        if not self.results.exists():
+            return []
+        return [json.loads(line) for line in self.results.read_text(encoding="utf-8").splitlines()]
+
+    def readings(self, figure: Figure) -> list[Reading]:
+        """Oldest first; runs with --quick are none."""
+        found: list[Reading] = []
+        over: float | None = None
+        for row in self.rows:
+            if figure.over is not None and (beside := self._number(figure.over, row)) is not None:
+                over = beside
+            value = None if figure.of is None else self._number(figure.of, row)
+            if value is None or (figure.over is not None and not over):
+                continue
+            where = row["environment"]
+            value = figure.scale * value / (over if figure.over is not None and over else 1.0)
+            quick = bool(row["details"].get("quick"))
+            found.append(Reading(value=value, time=where["time"], commit=where.get("commit"), quick=quick))
+        return [reading for reading in found if not reading.quick]
+
+    def latest(self, name: str) -> float:
+        """Raises RequestError where the case has no such figure, or its rows do not."""
+        figure = next((one for one in self.figures if one.name == name), None)
+        if figure is None:
+            said = ", ".join(one.name for one in self.figures) or "none"
+            raise RequestError(f"{self.path.name} states no figure {name!r}; it states {said}")
+        readings = self.readings(figure)
+        if not readings:
+            raise RequestError(f"no row of {self.results.name} has {self.name}/{name}; run {self.command()}")
+        return readings[-1].value
+
+    def _number(self, source: Source, row: dict[str, Any]) -> float | None:
+        if row["name"] != f"{self.name}/{source.row}":
+            return None
+        said = (row["details"], row["details"].get("settings", {}))
+        if not all(any(one.get(key) == value for one in said) for key, value in source.where.items()):
+            return None
+        found: Any = row
+        for key in source.value.split("."):
+            found = found.get(key) if isinstance(found, dict) else None
+        return float(found) if isinstance(found, int | float) else None
+
+    def _stated(self, name: str, default: Any) -> Any:
+        for node in self._tree.body:
+            if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
+                return _evaluate(node.value, f"{self.path.name}, {name}")
+        return default
+
+
+VALUES: dict[str, type[Value]] = {kind.__name__: kind for kind in (Source, Figure, Claim, Table)}
+
+
+def _called(node: ast.Call) -> str:
+    return node.func.id if isinstance(node.func, ast.Name) else ""
+
+
+def _evaluate(node: ast.expr, origin: str) -> Any:
+    """Literals, and the values above made of them."""
+    if isinstance(node, ast.Tuple | ast.List):
+        return tuple(_evaluate(one, origin) for one in node.elts)
+    if isinstance(node, ast.Call) and _called(node) in VALUES and not node.args:
+        try:
+            return VALUES[_called(node)].from_fields({str(one.arg): _evaluate(one.value, origin) for one in node.keywords})
+        except RequestError as error:
+            raise RequestError(f"{origin}, line {node.lineno}: {error}") from None
+    try:
+        return ast.literal_eval(node)
+    except ValueError:
+        what = f"{', '.join(VALUES)} with fields by name, and literals"
+        raise RequestError(f"{origin}, line {node.lineno}: {ast.unparse(node)[:60]!r} is computed; use {what}") from None
+
+
+def find_cases(folder: Path | None = None) -> dict[str, CaseFile]:
+    """All cases of ``folder``, by name; None: those of the clone that this is called in."""
+    chosen = folder or next((one / CASES for one in (Path.cwd(), *Path.cwd().parents) if (one / CASES).is_dir()), CASES)
+    if not chosen.is_dir():
+        where = folder or f"{CASES} in this folder or above it"
+        raise RequestError(
+            f"there is no {where}; cases come with a clone, not with the package: go there, or give --cases FOLDER"
+        )
+    files = [CaseFile(path) for path in sorted(chosen.glob("*.py"))]
+    return {file.name: file for file in files if file.is_case}
+
+
+def find_case(name: str, folder: Path | None = None) -> CaseFile:
+    cases = find_cases(folder)
+    if name not in cases:
+        raise RequestError(f"there is no case {name!r}; there are {', '.join(cases) or 'none'}")
+    return cases[name]

@@ -1,0 +1,146 @@
+"""``upshift bench``: what is claimed, the command that measures it, and which of two commands is faster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from upshift.cli import show
+from upshift.cli.plan import Json
+from upshift.errors import JobFailed, RequestError
+
+app = typer.Typer(
+    no_args_is_help=True, help="What is claimed, the command that measures it, and which of two commands is faster."
+)
+
+Cases = Annotated[Path | None, typer.Option("--cases", help="folder of the cases; default: benchmarks/cases of this clone")]
+Results = Annotated[Path | None, typer.Option("--results", help="append rows to this folder")]
+
+
+@app.command("list")
+def list_(cases: Cases = None, as_json: Json = False) -> None:
+    """Every claim: its newest number, its goal, and the command that measures it."""
+    from upshift.benchmarking.figures import find_cases
+    from upshift.benchmarking.standing import standings
+
+    found = find_cases(cases)
+    rows = standings(found)
+    if as_json:
+        print(json.dumps([json.loads(row.to_json()) for row in rows]))
+        return
+    table = show.new_table(f"{len(rows)} claims of {len(found)} cases", "claim", "says", numbers=("number", "goal", "rows"))
+    for row in rows:
+        style = {True: "green", False: "red", None: None}[row.is_reached]
+        table.add_row(
+            row.name, row.claim.text, row.written(row.value), row.written(row.claim.goal), str(len(row.readings)), style=style
+        )
+    show.out.print(table)
+    show.out.print(
+        "upshift bench run CASE measures one anew; upshift bench report --html FILE draws them", style="dim", highlight=False
+    )
+
+
+@app.command("run", context_settings={"ignore_unknown_options": True})
+def run(
+    name: Annotated[str, typer.Argument(metavar="CASE", help="as in upshift bench list")],
+    options: Annotated[list[str] | None, typer.Argument(metavar="[-- OPTIONS]", help="of the case")] = None,
+    quick: Annotated[bool, typer.Option("--quick", help="tiny settings: shows that the case runs, proves nothing")] = False,
+    against: Annotated[str | None, typer.Option("--against", metavar="PEER", help="beside Upshift run only this one")] = None,
+    results: Results = None, cases: Cases = None,
+) -> None:  # fmt: skip
+    """Run a case: what it claims, then its own output, then what the claims stand at. Rows are appended."""
+    from upshift.benchmarking.figures import find_case
+    from upshift.benchmarking.standing import Standing
+
+    case = find_case(name, cases)
+    more: list[str] = []
+    if against is not None:
+        if against not in case.peers:
+            valid = f"use one of {', '.join(case.peers)}" if case.peers else "it always runs all its peers"
+            raise RequestError(f"case {name} has no peer {against!r}; {valid}")
+        more = case.peers[against].split()
+    command = [sys.executable, str(case.path), *(["--quick"] if quick else []), *more, *(options or [])]
+    if results is not None:
+        command += ["--results", str(results)]
+    for claim in case.claims:
+        goal = "" if claim.goal is None else f"; goal: {claim.goal:g} {claim.unit}"
+        show.err.print(
+            f"{name}/{claim.name}: {claim.text}. {claim.ours} against {claim.baseline}{goal}", markup=False, highlight=False
+        )
+    code = subprocess.run(command, check=False).returncode
+    if code:
+        raise JobFailed(f"case {name} ended with exit code {code}")
+    if quick or results is not None:
+        return
+    for claim in case.claims:
+        standing = Standing.of(case, claim)
+        show.err.print(f"{standing.name}: {standing.written(standing.value)}", markup=False, highlight=False)
+
+
+@app.command("compare")
+def compare(
+    a: Annotated[str, typer.Argument(metavar="A", help="a command in quotes, or module:function")],
+    b: Annotated[str, typer.Argument(metavar="B")],
+    rounds: Annotated[int, typer.Option("--rounds", min=1, help="of both, in turn; 11 that agree decide at 99.9 %")] = 12,
+    max_rounds: Annotated[int | None, typer.Option("--max-rounds", help="go on up to these where it is not decided")] = None,
+    confidence: Annotated[float, typer.Option("--confidence", help="of a claim")] = 0.999,
+    measure: Annotated[str, typer.Option("--measure", help="seconds, cpu_seconds, or result: a number printed last")] = "seconds",
+    timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="seconds of one run")] = 3600.0,
+    results: Results = None, as_json: Json = False,
+) -> None:  # fmt: skip
+    """Which of two commands or functions is faster, or how many more rounds would say it. Exit code 0 whatever it is."""
+    from upshift.benchmarking import contest
+    from upshift.benchmarking.harness import append_rows
+
+    with show.bar("Rounds") as update:
+        found = contest.compare(
+            a, b, rounds=rounds, max_rounds=max_rounds, confidence=confidence, measure=measure,  # type: ignore[arg-type]
+            timeout_seconds=timeout, on_sample=lambda number, *_: update(number + 1, max(rounds, number + 1)),
+        )  # fmt: skip
+    if results is not None:
+        from upshift.hardware import detect
+
+        append_rows(results / "compare.jsonl", found.records(detect()))
+    if as_json:
+        print(found.to_json())
+        return
+    columns = ("p20 s", "p50 s", "p80 s", "cpu s", "GiB", *(["result"] if found.a.result and found.b.result else []))
+    table = show.new_table("", "", "command", numbers=columns)
+    for letter, one in (("A", found.a), ("B", found.b)):
+        times = (one.seconds.p20, one.seconds.p50, one.seconds.p80, one.cpu_seconds.p50)
+        result = [f"{one.result.p50:g}"] if "result" in columns and one.result else []
+        table.add_row(letter, one.label, *(f"{value:.3f}" for value in times), show.gib(one.resident_gib), *result)
+    show.out.print(table)
+    show.out.print(str(found), markup=False, highlight=False, soft_wrap=True)
+
+
+@app.command("report")
+def report(
+    html: Annotated[Path | None, typer.Option("--html", help="draw every claim on one page that works offline")] = None,
+    write: Annotated[bool, typer.Option("--write", help="renew the numbers and tables in README and docs")] = False,
+    cases: Cases = None,
+) -> None:
+    """Whether README and docs say what the rows do. Exit code 1: they do not."""
+    from upshift.benchmarking import documents
+    from upshift.benchmarking.figures import find_cases
+
+    found = find_cases(cases)
+    root = next(iter(found.values())).path.parents[2] if found else Path.cwd()
+    if write:
+        for path in documents.write(root, found):
+            show.out.print(f"{path.relative_to(root)} renewed", markup=False, highlight=False)
+    if html is not None:
+        from upshift.benchmarking.claims_page import claims_page
+
+        html.write_text(claims_page(found), encoding="utf-8")
+    problems = [str(one) for one in documents.stale(root, found)]
+    for problem in problems:
+        show.out.print(problem, markup=False, highlight=False, soft_wrap=True)
+    if problems:
+        raise JobFailed(f"{len(problems)} of README and docs are not what the rows say; upshift bench report --write renews them")
+    show.out.print("README and docs say what the rows do", markup=False, highlight=False)

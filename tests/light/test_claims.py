@@ -1,0 +1,147 @@
+"""What README, docs and the list of claims say is what the result rows say; and a case is one file."""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from upshift.benchmarking import documents
+from upshift.benchmarking.figures import CaseFile, find_case, find_cases
+from upshift.benchmarking.standing import Standing, standings
+from upshift.errors import RequestError
+
+ROOT = Path(__file__).parents[2]
+
+CASE = '''"""Whether a toy is fast."""
+
+import no_such_library
+from upshift.benchmarking.case import command_line
+from upshift.benchmarking.figures import Claim, Source
+
+CLAIMS = (
+    Claim(
+        name="speed", text="the toy is fast", ours="toy", baseline="no toy", goal=4.0,
+        of=Source(row="toy", value="details.ratio", where={"size": 2}),
+    ),
+)
+PEERS = {"none": "--contenders toy,none"}
+
+if __name__ == "__main__":
+    command_line("", results=None)
+'''
+
+
+def row(ratio: float, *, size: int = 2, quick: bool = False) -> str:
+    environment = {"time": "2026-11-23T09:00:00+00:00", "commit": "abc"}
+    details = {"ratio": ratio, "quick": quick, "settings": {"size": size}}
+    return json.dumps({"name": "toy/toy", "details": details, "environment": environment})
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    cases = tmp_path / "benchmarks" / "cases"
+    cases.mkdir(parents=True)
+    (cases / "toy.py").write_text(CASE)
+    (cases / "helper.py").write_text("SHAPES = 1\n")
+    results = tmp_path / "benchmarks" / "results"
+    results.mkdir()
+    (results / "toy.jsonl").write_text("\n".join([row(2.0), row(3.14), row(9.0, size=3), row(7.0, quick=True)]) + "\n")
+    (tmp_path / "README.md").write_text('It is [3.1](benchmarks/results/toy.jsonl "toy/speed") times as fast.\n')
+    return tmp_path
+
+
+def test_documents_say_what_the_rows_do() -> None:
+    """Byte for byte: whatever is linked to rows, and every table between markers."""
+    cases = find_cases(ROOT / "benchmarks" / "cases")
+    assert [str(one) for one in documents.stale(ROOT, cases)] == []
+    texts = {path: path.read_text(encoding="utf-8") for path in documents.documents(ROOT)}
+    assert all(documents.renewed(text, cases) == text for text in texts.values())
+    tables = [match[0] for text in texts.values() for match in documents.TABLED.finditer(text)]
+    assert len(tables) >= 3 and len(documents.figures_of(texts[ROOT / "README.md"])) >= 10
+
+
+def test_no_measured_number_of_the_readme_is_without_rows() -> None:
+    text = (ROOT / "README.md").read_text(encoding="utf-8")
+    start = text.index("Measured on 2 CPU cores")
+    paragraph = documents.LINKED.sub("", text[start : text.index("\n\n", start)])
+    assert re.findall(r"(?<![\w.])\d+\.\d+", paragraph) == []
+
+
+def test_every_case_states_what_it_claims() -> None:
+    cases = find_cases(ROOT / "benchmarks" / "cases")
+    assert len(cases) >= 20 and [name for name, case in cases.items() if not case.claims or not case.text] == []
+    for case in cases.values():
+        names = [figure.name for figure in case.figures]
+        assert len(names) == len({*names}), case.name
+        for figure in case.figures:
+            if case.rows and figure.of is not None:
+                assert case.readings(figure), f"{case.name}/{figure.name} is in no row"
+
+
+def test_a_wrong_number_is_found_and_renewed(clone: Path) -> None:
+    cases, readme = find_cases(clone / "benchmarks" / "cases"), clone / "README.md"
+    right = readme.read_text()
+    assert list(documents.stale(clone, cases)) == [] and documents.write(clone, cases) == []
+    readme.write_text("First.\n" + right.replace("3.1", "5.0"))
+    (wrong,) = documents.stale(clone, cases)
+    assert str(wrong) == "README.md:2: toy/speed is written '5.0', and the rows say '3.1'"
+    assert documents.write(clone, cases) == [readme] and readme.read_text() == "First.\n" + right
+    readme.write_text(right.replace("3.1", "3.140 times"))
+    assert list(documents.stale(clone, cases)) == []  # as many decimals as stand there
+    readme.write_text(right.replace("toy/speed", "toy/size"))
+    with pytest.raises(RequestError, match="states no figure 'size'; it states speed"):
+        documents.write(clone, cases)
+
+
+def test_a_case_is_read_without_running_it(clone: Path) -> None:
+    case = find_case("toy", clone / "benchmarks" / "cases")
+    (standing,) = standings({"toy": case})
+    assert [one.value for one in standing.readings] == [2.0, 3.14]  # other settings and --quick are no evidence
+    assert standing.value == 3.14 and standing.share == pytest.approx(0.785) and standing.is_reached is False
+    assert case.text == "Whether a toy is fast." and case.peers == {"none": "--contenders toy,none"}
+    with pytest.raises(RequestError, match="there is no case 'helper'; there are toy"):
+        find_case("helper", clone / "benchmarks" / "cases")
+    with pytest.raises(RequestError, match="cases come with a clone"):
+        find_cases(clone / "nowhere")
+    wrong = clone / "wrong.py"
+    wrong.write_text("CLAIMS = (Claim(name='a', text='b', ours='c', base='d'),)\n")
+    with pytest.raises(RequestError, match="wrong.py, CLAIMS, line 1: .*base"):
+        CaseFile(wrong)
+    wrong.write_text("CLAIMS = (Claim(name=NAME),)\n")
+    with pytest.raises(RequestError, match="'NAME' is computed"):
+        CaseFile(wrong)
+
+
+def test_the_worst_comes_first() -> None:
+    found = standings(find_cases(ROOT / "benchmarks" / "cases"))
+
+    def key(one: Standing) -> tuple[bool, bool, float]:
+        return (not one.readings, one.share is None, one.share or 0.0)
+
+    assert [key(one) for one in found] == sorted(key(one) for one in found)
+
+
+def test_commands(clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    from upshift.cli import main
+
+    def run(*words: str) -> tuple[int, str, str]:
+        monkeypatch.setattr(sys, "argv", ["upshift", *words])
+        with pytest.raises(SystemExit) as ended:
+            main.main()
+        said = capsys.readouterr()
+        return int(ended.value.code or 0), said.out, said.err
+
+    monkeypatch.chdir(clone)
+    assert json.loads(run("bench", "list", "--json")[1])[0]["name"] == "toy/speed"
+    code, _, said = run("bench", "run", "toy", "--against", "everyone")
+    assert code == 2 and "no peer 'everyone'; use one of none" in said
+    (clone / "README.md").write_text('[9.9](benchmarks/results/toy.jsonl "toy/speed")\n')
+    code, out, _ = run("bench", "report")
+    assert code == 1 and "the rows say '3.1'" in out
+    assert "README.md renewed" in run("bench", "report", "--write")[1]
+    code, out, _ = run("bench", "compare", f"{sys.executable} -Sc 'print(2)'", "no-such-program", "--rounds", "1")
+    assert code == 2
