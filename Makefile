@@ -61,7 +61,7 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $(VENV)/.core $(VENV)/.docs $@
 
 $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
-	$(PIP_INSTALL) mkdocs-material mkdocstrings-python
+	$(PIP_INSTALL) mkdocs-material mkdocstrings-python ruff
 	@touch $@
 
 clean:
