@@ -86,6 +86,20 @@ def test_head(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.
     assert len(check_rows(tmp_path / "head.jsonl")) == 4
 
 
+def test_guides(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Without the compiled pair and the quantized weights, which other tests run, and which take 20 s."""
+    times = run(case("guides"), tmp_path, capsys, "--only", "checkpointing,accumulation")["times"]
+    assert len(times) == 2 and min(times.values()) > 0
+    first, second = check_rows(tmp_path / "guides.jsonl")
+    assert first.details["verdict"] == "not decided" and second.baseline is not None  # two rounds
+
+
+def test_planted(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    answer = run(case("planted"), tmp_path, capsys)
+    assert answer["false"] == {"right": 1.0, "not decided": 1} and answer["true"] == {"right": 0.0, "not decided": 1}
+    assert len(check_rows(tmp_path / "planted.jsonl")) == 4
+
+
 def test_startup(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     answer = run(case("startup"), tmp_path, capsys, "--rounds", "1")
     assert len(check_rows(tmp_path / "startup.jsonl")) == 5

@@ -7,6 +7,8 @@ from pathlib import Path
 
 from headless import opened
 
+from upshift.benchmarking.claims_page import claims_page
+from upshift.benchmarking.figures import find_cases
 from upshift.benchmarking.page import (
     Candidate,
     ComparisonRow,
@@ -17,6 +19,7 @@ from upshift.benchmarking.page import (
     Sample,
     write_run_page,
 )
+from upshift.benchmarking.standing import standings
 
 HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
 
@@ -46,6 +49,13 @@ def made_up_page() -> RunPage:
         loss_curves=(LossCurve(name=HOSTILE, training=tuple(losses), held_out=((0, 4), (90, 3))),),
         samples=(Sample(prompt="Once", text=HOSTILE),),
     )
+
+
+def test_claims_are_drawn_without_an_error(tmp_path: Path) -> None:
+    page = tmp_path / "claims.html"
+    page.write_text(claims_page(standings(find_cases(Path(__file__).parents[2] / "benchmarks" / "cases"))))
+    document, said = opened(page, tmp_path / "profile")
+    assert said == [] and 'data-plots="2"' in document
 
 
 def test_plots_are_drawn_without_an_error(tmp_path: Path) -> None:

@@ -8,8 +8,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from page_elements import Elements
 
 from upshift.benchmarking import documents
+from upshift.benchmarking.claims_page import claims_page
 from upshift.benchmarking.figures import CaseFile, find_case, find_cases
 from upshift.benchmarking.standing import Standing, standings
 from upshift.errors import RequestError
@@ -123,6 +125,24 @@ def test_the_worst_comes_first() -> None:
         return (not one.readings, one.share is None, one.share or 0.0)
 
     assert [key(one) for one in found] == sorted(key(one) for one in found)
+
+
+def test_page(clone: Path) -> None:
+    """Every claim with its numbers, the worst first, hostile text made harmless, and nothing that is loaded."""
+    cases = clone / "benchmarks" / "cases"
+    (cases / "toy.py").write_text(CASE.replace("the toy is fast", "the <b>toy</b> is fast"))
+    (cases / "best.py").write_text(CASE.replace("goal=4.0", "goal=1.0"))
+    (clone / "benchmarks/results/best.jsonl").write_text(row(2.0).replace("toy/toy", "best/toy") + "\n")
+    content = claims_page(standings(find_cases(cases)))
+    page = Elements(content)
+    assert {"distance", "claims", "history", "distances", "times"} <= page.ids()
+    figures = json.loads(next(script for script in page.scripts if script.startswith("{")))
+    assert figures["distances"]["data"][0]["y"] == ["toy/speed", "best/speed"]
+    assert figures["distances"]["data"][0]["x"] == [0.785, 2.0]
+    assert figures["times"]["data"][0]["y"] == [1.0, 1.57] and len(figures["times"]["data"]) == 1
+    assert "the <b>toy</b> is fast" in page.words and "1 of 2" in page.words and "<b>toy" not in content.split("<main>")[1]
+    assert [name for name, said in page.elements if "src" in said or said.get("href", "#")[:1] not in ("#", "d")] == []
+    assert claims_page([]).count("<section") == 3
 
 
 def test_commands(clone: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -121,12 +121,12 @@ def work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def test_functions(work: Path) -> None:
     """Counted, not timed: whatever else runs here."""
-    found = upshift.compare("planted:less", "planted:more", measure="result", rounds=11)
+    found = upshift.compare("planted:less", "planted:more", measure="result", rounds=6, confidence=0.95)
     assert found.verdict == "faster" and found.ratio == pytest.approx(1.05) and found.rounds_to_settle is None
-    assert found.a.seconds.p20 <= found.a.seconds.p50 <= found.a.seconds.p80 and found.a.seconds.num_samples == 11
-    assert str(found) == "faster: A is 1.050 times as fast as B (1.050 to 1.050 at 99.9 %, 11 rounds)"
+    assert found.a.seconds.p20 <= found.a.seconds.p50 <= found.a.seconds.p80 and found.a.seconds.num_samples == 6
+    assert str(found) == "faster: A is 1.050 times as fast as B (1.050 to 1.050 at 95 %, 6 rounds)"
     first, second = found.records(upshift.describe("h100"))
-    assert first.name == "compare/A" and first.baseline == second.measured and first.details["samples"] == [100.0] * 11
+    assert first.name == "compare/A" and first.baseline == second.measured and first.details["samples"] == [100.0] * 6
     assert upshift.Record.from_json(first.to_json()) == first
 
 

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 from upshift.benchmarking.harness import LOG_TAIL, TreeWatcher
 from upshift.errors import JobFailed, RequestError
 
-FUNCTION = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_][\w.]*")
+FUNCTION = re.compile(r"(?:[A-Za-z_][\w.]*|\S+\.py):[A-Za-z_][\w.]*")  # of a module, or of a file
 Runnable = str | Sequence[str] | Callable[[], object]
 
 

@@ -87,7 +87,7 @@ def compare(
     """Run ``a`` and ``b`` in turn, each time in a fresh process, and say which is faster.
 
     - ``a``, ``b``: a command (text that no shell reads, or a list of words), whose whole process counts; or a function at the top
-      of a file, or its ``"module:function"``, of which one call counts, without imports and a first call.
+      of a file, or its ``"module:function"``, of which the quickest call of the process counts, without imports and a first call.
     - ``rounds``: of both; the order within a round is drawn, and balanced. ``max_rounds``: where it is not decided, twice as many
       are run, and so on up to these; each look at the outcome takes its part of what may go wrong, so that looking often does
       not find a difference that is none.

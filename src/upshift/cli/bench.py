@@ -136,8 +136,10 @@ def report(
             show.out.print(f"{path.relative_to(root)} renewed", markup=False, highlight=False)
     if html is not None:
         from upshift.benchmarking.claims_page import claims_page
+        from upshift.benchmarking.page_document import write_page
+        from upshift.benchmarking.standing import standings
 
-        html.write_text(claims_page(found), encoding="utf-8")
+        write_page(html, claims_page(standings(found)))
     problems = [str(one) for one in documents.stale(root, found)]
     for problem in problems:
         show.out.print(problem, markup=False, highlight=False, soft_wrap=True)

@@ -1,0 +1,85 @@
+"""Does a comparison call a difference what is none, and find one that is there? Planted: the same code twice, and 5 % more work.
+
+    python benchmarks/cases/planted.py [--quick] [--comparisons 20] [--rounds 12] [--max-rounds 24]
+
+Each comparison is upshift.compare of two functions of this file, by the processor's seconds, which count on a machine that
+others use. false: the same work under two names, which must not be called faster or slower in any of the comparisons. true: 5 %
+more work, which must be found in each. Nothing is left out: every comparison is a row.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections import Counter
+from pathlib import Path
+
+from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.contest import compare
+from upshift.benchmarking.figures import Claim, Source
+from upshift.hardware import detect
+from upshift.record import Numbers, Spread
+
+CLAIMS = (
+    Claim(
+        name="false", text="the same code twice is not called a difference", ours="A", baseline="A under another name",
+        unit="of the comparisons", goal=1.0, of=Source(row="false/summary", value="details.right"),
+    ),
+    Claim(
+        name="true", text="5 % more work is found", ours="A", baseline="A with 5 % more work",
+        unit="of the comparisons", goal=1.0, of=Source(row="true/summary", value="details.right"),
+    ),
+)  # fmt: skip
+ROOT = Path(__file__).parents[1]
+WORK = 40_000
+
+
+def work(count: int) -> None:
+    total = 0
+    for number in range(count):
+        total += number * number
+
+
+def one() -> None:
+    work(WORK)
+
+
+def same() -> None:
+    work(WORK)
+
+
+def more() -> None:
+    work(WORK * 105 // 100)
+
+
+PLANTED = {"false": ("same", ("alike", "not decided")), "true": ("more", ("faster",))}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--comparisons", type=int, default=20)
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--max-rounds", type=int, default=24)
+    options = parser.parse_args(arguments)
+    count, rounds, most = (1, 2, 2) if options.quick else (options.comparisons, options.rounds, options.max_rounds)
+    settings = {"comparisons": count, "rounds": rounds, "max_rounds": most, "work": WORK}
+    case, here, outcome = Case("planted", options.results, detect(), options.quick, settings), str(Path(__file__).resolve()), {}
+    for planted, (other, right) in PLANTED.items():
+        verdicts = Counter[str]()
+        for number in range(count):
+            names = [f"{here}:{name}" for name in ("one", other)]
+            found = compare(*names, rounds=rounds, max_rounds=most, measure="cpu_seconds")
+            verdicts[found.verdict] += 1
+            tell(f"{planted} {number + 1}/{count}: {found}")
+            details = {"comparison": found.changed(a=found.a.changed(label="one"), b=found.b.changed(label=other)).model_dump()}
+            milliseconds = Spread.of([1000 * seconds for seconds in found.a.samples], num_warmup=1)
+            case.add(planted, plan={}, measured=Numbers(step_ms=milliseconds), details=details)
+        share = sum(verdicts[verdict] for verdict in right) / count
+        case.add(f"{planted}/summary", plan={}, measured=None, details={"right": share, "verdicts": dict(verdicts)})
+        outcome[planted] = {"right": share, **verdicts}
+    print(json.dumps({"case": "planted", **outcome}))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
