@@ -9,7 +9,7 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
 # The layers that plan without torch are typed strictly.
 UPSHIFT := src/upshift
-HARDWARE := $(filter-out %/probe.py %/base_process.py, $(wildcard $(UPSHIFT)/hardware/*.py))
+HARDWARE := $(filter-out %/probe.py %/base_process.py, $(wildcard $(UPSHIFT)/hardware/*.py $(UPSHIFT)/hardware/vendors/*.py))
 LOADING := $(addprefix loading/, header.py checkpoint.py pickled.py pickled_process.py place.py memory_limits.py speed.py model_folder.py \
 	output_folder.py rewriting.py writing.py shard.py)
 TYPED := $(addprefix $(UPSHIFT)/, errors.py installed.py units.py value.py whole_file.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
@@ -61,7 +61,7 @@ $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $(VENV)/.core $(VENV)/.docs $@
 
 $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
-	$(PIP_INSTALL) mkdocs-material mkdocstrings-python
+	$(PIP_INSTALL) mkdocs-material mkdocstrings-python ruff
 	@touch $@
 
 clean:
