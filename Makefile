@@ -15,12 +15,13 @@ LOADING := $(addprefix loading/, header.py checkpoint.py pickled.py pickled_proc
 TYPED := $(addprefix $(UPSHIFT)/, errors.py installed.py units.py value.py whole_file.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
 	$(HARDWARE)
 
-.PHONY: help demo test light check clean
+.PHONY: help demo test light check docs clean
 
 help:
 	@echo "make demo   install the core and run upshift demo"
 	@echo "make test   install the core, the extras and the tools; lint, types, every test that this machine can run"
 	@echo "make light  only the tests that need no torch"
+	@echo "make docs   the pages of docs/ as a site that works offline, in build/site"
 	@echo "make clean  remove .venv, caches and builds"
 
 demo: $(VENV)/.core
@@ -38,6 +39,10 @@ check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy --follow-imports=silent $(TYPED)
 
+# mkdocs reads the source and runs none of it, so this needs no torch.
+docs: $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
 $(VENV)/.made:
 	@test -n "$(PYTHON)" || { echo "Upshift needs Python 3.11 or newer and found none; name one: make PYTHON=python3.12" >&2; exit 2; }
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
@@ -53,7 +58,11 @@ $(VENV)/.core: $(VENV)/.made pyproject.toml constraints.txt
 
 $(VENV)/.dev: $(VENV)/.made pyproject.toml constraints.txt
 	$(PIP_INSTALL) -e '.[dev]'
-	@touch $(VENV)/.core $@
+	@touch $(VENV)/.core $(VENV)/.docs $@
+
+$(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
+	$(PIP_INSTALL) mkdocs-material mkdocstrings-python ruff
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis

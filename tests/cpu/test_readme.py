@@ -1,18 +1,24 @@
-"""What the README tells a person to type works."""
+"""What the README tells a person to type works, and what is short of the start page and of the guides. All the others are
+parsed by tests/light/test_docs.py."""
 
 from __future__ import annotations
 
 import re
 import shlex
-from pathlib import Path
 
 import pytest
+from pages import ROOT, blocks
 from running_server import serving
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+START = (ROOT / "docs" / "index.md").read_text(encoding="utf-8")
+SHORT = (  # what trains, or ranks layouts of many GPUs, is run with smaller questions in tests of its own
+    "upshift plan MODEL --why activation_checkpointing=0", "upshift plan MODEL --generate --on 8xh100",
+    "upshift inspect MODEL --placement", "upshift launch --hosts a,b,c -- train MODEL --data PATH -o trained",
+)  # fmt: skip
 TEXT = "def double(value):\n    return value + value\n" * 400
 
 
@@ -22,7 +28,7 @@ def paths(tmp_path_factory) -> dict[str, str]:
     tokenizer = train_byte_level_bpe([TEXT], 300)
     config = LlamaConfig(
         vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2, num_attention_heads=2,
-        num_key_value_heads=2, max_position_embeddings=512,
+        num_key_value_heads=2, max_position_embeddings=1024,
     )  # fmt: skip
     LlamaForCausalLM(config).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
@@ -84,3 +90,21 @@ def test_python_example(paths, monkeypatch):
         "global_batch=8)\nprint(record", "global_batch=8, trial_seconds=0, fixed=('torch_compile=off',))\nprint(record"
     )
     exec(compile(example, "README.md", "exec"), {})
+
+
+@pytest.mark.parametrize("line", SHORT)
+def test_commands_of_the_start_page(line, paths, upshift):
+    assert f"`{line}`" in START
+    arguments = shlex.split(line)[1:]
+    if arguments[0] == "launch":
+        arguments.insert(1, "--dry-run")
+    answer = upshift(*[paths.get(word, word) for word in arguments])
+    assert answer.code == 0 and answer.out
+
+
+@pytest.mark.parametrize("page", ["training_one_gpu", "hardware", "inference_gpu"])
+def test_python_of_a_guide(page, paths, capfd):
+    (block,) = [block for block in blocks(ROOT / "docs" / f"{page}.md") if block.language == "python"]
+    example = "\n".join(block.lines[1:-1]).replace('"MODEL"', repr(paths["MODEL"]))
+    exec(compile(example, page, "exec"), {})
+    assert capfd.readouterr().out or page == "inference_gpu"  # which prints nothing

@@ -1,0 +1,265 @@
+"""What the pages tell a person to type is understood: commands by the command line's own parsers, Python by the names and
+arguments of the source. Nothing is run here; tests/cpu/test_readme.py runs the central ones."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from pages import CODE, PAGES, ROOT, Block, blocks, place
+
+import upshift
+from upshift.cli.main import UsageError, app
+from upshift.errors import RequestError
+from upshift.planning import space as training
+from upshift.planning.inference import space as inference
+from upshift.planning.layout import Layout
+from upshift.planning.plan import Plan
+
+ABRIDGED = re.compile(r"\[|\||\.\.\.|, ")  # a form, not a command: its options must exist
+ASKED_FOR = re.compile(r"[A-Z_]+")  # WATTS, GIB: what a reader puts in
+PLANNED = ("plan", "train", "profile")
+OF_XLA = {"momentum"}  # --set of train --backend xla
+
+
+@cache
+def root() -> Any:
+    return typer.main.get_command(app)
+
+
+def shown(path: Path) -> Iterator[tuple[int, str, bool]]:
+    """Line, command, and whether it stands there to be typed as it is: in a fence, or on a start page."""
+    for block in blocks(path):
+        for number, line in enumerate(block.lines, start=block.line):
+            if block.kind == "fence":
+                text = line.removeprefix("$ ")
+                if text.startswith("upshift ") and block.language != "text":
+                    yield number, without_comment(text), True
+            else:
+                for code in CODE.findall(line):
+                    if code.startswith("upshift ") and " " in code.strip():
+                        yield number, code, path.name.startswith("index.")
+
+
+def without_comment(line: str) -> str:
+    return re.split(r"\s+#", line)[0].rstrip(" ;")
+
+
+def parse(command: Any, name: str, words: list[str]) -> dict[str, Any]:
+    with command.make_context(name, [*words]) as context:
+        given: dict[str, Any] = context.params
+    return given
+
+
+def check(line: str, whole: bool) -> None:
+    """Raises UsageError or RequestError for what is no command of ours."""
+    words = shlex.split(line)[1:]
+    command, name = root(), "upshift"
+    while hasattr(command, "commands"):
+        if not words or words[0] not in command.commands:
+            raise RequestError(f"no command {' '.join([name, *words[:1]])}")
+        name = words.pop(0)
+        command = command.commands[name]
+    if ABRIDGED.search(line):
+        known = {option for parameter in command.params for option in (*parameter.opts, *parameter.secondary_opts)}
+        own = words[: words.index("--")] if "--" in words else words
+        unknown = {word.strip("[]") for word in own if word.strip("[]").startswith("-")} - known
+        if unknown:
+            raise RequestError(f"no option {', '.join(sorted(unknown))} of {name}")
+    else:
+        try:
+            values(name, parse(command, name, words))
+        except UsageError as error:
+            missing = "Missing" in type(error).__name__
+            example = any(one.startswith("-") and ASKED_FOR.fullmatch(two) for one, two in zip(words, words[1:], strict=False))
+            if whole or not (missing or (example and type(error) is typer.BadParameter)):
+                raise
+    if name in ("profile", "launch") and "--" in words and words[-1] != "...":  # behind it is a command of ours
+        check(shlex.join(["upshift", *words[words.index("--") + 1 :]]), whole)
+
+
+def values(name: str, given: dict[str, Any]) -> None:
+    """Fields that are set, what is allowed, and hosts that are named, exist."""
+    known = {*Plan.model_fields, *Layout.model_fields, *OF_XLA}
+    of_inference = given.get("generate") or given.get("encode")
+    allowed = tuple(given["allow"].split(",")) if given.get("allow") else ()
+    (inference.check_allow if of_inference else training.check_allow)(allowed)
+    if name in PLANNED and not of_inference:
+        for text in (*(given.get("set_") or ()), *(given.get("why") or ())):
+            if text.partition("=")[0] not in known:
+                raise RequestError(f"no field of a plan: {text}")
+    for host in (given.get("on") or "", *(given.get("compare") or "").split(",")):
+        if host and not ASKED_FOR.fullmatch(host):
+            upshift.describe(host)
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.name)
+def test_commands(path: Path) -> None:
+    broken = []
+    for number, line, whole in shown(path):
+        try:
+            check(line, whole)
+        except (UsageError, RequestError) as error:
+            words = error.format_message() if isinstance(error, UsageError) else str(error)
+            broken.append(f"{place(path, number)} {line}\n      {words}")
+    if broken:
+        pytest.fail("a page shows what cannot be typed:\n  " + "\n  ".join(broken), pytrace=False)
+
+
+@pytest.mark.parametrize(
+    ("line", "whole"),
+    [
+        ("upshift pan MODEL", False), ("upshift plan MODEL --onn 8xh100", False), ("upshift plan MODEL --on 8xh1000", True),
+        ("upshift plan MODEL --set tensr_parallel=4", True), ("upshift train MODEL", True), ("upshift plan MODEL --rows x", True),
+        ("upshift plan MODEL --allow adafctor", True),
+        ("upshift doctor [--quikc] [--psu WATTS]", False), ("upshift launch --hosts a,b -- train MODEL --dat PATH", True),
+    ],
+)  # fmt: skip
+def test_a_mistake_is_found(line: str, whole: bool) -> None:
+    with pytest.raises((UsageError, RequestError)):
+        check(line, whole)
+
+
+def test_every_command_is_on_a_page() -> None:
+    told = {line.split()[1] for path in PAGES for _, line, _ in shown(path)}
+    hidden = {name for name, command in root().commands.items() if command.hidden}
+    assert set(root().commands) - hidden - told == {"demo"}  # it is `make demo`
+
+
+def python_blocks() -> list[tuple[Path, Block]]:
+    return [(path, block) for path in PAGES for block in blocks(path) if block.language == "python"]
+
+
+@cache
+def module_tree(name: str) -> ast.Module | None:
+    """Of a module of ours, by its source: tests/light imports no torch."""
+    try:
+        spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError:
+        return None
+    return None if spec is None or spec.origin is None else ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def names_of(module: str) -> set[str]:
+    found: set[str] = set()
+    for node in ast.walk(module_tree(module) or ast.Module([], [])):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            found |= {alias.asname or alias.name for alias in node.names}
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            found.add(node.value)  # names that a package loads when they are used
+    return found
+
+
+def signature(name: str) -> ast.arguments | None:
+    """Of upshift.NAME, a function or a class with its own __init__."""
+    tree = module_tree(upshift._HOME[name])
+    node = next(node for node in tree.body if getattr(node, "name", None) == name) if tree else None
+    if isinstance(node, ast.ClassDef):
+        node = next((inner for inner in node.body if getattr(inner, "name", None) == "__init__"), None)
+    return node.args if isinstance(node, ast.FunctionDef) else None
+
+
+def wrong_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "upshift":
+            known = set(upshift.__all__) if node.module == "upshift" else names_of(node.module or "")
+            for alias in node.names:
+                if alias.name not in known and module_tree(f"{node.module}.{alias.name}") is None:
+                    yield node.lineno, f"{node.module} has no {alias.name}"
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name) and node.value.id == "upshift":
+            if node.attr not in upshift.__all__ and module_tree(f"upshift.{node.attr}") is None:
+                yield node.lineno, f"upshift has no {node.attr}"
+        elif isinstance(node, ast.Attribute) and ast.unparse(node.value).startswith("upshift."):
+            inner = ast.unparse(node.value)
+            if re.fullmatch(r"upshift(\.\w+)+", inner) and module_tree(inner) and node.attr not in names_of(inner):
+                yield node.lineno, f"{inner} has no {node.attr}"
+        if isinstance(node, ast.Call) and ast.unparse(node.func) in {f"upshift.{name}" for name in upshift.__all__}:
+            taken = signature(ast.unparse(node.func).removeprefix("upshift."))
+            if taken is not None and taken.kwarg is None:
+                names = {argument.arg for argument in (*taken.args, *taken.kwonlyargs)}
+                for keyword in node.keywords:
+                    if keyword.arg not in names:
+                        yield node.lineno, f"{ast.unparse(node.func)} takes no {keyword.arg}"
+
+
+def test_python() -> None:
+    broken = []
+    for path, block in python_blocks():
+        tree = ast.parse("\n".join(block.lines[1:-1]), filename=str(path))
+        broken += [f"{place(path, block.line + line)} {words}" for line, words in wrong_in(tree)]
+    if broken:
+        pytest.fail("a page shows Python that is not there:\n  " + "\n  ".join(broken), pytrace=False)
+
+
+def test_a_mistake_in_python_is_found() -> None:
+    wrong = (
+        "from upshift.debugging import detect_overflw",
+        "upshift.plann",
+        "upshift.plan('M', seq=3)",
+        "upshift.xla.biuld('M')",
+    )
+    text = "\n".join(["import upshift", *wrong])
+    assert [line for line, _ in wrong_in(ast.parse(text))] == [2, 3, 4, 5]
+
+
+def test_the_reference_has_every_public_name() -> None:
+    text = (ROOT / "docs" / "api.md").read_text(encoding="utf-8")
+    told = re.findall(r"^## upshift\.(\w+)\n(?:.*\n)*?::: (\S+)$", text, flags=re.MULTILINE)
+    assert dict(told) == {name: f"{home}.{name}" for name, home in upshift._HOME.items()}
+
+
+OF_THE_GUIDES = """batch size|dimension and tile multiples|gradient accumulation|activation checkpointing|bf16, fp16, tf32
+bf16_full_eval|Fused AdamW|Foreach AdamW|AnyPrecision|Adafactor|8-bit AdamW|weight-decay groups|pinned memory
+dataloader_num_workers|torch.compile|torch_compile_backend|Accelerate|NGC|mixture of experts|SDPA|FlashAttention 2
+BetterTransformer|packing|LoRA|IA3|AdaLoRA|QLoRA|memory anatomy|DataParallel|DDP|ZeRO 1, 2, 3|FSDP|naive (vertical)
+1F1B|GPipe|interleaved|tensor, sequence|expert parallelism|FlexFlow|memory-centric tiling|overlap_comm
+offload_optimizer|NVMe|zero_to_fp32.py|CUDA_VISIBLE_DEVICES|CUDA_DEVICE_ORDER|NCCL_P2P_DISABLE|torchrun|mpirun
+Kubernetes|NUMA|oneCCL|IPEX|OMP|TPU VM|TPUStrategy|pad_to_multiple_of|jit_compile|TFRecord|Google Cloud Storage
+temperatures|nvidia-smi topo -m|NVLink|power|hyperparameter_search|SigOpt|Ray|wandb|Optuna|several objectives
+TorchScript|ONNX Runtime|OpenVINO|device_map|max_memory|bitsandbytes 4 bits|LLM.int8|GPTQ|AWQ|AQLM|HQQ|Quanto
+torchao|continuous batching|static cache|speculative decoding|prompt-lookup|chunked prefill|max_shard_size
+load_sharded_checkpoint|low_cpu_mem_usage|torch_dtype|underflow_overflow|torch-distributed-gpu-test.py|toolkits
+arch list|MPS|Gaudi|ROCm|elastic|XLA text generation"""
+
+
+def test_each_technique_of_the_guides_is_found_by_its_name() -> None:
+    text = (ROOT / "docs" / "techniques.md").read_text(encoding="utf-8").lower()
+    assert [name for line in OF_THE_GUIDES.splitlines() for name in line.split("|") if name.lower() not in text] == []
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    shown_pages = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
+    pages = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.startswith("README.")}
+    assert shown_pages == pages
+
+
+def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
+    """Strict: a link that leads nowhere, a page that is in no menu or a name that is not there is an error."""
+    mkdocs = pytest.importorskip("mkdocs", reason="needs pip install '.[docs]'")
+    assert mkdocs
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path)]
+    built = subprocess.run(command, cwd=ROOT, env={"PATH": "", "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True)
+    assert built.returncode == 0, built.stderr
+    asked = re.compile(r"<(?:script|link|img|iframe|source)\b[^>]*\b(?:src|href)=[\"']?(?:https?:)?//[^\"' >]+")
+    assert [found for page in tmp_path.rglob("*.html") for found in asked.findall(page.read_text(encoding="utf-8"))] == []
+    reference = (tmp_path / "api.html").read_text(encoding="utf-8")
+    assert "sequence_length" in reference and "load_in_4bit" in reference and ":::" not in reference
+    assert 'dir="rtl"' in (tmp_path / "index.ar.html").read_text(encoding="utf-8")
+    # A link to a file beside docs/ is words and the file's place.
+    assert "<code>benchmarks/results/nine_settings.jsonl</code>" in (tmp_path / "training_one_gpu.html").read_text(
+        encoding="utf-8"
+    )
