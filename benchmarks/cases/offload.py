@@ -82,7 +82,7 @@ def run(case: Case, dtype: str, folder: Path, model_bytes: int, scratch: Path, o
         share = median(shares) if shares else None
         case.add(
             f"{dtype}/{contender}", plan={"dtype": dtype, "in_memory": IN_MEMORY},
-            measured=Numbers(step_seconds=seconds, tokens_per_second=1 / seconds),
+            measured=Numbers(tokens_per_second=1 / seconds),
             details=found | {"model_bytes": model_bytes, "share_of_dd": share},
         )  # fmt: skip
         outcome[f"{dtype}/{contender}"] = {"seconds": seconds, "share": share, "dd": rate}
