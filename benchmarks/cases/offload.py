@@ -22,7 +22,7 @@ from load import config_of, write_model
 from load_run import LOADERS, evict, read_with_dd
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim
+from upshift.benchmarking.figures import Claim, Source
 from upshift.benchmarking.harness import format_table, run_fresh
 from upshift.hardware import detect
 from upshift.record import Numbers
@@ -34,6 +34,18 @@ CLAIMS = (
         text="a model that waits on the disk keeps the disk busy",
         ours="a pass over the model",
         baseline="dd of the same bytes",
+        unit="of dd's rate",
+        goal=0.7,
+        of=Source(row="float32/upshift", value="details.share_of_dd"),
+    ),
+    Claim(
+        name="disk-bfloat16",
+        text="the same in 16 bits",
+        ours="a pass over the model",
+        baseline="dd of the same bytes",
+        unit="of dd's rate",
+        goal=0.7,
+        of=Source(row="bfloat16/upshift", value="details.share_of_dd"),
     ),
 )
 

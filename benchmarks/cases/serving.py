@@ -35,7 +35,7 @@ from generate import save_model
 from serving_peers import PEERS, installed
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim
+from upshift.benchmarking.figures import Claim, Source
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.record import Numbers
@@ -49,6 +49,27 @@ CLAIMS = (
         text="what a server promised it keeps when more comes than it holds",
         ours="upshift serve",
         baseline="its own promise",
+        unit="of its peak",
+        goal=0.9,
+        of=Source(row="promise", value="details.goodput_over_peak"),
+    ),
+    Claim(
+        name="genai",
+        text="eight clients are served as fast as by OpenVINO GenAI",
+        ours="upshift serve, exact",
+        baseline="its continuous batching, fp32",
+        goal=1.0,
+        of=Source(row="upshift exact, 8", value="measured.tokens_per_second"),
+        over=Source(row="genai fp32, 8", value="measured.tokens_per_second"),
+    ),
+    Claim(
+        name="llama-cpp",
+        text="and as fast as by llama.cpp's server",
+        ours="upshift serve, exact",
+        baseline="its own server, f16",
+        goal=1.0,
+        of=Source(row="upshift exact, 8", value="measured.tokens_per_second"),
+        over=Source(row="llama.cpp f16, 8", value="measured.tokens_per_second"),
     ),
 )
 
