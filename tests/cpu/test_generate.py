@@ -79,7 +79,7 @@ TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content 
 TEXTS = ["one", "a longer one, of some words", "x", "the same words " * 4, "two two", "and a last one", "yes"]
 NEW = 14
 BUILT = pytest.mark.skipif(not engines.is_installed("llamacpp"), reason="llama-cpp-python is not installed: it compiles long")
-RUN = [(engine, kind) for engine in ("torch", "openvino") for kind in CONFIGS] + [
+RUN = [(engine, kind) for engine in ("torch", "openvino", "openvino-paged") for kind in CONFIGS] + [
     pytest.param("llamacpp", kind, marks=BUILT) for kind in ("llama", "gemma2, sliding", "gpt2")  # of those that it computes
 ]
 

@@ -50,15 +50,18 @@ def load(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> tuple[A
 
 
 def compile_file(path: Path, setup: EngineSetup) -> tuple[Any, int]:
+    return core().compile_model(path, "CPU", settings_of(setup)), path.with_suffix(".bin").stat().st_size
+
+
+def settings_of(setup: EngineSetup) -> dict[str, str]:
     kind = KINDS[setup.precision]
-    settings = {
+    return {
         "INFERENCE_PRECISION_HINT": kind.products,
         "KV_CACHE_PRECISION": kind.cache,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": kind.groups,
         "PERFORMANCE_HINT": setup.hint.upper(),
         "INFERENCE_NUM_THREADS": str(setup.threads),
     }
-    return core().compile_model(path, "CPU", settings), path.with_suffix(".bin").stat().st_size
 
 
 class OpenVinoDecoder(NoExtension):

@@ -1,0 +1,186 @@
+"""OpenVINO on the CPU with paged attention (Kwon and others, arXiv:2309.06180): keys and values lie in pages, which sequences
+take as they grow, so nothing is moved when one joins or leaves, and rows of different lengths are computed without padding.
+
+The model is that of openvino_decoder.py, its attention over states exchanged for OpenVINO's own over pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from upshift.errors import RequestError
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Prefix
+from upshift.inference.generation.engines.openvino_decoder import KINDS, settings_of
+from upshift.inference.generation.prefill import PASS_TOKENS
+from upshift.inference.openvino_core import core
+from upshift.inference.openvino_model import fp16_weights, int8_weights, make
+
+ENGINE = {
+    "name": "openvino-paged", "task": "generate", "class": "OpenVinoPagedDecoder", "libraries": ("openvino", "nncf"),
+    "precisions": ("fp32", "bf16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4"),
+}  # fmt: skip
+CACHES = ("key_cache.", "value_cache.")
+FIRST_PAGES = 64
+LAST = "last_tokens"
+
+
+class Row:
+    """A sequence: how many of its tokens have keys and values, and the pages that these are in."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.pages: list[int] = []
+
+
+class OpenVinoPagedDecoder(NoExtension):
+    joins = True
+
+    def __init__(self, build: DecoderBuild) -> None:
+        from upshift.inference.generation.engines.openvino_export import export, int4_weights
+
+        kind = KINDS[build.setup.precision]
+        path = build.folder.with_name("generate-openvino") / f"{kind.weights}.xml"  # of the engine that keeps states
+        rounded = {"fp16": fp16_weights, "int8": int8_weights, "int4": int4_weights}
+        make(path, partial(export, build.source), rounded.get(kind.weights))
+        self.weight_bytes = path.with_suffix(".bin").stat().st_size
+        compiled = core().compile_model(paged(core().read_model(path)), "CPU", settings_of(build.setup))
+        self._request = compiled.create_infer_request()
+        self._takes = {name for port in compiled.inputs for name in port.names}
+        self._pools = [Pool(port) for port in compiled.inputs if any(name.startswith(CACHES) for name in port.names)]
+        self._page = min(pool.page_tokens for pool in self._pools)  # beside its scales, where keys are rounded
+        self._rows: list[Row] = []
+        self._free: list[int] = []
+        self._grow(FIRST_PAGES)
+
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        row = Row()
+        self._run([row], [tokens])
+        found = self._told(row)
+        self._free += row.pages
+        return found
+
+    def of_row(self, row: int) -> Prefix:
+        return self._told(self._rows[row])
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        new = [self._row_of(prefix) for _ in prompts]
+        known = prefix.length if prefix else 0
+        logits = self._run(new, [prompt[known:] for prompt in prompts])
+        self._rows += new
+        return logits
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        return self._run(self._rows, [[int(token)] for token in tokens])
+
+    def keep(self, rows: list[int]) -> None:
+        kept = [self._rows[place] for place in rows]
+        for row in self._rows:
+            if row not in kept:
+                self._free += row.pages
+        self._rows = kept
+
+    def _row_of(self, prefix: Prefix | None) -> Row:
+        row = Row()
+        if prefix is not None:
+            row.length = prefix.length
+            self._take(row, 0)
+            for pool, states in zip(self._pools, prefix.states, strict=True):
+                pool.data[row.pages] = states[: len(row.pages)]
+        return row
+
+    def _told(self, row: Row) -> Prefix:
+        pages = row.pages[: -(-row.length // self._page)]
+        return Prefix(row.length, [pool.data[pages] for pool in self._pools])
+
+    def _run(self, rows: list[Row], tokens: list[Sequence[int]]) -> np.ndarray:
+        """New tokens of each -> the logits behind the last [R, V]; what is long in parts."""
+        width, found = max(PASS_TOKENS // len(rows), 1), dict[int, np.ndarray]()
+        for start in range(0, max(map(len, tokens)), width):
+            now = [place for place, part in enumerate(tokens) if len(part) > start]
+            logits = self._pass([rows[place] for place in now], [tokens[place][start : start + width] for place in now])
+            found |= dict(zip(now, logits, strict=True))
+        return np.stack([found[place] for place in range(len(rows))])
+
+    def _pass(self, rows: list[Row], tokens: list[Sequence[int]]) -> np.ndarray:
+        past = np.array([row.length for row in rows], dtype=np.int32)
+        sizes = np.array([len(part) for part in tokens])
+        for row, size in zip(rows, sizes, strict=True):
+            self._take(row, int(size))
+        begins = np.cumsum([0, *sizes]).astype(np.int32)
+        used = [-(-(row.length + int(size)) // self._page) for row, size in zip(rows, sizes, strict=True)]
+        given = {
+            "input_ids": np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens]),
+            "position_ids": np.concatenate([np.arange(start, start + size) for start, size in zip(past, sizes, strict=True)]),
+            "past_lens": past, "subsequence_begins": begins, LAST: (begins[1:] - 1).astype(np.int64),
+            "block_indices": np.concatenate([row.pages[:count] for row, count in zip(rows, used, strict=True)]).astype(np.int32),
+            "block_indices_begins": np.cumsum([0, *used]).astype(np.int32),
+            "max_context_len": np.array((past + sizes).max(), dtype=np.int32),
+        }  # fmt: skip
+        self._request.infer({name: value for name, value in given.items() if name in self._takes})
+        for row, size in zip(rows, sizes, strict=True):
+            row.length += int(size)
+        found: np.ndarray = self._request.get_tensor("logits").data[:, -1].copy()
+        return found
+
+    def _take(self, row: Row, more: int) -> None:
+        """Pages for so many tokens more."""
+        missing = -(-(row.length + more) // self._page) - len(row.pages)
+        while missing > len(self._free):
+            self._grow(2 * self._pools[0].pages)
+        row.pages += [self._free.pop() for _ in range(missing)]
+
+    def _grow(self, pages: int) -> None:
+        self._free += range(self._pools[0].pages, pages)
+        for pool in self._pools:
+            pool.grow(pages)
+            self._request.set_tensor(pool.port, pool.tensor)
+
+
+class Pool:
+    """The pages of one layer's keys, or values: [pages, heads, tokens, width], as the compiled model asks for them."""
+
+    def __init__(self, port: Any) -> None:
+        self.port = port
+        _, *self._shape = (size.get_length() if size.is_static else 0 for size in port.get_partial_shape())
+        self.page_tokens, self.pages = self._shape[1], 0
+
+    def grow(self, pages: int) -> None:
+        import openvino
+
+        tensor = openvino.Tensor(self.port.get_element_type(), openvino.Shape([pages, *self._shape]))
+        if self.pages:
+            tensor.data[: self.pages] = self.data
+        self.tensor, self.data, self.pages = tensor, tensor.data, pages
+
+
+def paged(model: Any) -> Any:
+    """Raises RequestError where OpenVINO finds no attention that it knows, or not all of it."""
+    from openvino import PartialShape, opset13
+    from openvino._offline_transformations import paged_attention_transformation
+
+    states = len(model.get_variables())
+    try:
+        paged_attention_transformation(model)
+    except RuntimeError as error:
+        raise RequestError(f"OpenVINO cannot page this model: {' '.join(str(error).split())[-160:]}") from None
+    parameters = {name: one for one in model.get_parameters() for name in one.output(0).names}
+    if sum(name.startswith(CACHES) for name in parameters) != states:
+        raise RequestError("OpenVINO cannot page this model: some of its attention is in a form that it does not know")
+    parameters["input_ids"].set_partial_shape(PartialShape([-1]))
+    head = model.get_results()[0].input_value(0).get_node()
+    while head.get_type_name() != "MatMul":  # behind it: what scales or caps logits, which each token's are by themselves
+        head = head.input_value(0).get_node()
+    model.validate_nodes_and_infer_types()
+    states = head.input_value(0).get_partial_shape()  # [tokens, 1, width]
+    if states[1].is_dynamic or states[1].get_length() != 1:
+        raise RequestError("OpenVINO cannot page this model: it brings its tokens into rows of their own")
+    last = opset13.parameter([-1], np.int64, name=LAST)
+    last.output(0).get_tensor().set_names({LAST})
+    head.input(0).replace_source_output(opset13.gather(head.input_value(0), last, opset13.constant(np.int64(0))).output(0))
+    model.add_parameters([last])
+    model.validate_nodes_and_infer_types()
+    return model
