@@ -25,7 +25,7 @@ ENGINE = {
 }  # fmt: skip
 CACHES = ("key_cache.", "value_cache.")
 FIRST_PAGES = 64
-LAST = "last_tokens"
+LAST, POSITIONS = "last_tokens", "position_ids"
 
 
 class Row:
@@ -49,6 +49,8 @@ class OpenVinoPagedDecoder(NoExtension):
         self.weight_bytes = path.with_suffix(".bin").stat().st_size
         compiled = core().compile_model(paged(core().read_model(path)), "CPU", settings_of(build.setup))
         self._request = compiled.create_infer_request()
+        # The pass adds positions of its own, [tokens], beside those that a model takes, [tokens, 1], where it does not know them.
+        self._positions = {port: len(port.get_partial_shape()) for port in compiled.inputs if port.any_name.startswith(POSITIONS)}
         self._takes = {name for port in compiled.inputs for name in port.names}
         self._pools = [Pool(port) for port in compiled.inputs if any(name.startswith(CACHES) for name in port.names)]
         self._page = min(pool.page_tokens for pool in self._pools)  # beside its scales, where keys are rounded
@@ -114,13 +116,14 @@ class OpenVinoPagedDecoder(NoExtension):
         used = [-(-(row.length + int(size)) // self._page) for row, size in zip(rows, sizes, strict=True)]
         given = {
             "input_ids": np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens]),
-            "position_ids": np.concatenate([np.arange(start, start + size) for start, size in zip(past, sizes, strict=True)]),
             "past_lens": past, "subsequence_begins": begins, LAST: (begins[1:] - 1).astype(np.int64),
             "block_indices": np.concatenate([row.pages[:count] for row, count in zip(rows, used, strict=True)]).astype(np.int32),
             "block_indices_begins": np.cumsum([0, *used]).astype(np.int32),
             "max_context_len": np.array((past + sizes).max(), dtype=np.int32),
         }  # fmt: skip
-        self._request.infer({name: value for name, value in given.items() if name in self._takes})
+        places = np.concatenate([np.arange(start, start + size) for start, size in zip(past, sizes, strict=True)])
+        positions = {port: places.reshape(-1, *[1] * (axes - 1)) for port, axes in self._positions.items()}
+        self._request.infer({**positions, **{name: value for name, value in given.items() if name in self._takes}})
         for row, size in zip(rows, sizes, strict=True):
             row.length += int(size)
         found: np.ndarray = self._request.get_tensor("logits").data[:, -1].copy()
