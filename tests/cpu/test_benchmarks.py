@@ -183,5 +183,5 @@ def test_format_table() -> None:
 def test_watchdogs(case: Callable[[str], ModuleType]) -> None:
     """One process, without the fresh one that the case starts for it."""
     found = case("watchdogs").in_ranks(ranks=1, shape=[32, 1, 1, 16], rounds=2, steps=2)
-    assert {*found} == {"plain", "watchdogs", "underflow_overflow"}
-    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in found.values())
+    assert {*found} == {"plain", "twin", "watchdogs", "noting", "underflow_overflow"}
+    assert all(len(seconds) == (4 if name == "noting" else 2) and min(seconds) > 0 for name, seconds in found.items())

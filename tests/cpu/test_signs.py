@@ -4,6 +4,7 @@ Each is told while the run goes on, and by `upshift doctor RUN_DIR` afterwards."
 from __future__ import annotations
 
 import json
+import mmap
 import time
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,8 @@ class KeepsTensors(TrainerCallback):
         self.kept: list[torch.Tensor] = []
 
     def on_step_end(self, *_: Any, **named: Any) -> None:
-        self.kept.append(torch.ones(3 * LEAK_BYTES // LEAK_STEPS // 4))
+        fresh = mmap.mmap(-1, 3 * LEAK_BYTES // LEAK_STEPS)  # not of what a process that ran other tests has free
+        self.kept.append(torch.frombuffer(fresh, dtype=torch.uint8).fill_(1))
 
 
 def run(output: Path, *, steps: int, rows: Rows, callbacks: tuple[TrainerCallback, ...] = (), **more: Any) -> None:

@@ -7,6 +7,7 @@ import pty
 import subprocess
 import sys
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -167,3 +168,16 @@ def test_a_population_keeps_its_own_rates() -> None:
     assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.6) and own[0].param_groups[0]["weight_decay"] == 0.5
     step(*own)
     assert own[0].param_groups[0]["lr"] == pytest.approx(0.5 * 0.5)
+
+
+def test_a_study_is_begun_by_several_at_once(tmp_path: Path) -> None:
+    """All make its tables; Optuna alone looks before it makes each, and most of them fail."""
+    for number in range(5):
+        together = threading.Barrier(4)
+
+        def begin(_: int, url: str = f"sqlite:///{tmp_path / str(number)}.db", together: threading.Barrier = together) -> int:
+            together.wait()
+            return len(database(url).get_all_studies())
+
+        with ThreadPoolExecutor(4) as pool:
+            assert list(pool.map(begin, range(4))) == [0] * 4

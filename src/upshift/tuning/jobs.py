@@ -79,7 +79,7 @@ class Jobs:
                     self._planned[key] = error
         found = self._planned[key]
         if isinstance(found, Exception):
-            raise found
+            raise found.with_traceback(None)  # which would keep the frames of every trial that met it
         return found
 
     def _share(self) -> Host | None:

@@ -3,6 +3,7 @@ line, and no password with it."""
 
 from __future__ import annotations
 
+import time
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -11,11 +12,12 @@ from typing import Any
 
 import optuna
 from sqlalchemy.engine import make_url
-from sqlalchemy.exc import ArgumentError, SQLAlchemyError
+from sqlalchemy.exc import ArgumentError, IntegrityError, OperationalError, ProgrammingError, SQLAlchemyError
 
 from upshift.errors import RequestError
 
 HEARTBEAT_SECONDS, GRACE_SECONDS = 5, 15  # a trial whose process was silent for so long is dead
+MAKING_TRIES, MAKING_SECONDS = 20, 0.1
 FILE = "study.db"
 DRIVERS = {  # what pip calls them, by SQLAlchemy's names
     "psycopg": "psycopg[binary]", "psycopg2": "psycopg2-binary", "mysqldb": "mysqlclient", "pymysql": "PyMySQL",
@@ -58,11 +60,7 @@ def journal(path: str) -> optuna.storages.BaseStorage:
 
 def database(url: str) -> optuna.storages.BaseStorage:
     try:
-        with without_warnings():
-            return optuna.storages.RDBStorage(
-                url, heartbeat_interval=HEARTBEAT_SECONDS, grace_period=GRACE_SECONDS,
-                heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
-            )  # fmt: skip
+        return _opened(url)
     except ImportError:
         driver = make_url(url).get_driver_name()
         raise RequestError(
@@ -72,6 +70,26 @@ def database(url: str) -> optuna.storages.BaseStorage:
         raise RequestError(f"storage {shown(url)}: {_line(error)}; write {FORMS}") from None
     except (SQLAlchemyError, RuntimeError) as error:  # RuntimeError: of another version of Optuna's tables
         raise RequestError(f"storage {shown(url)} cannot be opened: {_line(error)}") from None
+
+
+def _opened(url: str) -> optuna.storages.BaseStorage:
+    """Processes that begin a study together make its tables together, and Optuna looks before it makes each one."""
+    for _ in range(MAKING_TRIES):
+        try:
+            return _storage(url)
+        except (OperationalError, ProgrammingError, IntegrityError) as error:
+            if not isinstance(error, IntegrityError) and "already exists" not in str(error):
+                raise
+        time.sleep(MAKING_SECONDS)
+    return _storage(url)
+
+
+def _storage(url: str) -> optuna.storages.BaseStorage:
+    with without_warnings():
+        return optuna.storages.RDBStorage(
+            url, heartbeat_interval=HEARTBEAT_SECONDS, grace_period=GRACE_SECONDS,
+            heartbeat_stale_trial_callback=optuna.storages.RetryHeartbeatStaleTrialCallback(max_retry=1),
+        )  # fmt: skip
 
 
 def _line(error: Exception) -> str:
