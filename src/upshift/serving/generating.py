@@ -16,11 +16,12 @@ from upshift.errors import RequestError
 from upshift.inference.generation.files import check_prompts, read_prompts
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.sequence import Sequence
 from upshift.loading.memory_limits import read_max_memory
 from upshift.serving.messages import Beat, Cancel, EngineRequest, Generate, Piece, Ready, Refused
 from upshift.serving.pace import Pace
-from upshift.serving.scheduler import Scheduler, Ticket
+from upshift.serving.scheduler import PART_TOKENS, Scheduler, Ticket
 from upshift.serving.text_stream import TextStream
 from upshift.value import Value
 
@@ -73,10 +74,11 @@ class Generating:
         if chosen is not None and chosen.first_seconds and chosen.step_seconds:
             predicted = race.chosen.batch / (chosen.first_seconds + chosen.step_seconds * (output - 1))
         mean = sum(map(len, prompts)) / len(prompts)
+        steps = output - (not self.scheduler.decoder.mixes)  # a first token comes by itself, or in a pass of the others
         return Ready(
             task="generate", setup=race.chosen.label(), rows=rows, cache_tokens=self.scheduler.cache_tokens,
             positions=self.generator.longest, resident_bytes=resident_bytes(), seconds=self.seconds,
-            predicted_capacity=predicted, capacity=rows / (rows * mean * token + step * (output - 1)), ttft_ms=1e3 * first,
+            predicted_capacity=predicted, capacity=rows / (rows * mean * token + step * steps), ttft_ms=1e3 * first,
             tpot_ms=1e3 * step,
         )  # fmt: skip
 
@@ -156,7 +158,7 @@ class Generating:
         """(seconds of one prompt alone, of a prompt's token beside the other rows, of a step of all rows), each after a pass that
         warms up. Who joins costs its prompt, and that rows are moved together, which the step behind it may do."""
         scheduler, options = self.scheduler, GenerationOptions(max_new_tokens=PROOF_TOKENS)
-        clock = time.perf_counter
+        clock, mixes = time.perf_counter, scheduler.decoder.mixes
 
         def add(count: int) -> int:
             chosen = prompts[:count]
@@ -164,35 +166,46 @@ class Generating:
                 scheduler.waiting.append(Ticket(-1, Sequence(0, prompt, options, self.generator.prompts.tokenizer), clock()))
             return sum(map(len, chosen))
 
-        alone = []
+        def keep(places: list[int]) -> None:
+            scheduler.decoder.keep(places)
+            scheduler.live = [scheduler.live[place] for place in places]
+
+        def prompts_computed() -> int:
+            """Passes that it took."""
+            passes = 0
+            while scheduler.computing:
+                scheduler.step()
+                passes += 1
+            return passes
+
+        scheduler.part_tokens = PASS_TOKENS  # answers are short here
+        alone, steps, joined = list[float](), list[float](), list[tuple[int, int, float]]()
         for _ in range(2):
             add(1)
             start = clock()
-            scheduler.step()
+            prompts_computed()
             alone.append(clock() - start)
-            scheduler.live[0].sequence.ending = "length"
-            scheduler.decoder.keep([])
-            scheduler.live = []
+            keep([])
         tokens, start = add(rows), clock()
-        while scheduler.waiting:
-            scheduler.step()
-        together, steps, joined = (clock() - start) / tokens, list[float](), list[float]()
+        prompts_computed()
+        together = (clock() - start) / tokens
         for number in range(PROOF_STEPS):
             joins = number % 3 == 0 and scheduler.decoder.joins
             if joins:
-                scheduler.decoder.keep(list(range(1, rows)))
-                scheduler.live = scheduler.live[1:]
+                keep(list(range(1, rows)))
             tokens, start = add(1) if joins else 0, clock()
-            for _ in range(1 + joins):
+            passes = prompts_computed()
+            if not (joins and mixes):
                 scheduler.step()
+                passes = 1
             if joins:
-                joined.append((clock() - start) / tokens)
+                joined.append((tokens, passes, clock() - start))
             else:
                 steps.append(clock() - start)
-        scheduler.decoder.keep([])
-        scheduler.live = []
+        keep([])
+        scheduler.part_tokens = PART_TOKENS
         step = median(steps)
-        token = median(joined) - step / len(prompts[0]) if joined else together
+        token = median((seconds - passes * step) / tokens for tokens, passes, seconds in joined) if joined else together
         return alone[-1], max(token, 0.0), step
 
 

@@ -1,28 +1,19 @@
 """OpenVINO on the CPU with paged attention (Kwon and others, arXiv:2309.06180): keys and values lie in pages, which sequences
 take as they grow, so nothing is moved when one joins or leaves, and rows of different lengths are computed without padding.
 
-The model is that of openvino_decoder.py, its attention over states exchanged for OpenVINO's own over pages.
+The model is the one that keeps states, its attention exchanged for OpenVINO's own over pages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from upshift.errors import RequestError
-from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension, Prefix
-from upshift.inference.generation.engines.openvino_decoder import KINDS, settings_of
+from upshift.inference.generation.engines.decoder import Prefix
 from upshift.inference.generation.prefill import PASS_TOKENS
-from upshift.inference.openvino_core import core
-from upshift.inference.openvino_model import fp16_weights, int8_weights, make
 
-ENGINE = {
-    "name": "openvino-paged", "task": "generate", "class": "OpenVinoPagedDecoder", "libraries": ("openvino", "nncf"),
-    "precisions": ("fp32", "bf16", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4"),
-}  # fmt: skip
 CACHES = ("key_cache.", "value_cache.")
 FIRST_PAGES = 64
 LAST, POSITIONS = "last_tokens", "position_ids"
@@ -36,18 +27,13 @@ class Row:
         self.pages: list[int] = []
 
 
-class OpenVinoPagedDecoder(NoExtension):
+class OpenVinoPages:
     joins = True
+    extends = True
+    mixes = True
 
-    def __init__(self, build: DecoderBuild) -> None:
-        from upshift.inference.generation.engines.openvino_export import export, int4_weights
-
-        kind = KINDS[build.setup.precision]
-        path = build.folder.with_name("generate-openvino") / f"{kind.weights}.xml"  # of the engine that keeps states
-        rounded = {"fp16": fp16_weights, "int8": int8_weights, "int4": int4_weights}
-        make(path, partial(export, build.source), rounded.get(kind.weights))
-        self.weight_bytes = path.with_suffix(".bin").stat().st_size
-        compiled = core().compile_model(paged(core().read_model(path)), "CPU", settings_of(build.setup))
+    def __init__(self, compiled: Any, weight_bytes: int) -> None:
+        self.weight_bytes = weight_bytes
         self._request = compiled.create_infer_request()
         # The pass adds positions of its own, [tokens], beside those that a model takes, [tokens, 1], where it does not know them.
         self._positions = {port: len(port.get_partial_shape()) for port in compiled.inputs if port.any_name.startswith(POSITIONS)}
@@ -69,14 +55,32 @@ class OpenVinoPagedDecoder(NoExtension):
         return self._told(self._rows[row])
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        new = [self._row_of(prefix) for _ in prompts]
-        known = prefix.length if prefix else 0
-        logits = self._run(new, [prompt[known:] for prompt in prompts])
-        self._rows += new
-        return logits
+        before, known = len(self._rows), prefix.length if prefix else 0
+        for _ in prompts:
+            self.join(prefix)
+        return self._run(self._rows[before:], [prompt[known:] for prompt in prompts])
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         return self._run(self._rows, [[int(token)] for token in tokens])
+
+    def join(self, prefix: Prefix | None = None) -> None:
+        row = Row()
+        self._rows.append(row)
+        if prefix is not None:
+            row.length = prefix.length
+            self._take(row, 0)
+            for pool, states in zip(self._pools, prefix.states, strict=True):
+                pool.data[row.pages] = states[: len(row.pages)]
+
+    def advance(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
+        return self._run(self._rows, tokens)
+
+    def extend(self, tokens: Sequence[int]) -> np.ndarray:
+        return self._pass(self._rows, [tokens], np.arange(len(tokens)))
+
+    def cut(self, tokens: int) -> None:
+        (row,) = self._rows
+        row.length -= tokens
 
     def keep(self, rows: list[int]) -> None:
         kept = [self._rows[place] for place in rows]
@@ -85,20 +89,11 @@ class OpenVinoPagedDecoder(NoExtension):
                 self._free += row.pages
         self._rows = kept
 
-    def _row_of(self, prefix: Prefix | None) -> Row:
-        row = Row()
-        if prefix is not None:
-            row.length = prefix.length
-            self._take(row, 0)
-            for pool, states in zip(self._pools, prefix.states, strict=True):
-                pool.data[row.pages] = states[: len(row.pages)]
-        return row
-
     def _told(self, row: Row) -> Prefix:
         pages = row.pages[: -(-row.length // self._page)]
         return Prefix(row.length, [pool.data[pages] for pool in self._pools])
 
-    def _run(self, rows: list[Row], tokens: list[Sequence[int]]) -> np.ndarray:
+    def _run(self, rows: list[Row], tokens: Sequence[Sequence[int]]) -> np.ndarray:
         """New tokens of each -> the logits behind the last [R, V]; what is long in parts."""
         width, found = max(PASS_TOKENS // len(rows), 1), dict[int, np.ndarray]()
         for start in range(0, max(map(len, tokens)), width):
@@ -107,7 +102,8 @@ class OpenVinoPagedDecoder(NoExtension):
             found |= dict(zip(now, logits, strict=True))
         return np.stack([found[place] for place in range(len(rows))])
 
-    def _pass(self, rows: list[Row], tokens: list[Sequence[int]]) -> np.ndarray:
+    def _pass(self, rows: list[Row], tokens: Sequence[Sequence[int]], told: np.ndarray | None = None) -> np.ndarray:
+        """``told``: places among the tokens of all rows, behind which logits are wanted; None: each row's last."""
         past = np.array([row.length for row in rows], dtype=np.int32)
         sizes = np.array([len(part) for part in tokens])
         for row, size in zip(rows, sizes, strict=True):
@@ -116,7 +112,7 @@ class OpenVinoPagedDecoder(NoExtension):
         used = [-(-(row.length + int(size)) // self._page) for row, size in zip(rows, sizes, strict=True)]
         given = {
             "input_ids": np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens]),
-            "past_lens": past, "subsequence_begins": begins, LAST: (begins[1:] - 1).astype(np.int64),
+            "past_lens": past, "subsequence_begins": begins, LAST: (begins[1:] - 1 if told is None else told).astype(np.int64),
             "block_indices": np.concatenate([row.pages[:count] for row, count in zip(rows, used, strict=True)]).astype(np.int32),
             "block_indices_begins": np.cumsum([0, *used]).astype(np.int32),
             "max_context_len": np.array((past + sizes).max(), dtype=np.int32),
@@ -160,19 +156,19 @@ class Pool:
         self.tensor, self.data, self.pages = tensor, tensor.data, pages
 
 
-def paged(model: Any) -> Any:
-    """Raises RequestError where OpenVINO finds no attention that it knows, or not all of it."""
+def paged(model: Any) -> Any | None:
+    """The model, which is changed; None where OpenVINO finds no attention that it knows, or not all of it."""
     from openvino import PartialShape, opset13
     from openvino._offline_transformations import paged_attention_transformation
 
     states = len(model.get_variables())
     try:
         paged_attention_transformation(model)
-    except RuntimeError as error:
-        raise RequestError(f"OpenVINO cannot page this model: {' '.join(str(error).split())[-160:]}") from None
+    except RuntimeError:  # as OpenVINO says it: it is run as it is then
+        return None
     parameters = {name: one for one in model.get_parameters() for name in one.output(0).names}
     if sum(name.startswith(CACHES) for name in parameters) != states:
-        raise RequestError("OpenVINO cannot page this model: some of its attention is in a form that it does not know")
+        return None
     parameters["input_ids"].set_partial_shape(PartialShape([-1]))
     head = model.get_results()[0].input_value(0).get_node()
     while head.get_type_name() != "MatMul":  # behind it: what scales or caps logits, which each token's are by themselves
@@ -180,7 +176,7 @@ def paged(model: Any) -> Any:
     model.validate_nodes_and_infer_types()
     states = head.input_value(0).get_partial_shape()  # [tokens, 1, width]
     if states[1].is_dynamic or states[1].get_length() != 1:
-        raise RequestError("OpenVINO cannot page this model: it brings its tokens into rows of their own")
+        return None  # tokens that it brings into rows of their own
     last = opset13.parameter([-1], np.int64, name=LAST)
     last.output(0).get_tensor().set_names({LAST})
     head.input(0).replace_source_output(opset13.gather(head.input_value(0), last, opset13.constant(np.int64(0))).output(0))
