@@ -110,9 +110,7 @@ class Generating:
             text = open_.stream.add([token], last=ending is not None)
             how = None if ending is None else "length" if ending == "length" else "stop"
             prompt = len(ticket.sequence.prompt)
-            said.append(
-                Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=prompt, cached_tokens=ticket.known, ending=how)
-            )
+            said.append(Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=prompt, cached_tokens=ticket.known, ending=how))
             if ending is not None:
                 del self._open[ticket.id]
         return said

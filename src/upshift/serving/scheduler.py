@@ -83,9 +83,10 @@ class Scheduler:
             return Refused(id=ticket.id, status=413, why=why)
         if self.decoder.joins:
             ticket.known = _length(self._cache.find(ticket.sequence.prompt))
+        sequences = [one.sequence for one in self.live]
         ticket.expected = self.pace.first_token(
-            _new(ticket), free=self.rows - len(self.live), left=[one.sequence.left for one in self.live],
-            before=[_new(one) for one in self.waiting],
+            _new(ticket) + sum(map(_new, self.waiting)) + sum(one.pending for one in sequences if not one.tokens),
+            free=self.rows - len(self.live), live=[(len(one.tokens), one.left) for one in sequences], before=len(self.waiting),
         )  # fmt: skip
         wait = ticket.expected * self.pace.factor
         if self.max_ttft is not None and wait > self.max_ttft and self.busy:
