@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from upshift.benchmarking.meters import resident_bytes
@@ -16,17 +15,16 @@ from upshift.errors import RequestError
 from upshift.inference.generation.files import check_prompts, read_prompts
 from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
-from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.sequence import Sequence
 from upshift.loading.memory_limits import read_max_memory
 from upshift.serving.messages import Beat, Cancel, EngineRequest, Generate, Piece, Ready, Refused
 from upshift.serving.pace import Pace
-from upshift.serving.scheduler import PART_TOKENS, Scheduler, Ticket
+from upshift.serving.proof import PROOF_TOKENS, prove
+from upshift.serving.scheduler import Scheduler, Ticket
 from upshift.serving.text_stream import TextStream
 from upshift.value import Value
 
 SAMPLED = 64  # prompts of a file
-PROOF_STEPS, PROOF_TOKENS = 12, 20  # with all rows filled, every third one after a row was exchanged; of a row at most
 BEAT_SECONDS = 1.0
 DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has positions for more
 
@@ -63,7 +61,7 @@ class Generating:
             Pace(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
         )  # fmt: skip
-        first, token, step = self._prove(prompts, rows)
+        first, token, step = prove(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
         self.seconds["proving"] = time.perf_counter() - start
         output = self.request.output_length
         self.scheduler.pace = Pace(token_seconds=token, step_seconds=step, output_length=output)
@@ -151,60 +149,6 @@ class Generating:
         longest = self.generator.longest
         most = None if longest is None else max(longest - max(self.request.output_length, PROOF_TOKENS), 1)
         return [prompt[:most] for prompt in found]
-
-    def _prove(self, prompts: list[list[int]], rows: int) -> tuple[float, float, float]:
-        """(seconds of one prompt alone, of a prompt's token beside the other rows, of a step of all rows), each after a pass that
-        warms up. Who joins costs its prompt, and that rows are moved together, which the step behind it may do."""
-        scheduler, options = self.scheduler, GenerationOptions(max_new_tokens=PROOF_TOKENS)
-        clock, mixes = time.perf_counter, scheduler.decoder.mixes
-
-        def add(count: int) -> int:
-            chosen = prompts[:count]
-            for prompt in chosen:
-                scheduler.waiting.append(Ticket(-1, Sequence(0, prompt, options, self.generator.prompts.tokenizer), clock()))
-            return sum(map(len, chosen))
-
-        def keep(places: list[int]) -> None:
-            scheduler.decoder.keep(places)
-            scheduler.live = [scheduler.live[place] for place in places]
-
-        def prompts_computed() -> int:
-            """Passes that it took."""
-            passes = 0
-            while scheduler.computing:
-                scheduler.step()
-                passes += 1
-            return passes
-
-        scheduler.part_tokens = PASS_TOKENS  # answers are short here
-        alone, steps, joined = list[float](), list[float](), list[tuple[int, int, float]]()
-        for _ in range(2):
-            add(1)
-            start = clock()
-            prompts_computed()
-            alone.append(clock() - start)
-            keep([])
-        tokens, start = add(rows), clock()
-        prompts_computed()
-        together = (clock() - start) / tokens
-        for number in range(PROOF_STEPS):
-            joins = number % 3 == 0 and scheduler.decoder.joins
-            if joins:
-                keep(list(range(1, rows)))
-            tokens, start = add(1) if joins else 0, clock()
-            passes = prompts_computed()
-            if not (joins and mixes):
-                scheduler.step()
-                passes = 1
-            if joins:
-                joined.append((tokens, passes, clock() - start))
-            else:
-                steps.append(clock() - start)
-        keep([])
-        scheduler.part_tokens = PART_TOKENS
-        step = median(steps)
-        token = median((seconds - passes * step) / tokens for tokens, passes, seconds in joined) if joined else together
-        return alone[-1], max(token, 0.0), step
 
 
 def _is_ids(prompt: Any) -> bool:
