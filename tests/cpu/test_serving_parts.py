@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections.abc import AsyncGenerator
 from collections.abc import Sequence as Listed
 from os.path import commonprefix
 from typing import Any
@@ -18,13 +19,15 @@ from upshift.inference.generation.engines.decoder import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefill import SHORTEST
 from upshift.inference.generation.sequence import Sequence
+from upshift.serving.engine import RequestRefused
 from upshift.serving.load.client import Asked
 from upshift.serving.load.run import phase_of
 from upshift.serving.load.traffic import Traffic, arrivals
-from upshift.serving.messages import EngineRequest, Ready
+from upshift.serving.messages import EngineRequest, Piece, Ready, Refused
 from upshift.serving.metrics import Metrics
 from upshift.serving.pace import Pace
 from upshift.serving.prompt_cache import PromptCache
+from upshift.serving.replicas import Replicas
 from upshift.serving.scheduler import Scheduler, Ticket
 from upshift.serving.served import NoRoom, Served
 from upshift.serving.text_stream import TextStream
@@ -253,8 +256,10 @@ class Asleep:
     def __init__(self, size: int) -> None:
         self.request = EngineRequest(model="m")
         self.state, self.last_used, self.in_flight, self.ready = "asleep", 0.0, 0, None
-        self.size, self.starts, self.on_restart = size, 0, None
+        self.size, self.starts = size, 0
         self.beat = type("Beat", (), {"resident_bytes": 0, "live": 0, "waiting": 0})()
+
+    def on_restart(self, tell: Any) -> None: ...
 
     async def start(self) -> Ready:
         self.state, self.starts = "ready", self.starts + 1
@@ -286,6 +291,54 @@ def test_the_least_recently_used_model_is_unloaded() -> None:
             assert engines["b"].state == "ready" and [engines["a"].state, engines["c"].state].count("ready") == 1
 
     asyncio.run(use())
+
+
+class Counted:
+    """An engine of several, which says who asked it."""
+
+    def __init__(self, in_flight: int = 0, *, refuses: int | None = None) -> None:
+        self.state, self.in_flight, self.refuses, self.asked = "ready", in_flight, refuses, list[Any]()
+        self.ready = Ready(task="generate", setup="", rows=4, cache_tokens=None, positions=None, resident_bytes=5, seconds={})
+
+    async def pieces(self, prompt: Any, options: dict[str, object]) -> AsyncGenerator[Piece]:
+        if self.refuses:
+            raise RequestRefused(Refused(id=1, status=self.refuses, why="no"))
+        self.asked.append(prompt)
+        yield Piece(id=1, text="yes", tokens=1, prompt_tokens=1, ending="stop")
+
+
+def of_several(*engines: Any) -> Replicas:
+    found = Replicas(EngineRequest(model="m"), len(engines))
+    found.engines = list(engines)
+    return found
+
+
+def ask_all(replicas: Replicas, prompts: Listed[Any]) -> list[str]:
+    async def ask() -> list[str]:
+        return [piece.text for prompt in prompts async for piece in replicas.pieces(prompt, {})]
+
+    return asyncio.run(ask())
+
+
+def test_replicas_share_the_work() -> None:
+    first, second = Counted(), Counted()
+    replicas = of_several(first, second)
+    prompts = [f"{number} " + "x" * 300 for number in range(40)]
+    assert len(ask_all(replicas, [*prompts, *(prompt + " and more" for prompt in prompts)])) == 80
+    assert 10 < len(set(first.asked)) < 70 and not {one[:300] for one in first.asked} & {one[:300] for one in second.asked}
+    busy, idle = Counted(3), Counted()
+    ask_all(of_several(busy, idle), prompts)
+    assert len(idle.asked) == 40 and not busy.asked  # more than half of its rows ahead
+    full, free = Counted(refuses=429), Counted()
+    assert len(ask_all(of_several(full, free), [(1, 2), prompts[0], prompts[1]])) == 3 and len(free.asked) == 3
+    with pytest.raises(RequestRefused):
+        ask_all(of_several(Counted(refuses=429), Counted(refuses=429)), prompts[:1])
+    with pytest.raises(RequestRefused):
+        ask_all(of_several(Counted(refuses=413), Counted(refuses=413)), prompts[:1])
+    full.state = "starting"
+    assert of_several(full, free).state == "ready" and len(ask_all(of_several(full, free), prompts)) == 40
+    told = of_several(free, first).ready
+    assert told is not None and (told.rows, told.replicas, told.resident_bytes) == (8, 2, 10)
 
 
 def test_arrivals_are_a_poisson_process() -> None:

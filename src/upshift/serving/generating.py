@@ -57,7 +57,7 @@ class Generating:
         rows = min(race.chosen.batch, self.request.concurrency)
         start = time.perf_counter()
         self.scheduler = Scheduler(
-            self.generator.decoder, rows, self.generator.cache_tokens(),
+            self.generator.decoder, rows, self._cache_tokens(),
             Pace(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
         )  # fmt: skip
@@ -79,6 +79,12 @@ class Generating:
             predicted_capacity=predicted, capacity=rows / (rows * mean * token + step * steps), ttft_ms=1e3 * first,
             tpot_ms=1e3 * step,
         )  # fmt: skip
+
+    def _cache_tokens(self) -> int | None:
+        """Replicas on the CPU share its memory."""
+        found = self.generator.cache_tokens()
+        shared = self.generator.host.device == "cpu"
+        return found // self.request.replicas if shared and found is not None else found
 
     def take(self, asked: Generate | Cancel) -> Value | None:
         """Into the queue; what is refused is answered at once."""
