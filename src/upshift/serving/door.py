@@ -49,7 +49,8 @@ def serve(
         make_app(server), access_log=False, log_config=None, timeout_graceful_shutdown=DRAIN_SECONDS,
         limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=30, ws="none", server_header=False,
     )  # fmt: skip
-    asyncio.run(_serve(server, config, listening, on_ready, on_open))
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it is installed
+        runner.run(_serve(server, config, listening, on_ready, on_open))
 
 
 async def _serve(

@@ -95,8 +95,11 @@ class OpenVinoPages:
 
     def _run(self, rows: list[Row], tokens: Sequence[Sequence[int]]) -> np.ndarray:
         """New tokens of each -> the logits behind the last [R, V]; what is long in parts."""
-        width, found = max(PASS_TOKENS // len(rows), 1), dict[int, np.ndarray]()
-        for start in range(0, max(map(len, tokens)), width):
+        width, longest = max(PASS_TOKENS // len(rows), 1), max(map(len, tokens))
+        if longest <= width:
+            return self._pass(rows, tokens)
+        found = dict[int, np.ndarray]()
+        for start in range(0, longest, width):
             now = [place for place, part in enumerate(tokens) if len(part) > start]
             logits = self._pass([rows[place] for place in now], [tokens[place][start : start + width] for place in now])
             found |= dict(zip(now, logits, strict=True))
@@ -108,22 +111,31 @@ class OpenVinoPages:
         sizes = np.array([len(part) for part in tokens])
         for row, size in zip(rows, sizes, strict=True):
             self._take(row, int(size))
-        begins = np.cumsum([0, *sizes]).astype(np.int32)
-        used = [-(-(row.length + int(size)) // self._page) for row, size in zip(rows, sizes, strict=True)]
+        begins = np.cumsum([0, *sizes], dtype=np.int32)
+        used = -(-(past + sizes) // self._page)
         given = {
             "input_ids": np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens]),
             "past_lens": past, "subsequence_begins": begins, LAST: (begins[1:] - 1 if told is None else told).astype(np.int64),
             "block_indices": np.concatenate([row.pages[:count] for row, count in zip(rows, used, strict=True)]).astype(np.int32),
-            "block_indices_begins": np.cumsum([0, *used]).astype(np.int32),
+            "block_indices_begins": np.cumsum([0, *used], dtype=np.int32),
             "max_context_len": np.array((past + sizes).max(), dtype=np.int32),
         }  # fmt: skip
-        places = np.concatenate([np.arange(start, start + size) for start, size in zip(past, sizes, strict=True)])
-        positions = {port: places.reshape(-1, *[1] * (axes - 1)) for port, axes in self._positions.items()}
-        self._request.infer({**positions, **{name: value for name, value in given.items() if name in self._takes}})
+        places = np.concatenate([np.arange(start, start + size, dtype=np.int64) for start, size in zip(past, sizes, strict=True)])
+        positions = [(port, places.reshape(-1, *[1] * (axes - 1))) for port, axes in self._positions.items()]
+        self._infer([*positions, *((name, value) for name, value in given.items() if name in self._takes)])
         for row, size in zip(rows, sizes, strict=True):
             row.length += int(size)
         found: np.ndarray = self._request.get_tensor("logits").data[:, -1].copy()
         return found
+
+    def _infer(self, given: list[tuple[Any, np.ndarray]]) -> None:
+        """By tensors over the arrays themselves: OpenVINO's own way with a dict takes 40 microseconds for each."""
+        import openvino
+
+        for name, value in given:
+            self._request.set_tensor(name, openvino.Tensor(value, shared_memory=True))
+        self._request.start_async()
+        self._request.wait()
 
     def _take(self, row: Row, more: int) -> None:
         """Pages for so many tokens more."""
