@@ -21,7 +21,7 @@ WHOLE, ROUNDED = "0", "32"  # activations beside rounded weights: as they are, o
 
 class Kind(NamedTuple):
     weights: str  # the file's name
-    products: str
+    products: str  # where the CPU has no instructions for bf16: f32
     cache: str  # keys and values
     groups: str = WHOLE
 
@@ -30,9 +30,9 @@ KINDS: dict[Precision, Kind] = {
     "fp32": Kind("fp32", "f32", "f32"),
     "bf16": Kind("fp32", "bf16", "bf16"),
     "fp16-weights": Kind("fp16", "f32", "f32"),
-    "int8-weights": Kind("int8", "f32", "f32"),
+    "int8-weights": Kind("int8", "bf16", "bf16"),
     "int8": Kind("int8", "f32", "u8", ROUNDED),
-    "int4-weights": Kind("int4", "f32", "f32"),
+    "int4-weights": Kind("int4", "bf16", "bf16"),
     "int4": Kind("int4", "f32", "u8", ROUNDED),
     "stored": Kind("", "f32", "f32"),
 }
@@ -76,9 +76,11 @@ def weight_bytes(path: Path) -> int:
 
 def settings_of(setup: EngineSetup) -> dict[str, str]:
     kind = KINDS[setup.precision]
+    able = "BF16" in core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    products, cache = ("f32" if name == "bf16" and not able else name for name in (kind.products, kind.cache))
     return {
-        "INFERENCE_PRECISION_HINT": kind.products,
-        "KV_CACHE_PRECISION": kind.cache,
+        "INFERENCE_PRECISION_HINT": products,
+        "KV_CACHE_PRECISION": cache,
         "DYNAMIC_QUANTIZATION_GROUP_SIZE": kind.groups,
         "PERFORMANCE_HINT": setup.hint.upper(),
         "INFERENCE_NUM_THREADS": str(setup.threads),
