@@ -1,9 +1,9 @@
 """Every language and image model of transformers that can be made tiny, by XLA against torch: what is equal, and what is missing.
 
-    python benchmarks/cases/xla_parity.py --output rows.jsonl [--kinds image] [--only bert,llama] [--bfloat16] [--seconds 1500]
+    python benchmarks/cases/xla_parity.py [--quick] [--kinds image] [--only bert,llama] [--bfloat16] [--seconds 1500]
 
 A model is two layers of width 32 or so with random weights (transformers' own, and 0.1 of deviation added, so that every part
-shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. Rows:
+shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. A row a model:
 
 error           the largest difference of a logit from torch's in float32
 largest         the largest logit, to judge it by
@@ -11,17 +11,18 @@ bf16            with --bfloat16: XLA's difference from torch's bfloat16, and of 
 refused         in place of those, the one line that says why a model does not run
 not_tiny        in place of those, why this script could not make the model: says nothing of XLA
 
-A file that has rows already is continued.
+and one of all, with counts over the newest row of each model. Models that have a row (with bfloat16, where it is asked for) are
+not run again; to do so, give another --results.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -30,10 +31,17 @@ import torch
 import transformers
 from transformers.models.auto import modeling_auto
 
+from upshift.benchmarking.case import Case, command_line
+from upshift.benchmarking.figures import Figure, Source, Table
 from upshift.errors import RequestError
+from upshift.hardware import detect
 from upshift.xla.needs import need_tensorflow
 
+ROOT = Path(__file__).parents[1]
 LENGTH, SECONDS_OF_ONE = 16, 90
+LIMITS = {"float32": 1e-5, "bf16": 2e-2}  # of a difference, and of its share of the largest logit
+QUICK = "bert,gpt2"
+OUTCOMES = ("not_tiny", "refused", "broken", "equal", "different")
 SIZES = {
     32: "hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim d_embed lru_width "
         "attention_hidden_size decoder_hidden_size model_dim encoder_hidden_dim",
@@ -58,6 +66,49 @@ KINDS = {
     "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
 }  # fmt: skip
+
+
+FIGURES = (
+    Figure(name="causal-made", of=Source(row="causal", value="details.made")),
+    Figure(name="causal-equal", of=Source(row="causal", value="details.equal")),
+    Figure(name="causal-refused", of=Source(row="causal", value="details.refused")),
+    Figure(name="causal-share", of=Source(row="causal", value="details.worst_share"), scale=1e6),
+    Figure(name="masked-made", of=Source(row="masked", value="details.made")),
+    Figure(name="masked-equal", of=Source(row="masked", value="details.equal")),
+    Figure(name="masked-refused", of=Source(row="masked", value="details.refused")),
+    Figure(name="masked-share", of=Source(row="masked", value="details.worst_share"), scale=1e6),
+    Figure(name="seq2seq-made", of=Source(row="seq2seq", value="details.made")),
+    Figure(name="seq2seq-equal", of=Source(row="seq2seq", value="details.equal")),
+    Figure(name="seq2seq-refused", of=Source(row="seq2seq", value="details.refused")),
+    Figure(name="seq2seq-share", of=Source(row="seq2seq", value="details.worst_share"), scale=1e6),
+    Figure(name="image-made", of=Source(row="image", value="details.made")),
+    Figure(name="image-equal", of=Source(row="image", value="details.equal")),
+    Figure(name="image-refused", of=Source(row="image", value="details.refused")),
+    Figure(name="image-share", of=Source(row="image", value="details.worst_share"), scale=1e6),
+    Figure(name="all-made", of=Source(row="all", value="details.made")),
+    Figure(name="all-equal", of=Source(row="all", value="details.equal")),
+    Figure(name="all-refused", of=Source(row="all", value="details.refused")),
+    Figure(name="all-share", of=Source(row="all", value="details.worst_share"), scale=1e6),
+    Figure(name="bf16-models", of=Source(row="all", value="details.bf16_models")),
+    Figure(name="bf16-within", of=Source(row="all", value="details.bf16_within")),
+    Figure(name="bf16-share-within", of=Source(row="all", value="details.bf16_share_within")),
+    Figure(name="bf16-worst", of=Source(row="all", value="details.bf16_worst_share"), scale=100),
+    Figure(name="bf16-nearer", of=Source(row="all", value="details.bf16_nearer_than_torch")),
+    Figure(name="bf16-torch-true", of=Source(row="all", value="details.bf16_torch_within_of_true")),
+    Figure(name="bf16-xla-true", of=Source(row="all", value="details.bf16_xla_within_of_true")),
+)
+TABLES = (
+    Table(
+        name="models",
+        header=("", "models", "equal to torch", "refused", "largest error over the largest logit"),
+        rows=(
+            ("decoders", "{causal-made:.0f}", "{causal-equal:.0f}", "{causal-refused:.0f}", "{causal-share:.1f}e-06"),
+            ("encoders", "{masked-made:.0f}", "{masked-equal:.0f}", "{masked-refused:.0f}", "{masked-share:.1f}e-06"),
+            ("encoder-decoders", "{seq2seq-made:.0f}", "{seq2seq-equal:.0f}", "{seq2seq-refused:.0f}", "{seq2seq-share:.1f}e-06"),
+            ("image classifiers", "{image-made:.0f}", "{image-equal:.0f}", "{image-refused:.0f}", "{image-share:.1f}e-06"),
+        ),
+    ),
+)
 
 
 class Logits(torch.nn.Module):
@@ -190,33 +241,66 @@ def _too_long(*_: Any) -> None:
     raise RequestError(f"not done in {SECONDS_OF_ONE} s")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+def newest_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Details by (kind, model type)."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [row["details"] for row in map(json.loads, lines) if "model" in row["details"] and not row["details"]["quick"]]
+    return {(details["kind"], details["model"]): details for details in found}
+
+
+def outcome(details: dict[str, Any]) -> str:
+    failed = next((name for name in OUTCOMES if name in details), None)
+    return failed or ("equal" if details["error"] <= LIMITS["float32"] * max(1.0, details["largest"]) else "different")
+
+
+def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ran = [details for details in rows if "error" in details]
+    half = [details["bf16"] for details in ran if "bf16" in details]
+    near = [one["from_torch"] <= LIMITS["bf16"] for one in half]
+    shares = sorted(one["from_torch"] / one["largest"] for one in half)
+    kinds_of_end = {name: 0 for name in OUTCOMES} | Counter(map(outcome, rows))
+    return kinds_of_end | {
+        "models": len(rows), "made": len(rows) - kinds_of_end["not_tiny"],
+        "worst_share": max((one["error"] / one["largest"] for one in ran), default=0.0),
+        "bf16_models": len(half), "bf16_within": sum(near), "bf16_share_within": sum(one <= LIMITS["bf16"] for one in shares),
+        "bf16_worst_share": shares[-1] if shares else 0.0,
+        "bf16_nearer_than_torch": sum(one["xla_from_true"] <= one["torch_from_true"] for one in half),
+        "bf16_torch_within_of_true": sum(one["torch_from_true"] <= LIMITS["bf16"] for one in half),
+        "bf16_xla_within_of_true": sum(one["xla_from_true"] <= LIMITS["bf16"] for one in half),
+    }  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--kinds", default=",".join(KINDS), help="in this order")
     parser.add_argument("--only", help="model types, with commas")
     parser.add_argument("--bfloat16", action="store_true")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no model after this")
-    parser.add_argument("--shard", default="0/1", help="K/N: each N-th model from the K-th on")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     need_tensorflow("this check")
     transformers.logging.set_verbosity_error()
-    start, (shard, shards) = time.monotonic(), map(int, options.shard.split("/"))
-    known = options.output.read_text().splitlines() if options.output.exists() else []
-    done = {(row["kind"], row["model"]) for row in map(json.loads, known)}
-    only = options.only.split(",") if options.only else None
+    start, only = time.monotonic(), QUICK if options.quick else options.only
+    settings = {"bfloat16": options.bfloat16, "length": LENGTH}
+    case = Case("xla_parity", options.results, detect(), options.quick, settings)
+    known = newest_rows(case.path)
     signal.signal(signal.SIGALRM, _too_long)
-    for number, (kind, model_type, architecture) in enumerate(every_model(options.kinds)):
-        skipped = (kind, model_type) in done or number % shards != shard or (only is not None and model_type not in only)
-        if skipped or time.monotonic() - start > options.seconds:
+    for kind, model_type, architecture in every_model(options.kinds):
+        done = known.get((kind, model_type))
+        is_done = done is not None and ("bf16" in done or "error" not in done or not options.bfloat16)
+        if is_done or (only and model_type not in only.split(",")) or time.monotonic() - start > options.seconds:
             continue
         signal.alarm(SECONDS_OF_ONE)
-        found = row_of(kind, model_type, architecture, bfloat16=options.bfloat16)
+        found = {"kind": kind, "model": model_type, "class": architecture}
+        found |= row_of(kind, model_type, architecture, bfloat16=options.bfloat16)
         signal.alarm(0)
-        row = {"kind": kind, "model": model_type, "class": architecture, **found}
-        with options.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+        print(json.dumps(found), flush=True)
+        failure = found.get("refused") or found.get("broken")
+        case.add(f"{kind} {model_type}", plan={}, measured=None, details=found, failure=failure)
+        known[kind, model_type] = found
+    for kind in KINDS:
+        case.add(kind, plan={}, measured=None, details=counted([details for (of, _), details in known.items() if of == kind]))
+    case.add("all", plan={}, measured=None, details=counted(list(known.values())))
+    print(json.dumps(case.rows[-1].details))
     return 0
 
 

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import as_dtype, lowers, result, result_dtype
+from upshift.xla.lowering.registry import as_dtype, as_wide, lowers, result, result_dtype
 
 SEED: ContextVar[tf.Tensor | None] = ContextVar("seed of the program that is being walked", default=None)
 
@@ -62,7 +62,8 @@ def _native_dropout(node: Node, value: tf.Tensor, probability: float, train: boo
     if not train or probability == 0:
         return value, tf.ones(value.shape, tf.bool)
     kept = uniform(node, value.shape) >= probability
-    scaled = value * tf.constant(1 / (1 - probability) if probability < 1 else 0.0, value.dtype)
+    wide = as_wide(value)
+    scaled = tf.cast(wide * tf.constant(1 / (1 - probability) if probability < 1 else 0.0, wide.dtype), value.dtype)
     return tf.where(kept, scaled, tf.zeros_like(scaled)), kept
 
 
