@@ -31,7 +31,7 @@ def _added_product(
 
 @tf.custom_gradient
 def _wide_product(left: tf.Tensor, right: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tuple[tf.Tensor, tf.Tensor]]]:
-    """Of half precision, in float32. TensorFlow's own gradient of it multiplies two dtypes, and fails."""
+    """Of half precision, in float32. TensorFlow's own gradients of it would be products in float32, too."""
 
     def gradient(of_product: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # Nothing is lost: what comes from a rounded result was half precision.
