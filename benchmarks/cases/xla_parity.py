@@ -62,17 +62,18 @@ FIGURES = (
     Figure(name="image-equal", of=Source(row="image", value="details.equal")),
     Figure(name="image-refused", of=Source(row="image", value="details.refused")),
     Figure(name="image-share", of=Source(row="image", value="details.worst_share"), scale=1e6),
-    Figure(name="bf16-models", of=Source(row="all", value="details.bf16_models")),
-    Figure(name="bf16-within", of=Source(row="all", value="details.bf16_within")),
-    Figure(name="bf16-share-within", of=Source(row="all", value="details.bf16_share_within")),
-    Figure(name="bf16-worst", of=Source(row="all", value="details.bf16_worst_share"), scale=100),
-    Figure(name="bf16-nearer", of=Source(row="all", value="details.bf16_nearer_than_torch")),
-    Figure(name="rounded-models", of=Source(row="all, every rounding", value="details.bf16_models")),
-    Figure(name="rounded-within", of=Source(row="all, every rounding", value="details.bf16_within")),
-    Figure(name="rounded-same", of=Source(row="all, every rounding", value="details.bf16_same")),
-    Figure(name="rounded-worst", of=Source(row="all, every rounding", value="details.bf16_worst_share"), scale=100),
-    Figure(name="bf16-torch-true", of=Source(row="all", value="details.bf16_torch_within_of_true")),
-    Figure(name="bf16-xla-true", of=Source(row="all", value="details.bf16_xla_within_of_true")),
+    Figure(name="bf16-models", of=Source(row="all", value="details.of_bf16.models")),
+    Figure(name="bf16-within", of=Source(row="all", value="details.of_bf16.within")),
+    Figure(name="bf16-types", of=Source(row="all", value="details.of_bf16.types")),
+    Figure(name="bf16-types-within", of=Source(row="all", value="details.of_bf16.types_within")),
+    Figure(name="bf16-worst", of=Source(row="all", value="details.of_bf16.worst_share"), scale=100),
+    Figure(name="bf16-nearer", of=Source(row="all", value="details.of_bf16.nearer_than_torch")),
+    Figure(name="rounded-models", of=Source(row="all, every rounding", value="details.of_bf16.models")),
+    Figure(name="rounded-within", of=Source(row="all, every rounding", value="details.of_bf16.within")),
+    Figure(name="rounded-same", of=Source(row="all, every rounding", value="details.of_bf16.same")),
+    Figure(name="rounded-worst", of=Source(row="all, every rounding", value="details.of_bf16.worst_share"), scale=100),
+    Figure(name="bf16-torch-true", of=Source(row="all", value="details.of_bf16.torch_within_of_true")),
+    Figure(name="bf16-xla-true", of=Source(row="all", value="details.of_bf16.xla_within_of_true")),
 )
 TABLES = (
     Table(
@@ -179,21 +180,21 @@ def outcome(details: dict[str, Any]) -> str:
 
 
 def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
-    ran = [details for details in rows if "error" in details]
-    half = [details["bf16"] for details in ran if "bf16" in details]
-    near = [one["from_torch"] <= LIMITS["bf16"] for one in half]
-    shares = sorted(one["from_torch"] / one["largest"] for one in half)
-    kinds_of_end = {name: 0 for name in OUTCOMES} | Counter(map(outcome, rows))
-    return kinds_of_end | {
-        "models": len(rows), "made": len(rows) - kinds_of_end["not_tiny"],
-        "worst_share": max((one["error"] / one["largest"] for one in ran), default=0.0),
-        "bf16_models": len(half), "bf16_within": sum(near), "bf16_same": sum(one["from_torch"] == 0 for one in half),
-        "bf16_share_within": sum(one <= LIMITS["bf16"] for one in shares),
-        "bf16_worst_share": shares[-1] if shares else 0.0,
-        "bf16_nearer_than_torch": sum(one["xla_from_true"] <= one["torch_from_true"] for one in half),
-        "bf16_torch_within_of_true": sum(one["torch_from_true"] <= LIMITS["bf16"] for one in half),
-        "bf16_xla_within_of_true": sum(one["xla_from_true"] <= LIMITS["bf16"] for one in half),
+    ends = {name: 0 for name in OUTCOMES} | Counter(map(outcome, rows))
+    worst = max((one["error"] / one["largest"] for one in rows if "error" in one), default=0.0)
+    half = [(one["model"], one["bf16"]) for one in rows if "bf16" in one]
+    types = {name for name, _ in half}
+    far = {name for name, one in half if one["from_torch"] > LIMITS["bf16"]}
+    bf16 = {
+        "models": len(half), "within": sum(one["from_torch"] <= LIMITS["bf16"] for _, one in half),
+        "types": len(types), "types_within": len(types - far),
+        "same": sum(one["from_torch"] == 0 for _, one in half),
+        "worst_share": max((one["from_torch"] / one["largest"] for _, one in half), default=0.0),
+        "nearer_than_torch": sum(one["xla_from_true"] <= one["torch_from_true"] for _, one in half),
+        "torch_within_of_true": sum(one["torch_from_true"] <= LIMITS["bf16"] for _, one in half),
+        "xla_within_of_true": sum(one["xla_from_true"] <= LIMITS["bf16"] for _, one in half),
     }  # fmt: skip
+    return {"models": len(rows), "made": len(rows) - ends["not_tiny"], **ends, "worst_share": worst, "of_bf16": bf16}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -44,13 +44,19 @@ def every_model(kinds: str) -> Iterator[tuple[str, str, str]]:
             yield kind, model_type, found if isinstance(found, str) else found[0]
 
 
-OTHERWISE: tuple[dict[str, int | None], ...] = ({}, {"num_key_value_heads": 4}, {"head_dim": None})  # None: as it is
+OTHERWISE: tuple[dict[str, int | None], ...] = (  # None: as it is
+    {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"patch_size": 4, "image_size": 64},
+)  # fmt: skip
+STAGES = {"hidden_sizes": 16, "embed_dims": 16, "depths": 1, "num_heads": 2, "num_attention_heads": 2}  # of as many as there are
 
 
 def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
     default = config_class()
     sizes = {name: size for size, names in SIZES.items() for name in names.split()}
-    asked = {name: size for name, size in sizes.items() if isinstance(getattr(default, name, None), int)}
+    asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(getattr(default, name, None), int)}
+    for name, size in STAGES.items():
+        if isinstance(stages := getattr(default, name, None), list | tuple):
+            asked[name] = [size] * len(stages)
     for name in ("bos_token_id", "eos_token_id"):
         if isinstance(getattr(default, name, None), int | list):
             asked[name] = 1
