@@ -151,7 +151,9 @@ class Few(torch.nn.Module):
             functional.avg_pool2d(images, 3, 2, padding=1, ceil_mode=True),
             functional.avg_pool2d(images, 2, divisor_override=3),
         ]
-        return [torch.stack([*norms, torch.arange(4, dtype=torch.uint8).float()]), *resized]
+        counted = [torch.arange(4, dtype=torch.uint8).float(), torch.arange(0, 4, 1.0, dtype=torch.int64).float()]
+        waves = [torch.fft.fftn(value, dim=(0, 1)).real, torch.fft.ifft(value.to(torch.complex64), norm="ortho").imag]
+        return [torch.stack([*norms, *counted]), *resized, *waves]
 
 
 class Rounding(torch.nn.Module):

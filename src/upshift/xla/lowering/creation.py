@@ -44,6 +44,7 @@ def _fill(node: Node, value: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
 def _arange(node: Node, start: Any, end: Any, step: Any = 1, **_: Any) -> tf.Tensor:
     dtype = result_dtype(node)
     counted = dtype if dtype.size > 2 else tf.float32 if dtype.is_floating else tf.int32  # tf.range knows no uint8 and float16
+    start, end, step = (int(one) if counted.is_integer else one for one in (start, end, step))  # 1.0 is a step of integers, too
     return tf.cast(tf.range(start, end, step, dtype=counted), dtype)
 
 

@@ -1,13 +1,14 @@
-"""Matrix products. Sums are in float32 on TPUs and CPUs whatever the dtype, which is torch's own practice."""
+"""Matrix products, and Fourier's. Sums are in float32 on TPUs and CPUs whatever the dtype, which is torch's own practice."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import as_wide, is_half, lowers
+from upshift.xla.lowering.registry import as_wide, is_half, lowers, moved, positive
 
 
 @lowers("aten.mm.default", "aten.bmm.default", "aten.matmul.default")
@@ -55,3 +56,16 @@ def _mv(node: Node, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 def _cdist(node: Node, left: tf.Tensor, right: tf.Tensor, power: float = 2.0, *_: object) -> tf.Tensor:
     difference = tf.abs(as_wide(left)[..., :, None, :] - as_wide(right)[..., None, :, :])
     return tf.cast(tf.pow(tf.reduce_sum(tf.pow(difference, power), -1), 1 / power), left.dtype)
+
+
+@lowers("aten._fft_c2c.default")
+def _fft(node: Node, value: tf.Tensor, dims: Sequence[int], normalization: int, forward: bool) -> tf.Tensor:
+    """``normalization``: torch divides by nothing, the root of the size, or the size."""
+    rank, size = len(value.shape), 1
+    for dim in (positive(dim, rank) for dim in dims):
+        order = list(range(rank))
+        order[dim], order[-1] = order[-1], order[dim]
+        size *= int(value.shape[dim])
+        value = moved((tf.signal.fft if forward else tf.signal.ifft)(moved(value, order)), order)
+    scale = (1.0 if forward else float(size)) / (1.0, math.sqrt(size), float(size))[normalization]
+    return value if scale == 1 else value * tf.constant(scale, value.dtype)
