@@ -91,6 +91,12 @@ def quiet_libraries() -> None:
         logging.getLogger(name).setLevel(logging.ERROR)
 
 
+def take_gpu(number: int) -> None:
+    """Of those that this process may use, as CUDA counts them; before a library that looks for them is loaded."""
+    visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    os.environ["CUDA_VISIBLE_DEVICES"] = visible[number] if visible else str(number)
+
+
 def quiet_tensorflow() -> None:
     """TensorFlow and XLA print from C++ what they find of GPUs and instruction sets, unless told not to when they are loaded."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")

@@ -89,7 +89,7 @@ def slow(server: Running, found: list[int]) -> None:
 def many(server: Running, count: int, seed: int) -> dict[str, Any]:
     """``count`` requests in four threads, and eight slow clients beside them."""
     process = psutil.Process(server.process.pid)
-    engine = psutil.Process(server.engine()["process"])
+    engine = psutil.Process(server.engine()["processes"][0])
     broken(server, random.Random(seed), SETTLED)
     before = [one.memory_info().rss for one in (process, engine)]
     statuses: list[int] = []

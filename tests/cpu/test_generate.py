@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -217,7 +220,8 @@ def test_what_prompts_begin_with_is_computed_once(
     forward = decoder._run
 
     def watched(*given: Any) -> np.ndarray:
-        computed.append(next(one.size for one in given if isinstance(one, np.ndarray)))
+        padded = [one.size for one in given if isinstance(one, np.ndarray)]
+        computed.append(padded[0] if padded else sum(map(len, given[1])))  # else rows and their tokens, in pages
         return forward(*given)
 
     monkeypatch.setattr(decoder, "_run", watched)
@@ -615,3 +619,15 @@ def test_quantize_on_the_command_line(made: dict[str, str], tmp_path: Path, upsh
         wrong = upshift(*command, *options)
         assert wrong.code == 2 and said in wrong.err and "Traceback" not in wrong.err
     assert (tmp_path / "mine" / "file").read_text() == "kept"
+
+
+def test_openvino_tells_nobody_that_it_is_used() -> None:
+    """Its packages send usage data when they are imported, unless they believe to run in continuous integration."""
+    code = (
+        "import time, openvino_telemetry.backend.backend_ga4 as backend; told = []\n"
+        "backend.GA4Backend.send = lambda self, message: told.append(message)\n"
+        "from upshift.inference.openvino_core import core; core(); time.sleep(0.5); print(told)"
+    )
+    outside = {name: value for name, value in os.environ.items() if name not in ("CI", "NNCF_CI")}
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=outside, timeout=120)
+    assert found.returncode == 0 and found.stdout.strip() == "[]", found.stdout + found.stderr

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -42,9 +41,11 @@ class Oracle:
         self.taken.append(tokens)
 
 
-@pytest.mark.parametrize("kind", ["llama", "gemma2, sliding", "bloom, alibi"])
-def test_the_text_is_that_without_guesses(made: dict[str, str], kind: str) -> None:
-    model, decoder = made[kind], decoder_of(made[kind], "torch")
+@pytest.mark.parametrize(
+    ("engine", "kind"), [("torch", "llama"), ("torch", "gemma2, sliding"), ("torch", "bloom, alibi"), ("openvino", "llama")]
+)
+def test_the_text_is_that_without_guesses(made: dict[str, str], engine: str, kind: str) -> None:
+    model, decoder = made[kind], decoder_of(made[kind], engine)
     prompts = ids_of(PROMPTS, model)
     expected = by_transformers(model, prompts)
     options = read_options(find_weights(model), {"max_new_tokens": NEW})
@@ -65,8 +66,6 @@ def test_a_sampled_text_is_that_without_guesses(made: dict[str, str]) -> None:
     assert generator.generate(PROMPTS[:1], **asked, prompt_lookup_num_tokens=5) == plain
     ended = generator.generate(PROMPTS[:1], **{**asked, "eos_token_id": plain[0].tokens[6]}, prompt_lookup_num_tokens=5)
     assert ended[0].tokens == plain[0].tokens[: plain[0].tokens.index(plain[0].tokens[6]) + 1]
-    with pytest.raises(RequestError, match="ask for --engine torch"):
-        upshift.Generator(made["llama"]).generate(["a"], prompt_lookup_num_tokens=5)
 
 
 @settings(max_examples=50, deadline=None)
@@ -100,12 +99,19 @@ def test_guesses_rest_where_they_do_not_pay() -> None:
         lookup.add(2, 1.5, guessed=True)
 
 
-def test_what_does_not_extend_says_so(made: dict[str, str], tmp_path: Path) -> None:
-    assert decoder_of(made["llama"], "torch").extends and not decoder_of(made["llama"], "nothing").extends
-    extended = decoder_of(made["llama"], "torch")
+@pytest.mark.parametrize("engine", ["torch", "openvino"])
+def test_several_tokens_of_a_text_at_once(made: dict[str, str], engine: str) -> None:
+    assert not decoder_of(made["llama"], "nothing").extends
+    extended = decoder_of(made["llama"], engine)
     (prompt,) = ids_of(PROMPTS[:1], made["llama"])
     extended.admit([prompt[:-3]])
     several = extended.extend(prompt[-3:])
-    assert several.shape == (3, 260)
+    assert extended.extends and several.shape == (3, 260)
     extended.cut(2)
     assert np.allclose(extended.step(np.array(prompt[-2:-1]))[0], several[1], atol=1e-4)
+
+
+def test_what_does_not_extend_says_so(made: dict[str, str]) -> None:
+    model = next(path for kind, path in made.items() if "alibi" in kind)
+    with pytest.raises(RequestError, match="ask for --engine torch"):
+        upshift.Generator(model, engine="openvino", race_seconds=30).generate(["a"], max_new_tokens=2, prompt_lookup_num_tokens=5)

@@ -96,7 +96,7 @@ def test_a_conversation_is_not_computed_twice(server: Running, models: Path) -> 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_the_web_server_has_no_torch(server: Running) -> None:
-    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine()["process"])]
+    maps = [Path(f"/proc/{pid}/maps").read_text() for pid in (server.process.pid, server.engine()["processes"][0])]
     assert ["libtorch" in one for one in maps] == [False, True]
 
 
@@ -216,18 +216,32 @@ def test_an_engine_that_is_killed(server: Running) -> None:
     asking = threading.Thread(target=ask)
     asking.start()
     wait(lambda: server.engine()["in_flight"] == 4)
-    before = server.engine()["process"]
+    before = server.engine()["processes"][0]
     os.kill(before, signal.SIGKILL)
     asking.join(timeout=60)
     answer = said.get(timeout=1)
     assert answer.status_code == 503 and "the engine died" in answer.json()["error"]["message"]
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 2}).status_code in (200, 503)
-    wait(lambda: server.engine()["state"] == "ready" and server.engine()["process"] != before)
+    wait(lambda: server.engine()["state"] == "ready" and server.engine()["processes"][0] != before)
     assert server.post("/v1/completions", {"model": "tiny", "prompt": "fox", "max_tokens": 2}).status_code == 200
     counted = httpx2.get(f"{server.url}/metrics", headers=KEY).text
     assert re.search(r'upshift_engine_restarts_total{model="tiny"} 1\.0', counted)
     assert 'upshift_engine_start_seconds{model="tiny",part="racing and loading"}' in counted
     assert "fox" not in server.log.read_text()
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="two engines need a core each")
+def test_two_engines_of_one_model(models: Path, tmp_path: Path) -> None:
+    """One of them is killed: the other one answers meanwhile."""
+    with serving(models, tmp_path / "log", "tiny", "--replicas", "2", *OPTIONS) as running:
+        said = running.engine()
+        shares = [os.sched_getaffinity(process) for process in said["processes"]]
+        assert said["replicas"] == 2 and said["rows"] == 8 and shares[0] and not shares[0] & shares[1]
+        assert "8 at once in 2 engines" in running.log.read_text()
+        os.kill(said["processes"][0], signal.SIGKILL)
+        wait(lambda: running.engine()["processes"][0] != said["processes"][0])
+        body = {"model": "tiny", "max_tokens": 3}
+        assert all(running.post("/v1/completions", {**body, "prompt": word}).status_code == 200 for word in WORDS)
 
 
 def test_load_test(server: Running, upshift: Command, tmp_path: Path) -> None:

@@ -26,6 +26,9 @@ def command(
     prompts: Annotated[Path | None, typer.Option("--prompts", help="what to expect: a .txt or .jsonl file")] = None,
     prompt_length: Annotated[int, typer.Option("--prompt-length", min=1, help="tokens to expect, without --prompts")] = 128,
     output_length: Annotated[int, typer.Option("--output-length", min=1, help="tokens of an answer to expect")] = 128,
+    replicas: Annotated[
+        int | None, typer.Option("--replicas", min=1, help="engines of each model; unasked: one a GPU, or a NUMA node")
+    ] = None,
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="requests that wait; more get 429")] = 256,
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32: 0.999")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
@@ -54,7 +57,7 @@ def command(
     limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_keys(api_key_file))
     show.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
     serve(
-        requests, Address(host, port), limits,
+        requests, Address(host, port), limits, replicas=_replicas(replicas),
         memory_bytes=None if max_memory is None else int(max_memory * GIB),
         on_ready=_tell_ready, on_open=_tell_open,
     )  # fmt: skip
@@ -64,6 +67,20 @@ def _check() -> None:
     for library in ("fastapi", "uvicorn", "prometheus-client"):
         if installed_version(library) is None:
             raise MissingExtra(library=library, extra="serve", purpose="upshift serve")
+
+
+def _replicas(asked: int | None) -> int:
+    """A GPU each; without GPUs cores each, as many as there are NUMA nodes: memory of another node is slower."""
+    from upshift.hardware import detect
+
+    host = detect()
+    cores = host.cpu.usable_cores if host.cpu is not None else 1
+    most = host.gpus_per_node or cores
+    if asked is not None and asked > most:
+        what = "GPUs" if host.gpus_per_node else "cores"
+        raise RequestError(f"--replicas {asked} is more than the {most} {what} of this machine; ask for at most {most}")
+    nodes = host.cpu.numa_nodes if host.cpu is not None and host.cpu.numa_nodes else 1
+    return asked or host.gpus_per_node or min(nodes, cores)
 
 
 def _named(models: list[str]) -> dict[str, str]:
@@ -98,7 +115,8 @@ def _tell_open(url: str) -> None:
 
 def _tell_ready(name: str, ready: Any) -> None:
     parts = ", ".join(f"{what} {format_seconds(seconds)}" for what, seconds in ready.seconds.items())
-    show.err.print(f"{name}: {ready.setup}, {ready.rows} at once ({parts})")
+    engines = f" in {ready.replicas} engines" if ready.replicas > 1 else ""
+    show.err.print(f"{name}: {ready.setup}, {ready.rows} at once{engines} ({parts})")
     if ready.task == "generate":
         predicted = "" if ready.predicted_capacity is None else f" (predicted {ready.predicted_capacity:.2f})"
         dim(

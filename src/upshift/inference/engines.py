@@ -67,7 +67,7 @@ ENGINES: dict[EngineName, Entry] = {  # in the order of a race: the reference, t
         ("openvino", "nncf"), "openvino",
         {
             "encode": Door("openvino_engine:OpenVinoEngine", ("fp32", "bf16", "int8-weights", "int8")),
-            "generate": Door("openvino_decoder:OpenVinoDecoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
+            "generate": Door("openvino_decoder:decoder", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
             "seq2seq": Door("openvino_seq2seq:OpenVinoSeq2Seq", ("fp32", "bf16", "fp16-weights", *QUANTIZED)),
         },
     ),

@@ -83,7 +83,8 @@ def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Ca
         if ENGINES[setup.engine].uncompiled and not (measured.measured and measured.measured.compiler):
             return None
         weights, cached = FORMATS[setup.precision]
-        cached = "bf16" if setup.device == "cuda" and setup.precision in ROUNDED else cached  # beside any rounded weights there
+        if setup.precision in ROUNDED and (setup.device == "cuda" or (cached == "fp32" and host.supports("bf16"))):
+            cached = "bf16"  # beside any rounded weights
         execution = "eager" if setup.engine == "torch" else "graphs"
         profile = traced()
         return profile and build_engine(measured, profile, workload, ReplicaShape(weights, cached, 1, 1, execution))

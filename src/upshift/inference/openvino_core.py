@@ -14,10 +14,13 @@ from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
+from upshift.settings import without_telemetry
+
 
 @cache
 def core() -> Any:
-    import openvino
+    with without_telemetry():  # importing it tells of it already, by a process that is forked for that
+        import openvino
 
     found = openvino.Core()
     found.get_property("CPU", "FULL_DEVICE_NAME")  # loads the plugin, before that of any other core

@@ -27,7 +27,6 @@ class Choice(NamedTuple):
 async def together(choices: list[AsyncIterator[Piece]], seconds: float) -> AsyncGenerator[Choice]:
     """The pieces of several texts as they come. Who stops listening ends all; what one raises ends all, too, as does TimeoutError
     after ``seconds``."""
-    deadline = time.monotonic() + seconds
     found: asyncio.Queue[Choice | BaseException | None] = asyncio.Queue()
 
     async def follow(index: int, pieces: AsyncIterator[Piece]) -> None:
@@ -39,10 +38,11 @@ async def together(choices: list[AsyncIterator[Piece]], seconds: float) -> Async
             found.put_nowait(error)
 
     tasks = [asyncio.create_task(follow(index, pieces)) for index, pieces in enumerate(choices)]
+    ending = asyncio.get_running_loop().call_later(seconds, found.put_nowait, TimeoutError())
     try:
         left = len(tasks)
         while left:
-            said = await asyncio.wait_for(found.get(), max(deadline - time.monotonic(), 0.0))
+            said = await found.get()
             if isinstance(said, BaseException):
                 raise said
             if said is None:
@@ -50,6 +50,7 @@ async def together(choices: list[AsyncIterator[Piece]], seconds: float) -> Async
             else:
                 yield said
     finally:
+        ending.cancel()
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
@@ -64,16 +65,17 @@ class Answer:
         self.asked = asked
         self._texts: dict[int, list[str]] = {}
         self._last: dict[int, Piece] = {}
+        self._tokens: dict[int, int] = {}
 
     def add(self, choice: Choice) -> None:
         index, piece = choice
         self._texts.setdefault(index, []).append(piece.text)
-        before = self._last[index].tokens if index in self._last else 0
-        self._last[index] = piece.changed(tokens=piece.tokens + before)
+        self._last[index] = piece
+        self._tokens[index] = self._tokens.get(index, 0) + piece.tokens
 
     @property
     def usage(self) -> Usage:
-        return Usage.of(list(self._last.values()))
+        return Usage.of([piece.changed(tokens=self._tokens[index]) for index, piece in self._last.items()])
 
     def whole(self) -> dict[str, Any]:
         chat = isinstance(self.asked, ChatRequest)

@@ -20,10 +20,10 @@ from starlette.exceptions import HTTPException
 
 from upshift.errors import UpshiftError
 from upshift.serving.answers import Answer, Asked, Choice, error_event, together
-from upshift.serving.engine import EngineProcess
 from upshift.serving.guard import Guard
 from upshift.serving.metrics import Metrics
 from upshift.serving.refusals import RESPONSES, answer_of, refusal
+from upshift.serving.replicas import Replicas
 from upshift.serving.requests import ChatRequest, CompletionRequest, EmbeddingRequest
 from upshift.serving.served import Served
 from upshift.serving.timed import timed
@@ -75,14 +75,14 @@ class Server:
     def health(self) -> dict[str, Any]:
         """What runs, and what it promises: ``upshift load-test`` holds its figures against these."""
         engines = {name: self._engine(engine) for name, engine in self.served.engines.items()}
-        bad = any(engine.state == "failed" for engine in self.served.engines.values())
+        bad = any(engine.failed for engine in self.served.engines.values())
         return {"status": "draining" if self.draining else "failed" if bad else "ok", "models": engines}
 
     def _model(self, name: str) -> dict[str, Any]:
         return {"id": name, "object": "model", "created": 0, "owned_by": "upshift"}
 
-    def _engine(self, engine: EngineProcess) -> dict[str, Any]:
-        said: dict[str, Any] = {"state": engine.state, "in_flight": engine.in_flight, "process": engine.pid}
+    def _engine(self, engine: Replicas) -> dict[str, Any]:
+        said: dict[str, Any] = {"state": engine.state, "in_flight": engine.in_flight, "processes": engine.pids}
         if engine.ready is not None:
             said |= engine.ready.model_dump(exclude={"kind"})
         said |= engine.beat.model_dump(exclude={"kind"})
@@ -145,7 +145,7 @@ class Server:
             known = ", ".join(self.served.engines)
             raise HTTPException(404, f"the model {name!r} is not served here; ask for one of {known}")
 
-    def _check_task(self, engine: EngineProcess, name: str, task: str) -> None:
+    def _check_task(self, engine: Replicas, name: str, task: str) -> None:
         assert engine.ready is not None
         if engine.ready.task != task:
             other = "/v1/embeddings" if engine.ready.task == "encode" else "/v1/chat/completions or /v1/completions"

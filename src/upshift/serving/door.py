@@ -13,9 +13,9 @@ import uvicorn
 
 from upshift.errors import RequestError
 from upshift.serving.app import Limits, Server, make_app
-from upshift.serving.engine import EngineProcess
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
+from upshift.serving.replicas import Replicas
 from upshift.serving.served import Served
 
 DRAIN_SECONDS = 30
@@ -33,22 +33,24 @@ def serve(
     address: Address,
     limits: Limits,
     *,
+    replicas: int = 1,
     memory_bytes: int | None = None,
     on_ready: Callable[[str, Ready], None] = lambda name, ready: None,
     on_open: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Until it is told to stop. ``requests``: by the names that clients say. Raises what keeps an engine from starting."""
+    """Until it is told to stop. ``requests``: by the names that clients say; ``replicas``: engines of each. Raises what keeps
+    one from starting."""
     listening = _listen(address)  # a port that is taken is told before minutes of racing
     metrics = Metrics()
-    server = Server(
-        Served({name: EngineProcess(one) for name, one in requests.items()}, metrics, memory_bytes=memory_bytes), metrics, limits
-    )
+    engines = {name: Replicas(one, replicas) for name, one in requests.items()}
+    server = Server(Served(engines, metrics, memory_bytes=memory_bytes), metrics, limits)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
     config = uvicorn.Config(
         make_app(server), access_log=False, log_config=None, timeout_graceful_shutdown=DRAIN_SECONDS,
         limit_concurrency=MOST_CONNECTIONS, timeout_keep_alive=30, ws="none", server_header=False,
     )  # fmt: skip
-    asyncio.run(_serve(server, config, listening, on_ready, on_open))
+    with asyncio.Runner(loop_factory=config.get_loop_factory()) as runner:  # uvloop, where it is installed
+        runner.run(_serve(server, config, listening, on_ready, on_open))
 
 
 async def _serve(

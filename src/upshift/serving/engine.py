@@ -7,7 +7,7 @@ import itertools
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Literal
 
@@ -21,6 +21,7 @@ from upshift.serving.messages import (
     Failed,
     Generate,
     Piece,
+    Prompt,
     Ready,
     Refused,
     Vectors,
@@ -53,7 +54,6 @@ class EngineProcess:
         self.ready: Ready | None = None
         self.beat = Beat(live=0, waiting=0, resident_bytes=0)
         self.failure: Failed | None = None
-        self.last_used = time.monotonic()
         self._process: asyncio.subprocess.Process | None = None
         self._numbers = itertools.count(1)
         self._open: dict[int, asyncio.Queue[Piece | Vectors | Refused | None]] = {}
@@ -93,9 +93,7 @@ class EngineProcess:
         self.state, self.ready, self._runner = "asleep", None, None
         self._lose()
 
-    async def pieces(
-        self, prompt: str | tuple[int, ...] | tuple[dict[str, str], ...], options: dict[str, object]
-    ) -> AsyncIterator[Piece]:
+    async def pieces(self, prompt: Prompt, options: dict[str, object]) -> AsyncGenerator[Piece]:
         """Who stops listening cancels it. Raises RequestRefused, or EngineDied."""
         number = next(self._numbers)
         inbox = self._listen(number)
@@ -126,7 +124,6 @@ class EngineProcess:
             self._open.pop(number, None)
 
     def _listen(self, number: int) -> asyncio.Queue[Piece | Vectors | Refused | None]:
-        self.last_used = time.monotonic()
         return self._open.setdefault(number, asyncio.Queue())
 
     async def _send(self, value: Value) -> None:

@@ -12,8 +12,10 @@ import time
 from typing import Any, TextIO
 
 from upshift.errors import RequestError, UpshiftError
+from upshift.hardware import detect
+from upshift.hardware.binding import bind
 from upshift.serving.messages import TO_ENGINE, EngineRequest, Failed, Ready
-from upshift.settings import quiet_libraries, wait_briefly
+from upshift.settings import quiet_libraries, take_gpu, wait_briefly
 from upshift.value import Value
 
 
@@ -25,6 +27,8 @@ def main() -> None:
     said = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)  # whatever libraries print is not among the answers
     request = EngineRequest.from_json(sys.stdin.readline(), origin="the engine's request")
+    if request.replicas > 1:
+        _take_share(request)
 
     def tell(values: list[Value]) -> None:
         _tell(said, values, start)
@@ -42,6 +46,14 @@ def main() -> None:
         serve(request, inbox, tell)
     except UpshiftError as error:
         tell([Failed(why=str(error), exit_code=error.exit_code)])
+
+
+def _take_share(request: EngineRequest) -> None:
+    """Of what the machine computes with, before a library asks what there is."""
+    if detect().gpus_per_node:
+        take_gpu(request.replica)
+    else:
+        bind(request.replica, request.replicas)
 
 
 def _serving(source: Any) -> Any:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable
 from itertools import islice
 from pathlib import Path
-from statistics import median
 from typing import Any, NamedTuple
 
 from upshift.benchmarking.meters import resident_bytes
@@ -20,12 +19,12 @@ from upshift.inference.generation.sequence import Sequence
 from upshift.loading.memory_limits import read_max_memory
 from upshift.serving.messages import Beat, Cancel, EngineRequest, Generate, Piece, Ready, Refused
 from upshift.serving.pace import Pace
+from upshift.serving.proof import PROOF_TOKENS, prove
 from upshift.serving.scheduler import Scheduler, Ticket
 from upshift.serving.text_stream import TextStream
 from upshift.value import Value
 
 SAMPLED = 64  # prompts of a file
-PROOF_STEPS, PROOF_TOKENS = 12, 20  # with all rows filled, every third one after a row was exchanged; of a row at most
 BEAT_SECONDS = 1.0
 DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has positions for more
 
@@ -58,11 +57,11 @@ class Generating:
         rows = min(race.chosen.batch, self.request.concurrency)
         start = time.perf_counter()
         self.scheduler = Scheduler(
-            self.generator.decoder, rows, self.generator.cache_tokens(),
+            self.generator.decoder, rows, self._cache_tokens(),
             Pace(token_seconds=0.0, step_seconds=0.0, output_length=0.0),
             max_waiting=self.request.max_waiting,
         )  # fmt: skip
-        first, token, step = self._prove(prompts, rows)
+        first, token, step = prove(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
         self.seconds["proving"] = time.perf_counter() - start
         output = self.request.output_length
         self.scheduler.pace = Pace(token_seconds=token, step_seconds=step, output_length=output)
@@ -73,12 +72,19 @@ class Generating:
         if chosen is not None and chosen.first_seconds and chosen.step_seconds:
             predicted = race.chosen.batch / (chosen.first_seconds + chosen.step_seconds * (output - 1))
         mean = sum(map(len, prompts)) / len(prompts)
+        steps = output - (not self.scheduler.decoder.mixes)  # a first token comes by itself, or in a pass of the others
         return Ready(
             task="generate", setup=race.chosen.label(), rows=rows, cache_tokens=self.scheduler.cache_tokens,
             positions=self.generator.longest, resident_bytes=resident_bytes(), seconds=self.seconds,
-            predicted_capacity=predicted, capacity=rows / (rows * mean * token + step * (output - 1)), ttft_ms=1e3 * first,
+            predicted_capacity=predicted, capacity=rows / (rows * mean * token + step * steps), ttft_ms=1e3 * first,
             tpot_ms=1e3 * step,
         )  # fmt: skip
+
+    def _cache_tokens(self) -> int | None:
+        """Replicas on the CPU share its memory."""
+        found = self.generator.cache_tokens()
+        shared = self.generator.host.device == "cpu"
+        return found // self.request.replicas if shared and found is not None else found
 
     def take(self, asked: Generate | Cancel) -> Value | None:
         """Into the queue; what is refused is answered at once."""
@@ -108,9 +114,7 @@ class Generating:
             text = open_.stream.add([token], last=ending is not None)
             how = None if ending is None else "length" if ending == "length" else "stop"
             prompt = len(ticket.sequence.prompt)
-            said.append(
-                Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=prompt, cached_tokens=ticket.known, ending=how)
-            )
+            said.append(Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=prompt, cached_tokens=ticket.known, ending=how))
             if ending is not None:
                 del self._open[ticket.id]
         return said
@@ -151,49 +155,6 @@ class Generating:
         longest = self.generator.longest
         most = None if longest is None else max(longest - max(self.request.output_length, PROOF_TOKENS), 1)
         return [prompt[:most] for prompt in found]
-
-    def _prove(self, prompts: list[list[int]], rows: int) -> tuple[float, float, float]:
-        """(seconds of one prompt alone, of a prompt's token beside the other rows, of a step of all rows), each after a pass that
-        warms up. Who joins costs its prompt, and that rows are moved together, which the step behind it may do."""
-        scheduler, options = self.scheduler, GenerationOptions(max_new_tokens=PROOF_TOKENS)
-        clock = time.perf_counter
-
-        def add(count: int) -> int:
-            chosen = prompts[:count]
-            for prompt in chosen:
-                scheduler.waiting.append(Ticket(-1, Sequence(0, prompt, options, self.generator.prompts.tokenizer), clock()))
-            return sum(map(len, chosen))
-
-        alone = []
-        for _ in range(2):
-            add(1)
-            start = clock()
-            scheduler.step()
-            alone.append(clock() - start)
-            scheduler.live[0].sequence.ending = "length"
-            scheduler.decoder.keep([])
-            scheduler.live = []
-        tokens, start = add(rows), clock()
-        while scheduler.waiting:
-            scheduler.step()
-        together, steps, joined = (clock() - start) / tokens, list[float](), list[float]()
-        for number in range(PROOF_STEPS):
-            joins = number % 3 == 0 and scheduler.decoder.joins
-            if joins:
-                scheduler.decoder.keep(list(range(1, rows)))
-                scheduler.live = scheduler.live[1:]
-            tokens, start = add(1) if joins else 0, clock()
-            for _ in range(1 + joins):
-                scheduler.step()
-            if joins:
-                joined.append((clock() - start) / tokens)
-            else:
-                steps.append(clock() - start)
-        scheduler.decoder.keep([])
-        scheduler.live = []
-        step = median(steps)
-        token = median(joined) - step / len(prompts[0]) if joined else together
-        return alone[-1], max(token, 0.0), step
 
 
 def _is_ids(prompt: Any) -> bool:

@@ -10,6 +10,7 @@ from upshift.value import Value
 
 Task = Literal["generate", "encode"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
+Prompt = str | tuple[int, ...] | tuple[dict[str, str], ...]  # a text, token ids, or the messages of a chat
 
 
 class EngineRequest(Value):
@@ -27,14 +28,16 @@ class EngineRequest(Value):
     max_waiting: int = Field(256, gt=0)
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None
+    replica: int = Field(0, ge=0)
+    replicas: int = Field(1, gt=0, description="engines of this model, which share the cores, or have a GPU each")
 
 
 class Generate(Value):
-    """``prompt``: a text, the messages of a chat, or token ids. ``options``: GenerationOptions by their names."""
+    """``options``: GenerationOptions by their names."""
 
     kind: Literal["generate"] = "generate"
     id: int
-    prompt: str | tuple[int, ...] | tuple[dict[str, str], ...]
+    prompt: Prompt
     options: dict[str, Any] = {}
 
 
@@ -57,6 +60,7 @@ class Ready(Value):
     kind: Literal["ready"] = "ready"
     task: Task
     setup: str
+    replicas: int = Field(1, description="engines that this is said of")
     rows: int = Field(description="sequences at once")
     cache_tokens: int | None = Field(description="that live and reserved sequences may have together; None: no limit is known")
     positions: int | None = Field(description="tokens of a prompt and its answer")

@@ -6,11 +6,13 @@ the factor by which nine in ten admitted requests would have been promised right
 
 from __future__ import annotations
 
+import heapq
 from collections import deque
-from collections.abc import Sequence as Listed
+from collections.abc import Iterable
+from statistics import fmean
 
 MEMORY = 0.9  # of what was known, when a pass more is measured
-KEPT = 64  # requests that the factor is taken from
+KEPT = 64  # requests that the factor, and answers that their length, is taken from
 SURE = 0.9  # of them, that the estimate is to hold for
 LEAST_FACTOR, MOST_FACTOR = 0.5, 4.0
 
@@ -19,7 +21,8 @@ class Pace:
     def __init__(self, *, token_seconds: float, step_seconds: float, output_length: float) -> None:
         """``token_seconds``: of a prompt's token; ``step_seconds``: one token more of all rows; ``output_length``: tokens of an
         answer, all as the race or the proof measured them."""
-        self.token_seconds, self.step_seconds, self.output_length = token_seconds, step_seconds, output_length
+        self.token_seconds, self.step_seconds = token_seconds, step_seconds
+        self._lengths: deque[float] = deque([output_length], maxlen=KEPT)
         self._ratios: deque[float] = deque(maxlen=KEPT)
 
     def admitted(self, prompt_tokens: int, seconds: float) -> None:
@@ -29,7 +32,7 @@ class Pace:
         self.step_seconds = _moved(self.step_seconds, seconds)
 
     def ended(self, tokens: int) -> None:
-        self.output_length = _moved(self.output_length, tokens)
+        self._lengths.append(tokens)
 
     def came(self, expected: float, seconds: float) -> None:
         """A first token that was expected so, and when it came."""
@@ -42,20 +45,21 @@ class Pace:
         ordered = sorted(self._ratios)
         return min(max(ordered[int(SURE * (len(ordered) - 1))], LEAST_FACTOR), MOST_FACTOR)
 
-    def first_token(self, prompt_tokens: int, *, free: int, left: Listed[int], before: Listed[int]) -> float:
-        """Seconds, before the factor. ``free``: rows; ``left``: most tokens that each live sequence may still have; ``before``:
-        tokens of the prompts that wait already."""
-        soon = sorted(min(self._still(), most) for most in left)
-        place = len(before) - free  # how many rows must come free before this one's
+    def first_token(self, prompt_tokens: int, *, free: int, live: Iterable[tuple[int, int]], before: int) -> float:
+        """Seconds, before the factor. ``prompt_tokens``: of this request and of those ``before`` it that wait already; ``free``:
+        rows; ``live``: tokens that each sequence has, and the most that it may still have."""
+        ends, length = [self._still(told, most) for told, most in live], fmean(self._lengths)  # in steps from now
+        heapq.heapify(ends)
         waited = 0.0
-        if place >= 0:
-            rounds, rest = divmod(place, max(len(soon), 1))
-            waited = (soon[rest] if soon else 0.0) + rounds * self.output_length
-        return waited * self.step_seconds + self.token_seconds * (sum(before) + prompt_tokens) + self.step_seconds / 2
+        for _ in range(free, before + 1):
+            waited = ends[0] if ends else 0.0
+            heapq.heappushpop(ends, waited + length)
+        return waited * self.step_seconds + self.token_seconds * prompt_tokens + self.step_seconds / 2
 
-    def _still(self) -> float:
-        """Tokens that a live sequence has still to come, in the mean: they are at any place of their answers."""
-        return self.output_length / 2
+    def _still(self, told: int, most: int) -> float:
+        """Steps that a sequence stays, in the mean of the answers of late that were longer than it is."""
+        longer = [length for length in self._lengths if length > told]
+        return min(fmean(longer) - told if longer else 1.0, most)
 
 
 def _moved(known: float, found: float) -> float:

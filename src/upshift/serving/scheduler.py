@@ -7,11 +7,11 @@ import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.decode import next_tokens
+from upshift.inference.generation.decode import advance, join, next_tokens
 from upshift.inference.generation.engines.decoder import Decoder, Prefix
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.sequence import Sequence
@@ -20,6 +20,7 @@ from upshift.serving.pace import Pace
 from upshift.serving.prompt_cache import PromptCache
 
 PROMPT_SHARE = 2  # as many tokens as the cache has places, by this, may be kept of earlier prompts
+PART_TOKENS = 256  # more of a prompt would hold up those whose next tokens are in the same pass
 UNLIMITED_TOKENS = 65_536  # of earlier prompts, where nothing says how much memory there is
 
 
@@ -43,9 +44,15 @@ class Ticket:
         return len(self.sequence.prompt) + self.sequence.options.max_new_tokens
 
 
+class Coming(NamedTuple):
+    ticket: Ticket
+    prefix: Prefix | None
+
+
 @dataclass
 class Scheduler:
-    """``cache_tokens``: places of all rows together; None: no limit is known. ``max_ttft``: seconds that are promised."""
+    """``cache_tokens``: places of all rows together; None: no limit is known. ``max_ttft``: seconds that are promised.
+    ``part_tokens``: of prompts in one pass with the next tokens of others."""
 
     decoder: Decoder
     rows: int
@@ -53,6 +60,7 @@ class Scheduler:
     pace: Pace
     max_ttft: float | None = None
     max_waiting: int = 256
+    part_tokens: int = PART_TOKENS
     clock: Callable[[], float] = time.perf_counter
     live: list[Ticket] = field(default_factory=list)
     waiting: deque[Ticket] = field(default_factory=deque)
@@ -75,9 +83,10 @@ class Scheduler:
             return Refused(id=ticket.id, status=413, why=why)
         if self.decoder.joins:
             ticket.known = _length(self._cache.find(ticket.sequence.prompt))
+        sequences = [one.sequence for one in self.live]
         ticket.expected = self.pace.first_token(
-            _new(ticket), free=self.rows - len(self.live), left=[one.sequence.left for one in self.live],
-            before=[_new(one) for one in self.waiting],
+            _new(ticket) + sum(map(_new, self.waiting)) + sum(one.pending for one in sequences if not one.tokens),
+            free=self.rows - len(self.live), live=[(len(one.tokens), one.left) for one in sequences], before=len(self.waiting),
         )  # fmt: skip
         wait = ticket.expected * self.pace.factor
         if self.max_ttft is not None and wait > self.max_ttft and self.busy:
@@ -98,65 +107,87 @@ class Scheduler:
         if self._gone:
             self._keep([ticket for ticket in self.live if ticket.id not in self._gone])
             self._gone.clear()
-        coming, prefix = self._next() if self.waiting and (not self.live or self.decoder.joins) else ([], None)
+        coming = self._next() if self.waiting and (not self.live or self.decoder.joins) else []
         if not (coming or self.live):
             return []
-        start = self.clock()
-        if coming:
-            logits = self.decoder.admit([ticket.sequence.prompt for ticket in coming], *([prefix] if prefix else []))
-            self.live += coming
-        else:
-            coming = self.live
-            logits = self.decoder.step(np.array([ticket.sequence.tokens[-1] for ticket in coming], dtype=np.int64))
-        tokens = next_tokens(logits, [ticket.sequence for ticket in coming])
-        self._learn(coming, start)
-        found = list(zip(coming, tokens, strict=True))
+        told, logits = self._pass(coming)
+        tokens = next_tokens(logits, [ticket.sequence for ticket in told])
+        found = list(zip(told, tokens, strict=True))
         for ticket, token in found:
+            if not ticket.sequence.tokens:
+                self.pace.came(ticket.expected, self.clock() - ticket.came)
             ticket.sequence.add(token)
             if ticket.sequence.ending is not None:
                 self.pace.ended(len(ticket.sequence.tokens))
                 if ticket.keep:
-                    tokens = [*ticket.sequence.prompt, *ticket.sequence.tokens]
-                    self._cache.add(tokens, self.decoder.of_row(self.live.index(ticket)))
+                    self._cache.add(ticket.sequence.prompt + ticket.sequence.tokens, self.decoder.of_row(self.live.index(ticket)))
         self._keep([ticket for ticket in self.live if ticket.sequence.ending is None])
         return found
 
-    def _next(self) -> tuple[list[Ticket], Prefix | None]:
-        """Of those that wait, in their order, the ones that fit now and begin alike, and what they begin with."""
-        coming: list[Ticket] = []
-        prefix: Prefix | None = None
-        held, most = sum(ticket.tokens for ticket in self.live), PASS_TOKENS
+    def _pass(self, coming: list[Coming]) -> tuple[list[Ticket], np.ndarray]:
+        """Those that one pass of the engine told a next token, and its logits."""
+        start, before = self.clock(), self.live
+        self.live = [*before, *(one.ticket for one in coming)]
+        stepping = bool(before) and (self.decoder.mixes or not coming)
+        if self.decoder.mixes:
+            sequences = [ticket.sequence for ticket in before]
+            join(self.decoder, sequences, [(one.ticket.sequence, one.prefix) for one in coming])
+            new = sum(sequence.pending for sequence in sequences)
+            ended, logits = advance(self.decoder, sequences, self.part_tokens)
+            new -= sum(sequence.pending for sequence in sequences)
+            told = [ticket for ticket in self.live if ticket.sequence in ended]
+        elif coming:
+            told, new = [one.ticket for one in coming], sum(_new(one.ticket) for one in coming)
+            prefix = coming[0].prefix
+            logits = self.decoder.admit([ticket.sequence.prompt for ticket in told], *([prefix] if prefix else []))
+        else:
+            told, new = before, 0
+            logits = self.decoder.step(np.array([ticket.sequence.tokens[-1] for ticket in told], dtype=np.int64))
+        seconds = self.clock() - start
+        if new:
+            self.pace.admitted(new, max(seconds - self.pace.step_seconds, 0.0) if stepping else seconds)
+        else:
+            self.pace.stepped(seconds)
+        return told, logits
+
+    def _next(self) -> list[Coming]:
+        """Of those that wait, in their order, the ones that fit now; of an engine that does not mix, those that begin alike."""
+        coming: list[Coming] = []
+        mixes, most = self.decoder.mixes, PASS_TOKENS
+        if mixes:
+            most = self.part_tokens - sum(ticket.sequence.pending for ticket in self.live)
+        held = sum(ticket.tokens for ticket in self.live)
         while self.waiting and len(self.live) + len(coming) < self.rows:
             ticket = self.waiting[0]
-            found = self._cache.find(ticket.sequence.prompt) if self.decoder.joins else None
-            ticket.known = _length(found)
-            held, most = held + ticket.tokens, most - _new(ticket)
-            if (self.cache_tokens is not None and held > self.cache_tokens) or (coming and most < 0):
+            prefix = self._cache.find(ticket.sequence.prompt) if self.decoder.joins else None
+            ticket.known, held = _length(prefix), held + ticket.tokens
+            alike = mixes or not coming or (most >= _new(ticket) and _states(prefix) is _states(coming[0].prefix))
+            if not alike or (mixes and most <= 0) or (self.cache_tokens is not None and held > self.cache_tokens):
                 break
-            if coming and _states(found) is not _states(prefix):
-                break
-            prefix = prefix if coming and _length(prefix) <= _length(found) else found
+            most -= _new(ticket)
             repeats = self._cache.repeats(ticket.sequence.prompt, ticket.known)
             ticket.keep = self.decoder.joins and (ticket.goes_on or repeats)
-            coming.append(self.waiting.popleft())
-        for ticket in coming:
-            ticket.known = _length(prefix)
-        return coming, prefix
+            coming.append(Coming(self.waiting.popleft(), prefix))
+        return coming if mixes else _from_one(coming)
 
-    def _learn(self, done: list[Ticket], start: float) -> None:
-        now = self.clock()
-        if done is self.live:
-            self.pace.stepped(now - start)
-            return
-        self.pace.admitted(sum(_new(ticket) for ticket in done), now - start)
-        for ticket in done:
-            self.pace.came(ticket.expected, now - ticket.came)
+    @property
+    def computing(self) -> bool:
+        """Somebody has no token yet."""
+        return bool(self.waiting) or any(not ticket.sequence.tokens for ticket in self.live)
 
     def _keep(self, kept: list[Ticket]) -> None:
         if len(kept) < len(self.live):
             rows = [place for place, ticket in enumerate(self.live) if ticket in kept]
             self.decoder.keep(rows)
             self.live = kept
+
+
+def _from_one(coming: list[Coming]) -> list[Coming]:
+    """All from the shortest of what they begin with."""
+    prefix = min((one.prefix for one in coming), key=_length, default=None)
+    for one in coming:
+        one.ticket.known = _length(prefix)
+    return [Coming(one.ticket, prefix) for one in coming]
 
 
 def _length(prefix: Prefix | None) -> int:

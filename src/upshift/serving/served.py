@@ -8,11 +8,12 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 from upshift.errors import JobFailed
-from upshift.serving.engine import EngineProcess
 from upshift.serving.messages import Ready
 from upshift.serving.metrics import Metrics
+from upshift.serving.replicas import Replicas
 from upshift.units import format_seconds
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class NoRoom(JobFailed):
 class Served:
     """``memory_bytes``: of all engines together; None: no limit. A model that was never loaded is expected to take ``sizes``."""
 
-    engines: dict[str, EngineProcess]
+    engines: dict[str, Replicas]
     metrics: Metrics
     sizes: dict[str, int] = field(default_factory=dict)
     memory_bytes: int | None = None
@@ -35,10 +36,10 @@ class Served:
 
     def __post_init__(self) -> None:
         for name, engine in self.engines.items():
-            engine.on_restart = lambda seconds, name=name: self._restarted(name, seconds)  # type: ignore[misc]
+            engine.on_restart(partial(self._restarted, name))
 
     @asynccontextmanager
-    async def using(self, name: str) -> AsyncIterator[EngineProcess]:
+    async def using(self, name: str) -> AsyncIterator[Replicas]:
         """A model's engine, ready. It is not unloaded meanwhile."""
         engine = self.engines[name]
         self._users[name] = self._users.get(name, 0) + 1

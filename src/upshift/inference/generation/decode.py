@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from upshift.inference.generation.engines.decoder import Decoder
+from upshift.inference.generation.engines.decoder import Decoder, Prefix
 from upshift.inference.generation.lookup import Lookup
 from upshift.inference.generation.prefill import PASS_TOKENS, common_prefix
 from upshift.inference.generation.sequence import Sequence
@@ -23,28 +23,66 @@ def decode(
     those that are admitted together are alike. ``lookup``: of a decoder that extends; guesses while one sequence is there."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
     common = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
-    known = (decoder.compute(common),) if common else ()
+    known = decoder.compute(common) if common else None
     live: list[Sequence] = []
     while queue or live:
-        free = rows - len(live)
-        if queue and (not live or (decoder.joins and free * ADMIT_SHARE >= rows)):
-            fitting = max(PASS_TOKENS // (len(queue[0].prompt) - len(common)), 1)
-            coming = [queue.popleft() for _ in range(min(free, len(queue), fitting))]
-            logits = decoder.admit([sequence.prompt for sequence in coming], *known)
-            live += coming
-        elif lookup is not None and len(live) == 1:
+        coming = _coming(decoder, queue, live, rows, len(common))
+        if lookup is not None and not coming and len(live) == 1 and not (decoder.mixes and live[0].pending):
             yield from _looked_up(decoder, live[0], lookup)
-            coming = []
         else:
-            coming = live
-            logits = decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
-        for sequence, token in zip(coming, next_tokens(logits, coming) if coming else (), strict=True):
-            sequence.add(token)
-            yield sequence, token
+            if decoder.mixes:
+                join(decoder, live, [(sequence, known) for sequence in coming])
+                told, logits = advance(decoder, live, PASS_TOKENS)
+            elif coming:
+                live += coming
+                told, logits = coming, decoder.admit([sequence.prompt for sequence in coming], *((known,) if known else ()))
+            else:
+                told, logits = live, decoder.step(np.array([sequence.tokens[-1] for sequence in live], dtype=np.int64))
+            for sequence, token in zip(told, next_tokens(logits, told), strict=True):
+                sequence.add(token)
+                yield sequence, token
         kept = [row for row, sequence in enumerate(live) if sequence.ending is None]
         if len(kept) < len(live):
             decoder.keep(kept)
             live = [live[row] for row in kept]
+
+
+def _coming(decoder: Decoder, queue: deque[Sequence], live: list[Sequence], rows: int, known: int) -> list[Sequence]:
+    """Out of the queue: who is admitted now. Where nothing is copied for it, as soon as there is a row."""
+    free = rows - len(live)
+    if decoder.mixes:
+        most = PASS_TOKENS - sum(sequence.pending for sequence in live)
+    elif queue and (not live or (decoder.joins and free * ADMIT_SHARE >= rows)):
+        most, free = PASS_TOKENS, min(free, max(PASS_TOKENS // (len(queue[0].prompt) - known), 1))
+    else:
+        return []
+    coming: list[Sequence] = []
+    while queue and len(coming) < free and most > 0:
+        coming.append(queue.popleft())
+        most -= len(coming[-1].prompt) - known
+    return coming
+
+
+def join(decoder: Decoder, live: list[Sequence], coming: list[tuple[Sequence, Prefix | None]]) -> None:
+    """Of an engine that mixes: rows of these, each behind what its prompt begins with."""
+    for sequence, prefix in coming:
+        decoder.join(prefix)
+        sequence.computed = prefix.length if prefix else 0
+        live.append(sequence)
+
+
+def advance(decoder: Decoder, live: list[Sequence], most: int) -> tuple[list[Sequence], np.ndarray]:
+    """One pass of an engine that mixes, with so many tokens of prompts (Sarathi, arXiv:2308.16369) -> those that it told a next
+    token, and its logits."""
+    parts, told = list[list[int]](), list[int]()
+    for row, sequence in enumerate(live):
+        part = sequence.prompt[sequence.computed :][: max(most, 1)]
+        most -= len(part)
+        sequence.computed += len(part)
+        parts.append(part or sequence.tokens[-1:])
+        told += [] if sequence.pending else [row]
+    logits = decoder.advance(parts)
+    return [live[row] for row in told], logits[told]
 
 
 def _looked_up(decoder: Decoder, sequence: Sequence, lookup: Lookup) -> Iterator[tuple[Sequence, int]]:

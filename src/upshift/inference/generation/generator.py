@@ -120,11 +120,6 @@ class Generator:
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
         prompts there are, where these are some of them."""
-        if options.prompt_lookup_num_tokens and (self._engine != "torch" or self.task != "generate"):
-            raise RequestError(
-                "prompt_lookup_num_tokens is possible with causal language models in transformers alone; ask for --engine torch "
-                "(engine='torch'), or leave it out"
-            )
         asked = self.race is None and self._engine in (None, "torch")
         too_large = asked and is_too_large(self.source, self.host, self._max_memory)
         if too_large and self._max_memory is not None:
@@ -148,6 +143,11 @@ class Generator:
             folder = engine_folder(self.task, self.source, self.race.chosen.engine)
             build = DecoderBuild(self.source, self.race.chosen, folder)
             self._decoder = build_engine(self.task, self.race.chosen.engine, build)
+        if options.prompt_lookup_num_tokens and not self._decoder.extends:
+            raise RequestError(
+                f"prompt_lookup_num_tokens is not possible with {self.race.chosen.label()}, which computes one token of a text "
+                "at a time; leave it out, or ask for --engine torch (engine='torch')"
+            )
         return self.race
 
     def _divide(self, ids: list[list[int]], options: GenerationOptions) -> Race:

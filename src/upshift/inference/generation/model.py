@@ -15,6 +15,7 @@ from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
+WHOLE = {"full_attention", "global"}
 
 
 def generation_task(source: ModelSource) -> Task:
@@ -38,6 +39,14 @@ def generation_task(source: ModelSource) -> Task:
             f"with it yet; use transformers' generate()"
         )
     return "generate"
+
+
+def attends_to_all(source: ModelSource) -> bool:
+    """Whether each token looks at all before it, by what the model declares: no window, no chunks, no slope of ALiBi."""
+    text: Any = read_config(source).get_text_config(decoder=True)
+    kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "attention_layers", None) or ())
+    declared = ("sliding_window", "attention_chunk_size", "alibi", "attn_config")
+    return kinds <= WHOLE and not any(getattr(text, name, None) for name in declared)
 
 
 def cache_bytes(source: ModelSource) -> int:

@@ -25,6 +25,7 @@ class Sequence:
         self.place, self.prompt, self.options = place, prompt, options
         self._before = prompt if start is None else [start]
         self.tokens: list[int] = []
+        self.computed = 0  # tokens of the prompt, of an engine that mixes
         self.ending: Ending | None = None
         self._tokenizer = tokenizer
         self._processors = processors(options, len(self._before))
@@ -40,6 +41,11 @@ class Sequence:
     def left(self) -> int:
         """Tokens that it may have more."""
         return self.options.max_new_tokens - len(self.tokens)
+
+    @property
+    def pending(self) -> int:
+        """Tokens of the prompt that are to be computed."""
+        return len(self.prompt) - self.computed
 
     def choose(self, logits: np.ndarray) -> int:
         """logits [V] fp32 -> the next token."""

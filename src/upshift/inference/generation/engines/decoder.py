@@ -29,6 +29,7 @@ class Decoder(Protocol):
     weight_bytes: int  # read for every step
     joins: bool  # rows can be admitted beside others, and go on from a prefix
     extends: bool  # several tokens of a row in one pass, and back
+    mixes: bool  # prompts, also parts of them, and the next tokens of other rows in one pass
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
         """Of an engine that joins: apart from the rows."""
@@ -47,6 +48,14 @@ class Decoder(Protocol):
         """tokens [R]: the next of each row -> logits [R, V] fp32."""
         ...
 
+    def join(self, prefix: Prefix | None = None) -> None:
+        """Of an engine that mixes: a row more, behind those that are there, of which nothing but the prefix is computed."""
+        ...
+
+    def advance(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
+        """Of an engine that mixes: one or more tokens that come next in each row -> logits behind each row's last [R, V] fp32."""
+        ...
+
     def extend(self, tokens: Sequence[int]) -> np.ndarray:
         """Of an engine that extends, while one row is there: its next tokens -> the logits behind each [S, V] fp32."""
         ...
@@ -60,8 +69,20 @@ class Decoder(Protocol):
         ...
 
 
-class NoExtension:
+class NoMixing:
     """Of an engine that does not."""
+
+    mixes = False
+
+    def join(self, prefix: Prefix | None = None) -> None:
+        raise NotImplementedError
+
+    def advance(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
+        raise NotImplementedError
+
+
+class NoExtension(NoMixing):
+    """Of an engine that does not extend, either."""
 
     extends = False
 

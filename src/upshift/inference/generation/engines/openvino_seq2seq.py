@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from upshift.errors import RequestError
 from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtension
-from upshift.inference.generation.engines.openvino_decoder import compile_file, load
+from upshift.inference.generation.engines.openvino_decoder import compile_file, made, weight_bytes
 from upshift.inference.generation.model import load_model
 from upshift.inference.padding import padded_rows
 from upshift.inference.weights import OPENVINO_PARTS
@@ -68,14 +69,16 @@ def _stored(build: DecoderBuild) -> tuple[Any, Any, int]:
             f"{build.source.reference!r} is an encoder-decoder without *.safetensors or {' and '.join(OPENVINO_PARTS)}; "
             "give one that has them"
         )
-    (encoder, _), (decoder, size) = (compile_file(path, build.setup) for path in paths)
-    return encoder, decoder, size
+    return _compiled(paths[0], paths[1], build)
 
 
 def _made(build: DecoderBuild) -> tuple[Any, Any, int]:
     from upshift.inference.generation.engines.openvino_seq2seq_export import export_decoder, export_encoder
 
     model = cache(lambda: load_model(build.source, "fp32"))  # once for both, and not where both are made already
-    encoder, _ = load(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
-    decoder, size = load(build.folder / "decoder", lambda: export_decoder(model()), build.setup)
-    return encoder, decoder, size
+    encoder = made(build.folder / "encoder", lambda: export_encoder(model()), build.setup)
+    return _compiled(encoder, made(build.folder / "decoder", lambda: export_decoder(model()), build.setup), build)
+
+
+def _compiled(encoder: Path, decoder: Path, build: DecoderBuild) -> tuple[Any, Any, int]:
+    return compile_file(encoder, build.setup), compile_file(decoder, build.setup), weight_bytes(decoder)

@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import torch
 
-from upshift.inference.generation.engines.decoder import DecoderBuild, Padding, Prefix
+from upshift.inference.generation.engines.decoder import DecoderBuild, NoMixing, Padding, Prefix
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
 from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.torch_computing import computing
 
 
-class TorchDecoder:
+class TorchDecoder(NoMixing):
     joins = True
     extends = True
 

@@ -1,0 +1,197 @@
+"""OpenVINO on the CPU with paged attention (Kwon and others, arXiv:2309.06180): keys and values lie in pages, which sequences
+take as they grow, so nothing is moved when one joins or leaves, and rows of different lengths are computed without padding.
+
+The model is the one that keeps states, its attention exchanged for OpenVINO's own over pages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from upshift.inference.generation.engines.decoder import Prefix
+from upshift.inference.generation.prefill import PASS_TOKENS
+
+CACHES = ("key_cache.", "value_cache.")
+FIRST_PAGES = 64
+LAST, POSITIONS = "last_tokens", "position_ids"
+
+
+class Row:
+    """A sequence: how many of its tokens have keys and values, and the pages that these are in."""
+
+    def __init__(self) -> None:
+        self.length = 0
+        self.pages: list[int] = []
+
+
+class OpenVinoPages:
+    joins = True
+    extends = True
+    mixes = True
+
+    def __init__(self, compiled: Any, weight_bytes: int) -> None:
+        self.weight_bytes = weight_bytes
+        self._request = compiled.create_infer_request()
+        # The pass adds positions of its own, [tokens], beside those that a model takes, [tokens, 1], where it does not know them.
+        self._positions = {port: len(port.get_partial_shape()) for port in compiled.inputs if port.any_name.startswith(POSITIONS)}
+        self._takes = {name for port in compiled.inputs for name in port.names}
+        self._pools = [Pool(port) for port in compiled.inputs if any(name.startswith(CACHES) for name in port.names)]
+        self._page = min(pool.page_tokens for pool in self._pools)  # beside its scales, where keys are rounded
+        self._rows: list[Row] = []
+        self._free: list[int] = []
+        self._grow(FIRST_PAGES)
+
+    def compute(self, tokens: Sequence[int]) -> Prefix:
+        row = Row()
+        self._run([row], [tokens])
+        found = self._told(row)
+        self._free += row.pages
+        return found
+
+    def of_row(self, row: int) -> Prefix:
+        return self._told(self._rows[row])
+
+    def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
+        before, known = len(self._rows), prefix.length if prefix else 0
+        for _ in prompts:
+            self.join(prefix)
+        return self._run(self._rows[before:], [prompt[known:] for prompt in prompts])
+
+    def step(self, tokens: np.ndarray) -> np.ndarray:
+        return self._run(self._rows, [[int(token)] for token in tokens])
+
+    def join(self, prefix: Prefix | None = None) -> None:
+        row = Row()
+        self._rows.append(row)
+        if prefix is not None:
+            row.length = prefix.length
+            self._take(row, 0)
+            for pool, states in zip(self._pools, prefix.states, strict=True):
+                pool.data[row.pages] = states[: len(row.pages)]
+
+    def advance(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
+        return self._run(self._rows, tokens)
+
+    def extend(self, tokens: Sequence[int]) -> np.ndarray:
+        return self._pass(self._rows, [tokens], np.arange(len(tokens)))
+
+    def cut(self, tokens: int) -> None:
+        (row,) = self._rows
+        row.length -= tokens
+
+    def keep(self, rows: list[int]) -> None:
+        kept = [self._rows[place] for place in rows]
+        for row in self._rows:
+            if row not in kept:
+                self._free += row.pages
+        self._rows = kept
+
+    def _told(self, row: Row) -> Prefix:
+        pages = row.pages[: -(-row.length // self._page)]
+        return Prefix(row.length, [pool.data[pages] for pool in self._pools])
+
+    def _run(self, rows: list[Row], tokens: Sequence[Sequence[int]]) -> np.ndarray:
+        """New tokens of each -> the logits behind the last [R, V]; what is long in parts."""
+        width, longest = max(PASS_TOKENS // len(rows), 1), max(map(len, tokens))
+        if longest <= width:
+            return self._pass(rows, tokens)
+        found = dict[int, np.ndarray]()
+        for start in range(0, longest, width):
+            now = [place for place, part in enumerate(tokens) if len(part) > start]
+            logits = self._pass([rows[place] for place in now], [tokens[place][start : start + width] for place in now])
+            found |= dict(zip(now, logits, strict=True))
+        return np.stack([found[place] for place in range(len(rows))])
+
+    def _pass(self, rows: list[Row], tokens: Sequence[Sequence[int]], told: np.ndarray | None = None) -> np.ndarray:
+        """``told``: places among the tokens of all rows, behind which logits are wanted; None: each row's last."""
+        past = np.array([row.length for row in rows], dtype=np.int32)
+        sizes = np.array([len(part) for part in tokens])
+        for row, size in zip(rows, sizes, strict=True):
+            self._take(row, int(size))
+        begins = np.cumsum([0, *sizes], dtype=np.int32)
+        used = -(-(past + sizes) // self._page)
+        given = {
+            "input_ids": np.concatenate([np.asarray(part, dtype=np.int64) for part in tokens]),
+            "past_lens": past, "subsequence_begins": begins, LAST: (begins[1:] - 1 if told is None else told).astype(np.int64),
+            "block_indices": np.concatenate([row.pages[:count] for row, count in zip(rows, used, strict=True)]).astype(np.int32),
+            "block_indices_begins": np.cumsum([0, *used], dtype=np.int32),
+            "max_context_len": np.array((past + sizes).max(), dtype=np.int32),
+        }  # fmt: skip
+        places = np.concatenate([np.arange(start, start + size, dtype=np.int64) for start, size in zip(past, sizes, strict=True)])
+        positions = [(port, places.reshape(-1, *[1] * (axes - 1))) for port, axes in self._positions.items()]
+        self._infer([*positions, *((name, value) for name, value in given.items() if name in self._takes)])
+        for row, size in zip(rows, sizes, strict=True):
+            row.length += int(size)
+        found: np.ndarray = self._request.get_tensor("logits").data[:, -1].copy()
+        return found
+
+    def _infer(self, given: list[tuple[Any, np.ndarray]]) -> None:
+        """By tensors over the arrays themselves: OpenVINO's own way with a dict takes 40 microseconds for each."""
+        import openvino
+
+        for name, value in given:
+            self._request.set_tensor(name, openvino.Tensor(value, shared_memory=True))
+        self._request.start_async()
+        self._request.wait()
+
+    def _take(self, row: Row, more: int) -> None:
+        """Pages for so many tokens more."""
+        missing = -(-(row.length + more) // self._page) - len(row.pages)
+        while missing > len(self._free):
+            self._grow(2 * self._pools[0].pages)
+        row.pages += [self._free.pop() for _ in range(missing)]
+
+    def _grow(self, pages: int) -> None:
+        self._free += range(self._pools[0].pages, pages)
+        for pool in self._pools:
+            pool.grow(pages)
+            self._request.set_tensor(pool.port, pool.tensor)
+
+
+class Pool:
+    """The pages of one layer's keys, or values: [pages, heads, tokens, width], as the compiled model asks for them."""
+
+    def __init__(self, port: Any) -> None:
+        self.port = port
+        _, *self._shape = (size.get_length() if size.is_static else 0 for size in port.get_partial_shape())
+        self.page_tokens, self.pages = self._shape[1], 0
+
+    def grow(self, pages: int) -> None:
+        import openvino
+
+        tensor = openvino.Tensor(self.port.get_element_type(), openvino.Shape([pages, *self._shape]))
+        if self.pages:
+            tensor.data[: self.pages] = self.data
+        self.tensor, self.data, self.pages = tensor, tensor.data, pages
+
+
+def paged(model: Any) -> Any | None:
+    """The model, which is changed; None where OpenVINO finds no attention that it knows, or not all of it."""
+    from openvino import PartialShape, opset13
+    from openvino._offline_transformations import paged_attention_transformation
+
+    states = len(model.get_variables())
+    try:
+        paged_attention_transformation(model)
+    except RuntimeError:  # as OpenVINO says it: it is run as it is then
+        return None
+    parameters = {name: one for one in model.get_parameters() for name in one.output(0).names}
+    if sum(name.startswith(CACHES) for name in parameters) != states:
+        return None
+    parameters["input_ids"].set_partial_shape(PartialShape([-1]))
+    head = model.get_results()[0].input_value(0).get_node()
+    while head.get_type_name() != "MatMul":  # behind it: what scales or caps logits, which each token's are by themselves
+        head = head.input_value(0).get_node()
+    model.validate_nodes_and_infer_types()
+    states = head.input_value(0).get_partial_shape()  # [tokens, 1, width]
+    if states[1].is_dynamic or states[1].get_length() != 1:
+        return None  # tokens that it brings into rows of their own
+    last = opset13.parameter([-1], np.int64, name=LAST)
+    last.output(0).get_tensor().set_names({LAST})
+    head.input(0).replace_source_output(opset13.gather(head.input_value(0), last, opset13.constant(np.int64(0))).output(0))
+    model.add_parameters([last])
+    model.validate_nodes_and_infer_types()
+    return model

@@ -1,0 +1,109 @@
+"""Several engines of one model behind one name, each with a part of the cores or a GPU of its own.
+
+Who begins alike is sent to one engine, which keeps what it computed (prompt_cache.py), unless another has far less to do.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import zlib
+from collections.abc import AsyncIterator, Callable
+from contextlib import aclosing
+
+from upshift.serving.engine import EngineProcess, RequestRefused, State
+from upshift.serving.messages import Beat, EngineRequest, Piece, Prompt, Ready, Vectors
+
+ALIKE = 256  # characters, or tokens, that prompts begin with
+BUSY = 429
+
+
+class Replicas:
+    """At least one. What one refuses because too much waits is asked of the others."""
+
+    def __init__(self, request: EngineRequest, count: int = 1) -> None:
+        self.request, self.last_used = request, 0.0
+        self.engines = [EngineProcess(request.changed(replica=number, replicas=count)) for number in range(count)]
+
+    def on_restart(self, tell: Callable[[float], None]) -> None:
+        for engine in self.engines:
+            engine.on_restart = tell
+
+    @property
+    def state(self) -> State:
+        """Of the one that is best off."""
+        states: tuple[State, ...] = ("ready", "starting", "failed", "asleep")
+        return next(state for state in states if any(engine.state == state for engine in self.engines))
+
+    @property
+    def failed(self) -> bool:
+        """Of any: the others go on."""
+        return any(engine.state == "failed" for engine in self.engines)
+
+    @property
+    def pids(self) -> list[int | None]:
+        return [engine.pid for engine in self.engines]
+
+    @property
+    def in_flight(self) -> int:
+        return sum(engine.in_flight for engine in self.engines)
+
+    @property
+    def beat(self) -> Beat:
+        live, waiting, held = (
+            sum(getattr(engine.beat, name) for engine in self.engines) for name in ("live", "waiting", "resident_bytes")
+        )
+        return Beat(live=live, waiting=waiting, resident_bytes=held)
+
+    @property
+    def ready(self) -> Ready | None:
+        """What they hold together; the rest as the first one found it."""
+        said = [engine.ready for engine in self.engines if engine.ready is not None]
+        if not said:
+            return None
+        capacities = [one.capacity for one in said if one.capacity is not None]
+        return said[0].changed(
+            replicas=len(said), rows=sum(one.rows for one in said), resident_bytes=sum(one.resident_bytes for one in said),
+            capacity=sum(capacities) if capacities else None,
+        )  # fmt: skip
+
+    async def start(self) -> Ready:
+        """The first one races; the others remember what won. Raises what keeps one from starting."""
+        first, *others = self.engines
+        await first.start()
+        await asyncio.gather(*(engine.start() for engine in others))
+        ready = self.ready
+        assert ready is not None
+        return ready
+
+    async def stop(self) -> None:
+        await asyncio.gather(*(engine.stop() for engine in self.engines))
+
+    async def pieces(self, prompt: Prompt, options: dict[str, object]) -> AsyncIterator[Piece]:
+        """As of one engine."""
+        *others, last = self._order(prompt if isinstance(prompt, str) else repr(prompt[:ALIKE]))
+        for engine in others:
+            try:
+                async with aclosing(engine.pieces(prompt, options)) as pieces:
+                    async for piece in pieces:
+                        yield piece
+                return
+            except RequestRefused as refused:
+                if refused.status != BUSY:
+                    raise
+        async with aclosing(last.pieces(prompt, options)) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def vectors(self, texts: tuple[str, ...]) -> Vectors:
+        return await self._order("")[0].vectors(texts)
+
+    def _order(self, beginning: str) -> list[EngineProcess]:
+        """Who is asked first. One that starts again is asked where there is no other: it says so itself."""
+        able = [engine for engine in self.engines if engine.state == "ready"] or self.engines[:1]
+        home = able[zlib.crc32(beginning[:ALIKE].encode()) % len(able)]
+        rows = home.ready.rows if home.ready is not None else 1
+        order = sorted(able, key=lambda engine: engine.in_flight)
+        if beginning and home.in_flight - order[0].in_flight <= rows // 2:
+            order.remove(home)
+            order.insert(0, home)
+        return order
