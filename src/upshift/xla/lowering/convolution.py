@@ -125,7 +125,7 @@ def _avg_pool(
     space = rank - 2
     kernel, padding = _each(kernel, space), _each(padding, space)
     stride = _each(stride or kernel, space)
-    edges, less = [], np.ones([1] * rank, np.float32)
+    edges, less = [], np.ones([1] * rank)
     for place, (size, step, pad, count) in enumerate(zip(kernel, stride, padding, out, strict=True)):
         whole = int(value.shape[2 + place])
         edges.append([pad, max(0, (int(count) - 1) * step + size - whole - pad)])
