@@ -1,9 +1,9 @@
 """Every language and image model of transformers that can be made tiny, by XLA against torch: what is equal, and what is missing.
 
-    python benchmarks/cases/xla_parity.py --output rows.jsonl [--kinds image] [--only bert,llama] [--bfloat16] [--seconds 1500]
+    python benchmarks/cases/xla_parity.py [--quick] [--kinds image] [--only bert,llama] [--bfloat16] [--every-rounding]
 
 A model is two layers of width 32 or so with random weights (transformers' own, and 0.1 of deviation added, so that every part
-shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. Rows:
+shows), saved, and read by upshift.xla.build. Logits are of two prompts of which one is padded, or of two images. A row a model:
 
 error           the largest difference of a logit from torch's in float32
 largest         the largest logit, to judge it by
@@ -11,53 +11,96 @@ bf16            with --bfloat16: XLA's difference from torch's bfloat16, and of 
 refused         in place of those, the one line that says why a model does not run
 not_tiny        in place of those, why this script could not make the model: says nothing of XLA
 
-A file that has rows already is continued.
+XLA leaves out a rounding to bfloat16 whose result is widened at once. With --every-rounding it keeps all that the program has
+(--xla_allow_excess_precision=false): what then differs from torch is the lowering's doing. Nobody runs it so.
+
+A last row has counts over the newest row of each model. Models that have a row (with bfloat16, where it is asked for) are not run
+again; to do so, give another --results.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import os
 import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from transformers.models.auto import modeling_auto
+from xla_parity_models import KINDS, LENGTH, OTHERWISE, every_model, inputs_of, made_tiny
 
+from upshift.benchmarking.case import Case, command_line
+from upshift.benchmarking.figures import Claim, Figure, Source, Table
 from upshift.errors import RequestError
+from upshift.hardware import detect
 from upshift.xla.needs import need_tensorflow
 
-LENGTH, SECONDS_OF_ONE = 16, 90
-SIZES = {
-    32: "hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim d_embed lru_width "
-        "attention_hidden_size decoder_hidden_size model_dim encoder_hidden_dim",
-    48: "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim hidden_dim ffn_hidden_size "
-        "shared_intermediate_size",
-    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
-        "num_decoder_layers num_experts_per_tok moe_topk moe_k num_key_value_heads num_kv_heads n_kv_heads depth",
-    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
-        "num_local_experts n_routed_experts linear_num_key_heads linear_num_value_heads",
-    8: "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim linear_key_head_dim "
-        "linear_value_head_dim patch_size",
-    16: "moe_intermediate_size q_lora_rank kv_lora_rank shared_expert_intermediate_size vocab_size_per_layer_input "
-        "hidden_size_per_layer_input expert_ffn_hidden_size",
-    96: "vocab_size",
-    64: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions "
-        "max_sequence_length context_length",
-    1: "n_shared_experts first_k_dense_replace n_group topk_group",
-    0: "pad_token_id",
-}  # fmt: skip
-KINDS = {
-    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
-    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
-}  # fmt: skip
+ROOT = Path(__file__).parents[1]
+SECONDS_OF_ONE = 90
+LIMITS = {"float32": 1e-5, "bf16": 2e-2}  # of a difference, and of its share of the largest logit
+QUICK = "bert,gpt2"
+OUTCOMES = ("not_tiny", "refused", "broken", "equal", "different")
+CLAIMS = (
+    Claim(
+        name="float32", text="logits are torch's in float32", ours="XLA", baseline="transformers in torch", better="lower",
+        unit="of the largest logit", goal=1e-5, of=Source(row="all", value="details.worst_share"),
+    ),
+    Claim(
+        name="bf16-share", text="logits are torch's in bfloat16", ours="XLA", baseline="transformers in torch", better="lower",
+        options="--bfloat16", unit="of the largest logit", goal=2e-2, of=Source(row="all", value="details.of_bf16.worst_share"),
+    ),
+    Claim(
+        name="bf16-types-within", text="logits of bfloat16 are within 2e-2 of torch's as they stand", ours="XLA",
+        baseline="transformers in torch", options="--bfloat16", unit="architectures", goal=30,
+        of=Source(row="all", value="details.of_bf16.types_within"),
+    ),
+)  # fmt: skip
+FIGURES = (
+    Figure(name="causal-made", of=Source(row="causal", value="details.made")),
+    Figure(name="causal-equal", of=Source(row="causal", value="details.equal")),
+    Figure(name="causal-refused", of=Source(row="causal", value="details.refused")),
+    Figure(name="causal-share", of=Source(row="causal", value="details.worst_share"), scale=1e6),
+    Figure(name="masked-made", of=Source(row="masked", value="details.made")),
+    Figure(name="masked-equal", of=Source(row="masked", value="details.equal")),
+    Figure(name="masked-refused", of=Source(row="masked", value="details.refused")),
+    Figure(name="masked-share", of=Source(row="masked", value="details.worst_share"), scale=1e6),
+    Figure(name="seq2seq-made", of=Source(row="seq2seq", value="details.made")),
+    Figure(name="seq2seq-equal", of=Source(row="seq2seq", value="details.equal")),
+    Figure(name="seq2seq-refused", of=Source(row="seq2seq", value="details.refused")),
+    Figure(name="seq2seq-share", of=Source(row="seq2seq", value="details.worst_share"), scale=1e6),
+    Figure(name="image-made", of=Source(row="image", value="details.made")),
+    Figure(name="image-equal", of=Source(row="image", value="details.equal")),
+    Figure(name="image-refused", of=Source(row="image", value="details.refused")),
+    Figure(name="image-share", of=Source(row="image", value="details.worst_share"), scale=1e6),
+    Figure(name="bf16-models", of=Source(row="all", value="details.of_bf16.models")),
+    Figure(name="bf16-within", of=Source(row="all", value="details.of_bf16.within")),
+    Figure(name="bf16-types", of=Source(row="all", value="details.of_bf16.types")),
+    Figure(name="bf16-worst", of=Source(row="all", value="details.of_bf16.worst_share"), scale=100),
+    Figure(name="bf16-nearer", of=Source(row="all", value="details.of_bf16.nearer_than_torch")),
+    Figure(name="rounded-models", of=Source(row="all, every rounding", value="details.of_bf16.models")),
+    Figure(name="rounded-within", of=Source(row="all, every rounding", value="details.of_bf16.within")),
+    Figure(name="rounded-same", of=Source(row="all, every rounding", value="details.of_bf16.same")),
+    Figure(name="rounded-worst", of=Source(row="all, every rounding", value="details.of_bf16.worst_share"), scale=100),
+    Figure(name="bf16-torch-true", of=Source(row="all", value="details.of_bf16.torch_within_of_true")),
+    Figure(name="bf16-xla-true", of=Source(row="all", value="details.of_bf16.xla_within_of_true")),
+)
+TABLES = (
+    Table(
+        name="models",
+        header=("", "models", "equal to torch", "refused", "largest error over the largest logit"),
+        rows=(
+            ("decoders", "{causal-made:.0f}", "{causal-equal:.0f}", "{causal-refused:.0f}", "{causal-share:.1f}e-06"),
+            ("encoders", "{masked-made:.0f}", "{masked-equal:.0f}", "{masked-refused:.0f}", "{masked-share:.1f}e-06"),
+            ("encoder-decoders", "{seq2seq-made:.0f}", "{seq2seq-equal:.0f}", "{seq2seq-refused:.0f}", "{seq2seq-share:.1f}e-06"),
+            ("image classifiers", "{image-made:.0f}", "{image-equal:.0f}", "{image-refused:.0f}", "{image-share:.1f}e-06"),
+        ),
+    ),
+)
 
 
 class Logits(torch.nn.Module):
@@ -67,59 +110,6 @@ class Logits(torch.nn.Module):
 
     def forward(self, **inputs: Any) -> Any:
         return self.model(**inputs).logits
-
-
-def every_model(kinds: str) -> Iterator[tuple[str, str, str]]:
-    """(kind, model type, class); the first class of a type and kind."""
-    for kind in kinds.split(","):
-        for model_type, found in KINDS[kind].items():
-            yield kind, model_type, found if isinstance(found, str) else found[0]
-
-
-OTHERWISE: tuple[dict[str, int | None], ...] = ({}, {"num_key_value_heads": 4}, {"head_dim": None})  # None: as it is
-
-
-def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
-    default = config_class()
-    sizes = {name: size for size, names in SIZES.items() for name in names.split()}
-    asked = {name: size for name, size in sizes.items() if isinstance(getattr(default, name, None), int)}
-    for name in ("bos_token_id", "eos_token_id"):
-        if isinstance(getattr(default, name, None), int | list):
-            asked[name] = 1
-    asked |= {name: 32 for name in ("image_size",) if isinstance(getattr(default, name, None), int)}
-    if hasattr(default, "use_cache"):
-        asked["use_cache"] = False
-    asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in default.to_dict()}
-    return config_class(**asked)
-
-
-def made_tiny(model_type: str, architecture: str, folder: Path, otherwise: dict[str, int | None]) -> Any:
-    """Raises what making it raises: a config whose fields this script does not know."""
-    config = tiny_config(transformers.CONFIG_MAPPING[model_type], otherwise)
-    config.architectures = [architecture]
-    torch.manual_seed(0)
-    with torch.device("meta"):
-        parameters = sum(one.numel() for one in getattr(transformers, architecture)(config).parameters())
-    if parameters > 20e6:
-        raise ValueError(f"{parameters / 1e6:.0f} M parameters with the sizes that are known here")
-    model = getattr(transformers, architecture)(config).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.is_floating_point():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-    model.save_pretrained(folder)
-    return model.config
-
-
-def inputs_of(kind: str, config: Any) -> dict[str, torch.Tensor]:
-    torch.manual_seed(1)
-    if kind == "image":
-        side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
-        return {"pixel_values": torch.rand(2, getattr(config, "num_channels", 3), side, side)}
-    ids, mask = torch.randint(5, 90, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
-    mask[1, 12:] = 0
-    given = {"input_ids": ids, "attention_mask": mask}
-    return given | {"decoder_input_ids": ids} if kind == "seq2seq" else given
 
 
 def by_torch(model: Any, inputs: dict[str, torch.Tensor]) -> torch.Tensor:
@@ -190,33 +180,73 @@ def _too_long(*_: Any) -> None:
     raise RequestError(f"not done in {SECONDS_OF_ONE} s")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--output", type=Path, required=True)
+def newest_rows(path: Path, *, every_rounding: bool) -> dict[tuple[str, str], dict[str, Any]]:
+    """Details by (kind, model type)."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [row["details"] for row in map(json.loads, lines) if "model" in row["details"] and not row["details"]["quick"]]
+    asked = [details for details in found if details["settings"]["every_rounding"] == every_rounding]
+    return {(details["kind"], details["model"]): details for details in asked}
+
+
+def outcome(details: dict[str, Any]) -> str:
+    failed = next((name for name in OUTCOMES if name in details), None)
+    return failed or ("equal" if details["error"] <= LIMITS["float32"] * max(1.0, details["largest"]) else "different")
+
+
+def counted(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    ends = {name: 0 for name in OUTCOMES} | Counter(map(outcome, rows))
+    worst = max((one["error"] / one["largest"] for one in rows if "error" in one), default=0.0)
+    half = [(one["model"], one["bf16"]) for one in rows if "bf16" in one]
+    types = {name for name, _ in half}
+    far = {name for name, one in half if one["from_torch"] > LIMITS["bf16"]}
+    bf16 = {
+        "models": len(half), "within": sum(one["from_torch"] <= LIMITS["bf16"] for _, one in half),
+        "types": len(types), "types_within": len(types - far),
+        "same": sum(one["from_torch"] == 0 for _, one in half),
+        "worst_share": max((one["from_torch"] / one["largest"] for _, one in half), default=0.0),
+        "nearer_than_torch": sum(one["xla_from_true"] <= one["torch_from_true"] for _, one in half),
+        "torch_within_of_true": sum(one["torch_from_true"] <= LIMITS["bf16"] for _, one in half),
+        "xla_within_of_true": sum(one["xla_from_true"] <= LIMITS["bf16"] for _, one in half),
+    }  # fmt: skip
+    return {"models": len(rows), "made": len(rows) - ends["not_tiny"], **ends, "worst_share": worst, "of_bf16": bf16}
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--kinds", default=",".join(KINDS), help="in this order")
     parser.add_argument("--only", help="model types, with commas")
     parser.add_argument("--bfloat16", action="store_true")
+    parser.add_argument("--every-rounding", action="store_true", help="with --bfloat16: XLA leaves none out")
     parser.add_argument("--seconds", type=float, default=float("inf"), help="start no model after this")
-    parser.add_argument("--shard", default="0/1", help="K/N: each N-th model from the K-th on")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
+    if options.every_rounding:
+        os.environ["XLA_FLAGS"] = "--xla_allow_excess_precision=false"  # read when TensorFlow first compiles
     need_tensorflow("this check")
     transformers.logging.set_verbosity_error()
-    start, (shard, shards) = time.monotonic(), map(int, options.shard.split("/"))
-    known = options.output.read_text().splitlines() if options.output.exists() else []
-    done = {(row["kind"], row["model"]) for row in map(json.loads, known)}
-    only = options.only.split(",") if options.only else None
+    start, only = time.monotonic(), QUICK if options.quick else options.only
+    settings = {"bfloat16": options.bfloat16, "every_rounding": options.every_rounding, "length": LENGTH}
+    known_as = ", every rounding" if options.every_rounding else ""
+    case = Case("xla_parity", options.results, detect(), options.quick, settings)
+    known = newest_rows(case.path, every_rounding=options.every_rounding)
     signal.signal(signal.SIGALRM, _too_long)
-    for number, (kind, model_type, architecture) in enumerate(every_model(options.kinds)):
-        skipped = (kind, model_type) in done or number % shards != shard or (only is not None and model_type not in only)
-        if skipped or time.monotonic() - start > options.seconds:
+    for kind, model_type, architecture in every_model(options.kinds):
+        done = known.get((kind, model_type))
+        is_done = done is not None and ("bf16" in done or "error" not in done or not options.bfloat16)
+        if is_done or (only and model_type not in only.split(",")) or time.monotonic() - start > options.seconds:
             continue
         signal.alarm(SECONDS_OF_ONE)
-        found = row_of(kind, model_type, architecture, bfloat16=options.bfloat16)
+        found = {"kind": kind, "model": model_type, "class": architecture}
+        found |= row_of(kind, model_type, architecture, bfloat16=options.bfloat16)
         signal.alarm(0)
-        row = {"kind": kind, "model": model_type, "class": architecture, **found}
-        with options.output.open("a") as file:
-            file.write(json.dumps(row) + "\n")
-        print(json.dumps(row), flush=True)
+        print(json.dumps(found), flush=True)
+        failure = found.get("refused") or found.get("broken")
+        case.add(f"{kind} {model_type}{known_as}", plan={}, measured=None, details=found, failure=failure)
+        known[kind, model_type] = found
+    for kind in KINDS:
+        of_kind = [details for (of, _), details in known.items() if of == kind]
+        case.add(kind + known_as, plan={}, measured=None, details=counted(of_kind))
+    case.add("all" + known_as, plan={}, measured=None, details=counted(list(known.values())))
+    print(json.dumps(case.rows[-1].details))
     return 0
 
 

@@ -27,6 +27,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from malformed import EXPECTED, broken
 from running_server import KEY, WORDS, Running, serving, wait, write_models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
+from web_driver import driven
 
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
 
@@ -242,6 +243,33 @@ def test_two_engines_of_one_model(models: Path, tmp_path: Path) -> None:
         wait(lambda: running.engine()["processes"][0] != said["processes"][0])
         body = {"model": "tiny", "max_tokens": 3}
         assert all(running.post("/v1/completions", {**body, "prompt": word}).status_code == 200 for word in WORDS)
+
+
+def test_a_chat_in_a_browser(server: Running, tmp_path: Path) -> None:
+    """The page at /: a key, a model, an answer as it comes, a new chat, a refusal in words."""
+    with driven(tmp_path / "profile") as page:
+        page.open(server.url)
+        page.type("#key", "second\t")
+        wait(lambda: page.run("return document.querySelector('#model').value") == "tiny")
+        for _ in range(2):  # one turn each: the model's answers fill its positions
+            page.click("#new")
+            page.type("#text", "the quick brown")
+            page.click("#send")
+            wait(lambda: page.run("return document.querySelectorAll('main p.assistant').length") == 1)
+            wait(lambda: not page.run("return document.querySelector('#send').disabled"))
+            assert "tokens/s" in page.text("#figures") and page.text("main p.user") == "the quick brown"
+            assert not page.text("main p.error") and page.text("main p.assistant") not in ("", "…")
+        page.run("document.querySelector('#key').value = 'wrong'")
+        page.type("#text", "and now?\ue007")
+        wait(lambda: page.text("main p.error"))
+        assert "send a key that this server knows" in page.text("main p.error")
+        page.click("#new")
+        assert page.text("main") == ""
+        said = [line for line in page.complaints() if not any(word in line for word in ("401", "favicon", "[DOM]"))]
+        assert not said
+        for width, height in ((1280, 800), (390, 844)):
+            page.resize(width, height)
+            assert page.run("return document.documentElement.scrollWidth <= window.innerWidth"), "wider than the window"
 
 
 def test_load_test(server: Running, upshift: Command, tmp_path: Path) -> None:

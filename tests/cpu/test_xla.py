@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from torch.nn import functional
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.xla.needs import need_tensorflow
@@ -18,7 +19,7 @@ import tensorflow as tf  # noqa: E402
 
 from upshift.xla.build import build  # noqa: E402
 from upshift.xla.exported import export  # noqa: E402
-from upshift.xla.lowering.program import UnloweredOp, lower  # noqa: E402
+from upshift.xla.lowering.program import UnloweredOp, as_constant, lower  # noqa: E402
 
 SMALL = {
     "vocab_size": 96, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -136,16 +137,59 @@ def test_what_is_not_lowered_is_named_with_its_module():
         lower(export(Outer(), {"value": torch.eye(3)}))
 
 
-def test_operators_that_few_models_use():
-    class Norms(torch.nn.Module):
-        def forward(self, value):
-            norms = [torch.linalg.vector_norm(value, ord=order, dim=-1) for order in (1, 2, 3, torch.inf, -torch.inf)]
-            return torch.stack([*norms, torch.arange(4, dtype=torch.uint8).float()])
+class Few(torch.nn.Module):
+    """Operators that few models use."""
 
+    def forward(self, value):
+        norms = [torch.linalg.vector_norm(value, ord=order, dim=-1) for order in (1, 2, 3, torch.inf, -torch.inf)]
+        images = value[None, None]
+        resized = [
+            functional.interpolate(images, size=(7, 3), mode="bilinear"),
+            functional.interpolate(images, scale_factor=1.7, mode="bilinear", align_corners=True),
+            functional.interpolate(images, scale_factor=2.3, mode="nearest"),
+            functional.avg_pool2d(images, 3, 2, padding=1, count_include_pad=False),
+            functional.avg_pool2d(images, 3, 2, padding=1, ceil_mode=True),
+            functional.avg_pool2d(images, 2, divisor_override=3),
+        ]
+        counted = [torch.arange(4, dtype=torch.uint8).float(), torch.arange(0, 4, 1.0, dtype=torch.int64).float()]
+        waves = [torch.fft.fftn(value, dim=(0, 1)).real, torch.fft.ifft(value.to(torch.complex64), norm="ortho").imag]
+        return [torch.stack([*norms, *counted]), *resized, *waves]
+
+
+class Rounding(torch.nn.Module):
+    """Operators that torch computes wide in half precision."""
+
+    def __init__(self):
+        super().__init__()
+        self.linear, self.convolution = torch.nn.Linear(32, 48), torch.nn.Conv1d(32, 48, 3)
+
+    def forward(self, value):
+        found = [self.linear(value), self.convolution(value[None].mT), 0.044715 * value, value.pow(3), value.abs().log2()]
+        return [*found, functional.gelu(value), functional.gelu(value, approximate="tanh"), functional.elu(value, alpha=0.3)]
+
+
+def lowered(module, value):
+    program, weights = lower(export(module, {"value": value}), strip=""), module.state_dict()
+    known = {name: as_constant(weight) for name, weight in weights.items()}
+    run = tf.function(lambda one: program([one], known), jit_compile=True, autograph=False)
+    return [tf.cast(one, tf.float32).numpy() for one in run(as_constant(value))]
+
+
+def test_operators_that_few_models_use():
     value = torch.randn(4, 6)
-    program = lower(export(Norms(), {"value": value}))
-    found = tf.function(lambda one: program([one], {})[0], jit_compile=True, autograph=False)(tf.constant(value.numpy()))
-    assert np.allclose(found.numpy(), Norms()(value).numpy(), atol=1e-6)
+    for found, expected in zip(lowered(Few(), value), Few()(value), strict=True):
+        assert np.allclose(found, expected.numpy(), atol=1e-6)
+
+
+def test_half_precision_is_rounded_once():
+    """The nearest bfloat16 to the exact result, but for sums in another order at a border between two."""
+    torch.manual_seed(0)
+    module, value = Rounding().bfloat16(), torch.randn(64, 32).bfloat16()
+    found = lowered(module, value)
+    with torch.no_grad():
+        exact = module.double()(value.double())
+    for one, expected in zip(found, exact, strict=True):
+        assert (one != expected.bfloat16().float().numpy()).mean() < 0.01
 
 
 def test_a_shape_that_depends_on_data_is_refused_in_one_line():

@@ -3,13 +3,15 @@ XLA chooses its own layout."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import lowers, moved
+from upshift.xla.lowering.registry import as_wide, lowers, moved, result
 
 
 def _channels_last(rank: int) -> list[int]:
@@ -32,13 +34,16 @@ def _convolution(
     rank = len(value.shape)
     space = rank - 2
     stride, padding, dilation = (_each(one, space) for one in (stride, padding, dilation))
+    dtype = value.dtype
+    if bias is not None:  # half precision is rounded once, behind it
+        value, weight, bias = as_wide(value), as_wide(weight), as_wide(bias)
     turned = moved(value, _channels_last(rank))
     if transposed:
         made = _transposed(turned, weight, stride, padding, dilation, _each(output_padding, space), groups)
     else:
         padded = tf.pad(turned, [[0, 0], *([one, one] for one in padding), [0, 0]])
         made = _grouped(padded, tf.transpose(weight, [*range(2, rank), 1, 0]), stride, dilation, groups)
-    made = made if bias is None else made + bias
+    made = made if bias is None else tf.cast(made + bias, dtype)
     return moved(made, _channels_first(rank))
 
 
@@ -110,26 +115,40 @@ def _ceil_more(node: Node, value: Any, kernel: Any, stride: Any, pads: list[int]
     return max(0, (int(wanted) - 1) * step + size - int(value.shape[2 + place]) - 2 * pads[place])
 
 
-@lowers("aten.avg_pool2d.default", "aten.avg_pool1d.default")
+@lowers("aten.avg_pool1d.default", "aten.avg_pool2d.default", "aten.avg_pool3d.default")
 def _avg_pool(
     node: Node, value: tf.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> tf.Tensor:  # fmt: skip
-    rank = len(value.shape)
+    """The mean of each whole window, zeros beyond the edges included, times what torch divides by less."""
+    rank, out = len(value.shape), result(node).shape[2:]
     space = rank - 2
-    if ceil_mode or divisor_override is not None or (any(padding) and not count_include_pad):
-        raise NotImplementedError("average pooling with ceil_mode, a divisor of its own, or padding that does not count")
-    padded = tf.pad(value, [[0, 0], [0, 0], *([one, one] for one in _each(padding, space))])
-    made = tf.nn.pool(moved(padded, _channels_last(rank)), _each(kernel, space), "AVG", _each(stride or kernel, space), "VALID")
-    return moved(made, _channels_first(rank))
+    kernel, padding = _each(kernel, space), _each(padding, space)
+    stride = _each(stride or kernel, space)
+    edges, less = [], np.ones([1] * rank)
+    for place, (size, step, pad, count) in enumerate(zip(kernel, stride, padding, out, strict=True)):
+        whole = int(value.shape[2 + place])
+        edges.append([pad, max(0, (int(count) - 1) * step + size - whole - pad)])
+        first = np.arange(int(count)) * step - pad
+        low, high = (-pad, whole + pad) if count_include_pad else (0, whole)
+        counted = np.minimum(first + size, high) - np.maximum(first, low)
+        along = [1] * rank
+        along[2 + place] = int(count)
+        less = less * (size / np.reshape(counted, along))
+    if divisor_override is not None:
+        less = np.full([1] * rank, math.prod(kernel) / divisor_override)
+    padded = moved(tf.pad(as_wide(value), [[0, 0], [0, 0], *edges]), _channels_last(rank))
+    made = moved(tf.nn.pool(padded, kernel, "AVG", stride, "VALID"), _channels_first(rank))
+    return tf.cast(made if np.all(less == 1) else made * tf.constant(less, made.dtype), value.dtype)
 
 
 @lowers("aten._adaptive_avg_pool2d.default", "aten.adaptive_avg_pool1d.default")
 def _adaptive_avg_pool(node: Node, value: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
     """The mean of each of ``size`` parts, which overlap where they do not divide the image."""
+    value, dtype = as_wide(value), value.dtype
     for dim, count in enumerate(size, start=len(value.shape) - len(size)):
         whole = int(value.shape[dim])
         parts = [slice(place * whole // count, -(-(place + 1) * whole // count)) for place in range(count)]
         cut = [value[tuple([slice(None)] * dim + [part])] for part in parts]
         value = tf.concat([tf.reduce_mean(one, axis=dim, keepdims=True) for one in cut], axis=dim)
-    return value
+    return tf.cast(value, dtype)

@@ -10,7 +10,7 @@ from typing import Any
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import as_dtype, lowers, result, result_dtype
+from upshift.xla.lowering.registry import as_dtype, as_wide, lowers, result, result_dtype
 
 SEED: ContextVar[tf.Tensor | None] = ContextVar("seed of the program that is being walked", default=None)
 
@@ -44,6 +44,7 @@ def _fill(node: Node, value: tf.Tensor, filled: tf.Tensor) -> tf.Tensor:
 def _arange(node: Node, start: Any, end: Any, step: Any = 1, **_: Any) -> tf.Tensor:
     dtype = result_dtype(node)
     counted = dtype if dtype.size > 2 else tf.float32 if dtype.is_floating else tf.int32  # tf.range knows no uint8 and float16
+    start, end, step = (int(one) if counted.is_integer else one for one in (start, end, step))  # 1.0 is a step of integers, too
     return tf.cast(tf.range(start, end, step, dtype=counted), dtype)
 
 
@@ -62,7 +63,8 @@ def _native_dropout(node: Node, value: tf.Tensor, probability: float, train: boo
     if not train or probability == 0:
         return value, tf.ones(value.shape, tf.bool)
     kept = uniform(node, value.shape) >= probability
-    scaled = value * tf.constant(1 / (1 - probability) if probability < 1 else 0.0, value.dtype)
+    wide = as_wide(value)
+    scaled = tf.cast(wide * tf.constant(1 / (1 - probability) if probability < 1 else 0.0, wide.dtype), value.dtype)
     return tf.where(kept, scaled, tf.zeros_like(scaled)), kept
 
 

@@ -1,4 +1,7 @@
-"""One number of the result for one of each argument: arithmetic, comparisons, activations, casts."""
+"""One number of the result for one of each argument: arithmetic, comparisons, activations, casts.
+
+Functions of half precision, and its arithmetic with a number, are in float32 and rounded once, as in torch's kernels: 0.044715 in
+bfloat16 is another number, and a GELU of five steps that each round is another GELU."""
 
 from __future__ import annotations
 
@@ -10,21 +13,23 @@ import tensorflow as tf
 import torch
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import DTYPES, LOWERINGS, as_dtype, lowers, result_dtype
+from upshift.xla.lowering.registry import DTYPES, LOWERINGS, as_dtype, as_wide, is_half, is_tensor, lowers, result_dtype
 
 Unary = Callable[[tf.Tensor], tf.Tensor]
 Binary = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def _arithmetic(compute: Binary) -> Callable[..., tf.Tensor]:
-    """In the dtype of torch's result."""
+    """In the dtype of torch's result. Two tensors of it need no wider one: one operation rounds once by itself."""
 
     def lowering(node: Node, left: Any, right: Any, *, alpha: float = 1, **_: Any) -> tf.Tensor:
         dtype = result_dtype(node)
-        scaled = as_dtype(right, dtype)
+        alone = alpha == 1 and all(is_tensor(one) and one.dtype == dtype for one in (left, right))
+        computed = tf.float32 if is_half(dtype) and not alone else dtype
+        scaled = as_dtype(right, computed)
         if alpha != 1:
-            scaled = scaled * tf.constant(alpha, dtype)
-        return compute(as_dtype(left, dtype), scaled)
+            scaled = scaled * tf.constant(alpha, computed)
+        return tf.cast(compute(as_dtype(left, computed), scaled), dtype)
 
     return lowering
 
@@ -67,24 +72,30 @@ COMPARISONS: dict[str, Binary] = {
     "ge": tf.greater_equal, "gt": tf.greater, "le": tf.less_equal, "lt": tf.less, "eq": tf.equal, "ne": tf.not_equal,
 }  # fmt: skip
 LOGICAL = ("logical_and", "logical_or", "logical_xor")
-UNARY: dict[str, Unary] = {
-    "abs": tf.abs, "acos": tf.acos, "acosh": tf.acosh, "asin": tf.asin, "asinh": tf.asinh, "atan": tf.atan, "atanh": tf.atanh,
-    "ceil": tf.math.ceil, "cos": tf.cos, "cosh": tf.cosh, "erf": tf.math.erf, "exp": tf.exp, "expm1": tf.math.expm1,
-    "floor": tf.floor, "log": tf.math.log, "log1p": tf.math.log1p, "neg": tf.negative, "reciprocal": tf.math.reciprocal,
-    "relu": tf.nn.relu, "round": tf.round, "rsqrt": tf.math.rsqrt, "sigmoid": tf.sigmoid, "sign": tf.sign, "silu": tf.nn.silu,
-    "sin": tf.sin, "sinh": tf.sinh, "sqrt": tf.sqrt, "tan": tf.tan, "tanh": tf.tanh,
+FUNCTIONS: dict[str, Unary] = {
+    "acos": tf.acos, "acosh": tf.acosh, "asin": tf.asin, "asinh": tf.asinh, "atan": tf.atan, "atanh": tf.atanh, "cos": tf.cos,
+    "cosh": tf.cosh, "erf": tf.math.erf, "exp": tf.exp, "expm1": tf.math.expm1, "log": tf.math.log, "log1p": tf.math.log1p,
+    "reciprocal": tf.math.reciprocal, "rsqrt": tf.math.rsqrt, "sigmoid": tf.sigmoid, "silu": tf.nn.silu, "sin": tf.sin,
+    "sinh": tf.sinh, "sqrt": tf.sqrt, "square": tf.square, "tan": tf.tan, "tanh": tf.tanh,
     "exp2": lambda x: tf.pow(tf.constant(2, x.dtype), x),
     "log2": lambda x: tf.math.log(x) / tf.constant(math.log(2), x.dtype),
     "log10": lambda x: tf.math.log(x) / tf.constant(math.log(10), x.dtype),
-    "trunc": lambda x: tf.where(x < 0, tf.math.ceil(x), tf.floor(x)),
+}  # fmt: skip
+EXACT: dict[str, Unary] = {
+    "abs": tf.abs, "ceil": tf.math.ceil, "floor": tf.floor, "neg": tf.negative, "relu": tf.nn.relu, "round": tf.round,
+    "sign": tf.sign, "trunc": lambda x: tf.where(x < 0, tf.math.ceil(x), tf.floor(x)),
     "bitwise_not": lambda x: tf.logical_not(x) if x.dtype == tf.bool else tf.bitwise.invert(x),
     "clone": tf.identity, "alias": tf.identity, "detach": tf.stop_gradient, "lift_fresh_copy": tf.identity,
-    "_to_copy": tf.identity, "square": tf.square, "logical_not": tf.logical_not,
+    "_to_copy": tf.identity,
 }  # fmt: skip
 
 
 def _unary(compute: Unary) -> Callable[..., tf.Tensor]:
     return lambda node, value, **_: compute(tf.cast(value, result_dtype(node)))
+
+
+def _rounded(compute: Unary) -> Unary:
+    return lambda value: tf.cast(compute(as_wide(value)), value.dtype)
 
 
 for _name, _compute in ARITHMETIC.items():
@@ -94,14 +105,15 @@ LOWERINGS["aten.pow.Scalar"] = _arithmetic(tf.pow)
 for _name, _compute in COMPARISONS.items():
     for _overload in ("Tensor", "Scalar"):
         LOWERINGS[f"aten.{_name}.{_overload}"] = _compared(_compute)
-for _name, _one in UNARY.items():
+for _name, _one in (EXACT | {name: _rounded(one) for name, one in FUNCTIONS.items()}).items():
     LOWERINGS[f"aten.{_name}.default"] = _unary(_one)
 
 
 @lowers("aten.rsub.Scalar", "aten.rsub.Tensor")
 def _rsub(node: Node, left: Any, right: Any, alpha: float = 1) -> tf.Tensor:
     dtype = result_dtype(node)
-    return as_dtype(right, dtype) - as_dtype(left, dtype) * tf.constant(alpha, dtype)
+    computed = tf.float32 if is_half(dtype) else dtype
+    return tf.cast(as_dtype(right, computed) - as_dtype(left, computed) * tf.constant(alpha, computed), dtype)
 
 
 @lowers("aten.div.Tensor_mode", "aten.div.Scalar_mode")
@@ -112,7 +124,7 @@ def _rounded_div(node: Node, left: Any, right: Any, *, rounding_mode: str | None
         return tf.divide(left, right)
     if rounding_mode == "floor":
         return tf.math.floordiv(left, right)
-    return tf.truncatediv(left, right) if dtype.is_integer else UNARY["trunc"](left / right)
+    return tf.truncatediv(left, right) if dtype.is_integer else EXACT["trunc"](left / right)
 
 
 @lowers("aten.isnan.default")
@@ -134,18 +146,19 @@ for _name in LOGICAL:
 
 @lowers("aten.gelu.default")
 def _gelu(node: Node, value: tf.Tensor, *, approximate: str = "none") -> tf.Tensor:
-    return tf.nn.gelu(value, approximate=approximate == "tanh")
+    return tf.cast(tf.nn.gelu(as_wide(value), approximate=approximate == "tanh"), value.dtype)
 
 
 @lowers("aten.elu.default")
 def _elu(node: Node, value: tf.Tensor, alpha: float = 1.0, scale: float = 1.0, input_scale: float = 1.0) -> tf.Tensor:
-    negative = tf.math.expm1(tf.minimum(value, tf.zeros_like(value)) * input_scale) * alpha
-    return tf.where(value > 0, value, negative) * tf.constant(scale, value.dtype)
+    wide = as_wide(value)
+    negative = tf.math.expm1(tf.minimum(wide, tf.zeros_like(wide)) * input_scale) * alpha
+    return tf.cast(tf.where(wide > 0, wide, negative) * tf.constant(scale, wide.dtype), value.dtype)
 
 
 @lowers("aten.leaky_relu.default")
 def _leaky_relu(node: Node, value: tf.Tensor, negative_slope: float = 0.01) -> tf.Tensor:
-    return tf.nn.leaky_relu(value, negative_slope)
+    return tf.cast(tf.nn.leaky_relu(as_wide(value), negative_slope), value.dtype)
 
 
 @lowers("aten.hardtanh.default")

@@ -8,28 +8,24 @@ from typing import Any
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import lowers, result_dtype
-
-
-def _wide(value: tf.Tensor) -> tf.Tensor:
-    return tf.cast(value, tf.float32) if value.dtype.size < 4 else value
+from upshift.xla.lowering.registry import as_wide, lowers, result_dtype
 
 
 @lowers("aten._softmax.default", "aten._safe_softmax.default")
 def _softmax(node: Node, value: tf.Tensor, dim: int, *_: Any) -> tf.Tensor:
-    return tf.cast(tf.nn.softmax(_wide(value), axis=dim), result_dtype(node))
+    return tf.cast(tf.nn.softmax(as_wide(value), axis=dim), result_dtype(node))
 
 
 @lowers("aten._log_softmax.default")
 def _log_softmax(node: Node, value: tf.Tensor, dim: int, *_: Any) -> tf.Tensor:
-    return tf.cast(tf.nn.log_softmax(_wide(value), axis=dim), result_dtype(node))
+    return tf.cast(tf.nn.log_softmax(as_wide(value), axis=dim), result_dtype(node))
 
 
 def _normalized(
     value: tf.Tensor, dims: Sequence[int], epsilon: float, weight: tf.Tensor | None, bias: tf.Tensor | None
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:
     """The value, its mean and the inverse of its deviation, all wide. ``weight`` and ``bias`` are broadcast as they are."""
-    wide = _wide(value)
+    wide = as_wide(value)
     mean = tf.reduce_mean(wide, list(dims), keepdims=True)
     variance = tf.reduce_mean(tf.math.squared_difference(wide, mean), list(dims), keepdims=True)
     inverse = tf.math.rsqrt(variance + epsilon)
@@ -65,10 +61,10 @@ def _batch_norm(
     momentum: float, epsilon: float,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:  # fmt: skip
     """By the statistics that the model keeps. With those of the batch, which training would change, it is not lowered."""
-    wide = _wide(value)
+    wide = as_wide(value)
     along = [1, int(value.shape[1]), *[1] * (len(value.shape) - 2)]
-    made = (wide - tf.reshape(_wide(mean), along)) * tf.math.rsqrt(tf.reshape(_wide(variance), along) + epsilon)
-    made = made if weight is None else made * tf.reshape(_wide(weight), along)
-    made = made if bias is None else made + tf.reshape(_wide(bias), along)
+    made = (wide - tf.reshape(as_wide(mean), along)) * tf.math.rsqrt(tf.reshape(as_wide(variance), along) + epsilon)
+    made = made if weight is None else made * tf.reshape(as_wide(weight), along)
+    made = made if bias is None else made + tf.reshape(as_wide(bias), along)
     nothing = tf.zeros([0], wide.dtype)
     return tf.cast(made, value.dtype), nothing, nothing

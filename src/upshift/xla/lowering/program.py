@@ -20,7 +20,9 @@ from upshift.errors import RequestError
 from upshift.xla.lowering.creation import SEED
 from upshift.xla.lowering.registry import DTYPES, LOWERINGS
 
-FAMILIES = ("convolution", "creation", "elementwise", "indexing", "normalization", "products", "reductions", "shaping")
+FAMILIES = (
+    "convolution", "creation", "elementwise", "indexing", "normalization", "products", "reductions", "resizing", "shaping",
+)  # fmt: skip
 for _family in FAMILIES:
     import_module(f"upshift.xla.lowering.{_family}")
 

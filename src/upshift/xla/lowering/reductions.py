@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 from torch.fx import Node
 
-from upshift.xla.lowering.registry import LOWERINGS, dims_of, lowers, moved, positive, result, result_dtype
+from upshift.xla.lowering.registry import LOWERINGS, as_wide, dims_of, lowers, moved, positive, result, result_dtype
 
 Dims = int | Sequence[int] | None
 
@@ -119,8 +119,10 @@ def _var(
     for dim in over:
         count *= int(value.shape[dim])
     taken = (1 if unbiased else 0) if correction is None else correction
-    centred = value - tf.reduce_mean(value, over, keepdims=True)
-    return tf.reduce_sum(tf.square(centred), over, keepdims=keepdim) / tf.constant(max(count - taken, 0), value.dtype)
+    wide = as_wide(value)
+    centred = wide - tf.reduce_mean(wide, over, keepdims=True)
+    found = tf.reduce_sum(tf.square(centred), over, keepdims=keepdim) / tf.constant(max(count - taken, 0), wide.dtype)
+    return tf.cast(found, value.dtype)
 
 
 @lowers("aten.topk.default")

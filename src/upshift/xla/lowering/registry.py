@@ -57,6 +57,15 @@ def as_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
     return tf.constant(int(value) if dtype.is_integer else value, dtype)
 
 
+def as_wide(value: tf.Tensor) -> tf.Tensor:
+    """Half precision as float32: torch's kernels compute in it, and round to half once, at their end."""
+    return tf.cast(value, tf.float32) if is_half(value.dtype) else value
+
+
+def is_half(dtype: tf.DType) -> bool:
+    return bool(dtype.is_floating and dtype.size < 4)
+
+
 def positive(dim: int, rank: int) -> int:
     return dim + rank if dim < 0 else dim
 

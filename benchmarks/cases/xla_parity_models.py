@@ -1,0 +1,96 @@
+"""Tiny models of every type that transformers' auto mappings know, for xla_parity.py."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.auto import modeling_auto
+
+LENGTH = 16
+SIZES = {
+    32: "hidden_size d_model n_embd dim embed_dim emb_dim embedding_size word_embed_proj_dim d_embed lru_width "
+        "attention_hidden_size decoder_hidden_size model_dim encoder_hidden_dim",
+    48: "intermediate_size ffn_dim d_ff n_inner encoder_ffn_dim decoder_ffn_dim hidden_dim ffn_hidden_size "
+        "shared_intermediate_size",
+    2: "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_encoder_layers "
+        "num_decoder_layers num_experts_per_tok moe_topk moe_k num_key_value_heads num_kv_heads n_kv_heads depth",
+    4: "num_attention_heads n_head n_heads num_heads encoder_attention_heads decoder_attention_heads num_experts "
+        "num_local_experts n_routed_experts linear_num_key_heads linear_num_value_heads",
+    8: "head_dim d_kv kv_channels qk_nope_head_dim qk_rope_head_dim v_head_dim rotary_dim linear_key_head_dim "
+        "linear_value_head_dim patch_size",
+    16: "moe_intermediate_size q_lora_rank kv_lora_rank shared_expert_intermediate_size vocab_size_per_layer_input "
+        "hidden_size_per_layer_input expert_ffn_hidden_size",
+    96: "vocab_size",
+    64: "max_position_embeddings n_positions n_ctx max_seq_len max_source_positions max_target_positions "
+        "max_sequence_length context_length",
+    1: "n_shared_experts first_k_dense_replace n_group topk_group",
+    0: "pad_token_id",
+}  # fmt: skip
+KINDS = {
+    "causal": modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "masked": modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    "seq2seq": modeling_auto.MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+    "image": modeling_auto.MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES,
+}  # fmt: skip
+
+
+def every_model(kinds: str) -> Iterator[tuple[str, str, str]]:
+    """(kind, model type, class); the first class of a type and kind."""
+    for kind in kinds.split(","):
+        for model_type, found in KINDS[kind].items():
+            yield kind, model_type, found if isinstance(found, str) else found[0]
+
+
+OTHERWISE: tuple[dict[str, int | None], ...] = (  # None: as it is
+    {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"patch_size": 4, "image_size": 64},
+)  # fmt: skip
+STAGES = {"hidden_sizes": 16, "embed_dims": 16, "depths": 1, "num_heads": 2, "num_attention_heads": 2}  # of as many as there are
+
+
+def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
+    default = config_class()
+    sizes = {name: size for size, names in SIZES.items() for name in names.split()}
+    asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(getattr(default, name, None), int)}
+    for name, size in STAGES.items():
+        if isinstance(stages := getattr(default, name, None), list | tuple):
+            asked[name] = [size] * len(stages)
+    for name in ("bos_token_id", "eos_token_id"):
+        if isinstance(getattr(default, name, None), int | list):
+            asked[name] = 1
+    asked |= {name: 32 for name in ("image_size",) if isinstance(getattr(default, name, None), int)}
+    if hasattr(default, "use_cache"):
+        asked["use_cache"] = False
+    asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in default.to_dict()}
+    return config_class(**asked)
+
+
+def made_tiny(model_type: str, architecture: str, folder: Path, otherwise: dict[str, int | None]) -> Any:
+    """Raises what making it raises: a config whose fields this script does not know."""
+    config = tiny_config(transformers.CONFIG_MAPPING[model_type], otherwise)
+    config.architectures = [architecture]
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        parameters = sum(one.numel() for one in getattr(transformers, architecture)(config).parameters())
+    if parameters > 20e6:
+        raise ValueError(f"{parameters / 1e6:.0f} M parameters with the sizes that are known here")
+    model = getattr(transformers, architecture)(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    model.save_pretrained(folder)
+    return model.config
+
+
+def inputs_of(kind: str, config: Any) -> dict[str, torch.Tensor]:
+    torch.manual_seed(1)
+    if kind == "image":
+        side = config.image_size if isinstance(getattr(config, "image_size", None), int) else 32
+        return {"pixel_values": torch.rand(2, getattr(config, "num_channels", 3), side, side)}
+    ids, mask = torch.randint(5, 90, (2, LENGTH)), torch.ones(2, LENGTH, dtype=torch.long)
+    mask[1, 12:] = 0
+    given = {"input_ids": ids, "attention_mask": mask}
+    return given | {"decoder_input_ids": ids} if kind == "seq2seq" else given
