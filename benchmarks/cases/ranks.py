@@ -21,19 +21,35 @@ from shapes import SHAPES, TINY
 from trainer_data import QUICK, Size, write_inputs
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim
+from upshift.benchmarking.figures import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.hardware import detect
 from upshift.record import Record
 
 CLAIMS = (
     Claim(
-        name="ranks",
-        text="the planner knows whether a process for each core trains faster",
-        ours="the planner",
-        baseline="both, measured",
+        name="llama-10m", text="one process with all cores trains 10 M parameters faster than one for each, as predicted",
+        ours="one process", baseline="a process for each of two cores", goal=1.0,
+        of=Source(row="llama-10m/1", value="measured.tokens_per_second"),
+        over=Source(row="llama-10m/2", value="measured.tokens_per_second"),
     ),
-)
+    Claim(
+        name="llama-27m-gqa", text="one process with all cores trains 27 M parameters faster than one for each, as predicted",
+        ours="one process", baseline="a process for each of two cores", goal=1.0,
+        of=Source(row="llama-27m-gqa/1", value="measured.tokens_per_second"),
+        over=Source(row="llama-27m-gqa/2", value="measured.tokens_per_second"),
+    ),
+)  # fmt: skip
+FIGURES = (
+    Figure(
+        name="llama-10m-predicted", of=Source(row="llama-10m/1", value="predicted.tokens_per_second"),
+        over=Source(row="llama-10m/2", value="predicted.tokens_per_second"),
+    ),
+    Figure(
+        name="llama-27m-gqa-predicted", of=Source(row="llama-27m-gqa/1", value="predicted.tokens_per_second"),
+        over=Source(row="llama-27m-gqa/2", value="predicted.tokens_per_second"),
+    ),
+)  # fmt: skip
 
 ROOT = Path(__file__).parents[1]
 SEQUENCE, GLOBAL_BATCH = 128, 8

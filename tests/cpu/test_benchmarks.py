@@ -60,13 +60,14 @@ def test_load(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.
 def test_memory(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "accuracy.md"
     answer = run(case("memory"), tmp_path, capsys, "--write", str(page))
-    rows = check_rows(tmp_path / "memory.jsonl")
+    *rows, summary = check_rows(tmp_path / "memory.jsonl")
     precisions = 1 if detect().supports("bf16") is False else 2
     assert answer["rows"] == len(rows) == 2 * precisions and answer["failed"] == 0
     for row in rows:
         error = row.prediction_error("peak_gib")
         assert error is not None and abs(error) < 0.02, row.plan
         assert row.measured is not None and (row.measured.resident_gib or 0) > (row.measured.peak_gib or 0)
+    assert summary.name == "memory/summary" and summary.details["errors"] == answer["errors"]
     assert "benchmarks/cases/memory.py --write" in page.read_text() and page.read_text().count("| tiny ") == 1 + 2 * precisions
 
 

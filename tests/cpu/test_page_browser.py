@@ -51,10 +51,10 @@ def made_up_page() -> RunPage:
     )
 
 
-def test_claims_are_drawn_without_an_error(tmp_path: Path) -> None:
+def test_claims_are_drawn_on_a_phone_without_an_error(tmp_path: Path) -> None:
     page = tmp_path / "claims.html"
     page.write_text(claims_page(standings(find_cases(Path(__file__).parents[2] / "benchmarks" / "cases"))))
-    document, said = opened(page, tmp_path / "profile")
+    document, said = opened(page, tmp_path / "profile", width=390)
     assert said == [] and 'data-plots="2"' in document
 
 

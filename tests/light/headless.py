@@ -23,8 +23,8 @@ def browser() -> str:
     return found
 
 
-def opened(page: Path, profile: Path) -> tuple[str, list[str]]:
+def opened(page: Path, profile: Path, *, width: int = 800) -> tuple[str, list[str]]:
     """The page after its scripts ran, and what they said on the console."""
-    command = [browser(), *FLAGS, f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
+    command = [browser(), *FLAGS, f"--window-size={width},800", f"--user-data-dir={profile}", "--dump-dom", page.as_uri()]
     done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=120)
     return done.stdout, [line for line in done.stderr.splitlines() if "CONSOLE" in line]

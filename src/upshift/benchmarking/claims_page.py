@@ -47,6 +47,11 @@ def _share(one: Standing) -> str:
     return UNKNOWN if one.share is None else f"{one.share:.2f}"
 
 
+def _whole(words: str) -> str:
+    """Lines break between words alone, not behind a hyphen: an option is read, and typed, as one."""
+    return " ".join(f'<span class="word">{text(word)}</span>' for word in words.split())
+
+
 def _table(standings: Sequence[Standing]) -> str:
     rows = []
     for one in standings:
@@ -56,8 +61,8 @@ def _table(standings: Sequence[Standing]) -> str:
         rows.append(
             (
                 words, number(one.value, small=text(claim.unit)), number(claim.goal), _share(one), str(len(one.readings)),
-                UNKNOWN if newest is None else f"{text(newest.time[:10])}<small>{text(newest.commit or 'no commit')}</small>",
-                f"<code>{text(one.command)}</code>",
+                UNKNOWN if newest is None else f"{_whole(newest.time[:10])}<small>{text(newest.commit or 'no commit')}</small>",
+                f"<code>{_whole(one.command)}</code>",
             )
         )  # fmt: skip
     return table(HEADS, rows, label="Claims", marked=frozenset(at for at, one in enumerate(standings) if one.is_reached is False))

@@ -51,6 +51,7 @@ tbody th { font-weight: 500; min-width: 130px; overflow-wrap: break-word; }
 .number { text-align: right; font-variant-numeric: tabular-nums; white-space: nowrap; }
 thead .number { white-space: normal; min-width: 84px; }
 .long { min-width: 230px; overflow-wrap: anywhere; }
+.word { white-space: nowrap; }
 td small, th small { display: block; color: var(--muted); font-size: 13px; font-weight: 400; }
 tr.chosen th { font-weight: 650; }
 .unknown { color: var(--muted); font-style: italic; }
@@ -126,13 +127,14 @@ SCRIPT = """
     });
   }
   function fit(layout, data) {
-    layout.height = narrow.matches && layout.height > 400 ? 500 : layout.height;
+    var rows = data.some(function (trace) { return trace.orientation === "h"; });  // each bar needs its line
+    layout.height = narrow.matches && layout.height > 400 && !rows ? 500 : layout.height;
     if (narrow.matches) {
       layout.dragmode = false;
       layout.font.size = 11;
       layout.margin.r = 8;
       layout.legend.font = {size: 11};
-      if (data.every(function (trace) { return trace.showlegend === false || trace.name.length < 20; })) {
+      if (data.every(function (trace) { return !trace.name || trace.showlegend === false || trace.name.length < 20; })) {
         layout.legend.entrywidthmode = "fraction";
         layout.legend.entrywidth = 0.48;
       }

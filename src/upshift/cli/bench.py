@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.text import Text
 
 from upshift.cli import show
 from upshift.cli.plan import Json
@@ -33,12 +34,14 @@ def list_(cases: Cases = None, as_json: Json = False) -> None:
     if as_json:
         print(json.dumps([json.loads(row.to_json()) for row in rows]))
         return
-    table = show.new_table(f"{len(rows)} claims of {len(found)} cases", "claim", "says", numbers=("number", "goal", "rows"))
+    table = show.new_table(f"{len(rows)} claims of {len(found)} cases", "claim", numbers=("number", "goal", "rows"))
+    for column in table.columns[1:]:
+        column.no_wrap = True
     for row in rows:
-        style = {True: "green", False: "red", None: None}[row.is_reached]
-        table.add_row(
-            row.name, row.claim.text, row.written(row.value), row.written(row.claim.goal), str(len(row.readings)), style=style
-        )
+        style = {True: "green", False: "red", None: ""}[row.is_reached]
+        words = Text.assemble((row.name, f"bold {style}".strip()), "\n", row.claim.text)  # two lines: names are long, and typed
+        goal = "" if row.claim.goal is None else f"{row.claim.goal:g}"
+        table.add_row(words, row.written(row.value), goal, str(len(row.readings)), style=style)
     show.out.print(table)
     show.out.print(
         "upshift bench run CASE measures one anew; upshift bench report --html FILE draws them", style="dim", highlight=False
