@@ -27,9 +27,10 @@ def count_ranks(launch: Launch) -> list[str]:
 def set_environment(launch: Launch) -> list[str]:
     """Where a plan says nothing of threads, a rank has its share of the cores; nproc counts those that the host may use."""
     threads = "export OMP_NUM_THREADS=$(( $(nproc) > ranks ? $(nproc) / ranks : 1 ))  # a rank's share of the cores"
-    # Else a host that comes back waits for an address that torchrun's first round alone was told (torch 2.13).
-    grows = ["export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"] if launch.min_nodes != launch.max_nodes else []
-    return [threads, *grows, *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment)]
+    # Else one store serves every round: ranks that start again may find addresses of those that died in it (gloo: connection
+    # refused), and a host that comes back waits for an address that torchrun's first round alone was told (torch 2.13).
+    anew = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
+    return [threads, anew, *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment)]
 
 
 def torchrun(launch: Launch, *flags: str, ranks: str = '"$ranks"', python: str | None = None) -> str:
