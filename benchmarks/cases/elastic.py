@@ -1,12 +1,13 @@
 """What deaths cost a run: "hosts" in network namespaces of one machine, on which workers and whole hosts are killed (root, ip).
 
     python benchmarks/cases/elastic.py                     # four hosts: a worker, then a host killed, which comes back
-    python benchmarks/cases/elastic.py --kills 20          # as many deaths of random workers, seeded
+    python benchmarks/cases/elastic.py --kills 20          # as many deaths of random workers, seeded (--lose-host: then a host)
     python benchmarks/cases/elastic.py --set fully_shard=weights
 
 Every host runs the torchrun that ``upshift launch --hosts`` writes. The run's losses are held against those of a run that nobody
-disturbs, on the same hosts. Goodput is the time that the run's steps take (their number times their median) over its wall time:
-start-up, planning, saving and what is done twice are the rest. The first host is never killed: the ranks meet there.
+disturbs, on the same hosts (--quick: on one). Goodput is the time that the run's steps take (their number times their median)
+over its wall time: start-up, planning, saving and what is done twice are the rest. The first host is never killed: the ranks meet
+there.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from typing import Any
 from transformers import LlamaConfig
 
 from upshift.benchmarking.case import Case, command_line
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.figures import Claim, Figure, Source
 from upshift.benchmarking.harness import format_table
 from upshift.hardware import detect
 from upshift.launching.request import Launch
@@ -40,10 +41,31 @@ CLAIMS = (
         ours="a run with three deaths",
         baseline="the undisturbed run",
         better="lower",
-        of=Source(row="disturbed", value="details.seconds"),
-        over=Source(row="undisturbed", value="details.seconds"),
+        of=Source(row="disturbed", value="details.seconds", where={"kills": 0}),
+        over=Source(row="undisturbed", value="details.seconds", where={"kills": 0}),
+    ),
+    Claim(
+        name="losses",
+        text="20 deaths of random workers among four hosts change no loss",
+        ours="a run with 20 deaths",
+        baseline="the undisturbed run",
+        options="--kills 20 --every 2 --steps 80",
+        unit="largest difference of a loss",
+        better="lower",
+        goal=1e-5,
+        of=Source(row="deaths", value="details.largest_loss_difference", where={"kills": 20}),
+    ),
+    Claim(
+        name="goodput",
+        text="20 deaths of random workers among four hosts, two steps apart, leave time for steps",
+        ours="a run with 20 deaths",
+        baseline="its wall time",
+        options="--kills 20 --every 2 --steps 80",
+        unit="of the time in steps",
+        of=Source(row="deaths", value="details.goodput", where={"kills": 20}),
     ),
 )
+FIGURES = (Figure(name="undisturbed-goodput", of=Source(row="deaths", value="details.undisturbed_goodput", where={"kills": 20})),)
 
 ROOT = Path(__file__).parents[1]
 BRIDGE, NAMES, ADDRESS = "upshiftel", "upshiftel{}", "10.77.9.{}"
@@ -52,7 +74,10 @@ CONFIG = {
     "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 320,
     "max_position_embeddings": 64,
 }  # fmt: skip
-CHOICES = ("precision=fp32", "tensor_parallel=1", "pipeline_parallel=1", "attention=eager", "optim=adamw_torch")
+CHOICES = (
+    "precision=fp32", "tensor_parallel=1", "pipeline_parallel=1", "attention=eager", "optim=adamw_torch",
+    "threads_per_process=1",  # each "host" takes all cores for its own
+)  # fmt: skip
 
 
 def ip(words: str, *, check: bool = True) -> str:
@@ -82,8 +107,8 @@ def remove_hosts(count: int) -> None:
 class Hosts:
     """One launch on all of them."""
 
-    def __init__(self, count: int, output: Path, train: tuple[str, ...], *, name: str, log: Path) -> None:
-        self.count, self.output, self.log = count, output, log
+    def __init__(self, count: int, output: Path, train: tuple[str, ...], *, name: str, log: Path, quick: bool) -> None:
+        self.count, self.output, self.log, self.quick = count, output, log, quick
         self.launch = Launch(
             train=(*train, "--output", str(output)), name=name, hosts=tuple(ADDRESS.format(n + 1) for n in range(count)),
             min_nodes=max(count - 1, 1), max_nodes=count, nproc=1, max_restarts=100,
@@ -98,23 +123,41 @@ class Hosts:
         said = self.log.with_name(f"{self.log.name}-{len(self.said)}")
         self.said.append(said)
         with said.open("wb") as out, self.log.open("ab") as err:
-            command = ["ip", "netns", "exec", NAMES.format(number), "bash", "-c", of_host(self.launch, number)]
+            script = of_host(self.launch, number)
+            if self.quick:  # torchrun waits for half a minute whether a lost host comes back at once
+                script = script.replace("--rdzv-conf=", "--rdzv-conf=last_call_timeout=6,")
+            command = ["ip", "netns", "exec", NAMES.format(number), "bash", "-c", script]
             self.running[number] = subprocess.Popen(command, stdout=out, stderr=err, stdin=subprocess.DEVNULL)
 
     def processes(self, number: int) -> list[int]:
         return [int(pid) for pid in ip(f"netns pids {NAMES.format(number)}", check=False).split()]
 
-    def kill_worker(self, number: int) -> bool:
+    def workers(self, number: int) -> list[int]:
         torchrun = self.running[number].pid
-        workers = Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()
+        return [int(pid) for pid in Path(f"/proc/{torchrun}/task/{torchrun}/children").read_text().split()]
+
+    def kill_worker(self, number: int) -> bool:
+        workers = self.workers(number)
         for worker in workers:
-            os.kill(int(worker), signal.SIGKILL)
+            os.kill(worker, signal.SIGKILL)
         return bool(workers)
 
     def kill_host(self, number: int) -> None:
         for pid in self.processes(number):
             os.kill(pid, signal.SIGKILL)
         self.running.pop(number).wait()
+
+    def bring_back(self, number: int) -> None:
+        """A quick run would be over before the host is there: its first rank waits until torchrun asks it to end."""
+        waiting = self.workers(0) if self.quick else []
+        for worker in waiting:
+            os.kill(worker, signal.SIGSTOP)
+        self.start(number)
+        until = time.monotonic() + LIMIT_SECONDS
+        while any(not _is_asked_to_end(worker) for worker in waiting):
+            self.check(until)
+        for worker in waiting:
+            os.kill(worker, signal.SIGCONT)
 
     def wait_for_step(self, step: int) -> None:
         until = time.monotonic() + LIMIT_SECONDS
@@ -142,24 +185,32 @@ class Hosts:
             self.kill_host(number)
 
 
-def disturb(hosts: Hosts, *, kills: int, every: int, seed: int) -> list[str]:
-    """Each death after ``every`` further steps were saved. Without ``kills``: a worker, a host, and its return."""
-    dice, events = random.Random(seed), []
-    if not kills:
-        hosts.wait_for_step(every)
-        hosts.kill_worker(1)
-        events.append(f"worker of host 1 killed after checkpoint {hosts.newest()}")
-        hosts.wait_for_step(hosts.newest() + every)
-        hosts.kill_host(hosts.count - 1)
-        events.append(f"host {hosts.count - 1} killed after checkpoint {hosts.newest()}")
-        hosts.wait_for_step(hosts.newest() + every)
-        hosts.start(hosts.count - 1)
-        events.append(f"host {hosts.count - 1} back after checkpoint {hosts.newest()}")
+def _is_asked_to_end(pid: int) -> bool:
+    """Whether a process that is stopped has SIGTERM before it."""
+    said = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
+    return bool(int(said["ShdPnd"], 16) >> (signal.SIGTERM - 1) & 1)
+
+
+def disturb(hosts: Hosts, *, kills: int, every: int, seed: int, lose_host: bool) -> list[str]:
+    """Each death after ``every`` further steps were saved."""
+    dice, events, last = random.Random(seed), [], hosts.count - 1
+
+    def tell(text: str) -> None:
+        events.append(f"{text} after checkpoint {hosts.newest()}")
+        print(events[-1], flush=True)
+
     while len(events) < kills:
         hosts.wait_for_step(hosts.newest() + every)
         number = dice.randrange(hosts.count)
         if hosts.kill_worker(number):
-            events.append(f"worker of host {number} killed after checkpoint {hosts.newest()}")
+            tell(f"worker of host {number} killed")
+    if lose_host:
+        hosts.wait_for_step(hosts.newest() + every)
+        hosts.kill_host(last)
+        tell(f"host {last} killed")
+        hosts.wait_for_step(hosts.newest() + every)
+        hosts.bring_back(last)
+        tell(f"host {last} back")
     return events
 
 
@@ -175,13 +226,16 @@ def run(case: Case, folder: Path, options: Any) -> dict[str, Any]:
         *(f"--set={choice}" for choice in choices), "--json",
     )  # fmt: skip
     records, seconds, events = {}, {}, []
-    for name in ("undisturbed", "disturbed"):
+    counts = {"undisturbed": 1 if options.quick else options.hosts, "disturbed": options.hosts}
+    for name, count in counts.items():
         start = time.monotonic()
-        hosts = Hosts(options.hosts, folder / name, train, name=name, log=folder / f"{name}.log")
+        hosts = Hosts(count, folder / name, train, name=name, log=folder / f"{name}.log", quick=options.quick)
         try:
             if name == "disturbed":
-                events = disturb(hosts, kills=options.kills, every=options.every, seed=options.seed)
-                print(*events, sep="\n", flush=True)
+                lose_host = options.lose_host or not options.kills
+                events = disturb(
+                    hosts, kills=options.kills or 1, every=options.every, seed=options.seed, lose_host=lose_host
+                )  # fmt: skip
             records[name] = hosts.finish()
         finally:
             hosts.end()
@@ -197,8 +251,12 @@ def judge(case: Case, records: dict[str, Any], seconds: dict[str, float], events
     step = records["undisturbed"]["measured"]["step_ms"]["p50"] / 1000
     goodput = {name: step * len(curves[name]) / seconds[name] for name in curves}
     for name, record in records.items():
-        details = {"events": events if name == "disturbed" else [], "seconds": seconds[name], "goodput": goodput[name]}
-        case.add(name, plan=record["plan"], measured=Numbers(), details={**details, "loss_curve": curves[name]})
+        details: dict[str, Any] = {"events": [], "seconds": seconds[name], "goodput": goodput[name]}
+        if name == "disturbed":
+            details |= {"events": events, "same_steps": same_steps, "largest_loss_difference": largest}
+            details["undisturbed_goodput"] = goodput["undisturbed"]
+        row = "deaths" if name == "disturbed" and case.settings["kills"] else name
+        case.add(row, plan=record["plan"], measured=Numbers(), details={**details, "loss_curve": curves[name]})
     rows = [[name, f"{seconds[name]:.1f}", f"{len(curves[name])}", f"{goodput[name]:.3f}"] for name in curves]
     print(format_table(("run", "seconds", "steps", "goodput"), rows))
     return {
@@ -211,12 +269,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--hosts", type=int, default=4)
     parser.add_argument("--steps", type=int, default=60)
-    parser.add_argument("--kills", type=int, default=0, help="of random workers; 0: a worker, and a host that comes back")
+    parser.add_argument("--kills", type=int, default=0, help="of random workers; 0: of one, and of a host that comes back")
+    parser.add_argument("--lose-host", action="store_true", help="after the kills, the last one, which comes back")
     parser.add_argument("--every", type=int, default=4, help="steps between two deaths, at least")
     parser.add_argument("--set", action="append", metavar="FIELD=VALUE", help="of the plan: another layout")
     options = parser.parse_args(arguments)
-    names = ("hosts", "steps", "kills", "every", "seed", "set")
+    names = ("hosts", "steps", "kills", "lose_host", "every", "seed", "set")
     case = Case("elastic", options.results, detect(), options.quick, {name: getattr(options, name) for name in names})
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that no host is left
     make_hosts(options.hosts)
     try:
         with tempfile.TemporaryDirectory(prefix="upshift-elastic-") as folder:

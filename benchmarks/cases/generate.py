@@ -3,10 +3,12 @@
     python benchmarks/cases/generate.py [--quick] [--rounds 3] [--shape 125m|0.5b] [--prompts 1,8] [--shared 0]
 
 transformers          its generate() in fp32, greedy, all prompts in one batch
+transformers batching its generate_batch(), continuous batching with paged attention: of several prompts, on a GPU
 ctranslate2 PRECISION generate_batch of the model that its converter makes, where it is installed; not for all shapes
 openvino-genai WEIGHTS its pipeline, where it is installed, on the model that Upshift exported (its own exporter is for an older
                       transformers)
-llama.cpp PRECISION   llama_cpp.Llama, where it is installed, prompt after prompt, on the file that Upshift made
+llama.cpp PRECISION   its own server in this process, as xllamacpp packages it, where it is installed, all prompts at once; else
+                      llama_cpp.Llama, prompt after prompt; on the weights of the file that Upshift made
 upshift QUALITY       upshift.Generator at this bound; its race was run before, as in a user's second run
 
 Llamas of random weights, 128 tokens in and 128 out, one prompt and eight; no text ends early. With --shared all prompts begin
@@ -22,6 +24,7 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,6 +154,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 QUALITIES = ("exact", "0.999", "0.99")
 ALONE = "upshift exact, alone"
+CACHE_SHARE = 0.2  # of the memory, for transformers' pages, which takes nearly all unless told
 GOAL = 4.0  # over transformers fp32
 TIMEOUT_SECONDS = 1800.0
 
@@ -181,8 +185,8 @@ def transformers_generate(request: dict[str, Any]) -> tuple[Callable[[], list[li
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32).eval()
-    inputs = AutoTokenizer.from_pretrained(request["model"])(request["prompts"], return_tensors="pt")
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32).eval().to(device())
+    inputs = AutoTokenizer.from_pretrained(request["model"])(request["prompts"], return_tensors="pt").to(device())
 
     def generate() -> list[list[int]]:
         with torch.inference_mode():
@@ -190,6 +194,29 @@ def transformers_generate(request: dict[str, Any]) -> tuple[Callable[[], list[li
         return found[:, inputs["input_ids"].shape[1] :].tolist()
 
     return generate, "fp32"
+
+
+def transformers_batching(request: dict[str, Any]) -> tuple[Callable[[], list[list[int]]], str]:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, ContinuousBatchingConfig, GenerationConfig
+
+    model = AutoModelForCausalLM.from_pretrained(request["model"], dtype=torch.float32).eval().to(device())
+    prompts = AutoTokenizer.from_pretrained(request["model"])(request["prompts"])["input_ids"]
+    greedy = GenerationConfig(max_new_tokens=request["tokens"], do_sample=False, pad_token_id=0)
+    batching = ContinuousBatchingConfig(max_memory_percent=CACHE_SHARE)
+
+    def generate() -> list[list[int]]:
+        found = model.generate_batch(prompts, generation_config=greedy, continuous_batching_config=batching)
+        return [one.generated_tokens for one in found.values()]
+
+    return generate, "fp32"
+
+
+def device() -> str:
+    """As the race has it."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def upshift_generate(request: dict[str, Any], quality: str) -> tuple[Callable[[], list[list[int]]], str]:
@@ -223,8 +250,8 @@ def genai_generate(request: dict[str, Any], weights: str) -> tuple[Callable[[], 
     pair = openvino_tokenizers.convert_tokenizer(tokenizer, with_detokenizer=True)
     for model, name in zip(pair, ("openvino_tokenizer.xml", "openvino_detokenizer.xml"), strict=True):
         openvino.save_model(model, folder / name)
-    settings = {"ATTENTION_BACKEND": "SDPA", "INFERENCE_PRECISION_HINT": "f32"}
-    settings |= {"KV_CACHE_PRECISION": "f32"} if weights == "fp32" else {}
+    settings = {"ATTENTION_BACKEND": "SDPA"}
+    settings |= {"INFERENCE_PRECISION_HINT": "f32", "KV_CACHE_PRECISION": "f32"} if weights == "fp32" else {}
     pipeline = openvino_genai.LLMPipeline(str(folder), "CPU", **settings)
     config = openvino_genai.GenerationConfig(max_new_tokens=request["tokens"], ignore_eos=True, do_sample=False)
     ids = openvino.Tensor(tokenizer(request["prompts"], return_tensors="np")["input_ids"])
@@ -252,6 +279,35 @@ def ctranslate2_generate(request: dict[str, Any], precision: str) -> tuple[Calla
 
 
 def llamacpp_generate(request: dict[str, Any], precision: str) -> tuple[Callable[[], list[list[int]]], str]:
+    return (by_server if find_spec("xllamacpp") else by_llama)(request, precision)
+
+
+def by_server(request: dict[str, Any], precision: str) -> tuple[Callable[[], list[list[int]]], str]:
+    import xllamacpp
+    from serving_peers import THREADS, write_gguf
+    from transformers import AutoTokenizer
+
+    rounded = {"fp32": "f32", "int8": "q8_0"}[precision]
+    prompts = AutoTokenizer.from_pretrained(request["model"])(request["prompts"])["input_ids"]
+    given = xllamacpp.CommonParams()
+    given.model.path = str(write_gguf(Path(request["model"]), rounded, Path(request["folder"])))
+    given.n_parallel, given.n_ctx = len(prompts), (max(map(len, prompts)) + request["tokens"]) * len(prompts)
+    given.cpuparams.n_threads = given.cpuparams_batch.n_threads = THREADS
+    server = xllamacpp.Server(given)
+    asked = {"n_predict": request["tokens"], "temperature": 0.0, "ignore_eos": True, "cache_prompt": False, "verbose": True}
+
+    def one(prompt: list[int]) -> list[int]:
+        found: list[int] = server.handle_completions({**asked, "prompt": prompt, "return_tokens": True})["__verbose"]["tokens"]
+        return found
+
+    def generate() -> list[list[int]]:
+        with ThreadPoolExecutor(len(prompts)) as clients:
+            return list(clients.map(one, prompts))
+
+    return generate, f"{rounded}, its server's defaults"
+
+
+def by_llama(request: dict[str, Any], precision: str) -> tuple[Callable[[], list[list[int]]], str]:
     from itertools import islice
 
     from llama_cpp import Llama
@@ -279,7 +335,7 @@ def contender(request: dict[str, Any]) -> tuple[Callable[[], list[list[int]]], s
         prompts = [chr(65 + place) + prompt[1:] for place, prompt in enumerate(request["prompts"])]
         return upshift_generate({**request, "prompts": prompts}, "exact")
     if name == "transformers":
-        return transformers_generate(request)
+        return transformers_batching(request) if choice else transformers_generate(request)
     doors = {
         "upshift": upshift_generate, "openvino-genai": genai_generate, "ctranslate2": ctranslate2_generate,
         "llama.cpp": llamacpp_generate,
@@ -302,13 +358,15 @@ def run_one(request: dict[str, Any]) -> dict[str, Any]:
     return {**times, "what": what, "per_second": count / times["seconds"], "tokens": count, "same": same}
 
 
-def contenders(shared: int) -> list[str]:
+def contenders(prompts: int, shared: int) -> list[str]:
     if shared:
         return ["transformers", "upshift exact", ALONE]
+    transformers = ["transformers", *(["transformers batching"] if prompts > 1 and device() == "cuda" else [])]
     peers = [f"openvino-genai {weights}" for weights in ("fp32", "int8")] if find_spec("openvino_genai") else []
     peers += [f"ctranslate2 {precision}" for precision in ("float32", "int8")] if find_spec("ctranslate2") else []
-    peers += [f"llama.cpp {precision}" for precision in ("fp32", "int8")] if find_spec("llama_cpp") else []
-    return ["transformers", *(f"upshift {quality}" for quality in QUALITIES), *peers]
+    llamacpp = find_spec("llama_cpp") or find_spec("xllamacpp")
+    peers += [f"llama.cpp {precision}" for precision in ("fp32", "int8")] if llamacpp else []
+    return [*transformers, *(f"upshift {quality}" for quality in QUALITIES), *peers]
 
 
 def run(case: Case, shape: str, *, prompts: int, length: int, shared: int, rounds: int) -> dict[str, Any]:
@@ -323,7 +381,7 @@ def run(case: Case, shape: str, *, prompts: int, length: int, shared: int, round
             path.write_text(json.dumps({"contender": one, **asked}))
             return run_fresh([sys.executable, __file__, "--request", str(path)], timeout_seconds=TIMEOUT_SECONDS)
 
-        names = contenders(shared)
+        names = contenders(prompts, shared)
         fresh("transformers")
         for one in reversed([name for name in names if name.startswith("upshift")]):
             tell(f"{one}: {fresh(one)['what']}")  # the race, which the rounds recall

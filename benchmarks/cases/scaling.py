@@ -1,17 +1,16 @@
-"""Layouts of two processes, predicted and measured: on one machine, or as two hosts with a slow link (needs root, ip and tc).
+"""Does the planner rank the layouts of two processes as they are measured, on one machine and over a slow link?
 
-    python benchmarks/cases/scaling.py                  # two processes with one core each against one with two
-    python benchmarks/cases/scaling.py --mbit 200       # each layout of two "hosts" in network namespaces
+    python benchmarks/cases/scaling.py                  # two processes with one core each, and one with two
+    python benchmarks/cases/scaling.py --mbit 200       # two "hosts" in network namespaces with a slow link (root, ip, tc)
 
 Each rank runs whole steps of the one loop's own Stepper on synthetic full-length sequences. The rates and the link that the
 predictions need are measured first, by the probe and between the ranks; predicted computation is then scaled by what half of the
-batch takes one rank that exchanges nothing, as a trial would. Prints a table and Kendall's tau between predicted and
-measured step times.
+batch takes one rank that exchanges nothing, as a trial would. Kendall's tau is of all pairs of layouts whose measured times
+differ by more than 2 %: 1 if both orders are the same, -1 if one is the other's reverse.
 """
 
 from __future__ import annotations
 
-import argparse
 import itertools
 import json
 import os
@@ -21,9 +20,13 @@ import tempfile
 import time
 from pathlib import Path
 from statistics import median
+from typing import Any
 
 from transformers import LlamaConfig
 
+from upshift.benchmarking.case import Case, command_line
+from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.harness import format_table
 from upshift.hardware.several import join_hosts, measure_link
 from upshift.hardware.spec import Host, Link
 from upshift.models.source import find_to_train
@@ -33,14 +36,42 @@ from upshift.planning.plan import ALONE, Plan
 from upshift.planning.planner import find_host
 from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.workload import Workload
+from upshift.record import Numbers, Spread
 
+CLAIMS = (
+    Claim(
+        name="order", text="layouts over a link of 200 Mbit/s are predicted in the order in which they are measured",
+        ours="the predicted order", baseline="the measured one", options="--mbit 200", unit="Kendall's tau", goal=0.8,
+        of=Source(row="summary", value="details.kendall_tau", where={"mbit": 200}),
+    ),
+    Claim(
+        name="best", text="the layout predicted to be the fastest over a link of 200 Mbit/s is the fastest",
+        ours="a step of the predicted best", baseline="of the measured best", options="--mbit 200", better="lower", goal=1.0,
+        of=Source(row="summary", value="details.predicted_best_over_best", where={"mbit": 200}),
+    ),
+)  # fmt: skip
+FIGURES = (
+    Figure(
+        name="whole-copies-over-pipeline", of=Source(row="whole copies", value="measured.step_ms.p50", where={"mbit": 200}),
+        over=Source(row="pipeline", value="measured.step_ms.p50", where={"mbit": 200}),
+    ),
+    Figure(
+        name="whole-copies-over-pipeline-predicted",
+        of=Source(row="whole copies", value="predicted.step_ms.p50", where={"mbit": 200}),
+        over=Source(row="pipeline", value="predicted.step_ms.p50", where={"mbit": 200}),
+    ),
+)  # fmt: skip
+
+ROOT = Path(__file__).parents[1]
 SEQUENCE, BATCH, MICRO = 128, 8, 2
 HALF = "half of the batch, alone"
-STEPS = 6  # of which the first is not counted
+ALIKE = 0.02  # measured times this near have no order
+LIMIT_SECONDS = 580.0
 CONFIG = {
     "hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 8,
     "vocab_size": 2048, "max_position_embeddings": 512, "architectures": ["LlamaForCausalLM"], "use_cache": False,
 }  # fmt: skip
+QUICK = {**CONFIG, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "vocab_size": 256}
 LAYOUTS = {
     "whole copies": ALONE,
     "zero 1": Layout(fully_shard="optimizer", shard_size=2),
@@ -51,7 +82,8 @@ LAYOUTS = {
     "ulysses": Layout(context_parallel=2, context_kind="ulysses"),
     "pipeline": Layout(pipeline_parallel=2),
 }
-NAMES, ADDRESSES, PORT, BRIDGE = ("upshift0", "upshift1"), ("10.77.7.1", "10.77.7.2"), 29519, "upshiftbr"
+QUICK_LAYOUTS = ("whole copies", "zero 3", "pipeline")
+NAMES, ADDRESSES, BRIDGE = ("upshift0", "upshift1"), ("10.77.7.1", "10.77.7.2"), "upshiftbr"
 
 
 def plan_of(host: Host, model: str, layout: Layout, ranks: int) -> Plan:
@@ -64,25 +96,26 @@ def plan_of(host: Host, model: str, layout: Layout, ranks: int) -> Plan:
     )  # fmt: skip
 
 
-def workload_of(plan: Plan) -> Workload:
-    return Workload(sequence_length=SEQUENCE, global_batch=plan.global_batch)
-
-
-def run_rank(folder: Path, rank: int, ranks: int, address: str) -> None:
-    """One rank's process: every plan of the folder in turn; rank 0 writes what it measured."""
+def run_rank(folder: Path, rank: int, ranks: int) -> None:
+    """One rank's process: every plan of the folder in turn, in rounds; rank 0 writes what it measured."""
     import torch.distributed as dist
 
-    dist.init_process_group("gloo", init_method=f"tcp://{address}:{PORT}", rank=rank, world_size=ranks)
+    asked = json.loads((folder / "asked.json").read_text())
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting-{ranks}", rank=rank, world_size=ranks)
     link = measure_link()
-    plans = {name: Plan.model_validate(plan) for name, plan in json.loads((folder / "plans.json").read_text()).items()}
-    seconds = {name: step_seconds(plan, folder, rank) for name, plan in plans.items()}
+    plans = {name: Plan.model_validate(plan) for name, plan in asked["plans"].items()}
+    seconds: dict[str, list[float]] = {name: [] for name in plans}
+    for _ in range(asked["rounds"]):
+        for name, plan in plans.items():
+            seconds[name] += step_seconds(plan, folder, asked["steps"])
     if rank == 0:
         (folder / "measured.json").write_text(json.dumps({"link": link.model_dump() if link else None, "seconds": seconds}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def step_seconds(plan: Plan, folder: Path, rank: int) -> float:
+def step_seconds(plan: Plan, folder: Path, steps: int) -> list[float]:
+    """Of each step but the first."""
     import numpy as np
     import torch.distributed as dist
 
@@ -98,35 +131,42 @@ def step_seconds(plan: Plan, folder: Path, rank: int) -> float:
     place, source = find_place(plan), find_to_train(str(folder / "model"))
     model = prepare(load_or_build(source, plan, from_config=True, seed=1), plan, place)
     generator = np.random.default_rng(0)
-    documents = [generator.integers(0, CONFIG["vocab_size"], size=SEQUENCE).astype(np.int32) for _ in range(BATCH * STEPS)]
+    words = json.loads((folder / "model" / "config.json").read_text())["vocab_size"]
+    documents = [generator.integers(0, words, size=SEQUENCE).astype(np.int32) for _ in range(BATCH * steps)]
     objective = objective_of(source)
     batches = BatchSource(
         sequences=cut_sequences(TokenizedCorpus.from_documents(documents), SEQUENCE), global_batch=plan.global_batch,
         objective=objective,
         layout=layout_for(plan, objective, data_rank=place.data_rank), seed=1,
     ).batches()  # fmt: skip
-    stepper, samples = Stepper(model, place, Arguments(max_steps=STEPS)), []
-    for batch in itertools.islice(batches, STEPS):
+    stepper, samples = Stepper(model, place, Arguments(max_steps=steps)), []
+    for batch in itertools.islice(batches, steps):
         dist.barrier()
         start = time.perf_counter()
         stepper.step(batch)
         dist.barrier()
         samples.append(time.perf_counter() - start)
-    return median(samples[1:])
+    return samples[1:]
 
 
-def measured_on(plans: dict[str, Plan], folder: Path, ranks: int, *, inside: bool) -> tuple[Link | None, dict[str, float]]:
-    """``inside``: each rank in its own network namespace."""
-    (folder / "plans.json").write_text(json.dumps({name: plan.model_dump() for name, plan in plans.items()}))
+def measured_on(plans: dict[str, Plan], folder: Path, options: Any) -> tuple[Link | None, dict[str, list[float]]]:
+    """With a limited link each rank is in its own network namespace."""
+    (ranks,) = {plan.num_processes for name, plan in plans.items() if name != HALF}
+    asked = {"plans": {name: plan.model_dump() for name, plan in plans.items()}, "steps": options.steps, "rounds": options.rounds}
+    (folder / "asked.json").write_text(json.dumps(asked))
+    inside = options.mbit is not None
     environment = {**os.environ, **({"GLOO_SOCKET_IFNAME": "eth0"} if inside else {})}
     started = []
     for rank in range(ranks):
         command = [sys.executable, __file__, "--rank", str(rank), "--ranks", str(ranks), "--folder", str(folder)]
-        command += ["--address", ADDRESSES[0] if inside else "127.0.0.1"]
         started.append(subprocess.Popen(["ip", "netns", "exec", NAMES[rank], *command] if inside else command, env=environment))
-    for process in started:
-        if process.wait(timeout=580):
-            raise SystemExit(f"a rank failed ({process.returncode})")
+    try:
+        failed = [process.returncode for process in started if process.wait(timeout=LIMIT_SECONDS)]
+    finally:
+        for process in started:
+            process.kill()
+    if failed:
+        raise SystemExit(f"a rank failed ({failed[0]})")
     answer = json.loads((folder / "measured.json").read_text())
     return Link.model_validate(answer["link"]) if answer["link"] else None, answer["seconds"]
 
@@ -150,65 +190,99 @@ def remove_hosts() -> None:
 
 
 def tau(first: list[float], second: list[float]) -> float:
-    """Kendall's, of pairs whose second differs by more than 2 %."""
     both = itertools.combinations(zip(first, second, strict=True), 2)
-    agree = [(a - c) * (b - d) > 0 for (a, b), (c, d) in both if abs(b / d - 1) > 0.02]
+    agree = [(a - c) * (b - d) > 0 for (a, b), (c, d) in both if abs(b / d - 1) > ALIKE]
     return (2 * sum(agree) - len(agree)) / max(len(agree), 1)
 
 
-def main(mbit: int | None) -> None:
-    here = find_host(None).cpu_alone()
-    assert here.cpu is not None
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        LlamaConfig(**CONFIG).save_pretrained(folder / "model")
-        source = find_to_train(str(folder / "model"))
-        profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False, divided=True),))
-        two = {name: plan_of(here, source.model_hash, layout, 2) for name, layout in LAYOUTS.items()}
-        two[HALF] = two["whole copies"].changed(num_processes=1)
-        alone = {"one process": plan_of(here, source.model_hash, ALONE, 1)}
-        if mbit is None:
-            host = here
-            plans = {**two, **alone}
-            seconds = measured_on(two, folder, 2, inside=False)[1] | measured_on(alone, folder, 1, inside=False)[1]
-        else:
-            half = here.changed(cpu=here.cpu.changed(usable_cores=max(here.cpu.usable_cores // 2, 1)))
-            plans = two
-            remove_hosts()
-            make_hosts(mbit)
-            try:
-                link, seconds = measured_on(two, folder, 2, inside=True)
-            finally:
-                remove_hosts()
-            host = join_hosts([half, half], link)
-            print(f"link: {link}")
-        found = {
-            name: cost_plan(plan, host=host, profile=profile, workload=workload_of(plan))
-            for name, plan in plans.items()
-        }
-    print(f"{'layout':24}{'predicted ms':>14}{'measured ms':>14}   terms")
-    times = {name: one.time.terms for name, one in found.items() if isinstance(one, Candidate)}
+def predicted(plans: dict[str, Plan], host: Host, profile: Any, half_seconds: float) -> dict[str, dict[str, float]]:
+    """Terms of a step's time in seconds, of the plans that fit."""
+    work = {name: Workload(sequence_length=SEQUENCE, global_batch=plan.global_batch) for name, plan in plans.items()}
+    costs = {name: cost_plan(plan, host=host, profile=profile, workload=work[name]) for name, plan in plans.items()}
+    times = {name: dict(one.time.terms) for name, one in costs.items() if isinstance(one, Candidate)}
     exchanged = {term for terms in times.values() for term in terms} - {*times[HALF], "pipeline idle"}
-    factor = seconds.pop(HALF) / sum(times.pop(HALF).values())
+    factor = half_seconds / sum(times.pop(HALF).values())
     for terms in times.values():
         terms.update({term: value * factor for term, value in terms.items() if term not in exchanged})
-    for name in sorted(times, key=lambda name: seconds[name]):
-        total = sum(times[name].values())
-        terms = ", ".join(f"{term} {1000 * value:.0f}" for term, value in times[name].items() if value > 0.01 * total)
-        print(f"{name:24}{1000 * total:14.0f}{1000 * seconds[name]:14.0f}   {terms}")
-    names = list(times)
-    print(f"Kendall's tau {tau([sum(times[name].values()) for name in names], [seconds[name] for name in names]):.2f}")
+    return times
+
+
+def run(case: Case, folder: Path, options: Any) -> dict[str, Any]:
+    here = find_host(None).cpu_alone()
+    assert here.cpu is not None
+    LlamaConfig(**(QUICK if options.quick else CONFIG)).save_pretrained(folder / "model")
+    source = find_to_train(str(folder / "model"))
+    profile = profile_model(source, sequence_length=SEQUENCE, variants=(Variant("fp32", "sdpa", False, divided=True),))
+    chosen = {name: layout for name, layout in LAYOUTS.items() if not options.quick or name in QUICK_LAYOUTS}
+    plans = {name: plan_of(here, source.model_hash, layout, 2) for name, layout in chosen.items()}
+    plans[HALF] = plans["whole copies"].changed(num_processes=1)
+    if options.mbit is None:
+        alone = {"one process": plan_of(here, source.model_hash, ALONE, 1)}
+        host, seconds = here, measured_on(plans, folder, options)[1] | measured_on(alone, folder, options)[1]
+        plans |= alone
+    else:
+        half = here.changed(cpu=here.cpu.changed(usable_cores=max(here.cpu.usable_cores // 2, 1)))
+        remove_hosts()
+        make_hosts(options.mbit)
+        try:
+            link, seconds = measured_on(plans, folder, options)
+        finally:
+            remove_hosts()
+        host = join_hosts([half, half], link)
+        print(f"link: {link}")
+    times = predicted(plans, host, profile, median(seconds[HALF]))
+    return judge(case, {name: plans[name] for name in times}, times, seconds, options)
+
+
+def judge(
+    case: Case, plans: dict[str, Plan], times: dict[str, dict[str, float]], seconds: dict[str, list[float]], options: Any
+) -> dict[str, Any]:
+    whole = {name: sum(terms.values()) for name, terms in times.items()}
+    took = {name: median(seconds[name]) for name in times}
+    table = []
+    for name in sorted(took, key=lambda name: took[name]):
+        terms = {term: 1000 * value for term, value in times[name].items() if value > 0.01 * whole[name]}
+        case.add(
+            name, plan=plans[name].model_dump(mode="json"), details={"terms_ms": terms},
+            predicted=Numbers(step_ms=Spread.of([1000 * whole[name]])),
+            measured=Numbers(step_ms=Spread.of([1000 * one for one in seconds[name]], num_warmup=options.rounds)),
+        )  # fmt: skip
+        said = ", ".join(f"{term} {value:.0f}" for term, value in terms.items())
+        print(f"{name}, predicted ms: {said}")
+        table.append([name, f"{1000 * whole[name]:.0f}", f"{1000 * took[name]:.0f}"])
+    print(format_table(("layout", "predicted ms", "measured ms"), table))
+    best = min(whole, key=lambda name: whole[name])
+    outcome = {
+        "kendall_tau": tau([whole[name] for name in took], list(took.values())), "predicted_best": best,
+        "predicted_best_over_best": took[best] / min(took.values()), "half_alone_ms": 1000 * median(seconds[HALF]),
+        "steps_ms": {name: [1000 * one for one in samples] for name, samples in seconds.items()},
+    }  # fmt: skip
+    case.add("summary", plan={}, measured=None, details=outcome)
+    return outcome
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--mbit", type=int, help="of the link between two hosts in network namespaces; without: one machine")
+    parser.add_argument("--steps", type=int, default=4, help="of each layout in a round; the first is not counted")
+    parser.add_argument("--rounds", type=int, default=2, help="in which all layouts take their turn")
+    parser.add_argument("--rank", type=int, help="this and the next two: of the processes that the case starts")
+    parser.add_argument("--ranks", type=int)
+    parser.add_argument("--folder", type=Path)
+    options = parser.parse_args(arguments)
+    if options.rank is not None:
+        run_rank(options.folder, options.rank, options.ranks)
+        return 0
+    settings = {"sequence_length": SEQUENCE, "global_batch": BATCH, "mbit": options.mbit}
+    settings |= {"steps": options.steps, "rounds": options.rounds}
+    case = Case("scaling", options.results, find_host(None), options.quick, settings)
+    with tempfile.TemporaryDirectory(prefix="upshift-scaling-") as folder:
+        outcome = run(case, Path(folder), options)
+    print(json.dumps({"case": "scaling", "mbit": options.mbit, **outcome}))
+    goals = {claim.name: claim.goal for claim in CLAIMS}
+    reached = outcome["kendall_tau"] >= goals["order"] and outcome["predicted_best_over_best"] <= goals["best"]
+    return 0 if reached or options.quick else 1
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--mbit", type=int, help="of the link between two hosts in network namespaces; without: one machine")
-    parser.add_argument("--rank", type=int)
-    parser.add_argument("--ranks", type=int)
-    parser.add_argument("--folder", type=Path)
-    parser.add_argument("--address")
-    given = parser.parse_args()
-    if given.rank is None:
-        main(given.mbit)
-    else:
-        run_rank(given.folder, given.rank, given.ranks, given.address)
+    sys.exit(main())

@@ -7,9 +7,10 @@ transformers          transformers serve, on the CPU in fp32; batched: with --co
 llama.cpp, genai      llama.cpp's server and OpenVINO GenAI's batching, where they are installed (serving_peers.py)
 
 A Llama of 124 M parameters with random weights, prompts of about 72 tokens, 64 tokens an answer. At each concurrency so many
-clients ask again as soon as they are answered; servers in turn, each round. Before that one client asks with instructions of
-about 720 tokens, then with the same and another end: the time to the first token. Then upshift alone: its capacity as predicted,
-as proven at the start, and as measured with all rows busy; and twice that load in open loop under a promised first token.
+clients ask again as soon as they are answered; servers in turn, each round, each started for so many clients (--concurrency of
+ours, slots of llama.cpp's). With the most of them one client first asks with instructions of about 720 tokens, then with the
+same and another end: the time to the first token. Then upshift alone: its capacity as predicted, as proven at the start, and as
+measured with all rows busy; and twice that load in open loop under a promised first token.
 OpenVINO Model Server has no package, vLLM no wheel for CPUs.
 """
 
@@ -228,12 +229,13 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
                 tell(f"{contender} is not installed: serving_peers.py says how")
                 continue
             tell(f"round {number + 1}: {contender}")
-            command = command_of(contender, model, PORT, max(counts), None)
-            with running(command, PORT, scratch / "log") as (url, started):
-                name = str(model) if contender.startswith("transformers") else model.name
-                asyncio.run(closed(url, name, 2, 1.0, options.seed))  # warm
-                instructed.setdefault(contender, []).append(asyncio.run(again(url, name, options.seed)))
-                for count in counts:
+            name = str(model) if contender.startswith("transformers") else model.name
+            for count in counts:
+                command = command_of(contender, model, PORT, count, None)
+                with running(command, PORT, scratch / "log") as (url, started):
+                    asyncio.run(closed(url, name, 2, 1.0, options.seed))  # warm
+                    if count == max(counts):
+                        instructed.setdefault(contender, []).append(asyncio.run(again(url, name, options.seed)))
                     answers, seconds = asyncio.run(closed(url, name, count, options.seconds, options.seed))
                     done = [one for one in answers if one.done]
                     first = sorted(one.first_seconds or 0.0 for one in done)

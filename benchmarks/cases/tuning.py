@@ -42,6 +42,27 @@ CLAIMS = (
         goal=0.4,
         of=Source(row="classifier/summary", value="details.median_compute"),
     ),
+    Claim(
+        name="compute-lm",
+        text="likewise, of a causal language model",
+        ours="upshift tune",
+        baseline="Optuna with transformers.Trainer",
+        options="--tasks lm --seeds 1",
+        better="lower",
+        goal=0.4,
+        of=Source(row="lm/summary", value="details.median_compute"),
+    ),
+    Claim(
+        name="growth",
+        text="100 trials, 30 that do not fit, five that crash, one killed: the search ends and its process does not grow",
+        ours="its largest memory after ten trials, less what it was then",
+        baseline="what it was then",
+        unit="of its memory",
+        options="--tasks failures",
+        better="lower",
+        goal=0.02,
+        of=Source(row="failures/summary", value="details.parent_growth"),
+    ),
 )
 
 ROOT = Path(__file__).parents[1]

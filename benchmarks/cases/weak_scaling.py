@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import argparse
 import tempfile
-from math import log10
 from pathlib import Path
 
+from drawing import Drawing
 from transformers import LlamaConfig
 
 from upshift.errors import UpshiftError
@@ -32,12 +32,10 @@ WAYS: dict[str, tuple[str, ...]] = {
     ),
     "tensor parallel 8 in a node": ("tensor_parallel=8",),
 }  # fmt: skip
-COLOURS = ("#1f6feb", "#d1242f", "#1a7f37", "#9a6700")
 LLAMA_8B = {
     "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32, "num_attention_heads": 32, "num_key_value_heads": 8,
     "vocab_size": 128256, "max_position_embeddings": 8192, "rope_theta": 500000.0, "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
-WIDTH, HEIGHT, LEFT, TOP, RIGHT, BOTTOM = 820, 460, 70, 60, 20, 110
 Line = list[tuple[int, float, str]]  # devices, tokens per second of a device, the plan
 
 
@@ -63,39 +61,18 @@ def predicted() -> dict[str, Line]:
 
 
 def drawn(lines: dict[str, Line]) -> str:
-    """An SVG without a program: devices on a logarithmic axis."""
+    """Devices on a logarithmic axis."""
     points = [point for line in lines.values() for point in line]
-    most, least, top = max(p[0] for p in points), min(p[0] for p in points), 1.08 * max(p[1] for p in points)
-
-    def x(devices: int) -> float:
-        return LEFT + (WIDTH - LEFT - RIGHT) * (log10(devices) - log10(least)) / (log10(most) - log10(least))
-
-    def y(rate: float) -> float:
-        return HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * rate / top
-
-    parts = [
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {HEIGHT}" font-family="sans-serif" font-size="13">',
-        f'<rect width="{WIDTH}" height="{HEIGHT}" fill="white"/>',
-        f'<text x="{LEFT}" y="22" font-size="16">Llama 3 8B, predicted tokens/s of each device, {EACH} sequences of {SEQUENCE:,} '
-        "tokens a device</text>",
-        f'<text x="{LEFT}" y="42" fill="#57606a">nodes of 8 H100 SXM, an NDR InfiniBand port for each GPU; predictions, not '
-        "measurements</text>",
-    ]  # fmt: skip
-    for devices in (8, 32, 128, 512, 2048, most):
-        parts.append(f'<line x1="{x(devices):.1f}" y1="{TOP}" x2="{x(devices):.1f}" y2="{HEIGHT - BOTTOM}" stroke="#eaeef2"/>')
-        parts.append(f'<text x="{x(devices):.1f}" y="{HEIGHT - BOTTOM + 18}" text-anchor="middle">{devices:,}</text>')
-    for step in range(5):
-        rate = top * step / 4
-        parts.append(f'<line x1="{LEFT}" y1="{y(rate):.1f}" x2="{WIDTH - RIGHT}" y2="{y(rate):.1f}" stroke="#eaeef2"/>')
-        parts.append(f'<text x="{LEFT - 8}" y="{y(rate) + 4:.1f}" text-anchor="end">{rate:,.0f}</text>')
-    for number, ((name, line), colour) in enumerate(zip(lines.items(), COLOURS, strict=True)):
-        path = " ".join(f"{x(devices):.1f},{y(rate):.1f}" for devices, rate, _ in line)
-        parts.append(f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2.5"/>')
-        column, row = LEFT + 360 * (number % 2), HEIGHT - 48 + 22 * (number // 2)
-        ends = f'x1="{column}" y1="{row - 4}" x2="{column + 24}" y2="{row - 4}"'
-        parts.append(f'<line {ends} stroke="{colour}" stroke-width="2.5"/>')
-        parts.append(f'<text x="{column + 32}" y="{row}">{name}</text>')
-    return "\n".join([*parts, "</svg>\n"])
+    most, least = max(point[0] for point in points), min(point[0] for point in points)
+    drawing = Drawing(
+        title=f"Llama 3 8B, predicted tokens/s of each device, {EACH} sequences of {SEQUENCE:,} tokens a device",
+        note="nodes of 8 H100 SXM, an NDR InfiniBand port for each GPU; predictions, not measurements",
+        x_ticks=(8, 32, 128, 512, 2048, most), x_ends=(least, most), top=1.08 * max(point[1] for point in points),
+        x_text="{:,}".format, y_text="{:,.0f}".format, logarithmic=True,
+    )  # fmt: skip
+    for name, line in lines.items():
+        drawing.line(name, [(devices, rate) for devices, rate, _ in line])
+    return drawing.svg()
 
 
 def table(lines: dict[str, Line]) -> str:

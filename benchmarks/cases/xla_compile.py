@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Figure, Source
+from upshift.benchmarking.figures import Claim, Figure, Source, Table
 from upshift.errors import NothingFits
 from upshift.hardware import detect
 from upshift.record import Numbers
@@ -46,6 +46,23 @@ FIGURES = (
     Figure(name="generate-v6e-seconds", of=Source(row="generate v6e-4", value="measured.one_time_seconds")),
     Figure(name="generate-v6e-least", of=Source(row="generate v6e-4", value="details.least_milliseconds")),
 )
+TABLES = (
+    Table(
+        name="programs",
+        header=("program", "slice", "highest moment, GiB a chip", "of", "compiled in", "no faster than"),
+        rows=(
+            ("training step, 4 x 512 tokens", "v6e-4", "{train-512-v6e:.2f}", "31.25",
+             "{train-512-v6e-seconds:.0f} s", "{train-512-v6e-least:.0f} ms"),
+            ("training step, 4 x 512 tokens", "v5e-4", "does not fit", "15.75", "", ""),
+            ("training step, 4 x 256 tokens", "v5e-4", "{train-256-v5e:.2f}", "15.75",
+             "{train-256-v5e-seconds:.0f} s", "{train-256-v5e-least:.0f} ms"),
+            ("generation, 4 prompts of 128 tokens, 32 new", "v5e-4", "{generate-v5e:.2f}", "15.75",
+             "{generate-v5e-seconds:.0f} s", "{generate-v5e-least:.0f} ms"),
+            ("generation, 4 prompts of 128 tokens, 32 new", "v6e-4", "{generate-v6e:.2f}", "31.25",
+             "{generate-v6e-seconds:.0f} s", "{generate-v6e-least:.0f} ms"),
+        ),
+    ),
+)  # fmt: skip
 
 ROOT = Path(__file__).parents[1]
 SHAPE: dict[str, Any] = {

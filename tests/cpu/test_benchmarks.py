@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from upshift.benchmarking.compare import ratio, relative_error
+from upshift.benchmarking.figures import find_case
 from upshift.benchmarking.harness import format_table, interleave, read_rows, run_fresh
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware import detect
@@ -128,6 +129,36 @@ def test_trainer(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pyte
         assert row.measured is not None and row.measured.tokens_per_second and row.measured.resident_gib
     with pytest.raises(SystemExit):
         case("trainer").main(["--steps", "3"])
+
+
+def test_an_order_is_judged_by_pairs_that_differ(case: Callable[[str], ModuleType]) -> None:
+    tau = case("scaling").tau
+    assert tau([1, 2, 3], [10, 20, 30]) == 1 and tau([3, 2, 1], [10, 20, 30]) == -1
+    assert tau([1, 3, 2], [10, 20, 20.2]) == 1  # one percent apart: no order
+    assert tau([1, 3, 2], [10, 20, 30]) == pytest.approx(1 / 3)
+
+
+def test_choice(case: Callable[[str], ModuleType], tmp_path: Path) -> None:
+    """What came of a race and of its contestants in turn becomes rows that its claim is read from."""
+    module = case("choice")
+    folder = tmp_path / "benchmarks"
+    (folder / "cases").mkdir(parents=True)
+    (folder / "cases/choice.py").write_text((CASES / "choice.py").read_text())
+    rows = module.Case("choice", folder / "results", detect(), False, {})
+    slow, quick = (json.dumps({"engine": name, "precision": "fp32", "batch": 1}) for name in ("torch", "openvino"))
+    race = {"chosen": slow, "forecasts": {"torch fp32": [30.0, 20.0], "openvino fp32": [None, 25.0]}}
+    passes = {slow: [1.0, 1.1, 1.3], quick: [0.8, 1.0, 1.1]}
+    answers = {setup: [{"seconds": one, "cpu_seconds": one, "others": 0.0} for one in found] for setup, found in passes.items()}
+    several = module.row_of(rows, "several", race, answers, 30.0)
+    alone = module.row_of(rows, "alone", race, {slow: answers[slow]}, 12.0)
+    assert (several["share"], several["forecast"], alone["share"]) == (pytest.approx(1.1 / 1.3), 1.5, 1.0)
+    rows.add("summary", plan={}, measured=None, details=module.summary([several, alone]))
+    read = find_case("choice", folder / "cases")
+    found = {figure.name: read.latest(figure.name) for figure in read.figures}
+    assert found == {
+        "share": pytest.approx(1.1 / 1.3), "median": pytest.approx(1.1 / 1.3), "workloads": 1, "race-seconds": 30.0,
+        "forecast": 1.5,
+    }  # fmt: skip
 
 
 def noisy(rng: random.Random, middle: float, slow_rounds: list[float]) -> list[float]:

@@ -341,11 +341,22 @@ def test_rounded_weights(made: dict[str, str], precision: str) -> None:
     rounded.keep([])
     one, other = (decoder.admit(prompts)[0] for decoder in (plain, rounded))
     cosine = one @ other / np.linalg.norm(one) / np.linalg.norm(other)
-    assert {"fp16": 0.9999, "int8": 0.995, "int4": 0.8}[precision.removesuffix("-weights")] < cosine < 0.9999999
+    assert {"fp16": 0.9999, "mixed": 0.999, "int8": 0.995, "int4": 0.8}[precision.removesuffix("-weights")] < cosine < 0.9999999
     for rows in (1, 8):  # more than before, from one token on: OpenVINO's 8-bit caches of one request gave NaN then
         rounded.keep([])
         rounded.admit([[token] for token in range(rows)])
         assert np.isfinite([rounded.step(np.arange(rows)) for _ in range(20)]).all()
+
+
+@pytest.mark.parametrize("kind", ["gpt2", "opt", "mixtral, experts"])
+def test_what_comes_first_keeps_16_bits(made: dict[str, str], kind: str) -> None:
+    """Of matrices that are stored either way round, of a head that is the embedding, and beside experts."""
+    prompts = ids_of(TEXTS, made[kind])
+    kinds = ("fp32", "mixed-weights", "int8-weights")
+    found = [decoder_of(made[kind], "openvino", precision).admit(prompts) for precision in kinds]
+    mixed, rounded = (1.0 - cosines(one, found[0]).min() for one in found[1:])
+    assert 1e-7 < mixed < rounded
+    assert mixed < (0.05 if "experts" in kind else 1e-3)  # rounding can send a token to another expert
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from fatal_runs import Ending, run_fatal
 from parallel_runs import Case, Result, assert_as_one_process, reference_name, run, with_references
 
 ZERO2, ZERO3 = ({"fully_shard": what, "shard_size": 2} for what in ("gradients", "weights"))
@@ -77,7 +78,9 @@ OUT_OF_MEMORY = {
     "hybrid, in a backward pass": Case(world=4, layout=ZERO3, fails={"rank": 2, "step": 1, "tokens": 40, "where": "backward"}),
     "overlapped, in a forward pass": Case(world=2, overlapped=True, fails={"rank": 1, "step": 1, "tokens": 40}),
     "overlapped, in a backward pass": Case(
-        world=2, overlapped=True, lengths="equal",
+        world=2,
+        overlapped=True,
+        lengths="equal",
         fails={"rank": 1, "step": 1, "tokens": 40, "micro_batch": 1, "where": "backward"},
     ),
     "zero1, on the first rank": Case(world=2, layout=ZERO1, fails={"rank": 0, "step": 1, "tokens": 40}),
@@ -92,3 +95,35 @@ def test_out_of_memory_on_one_rank_changes_micro_batches_and_nothing_else(name: 
     assert ours.difference(theirs) < 1e-5
     waits = case.layout.get("fully_shard") in ("gradients", "weights") or name == "overlapped, in a backward pass"
     assert ours.halvings == (2 if name == "twice" else 1 if waits or case.fails["rank"] == 0 else 0)
+
+
+TENSOR, PIPELINE = {"tensor_parallel": 2}, {"pipeline_parallel": 2}
+OUT_FOR_GOOD = {  # ranks that wait for each other in the middle of a layer, a sequence or a pipeline
+    "tensor": Case(world=2, layout=TENSOR, fails={"rank": 1, "step": 1, "tokens": 4}),
+    "context, in a backward pass": Case(
+        world=2,
+        layout={"context_parallel": 2, "context_kind": "ulysses"},
+        fails={"rank": 1, "step": 0, "tokens": 4, "where": "backward"},
+    ),
+    "pipeline": Case(world=2, layout=PIPELINE, fails={"rank": 1, "step": 1, "tokens": 4}),
+    "experts, on the first rank": Case(
+        "mixture", world=2, layout={"expert_parallel": 2}, fails={"rank": 0, "step": 0, "tokens": 4}
+    ),
+    "experts": Case("mixture", world=2, layout={"expert_parallel": 2}, fails={"rank": 1, "step": 0, "tokens": 4}),
+    "tensor and pipeline": Case(world=4, layout=TENSOR | PIPELINE, fails={"rank": 3, "step": 1, "tokens": 4}),
+}
+
+
+@pytest.fixture(scope="module")
+def endings(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Ending]:
+    return run_fatal(OUT_FOR_GOOD, tmp_path_factory.mktemp("fatal"))
+
+
+@pytest.mark.parametrize("name", OUT_FOR_GOOD)
+def test_out_of_memory_on_one_rank_ends_all_with_its_words(name: str, endings: dict[str, Ending]) -> None:
+    case, ending = OUT_FOR_GOOD[name], endings[name]
+    print(f"{name}: {ending.seconds:.1f} s, {ending.left} left: {ending.words}")
+    assert ending.words.startswith(f"rank {case.fails['rank']} of {case.world} ran out of memory (made up by the test); ")
+    assert "upshift plan" in ending.words
+    assert (ending.kind, ending.left) == ("JobFailed", 0)
+    assert ending.seconds < 60  # and not the half hour that gloo waits

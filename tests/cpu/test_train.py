@@ -193,7 +193,7 @@ def test_compiled_layers_train_alike(
 def test_events_record_and_final_model(home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
     events: list[Event] = []
     job = a_job(
-        home, tmp_path / "out", max_steps=8, eval_steps=3, save_steps=4, evaluate_at_tokens=(300,),
+        home, tmp_path / "out", max_steps=8, eval_steps=3, save_steps=2, save_total_limit=3, evaluate_at_tokens=(300,),
         predicted=Numbers(peak_gib=0.1), model_flops_per_token=1e6,
     )  # fmt: skip
     assert Job.from_json(job.to_json()) == job
@@ -206,8 +206,9 @@ def test_events_record_and_final_model(home: Path, prepared: Callable[[str], Tra
     crossed = next(event.step for event in steps if event.tokens >= 300)
     assert {event.step for event in events if isinstance(event, Evaluated)} == {3, 6, 8, crossed}
     assert [Path(event.path).name for event in events if isinstance(event, Saved)] == [
-        "checkpoint-4", "checkpoint-8", "out",
+        "checkpoint-2", "checkpoint-4", "checkpoint-6", "checkpoint-8", "out",
     ]  # fmt: skip
+    assert {path.name for path in (tmp_path / "out").glob("checkpoint-*")} == {"checkpoint-4", "checkpoint-6", "checkpoint-8"}
     assert all(event.tokens_per_second > 0 and event.resident_bytes > 2**20 for event in steps)
     assert steps[-1].seconds_left == 0 < steps[0].seconds_left
 

@@ -23,6 +23,7 @@ from transformers import LlamaConfig
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.tuning.report import write_study_page
+from upshift.tuning.rungs import make_pruner, rungs
 from upshift.tuning.study import Asked, count, open_study, reason_of, run_study
 from upshift.tuning.tune import Found, tune
 
@@ -48,7 +49,7 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def searched(home: Path, output: Path, **more: Any) -> Found:
     options: dict[str, Any] = {"space": SPACE, "trials": 6, "from_config": True, "sequence_length": 32, "trial_seconds": 0.0}
-    options |= {"arguments": {"max_steps": 9, "seed": 1}, "evaluations": 3, "fixed": CHEAP}
+    options |= {"arguments": {"max_steps": 9, "seed": 1}, "fixed": CHEAP}
     return tune(str(home / "llama"), str(home / "data.jsonl"), output=output, **options | more)
 
 
@@ -65,6 +66,36 @@ def test_the_best_trial_and_its_model(home: Path, found: Found) -> None:
     kept = {path.name for path in (home / "out").glob("trial-*")}
     assert kept == {f"trial-{row.number}" for row in found.best}
     assert all(row.steps == 9 for row in complete)
+
+
+@pytest.mark.parametrize("pruner", ["halving", "hyperband", "median"])
+def test_evaluations_that_decide_nothing_are_not_made(pruner: str, tmp_path: Path) -> None:
+    """The same trials end at the same evaluations as when every one is made; the best is the same."""
+    losses = np.random.default_rng(0).normal(size=(60, 1)) + np.random.default_rng(1).normal(size=(60, 27)) / 4
+
+    def ended(at: tuple[int, ...] | None) -> tuple[int, list[int | None]]:
+        """The best trial, and after which evaluation each one ended."""
+        study = optuna.create_study(study_name="same", pruner=make_pruner(pruner, 27))
+
+        def run(asked: Asked) -> list[float]:
+            for number in range(1, 27):
+                if at is None or number in at:
+                    asked.report(losses[asked.number, number - 1], number)
+            return [losses[asked.number, -1]]
+
+        run_study(study, run, trials=60)
+        last = [max(one.intermediate_values) if one.state.name == "PRUNED" else None for one in study.trials]
+        return study.best_trial.number, last
+
+    at = rungs(make_pruner(pruner, 27), 27)
+    assert ended(at) == ended(None) and len(set(ended(None)[1])) > 2
+    assert len(at) == (27 if pruner == "median" else 4)
+
+
+def test_a_trial_is_evaluated_at_rungs_and_at_its_end(found: Found) -> None:
+    study = optuna.load_study(study_name=found.study, storage=found.storage)
+    seen = {frozenset(trial.intermediate_values) for trial in study.trials if trial.state.name == "COMPLETE"}
+    assert seen == {frozenset({1, 3})}
 
 
 def test_what_cannot_run_is_a_row_with_its_reason(found: Found) -> None:

@@ -43,6 +43,7 @@ from upshift.xla.build import build  # noqa: E402
 from upshift.xla.generation.buckets import groups, width_of  # noqa: E402
 from upshift.xla.generation.choose import Sampling, sample  # noqa: E402
 from upshift.xla.generation.generator import XlaGenerator  # noqa: E402
+from upshift.xla.training.rules import custom_calls, dynamic_dimensions  # noqa: E402
 
 NEW, END = 8, 7
 SMALL = {
@@ -194,6 +195,18 @@ def test_a_sampled_text_depends_on_seed_and_place_alone(generators: Any) -> None
     assert generator.num_traces == before + 2  # sampled, and greedy without an end: other numbers are inputs
     again = dict(generator.generate_each(PROMPTS[1:], generator.options(**asked, seed=1), first=1))
     assert again == {0: together[1]}
+
+
+def test_the_program_is_static_and_whole(generators: Any) -> None:
+    """Prompts, sampling and the loop over tokens."""
+    _, generator = generators("gpt2")
+    program = generator.options(max_new_tokens=NEW, do_sample=True).program()
+    function = tf.function(generator.traced(program), jit_compile=True, autograph=False)
+    ids = tf.ones((2, 32), tf.int64)
+    sampling = Sampling(tf.constant(1.0), tf.constant(50), tf.constant(1.0), tf.zeros((2, NEW)))
+    text = function.experimental_get_compiler_ir(ids, ids, sampling)(stage="stablehlo")
+    assert "stablehlo.while" in text and "stablehlo.dynamic_update_slice" in text
+    assert dynamic_dimensions(text) == 0 and custom_calls(text) == []
 
 
 def test_programs_are_compiled_ahead(generators: Any) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import runpy
+import signal
 import socket
 import subprocess
 import sys
@@ -21,10 +23,9 @@ from upshift.xla.needs import need_tensorflow
 
 need_tensorflow()
 import tensorflow as tf  # noqa: E402
+from xla_batches import KILLED, as_batches, ragged_batches  # noqa: E402
 
 from upshift.xla.build import build  # noqa: E402
-from upshift.xla.data.batches import Batches  # noqa: E402
-from upshift.xla.data.buckets import Buckets  # noqa: E402
 from upshift.xla.data.tfrecord import read_index, record_batches, write_records  # noqa: E402
 from upshift.xla.training.arguments import XlaArguments  # noqa: E402
 from upshift.xla.training.door import train  # noqa: E402
@@ -34,6 +35,7 @@ from upshift.xla.training.step import Step  # noqa: E402
 from upshift.xla.training.strategy import Devices, choose_devices  # noqa: E402
 
 REPLICAS = Path(__file__).parent / "xla_replicas" / "run_replicas.py"
+BATCHES = Path(__file__).parent / "xla_batches.py"
 STEPS = 20
 
 
@@ -68,24 +70,6 @@ def mean_loss(model, made):
     return sum(float(model(**batch).loss) * number for batch, number in zip(batches, numbers, strict=True)) / sum(numbers)
 
 
-def ragged_batches(count=STEPS, shortest=29, longest=123, rows=4):
-    rng, made = np.random.RandomState(0), []
-    for _ in range(count):
-        lengths = rng.randint(shortest, longest + 1, rows)
-        mask = (np.arange(lengths.max()) < lengths[:, None]).astype("int64")
-        ids = rng.randint(5, 90, mask.shape).astype("int64") * mask
-        made.append({"input_ids": ids, "attention_mask": mask, "labels": np.where(mask, ids, -100)})
-    return made
-
-
-def as_batches(made, *widths, held_out=None):
-    buckets = Buckets(widths=widths, padded_share=0.0)
-    evaluation = None if held_out is None else lambda: held_out
-    return Batches(
-        start=lambda step: iter(made[step:]), global_batch=len(made[0]["labels"]), buckets=buckets, evaluation=evaluation
-    )  # fmt: skip
-
-
 def torch_losses(folder, made, *, optim, rate, decay):
     model = LlamaForCausalLM.from_pretrained(folder)
     groups = [
@@ -108,7 +92,7 @@ def torch_losses(folder, made, *, optim, rate, decay):
 @pytest.mark.parametrize("optim, rate, parts", [("adamw", 1e-3, 1), ("sgd", 0.1, 2)])
 def test_twenty_steps_are_those_of_torch(optim, rate, parts, llama, tmp_path):
     """Lengths of 29 to 123, one program; in parts that hold unequal numbers of labels, too."""
-    made = ragged_batches()
+    made = ragged_batches(STEPS)
     expected, reference = torch_losses(llama, made, optim=optim, rate=rate, decay=0.01)
     trained = train(
         str(llama), as_batches(made, 128), output=tmp_path / "out", max_steps=STEPS, learning_rate=rate, warmup_steps=2,
@@ -136,26 +120,25 @@ def test_bfloat16_over_float32_weights_learns_the_same(dropping, tmp_path):
 
 
 def test_killed_and_resumed_is_undisturbed(dropping, tmp_path):
-    """With dropout: its numbers are drawn by the step, not by what ran before, and evaluation, without any, changes nothing."""
+    """By SIGKILL. With dropout: its numbers are drawn by the step, not by what ran before, and evaluation, without any, changes
+    nothing."""
     made, held_out = ragged_batches(6, 8, 30), ragged_batches(2, 8, 30)
     held_out[1] = {name: value[:3] for name, value in held_out[1].items()}
-    given = {"max_steps": 6, "learning_rate": 1e-3, "save_steps": 2}
-
-    def die(done):
-        if done.step == 5:
-            raise KeyboardInterrupt
-
-    with pytest.raises(RequestError, match="no held-out data"):
-        train(str(dropping), as_batches(made, 32), output=tmp_path / "refused", eval_steps=4, **given)
-    data = as_batches(made, 32, held_out=held_out)
-    whole = train(str(dropping), data, output=tmp_path / "whole", eval_steps=4, **given)
-    with pytest.raises(KeyboardInterrupt):
-        train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", on_step=die, **given)
+    command = [sys.executable, str(BATCHES), str(dropping), str(tmp_path / "killed"), "5"]
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(sys.path)}
+    with subprocess.Popen(command, env=env, stderr=subprocess.PIPE, text=True) as killed:
+        with pytest.raises(RequestError, match="no held-out data"):
+            train(str(dropping), as_batches(made, 32), output=tmp_path / "refused", eval_steps=4, **KILLED)
+        data = as_batches(made, 32, held_out=held_out)
+        whole = train(str(dropping), data, output=tmp_path / "whole", eval_steps=4, **KILLED)
+        _, err = killed.communicate(timeout=600)
+    assert killed.returncode == -signal.SIGKILL, err
+    assert sorted(path.name for path in (tmp_path / "killed").iterdir()) == ["checkpoint-2", "checkpoint-4"]
     with pytest.raises(RequestError, match="learning_rate=0.001, not 0.002"):
-        changed = given | {"learning_rate": 2e-3}
+        changed = KILLED | {"learning_rate": 2e-3}
         train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", resume=True, **changed)
     (tmp_path / "killed" / "checkpoint-4" / "optimizer.safetensors").write_bytes(b"cut")  # as a full disk leaves it
-    resumed = train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", resume=True, **given)
+    resumed = train(str(dropping), as_batches(made, 32), output=tmp_path / "killed", resume=True, **KILLED)
     assert resumed.resumed_from is not None and resumed.resumed_from.endswith("checkpoint-2")
     assert resumed.losses == whole.losses and resumed.evaluations == ()
     assert [step for step, _ in whole.evaluations] == [4, 6]
@@ -206,7 +189,7 @@ def test_replicas_are_one_device(llama, tmp_path):
         one.bind(("127.0.0.1", 0))
         other.bind(("127.0.0.1", 0))
         workers = [f"127.0.0.1:{held.getsockname()[1]}" for held in (one, other)]
-    runs = {"single": None, "mirrored": None} | {
+    runs: dict = {"mirrored": None} | {
         f"worker {rank}": {"cluster": {"worker": workers}, "task": {"type": "worker", "index": rank}} for rank in (0, 1)
     }
     started = {}
@@ -216,6 +199,7 @@ def test_replicas_are_one_device(llama, tmp_path):
         started[name] = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     found = {}
     try:
+        found["single"] = runpy.run_path(str(REPLICAS))["train_both"](str(llama), tmp_path / "single")
         for name, process in started.items():
             out, err = process.communicate(timeout=900)
             assert process.returncode == 0, f"{name}: {err[-2000:]}"
@@ -223,7 +207,7 @@ def test_replicas_are_one_device(llama, tmp_path):
     finally:
         for process in started.values():
             process.kill()
-    assert [found[name]["replicas"] for name in runs] == [1, 2, 2, 2]
+    assert [found[name]["replicas"] for name in ("single", *runs)] == [1, 2, 2, 2]
     assert "MirroredStrategy" in found["mirrored"]["reason"] and "TF_CONFIG" in found["worker 0"]["reason"]
     for optim in ("sgd", "adamw"):
         expected = load_file(tmp_path / "single" / optim / "model.safetensors")

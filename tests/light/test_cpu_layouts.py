@@ -9,7 +9,7 @@ import pytest
 from made_profile import make_profile
 
 from upshift.cli.layout_flags import FLAGS
-from upshift.errors import RequestError
+from upshift.errors import JobFailed, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link, Measured, Rates
 from upshift.planning.cost.network import Group, collective_seconds, point_to_point_seconds
@@ -217,3 +217,26 @@ def test_the_plain_default_is_not_chosen_against_what_was_asked_for() -> None:
     assert proof().chosen.candidate is default
     found = proof(obeys=lambda plan: plan.num_processes == 2)
     assert found.chosen.candidate is asked and found.default.candidate is default
+
+
+def test_what_held_more_than_allowed_leads_to_leaner_plans() -> None:
+    """Each holds a fifth more than predicted, which the first trial says: those that the limit then leaves out are not tried."""
+    found = searched(ONE, "num_processes=1").candidates
+    leanest, default = min(found, key=lambda one: one.resident), max(found, key=lambda one: one.resident)
+    held = {id(one.plan): 1.2 * one.resident for one in found}
+    seen: list[float] = []
+
+    def run(plan: Plan, limit_seconds: float) -> TrialResult:
+        seen.append(held[id(plan)])
+        steps = Spread(p20=1.0, p50=1.0, p80=1.0)
+        return TrialResult(tokens_per_second=100.0, step_seconds=steps, wall_seconds=0.0, resident_bytes=int(seen[-1]))
+
+    def proof(limit: float) -> Proof:
+        seen.clear()
+        return prove(found, default, workload=WORKLOAD, run=run, budget_seconds=0.2, limit_bytes=limit)
+
+    between = (held[id(leanest.plan)] + held[id(default.plan)]) / 2
+    assert 1.2 * proof(between).chosen.candidate.resident <= between and max(seen[1:]) <= between + 1
+    with pytest.raises(JobFailed, match="are allowed"):
+        proof(0.9 * held[id(leanest.plan)])
+    assert seen[1] == held[id(leanest.plan)]

@@ -18,6 +18,9 @@ from upshift.units import GIB, format_bytes, format_seconds
 Data = Annotated[
     str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")
 ]
+MupBase = Annotated[
+    str | None, typer.Option("--mup-base", help="muP: a narrower model or config.json whose learning rate is to hold here")
+]
 TrialSeconds = Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")]
 
 
@@ -38,7 +41,9 @@ def command(
     seed: Annotated[int, typer.Option("--seed")] = 42,
     eval_steps: Annotated[int, typer.Option("--eval-steps", min=0)] = 0,
     save_steps: Annotated[int, typer.Option("--save-steps", min=0)] = 0,
+    save_total_limit: Annotated[int, typer.Option("--save-total-limit", min=2, help="newest checkpoints that are kept")] = 2,
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
+    mup_base: MupBase = None,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
     text_column: Annotated[str | None, typer.Option("--text-column")] = None,
@@ -72,7 +77,7 @@ def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
     """Of the command's options, those of the optimization. ``given``: all of them by name."""
     names = (
         "max_steps", "learning_rate", "warmup_steps", "seed", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps",
-        "save_steps",
+        "save_steps", "save_total_limit",
     )  # fmt: skip
     return {name: given[name] for name in names}
 
@@ -81,6 +86,7 @@ def request_of(given: dict[str, Any]) -> dict[str, Any]:
     """And those of the plan."""
     names = (
         "sequence_length", "global_batch", "epochs", "from_config", "lora_rank", "load_in_4bit", "text_column", "trial_seconds",
+        "mup_base",
     )  # fmt: skip
     same = {name: given[name] for name in names}
     return {**same, "plan_file": given["plan"], "fixed": tuple(given["set_"] or ()), "allow": split(given["allow"])}

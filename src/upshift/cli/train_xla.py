@@ -17,7 +17,8 @@ from upshift.units import format_seconds
 Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
 BACKENDS = ("torch", "xla")
 TORCH_ONLY = {  # option -> what it is when it is not given
-    "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False,
+    "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False, "save_total_limit": 2,
+    "mup_base": None,
 }  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
 

@@ -21,6 +21,12 @@ WarmStart = Annotated[
     list[str] | None, typer.Option("--warm-start", help="output folder or database of an earlier search; repeatable")
 ]
 
+MupWidth = Annotated[
+    int | None,
+    typer.Option("--mup-width", min=1, help="search on a copy of MODEL of this hidden_size; muP carries the result over"),
+]
+TRAIN_FLAGS = ("learning_rate", "warmup_steps", "weight_decay", "lr_scheduler_type", "global_batch", "sequence_length", "seed")
+
 
 @with_layout_flags
 def command(
@@ -43,6 +49,7 @@ def command(
     storage: Annotated[str | None, typer.Option("--storage", help="a database URL or a journal's path; default: SQLite")] = None,
     study: Annotated[str, typer.Option("--study", help="name; processes that name the same in one storage share it")] = "upshift",
     warm_start: WarmStart = None,
+    mup_width: MupWidth = None,
     from_config: Annotated[bool, typer.Option("--from-config", help="random weights")] = False,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
@@ -62,17 +69,16 @@ def command(
         found = tune(
             model, data, space=space, output=output, trials=trials, objective=split(objective), pruner=pruner,
             evaluations=evaluations, jobs=jobs, max_hours=max_hours, max_cost=max_cost, price_per_hour=price_per_hour,
-            storage=storage, study_name=study, warm_start=tuple(warm_start or ()), seed=seed,
-            arguments={"max_steps": max_steps, "seed": seed},
-            progress=display.progress(), sequence_length=sequence_length, global_batch=global_batch, epochs=epochs,
-            lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split(allow),
+            storage=storage, study_name=study, warm_start=tuple(warm_start or ()), mup_width=mup_width, seed=seed,
+            arguments={"max_steps": max_steps, "seed": seed}, progress=display.progress(), sequence_length=sequence_length,
+            global_batch=global_batch, epochs=epochs, lora_rank=lora_rank, fixed=tuple(set_ or ()), allow=split(allow),
             from_config=from_config, load_in_4bit=load_in_4bit, text_column=text_column, trial_seconds=trial_seconds,
         )  # fmt: skip
     if html is not None:
         from upshift.tuning.report import write_study_page
 
         write_study_page(html, found)
-    _print(found, as_json=as_json)
+    _print(found, model, data, as_json=as_json)
 
 
 def _check(html: Path | None) -> None:
@@ -145,7 +151,7 @@ def _cost(found: Any) -> str:
     return "" if found.cost is None else f", cost {found.cost:.4g}"
 
 
-def _print(found: Any, *, as_json: bool) -> None:
+def _print(found: Any, model: str, data: str, *, as_json: bool) -> None:
     if as_json:
         sys.stdout.write(found.to_json() + "\n")
         return
@@ -158,3 +164,17 @@ def _print(found: Any, *, as_json: bool) -> None:
     show.out.print(f"{title} of {len(states)} ({counts}), {spent}. Study in {found.storage}")
     if found.checkpoint is not None:
         show.out.print(f"Its model is in {found.checkpoint}; optuna-dashboard {found.storage} shows the study.")
+    if found.mup_base is not None:
+        _print_transfer(found, model, data)
+
+
+def _print_transfer(found: Any, model: str, data: str) -> None:
+    """How what was found is taken to the whole model."""
+    best = found.best[0].parameters
+    flags = "".join(f" --{name.replace('_', '-')} {shown(best[name])}" for name in TRAIN_FLAGS if name in best)
+    others = ", ".join(f"{name}={shown(value)}" for name, value in best.items() if name not in TRAIN_FLAGS)
+    show.out.print(f"{found.mup_check.words()}.")
+    command = f"upshift train {model} --data {data} --from-config --mup-base {found.mup_base}{flags}"
+    show.out.print(f"The whole model: {command}", soft_wrap=True)
+    if others:
+        show.out.print(f"And {others}: by upshift.train(..., arguments=) from Python.")

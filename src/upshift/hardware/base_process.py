@@ -24,7 +24,7 @@ from pathlib import Path
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
 TIMES = 5
-PATIENCE = timedelta(seconds=30)  # of one process with the other
+PATIENCE = timedelta(seconds=120)  # of one process with the other
 
 
 def resident_bytes(num_threads: int) -> int:

@@ -39,6 +39,7 @@ MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
 FORMAT = "2"  # raise when more is measured
 PINNED_BYTES = 256 * MIB
+IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a minute on a busy machine with cold files
 
 
 def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) -> Host:
@@ -74,7 +75,7 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
         raise RequestError(f"budget_seconds={budget_seconds} leaves no time; give more than 0, such as 10")
     cpu = _this_machine(host)
     start = time.perf_counter()
-    base = _base_process(cpu.usable_cores, timeout_seconds=max(60.0, budget_seconds))
+    base = _base_process(cpu.usable_cores, timeout_seconds=max(IMPORT_PATIENCE_SECONDS, budget_seconds))
     with _torch_settings(cpu.usable_cores):
         left = max(1.0, budget_seconds - (time.perf_counter() - start))
         cpu_rates = _cpu_rates(cpu, limit_seconds=0.7 * left)
@@ -121,6 +122,7 @@ def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except subprocess.TimeoutExpired:
+        logger.warning("no imports of torch, transformers in %.0f s: nothing is compiled, memory is underrated", timeout_seconds)
         return {"resident_bytes": None, "compiler": None, "exchanges": {}}
     except subprocess.CalledProcessError as error:
         last_line = (error.stderr.strip().splitlines() or ["no message"])[-1]

@@ -122,7 +122,7 @@ def contestants(
     some = EngineSetup(engine=stored or "torch", precision="stored", device=device, threads=threads, batch=batch, hint=hint)
     if stored is not None:
         return [some if ENGINES[stored].doors[task].on(device) else some.changed(device="cpu")]
-    unfit = {"bf16"} if host.supports("bf16") is False else {"fp16-weights"}  # as few bytes; of the two, what the CPU computes in
+    unfit = {"bf16"} if host.supports("bf16") is False else set[Precision]()
     unfit |= set() if host.supports("fp8") else {"fp8"}
     unfit |= {precision for precision in ROUNDED if exact} | ({"fp32", "tf32"} if reference != "fp32" else set())
     found = []

@@ -25,7 +25,7 @@ FORMATS: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
     "tf32": ("fp32", "fp32"),
     "bf16": ("bf16", "bf16"),
     "fp16": ("bf16", "bf16"),
-    "fp16-weights": ("bf16", "fp32"),  # as many bytes; raced where the CPU has no bf16 and computes in fp32
+    "fp16-weights": ("bf16", "fp32"),  # as many bytes
     "fp8": ("fp8", "bf16"),
     "int8-weights": ("int8", "fp32"),
     "int8": ("int8", "int8"),

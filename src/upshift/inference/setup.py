@@ -16,10 +16,11 @@ EngineName = Literal[
 ]  # fmt: skip
 Device = Literal["cpu", "cuda"]
 Precision = Literal[
-    "fp32", "tf32", "bf16", "fp16", "fp8", "fp16-weights", "int8-weights", "int8", "int4-weights", "int4", "stored"
+    "fp32", "tf32", "bf16", "fp16", "fp8", "fp16-weights", "mixed-weights", "mixed", "int8-weights", "int8", "int4-weights",
+    "int4", "stored",
 ]  # fmt: skip
 Hint = Literal["throughput", "latency"]
-QUANTIZED: tuple[Precision, ...] = ("int8-weights", "int8", "int4-weights", "int4")
+QUANTIZED: tuple[Precision, ...] = ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4")
 ROUNDED: tuple[Precision, ...] = ("bf16", "fp16", "fp8", "fp16-weights", *QUANTIZED)
 
 

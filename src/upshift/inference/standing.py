@@ -15,7 +15,9 @@ BEHIND = 1.5  # of a first pass, which no later pass makes up: the slowest warm-
 ALONE = 0.75  # of its threads' time: with less something else ran beside it, and being slow says nothing
 COARSER: Mapping[Precision, tuple[Precision, ...]] = {  # of one engine: what rounds all that this one does, at least as far
     "fp16": ("int8", "int4"),
-    "fp16-weights": ("int8-weights", "int8", "int4-weights", "int4"),
+    "fp16-weights": ("mixed-weights", "mixed", "int8-weights", "int8", "int4-weights", "int4"),
+    "mixed-weights": ("mixed", "int8-weights", "int8", "int4-weights", "int4"),
+    "mixed": ("int8", "int4"),
     "int8-weights": ("int8", "int4-weights", "int4"),
     "int8": ("int4",),
     "int4-weights": ("int4",),

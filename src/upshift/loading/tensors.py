@@ -26,6 +26,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COMPUTED = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
 PIECE_BYTES = 16 * MIB
+PARTS = 64  # of all that is mapped, at least
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
@@ -54,17 +55,20 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 
 
 class Stretches:
-    """Stored tensors, of which those that lie behind each other are one private mapping, which lasts as long as any of them is
-    used: Linux maps 65,530 of a process (vm.max_map_count), and a model may have more tensors."""
+    """Stored tensors, of which those that lie behind each other share private mappings, each of which lasts as long as any of its
+    tensors is used: Linux maps 65,530 of a process (vm.max_map_count), and a model may have more tensors. A mapping is a small
+    part of the whole, so that who takes weights out one by one does not hold all of the file's pages to the end."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
+        tensors = list(tensors)
+        full = sum(stored.nbytes for stored in tensors) // PARTS
         self._lock = threading.Lock()
         self._pages: dict[int, mmap.mmap] = {}  # by the stretch
         self._bounds: list[tuple[Path, int, int]] = []
         self._of: dict[str, int] = {}
         for stored in sorted(tensors, key=lambda tensor: (tensor.file, tensor.offset)):
             last = self._bounds[-1] if self._bounds else None
-            if last is not None and (last[0], last[2]) == (stored.file, stored.offset):
+            if last is not None and (last[0], last[2]) == (stored.file, stored.offset) and last[2] - last[1] < full:
                 self._bounds[-1] = last[0], last[1], stored.offset + stored.nbytes
             else:
                 self._bounds.append((stored.file, stored.offset, stored.offset + stored.nbytes))

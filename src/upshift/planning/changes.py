@@ -126,7 +126,8 @@ def _best(
 
 
 def _kept(measured: Measured, plan: Plan, free: tuple[str, ...], workload: Workload) -> dict[str, Any]:
-    names = [*choices(measured.host, measured.profile, workload), *ONLY_WHEN_ASKED, "weight_offload", "optim_args", BATCH[0]]
+    asked = (*ONLY_WHEN_ASKED, "weight_offload", "optim_args", "mup_base")
+    names = [*choices(measured.host, measured.profile, workload), *asked, BATCH[0]]
     kept = {name: getattr(plan, name) for name in names if name not in free}
     if plan.num_processes > 1 and "num_processes" not in free:
         kept |= {name: getattr(plan.layout, name) for name in LAYOUT if name not in free}

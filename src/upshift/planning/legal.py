@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.layout import Layout, reason_not_split
+from upshift.planning.mup import conflict_with_mup
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS
 from upshift.planning.plan import Plan
 
@@ -41,9 +42,9 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
         problem = _with_weights_elsewhere(plan)
         if problem is not None:
             return problem
-    fused = _with_fused_kernels(plan)
-    if fused is not None:
-        return fused
+    asked = _with_fused_kernels(plan) or (conflict_with_mup(plan) if plan.mup_base else None)
+    if asked is not None:
+        return asked
     if plan.optimizer_in_backward:
         return _in_backward(plan, clips_gradients)
     if plan.optim_offload:

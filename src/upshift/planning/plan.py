@@ -66,6 +66,11 @@ class Plan(Value):
     torch_compile: Compile = "off"
     optim: Optimizer = "adamw_torch_fused"
     optim_args: str = Field("", description="options of the optimizer, such as momentum=0.9 for sgd")
+    mup_base: str = Field(
+        "",
+        description="muP: initial weights and learning rates scaled so that those of this narrower config hold, such as "
+        "hidden_size=64,num_attention_heads=2",
+    )
     optimizer_in_backward: bool = Field(False, description="each parameter is updated, its gradient freed, as it is born")
     optim_offload: bool = Field(False, description="the optimizer's state and its update are on the host (CUDA)")
     activation_offload: bool = Field(False, description="activations wait for the backward pass in host memory (CUDA)")
@@ -153,6 +158,8 @@ class Plan(Value):
         if self.activation_offload:
             parts.append("activations on host")
         parts.append(self.optim + (f" {self.optim_args}" if self.optim_args else ""))
+        if self.mup_base:
+            parts.append(f"muP from {self.mup_base}")
         if self.optimizer_in_backward:
             parts.append("in backward")
         if self.optim_offload:

@@ -154,7 +154,8 @@ def plan_training(
         ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
     if not ranking.candidates:
         _refuse(ranking, host, workload.risk)
-    plain = plain_default(host, profile, workload).changed(weight_offload=ranking.candidates[0].plan.weight_offload)
+    best = ranking.candidates[0].plan
+    plain = plain_default(host, profile, workload).changed(weight_offload=best.weight_offload, mup_base=best.mup_base)
     default = cost_plan(plain, host=host, profile=profile, workload=workload)
     if isinstance(default, Rejected):
         raise RequestError(f"the plain default cannot be predicted on {host.name}: {default.reason}")

@@ -123,7 +123,7 @@ class Plans:
         return Plan(
             device=self.host.device, host=self.host.fingerprint, model=self.profile.model_hash,
             sequence_length=self.workload.sequence_length, per_device_train_batch_size=1,
-            **{name: self.fixed[name] for name in (*STARTED_WITH, "optim_args") if name in self.fixed},
+            **{name: self.fixed[name] for name in (*STARTED_WITH, "optim_args", "mup_base") if name in self.fixed},
         )  # fmt: skip
 
 

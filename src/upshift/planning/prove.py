@@ -61,6 +61,9 @@ class Tried:
     def failure(self) -> str | None:
         return "its loss differs from the plain default's" if self.wrong_loss else self.best.failure
 
+    def holds_more_than(self, limit_bytes: float | None) -> bool:
+        return limit_bytes is not None and (self.best.resident_bytes or 0) > limit_bytes
+
     def whole_run_speed(self, workload: Workload) -> float:
         """Tokens per second with one-time costs spread over the run."""
         best = self.best
@@ -108,8 +111,7 @@ def prove(
     """Try the plain default, then what looks best after each correction, until the budget is spent.
 
     ``run(plan, limit_seconds)`` measures one plan. ``limit_bytes``: what the chosen one may hold, where that is less than is
-    free. ``obeys``: whether a plan has what the user fixed, which the plain default need not. Raises JobFailed when nothing runs,
-    the default included.
+    free. ``obeys``: whether a plan has what the user fixed, which the plain default need not. Raises JobFailed when none runs.
     """
     deadline = time.monotonic() + budget_seconds
     tried: list[Tried] = []
@@ -128,9 +130,12 @@ def prove(
         expected = 0.5 * tried[0].best.wall_seconds if len(tried) == 1 else tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * budget_seconds) if len(tried) > 2 else 0.0
         left = deadline - time.monotonic() - reserve
-        if not any(obeys(entry.candidate.plan) for entry in tried):
+        asked = [entry for entry in tried if obeys(entry.candidate.plan)]
+        if not asked:
             left = math.inf  # one that may be chosen is tried, however late it is
-        best_left = _next(candidates, tried, seconds=left) if left > 0.5 * expected else None
+        elif all(entry.holds_more_than(limit_bytes) for entry in asked):
+            left += budget_seconds
+        best_left = _next(candidates, tried, seconds=left, limit_bytes=limit_bytes) if left > 0.5 * expected else None
         if best_left is None:
             break
         look(best_left)
@@ -138,7 +143,7 @@ def prove(
         if deadline - time.monotonic() > 0.5 * entry.best.wall_seconds:
             look(entry.candidate)
     asked = [entry for entry in tried if obeys(entry.candidate.plan)]
-    working = [entry for entry in asked if entry.ok and not (limit_bytes and (entry.best.resident_bytes or 0) > limit_bytes)]
+    working = [entry for entry in asked if entry.ok and not entry.holds_more_than(limit_bytes)]
     if not working:
         raise _failed((asked or tried)[0], tried[0], limit_bytes)
     return Proof(default=tried[0], tried=tried, chosen=max(working, key=lambda t: t.whole_run_speed(workload)))
@@ -164,13 +169,21 @@ def _differs(entry: Tried, default: Tried) -> bool:
     return ours is not None and theirs is not None and abs(ours - theirs) > tolerance * abs(theirs)
 
 
-def _next(candidates: list[Candidate], tried: list[Tried], *, seconds: float) -> Candidate | None:
-    """The untried plan with the best corrected speed, of those that compile in time; like a failed trial is failed."""
+def _next(
+    candidates: list[Candidate], tried: list[Tried], *, seconds: float, limit_bytes: float | None = None
+) -> Candidate | None:
+    """The untried plan with the best corrected speed, of those that compile in time and whose corrected memory is within the
+    limit; where none is, and none tried was, the leanest. Like a failed trial is failed."""
     seen = {_key(entry.candidate.plan) for entry in tried}
+    left = [one for one in candidates if _key(one.plan) not in seen and one.time.one_time <= seconds]
+    if limit_bytes is not None:
+        held = {id(one): one.resident * held_correction(one, tried) for one in left}
+        within = [one for one in left if held[id(one)] <= limit_bytes]
+        if left and not within and all(entry.holds_more_than(limit_bytes) for entry in tried):
+            within = [min(left, key=lambda one: held[id(one)])]
+        left = within
     best, best_speed = None, 0.0
-    for candidate in candidates:
-        if _key(candidate.plan) in seen or candidate.time.one_time > seconds:
-            continue
+    for candidate in left:
         speed = candidate.tokens_per_second * correction(candidate, tried)
         if speed > best_speed:
             best, best_speed = candidate, speed
@@ -178,17 +191,28 @@ def _next(candidates: list[Candidate], tried: list[Tried], *, seconds: float) ->
 
 
 def correction(candidate: Candidate, tried: list[Tried]) -> float:
-    """Measured over predicted speed of the plans tried so far, the nearest counting most (COSTS.md D8: residual correction)."""
+    """Measured over predicted speed of the plans tried so far."""
+    speeds = ((entry, entry.best.tokens_per_second if entry.ok else None) for entry in tried)
+    return _of_the_nearest(candidate, [(entry, (speed or 0.0) / entry.candidate.tokens_per_second) for entry, speed in speeds])
+
+
+def held_correction(candidate: Candidate, tried: list[Tried]) -> float:
+    """Measured over predicted memory of the plans tried so far."""
+    held = ((entry, entry.best.resident_bytes) for entry in tried)
+    return _of_the_nearest(candidate, [(entry, measured / entry.candidate.resident) for entry, measured in held if measured])
+
+
+def _of_the_nearest(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> float:
+    """Their mean, the nearest plans counting most (COSTS.md D8: residual correction)."""
     total = weight_sum = 0.0
-    for entry in tried:
+    for entry, ratio in ratios:
         distance = sum(
             weight
             for name, weight in FIELD_WEIGHTS.items()
             if getattr(entry.candidate.plan, name) != getattr(candidate.plan, name)
         )
         weight = 1.0 / (0.25 + distance) ** 2
-        speed = entry.best.tokens_per_second if entry.ok else None
-        total += weight * ((speed or 0.0) / entry.candidate.tokens_per_second)
+        total += weight * ratio
         weight_sum += weight
     return total / weight_sum if weight_sum else 1.0
 

@@ -16,6 +16,7 @@ from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import check_layout, check_processes, shares_work
+from upshift.planning.mup import read_base
 from upshift.planning.offloading import WEIGHT_OFFLOAD, has_frozen_layers, places
 from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
 from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Compile, HostMemory, LossKernel, Plan, Precision
@@ -84,6 +85,8 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
     check_processes(fixed, host)
     _check_batches(fixed, host, workload)
     read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
+    if fixed.get("mup_base"):
+        read_base(fixed["mup_base"])
     legal = _legal_here(host, workload, quantized=quantized)
     for name, value in fixed.items():
         if value not in legal.get(name, (value,)):

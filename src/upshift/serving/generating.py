@@ -6,6 +6,8 @@ import queue
 import random
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from copy import deepcopy
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,7 +19,7 @@ from upshift.inference.generation.generator import Generator
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import Sequence
 from upshift.loading.memory_limits import read_max_memory
-from upshift.serving.messages import Beat, Cancel, EngineRequest, Generate, Piece, Ready, Refused
+from upshift.serving.messages import Beat, Cancel, Ending, EngineRequest, Generate, Piece, Ready, Refused
 from upshift.serving.pace import Pace
 from upshift.serving.proof import PROOF_TOKENS, prove
 from upshift.serving.scheduler import Scheduler, Ticket
@@ -36,6 +38,19 @@ class Open(NamedTuple):
     stream: TextStream
 
 
+class NewToken(NamedTuple):
+    of: Open
+    token: int
+    ending: str | None
+
+    def piece(self) -> Piece:
+        ticket = self.of.ticket
+        text = self.of.stream.add([self.token], last=self.ending is not None)
+        how: Ending | None = None if self.ending is None else "length" if self.ending == "length" else "stop"
+        prompt = len(ticket.sequence.prompt)
+        return Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=prompt, cached_tokens=ticket.known, ending=how)
+
+
 class Generating:
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
@@ -47,6 +62,7 @@ class Generating:
         )  # fmt: skip
         self.seconds = {"reading": time.perf_counter() - start}
         self._open: dict[int, Open] = {}
+        self._text = deepcopy(self.generator.prompts).text  # a tokenizer is not for two threads at once
 
     def prepare(self) -> Ready:
         start = time.perf_counter()
@@ -100,24 +116,19 @@ class Generating:
         ticket = Ticket(asked.id, sequence, time.perf_counter(), goes_on=goes_on)
         refused = self.scheduler.add(ticket)
         if refused is None:
-            stream = TextStream(self.generator.prompts.text, sequence.options.stop_strings)
+            stream = TextStream(self._text, sequence.options.stop_strings)
             self._open[asked.id] = Open(ticket, stream)
         return refused
 
-    def work(self) -> list[Value]:
-        said: list[Value] = []
+    def work(self) -> list[NewToken]:
+        """One pass; of requests whose answers are still wanted."""
+        found: list[NewToken] = []
         for ticket, token in self.scheduler.step():
-            open_ = self._open.get(ticket.id)
-            if open_ is None:
-                continue
-            ending = ticket.sequence.ending
-            text = open_.stream.add([token], last=ending is not None)
-            how = None if ending is None else "length" if ending == "length" else "stop"
-            prompt = len(ticket.sequence.prompt)
-            said.append(Piece(id=ticket.id, text=text, tokens=1, prompt_tokens=prompt, cached_tokens=ticket.known, ending=how))
-            if ending is not None:
-                del self._open[ticket.id]
-        return said
+            if (open_ := self._open.get(ticket.id)) is not None:
+                found.append(NewToken(open_, token, ticket.sequence.ending))
+                if ticket.sequence.ending is not None:
+                    del self._open[ticket.id]
+        return found
 
     @property
     def busy(self) -> bool:
@@ -162,25 +173,33 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def generate(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[Value]], None]) -> None:
-    """Until the inbox gives None."""
+    """Until the inbox gives None. Tokens become text and are told of while the next pass computes."""
     engine = Generating(request)
     tell([engine.prepare()])
     last = time.monotonic()
-    while True:
-        said: list[Value] = []
-        if not engine.busy:
-            tell([engine.beat()])
-            asked = inbox.get()
-            if asked is None:
-                return
-            said += filter(None, [engine.take(asked)])
-        while not inbox.empty():
-            asked = inbox.get_nowait()
-            if asked is None:
-                return
-            said += filter(None, [engine.take(asked)])
-        said += engine.work()
-        if time.monotonic() - last > BEAT_SECONDS:
-            said.append(engine.beat())
-            last = time.monotonic()
-        tell(said)
+    with ThreadPoolExecutor(1, "tell") as telling:
+        told: Future[None] | None = None
+        while True:
+            said: list[Value] = []
+            if not engine.busy:
+                telling.submit(tell, [engine.beat()]).result()
+                asked = inbox.get()
+                if asked is None:
+                    return
+                said += filter(None, [engine.take(asked)])
+            while not inbox.empty():
+                asked = inbox.get_nowait()
+                if asked is None:
+                    return
+                said += filter(None, [engine.take(asked)])
+            new = engine.work()
+            if time.monotonic() - last > BEAT_SECONDS:
+                said.append(engine.beat())
+                last = time.monotonic()
+            if told is not None:
+                told.result()
+            told = telling.submit(_tell, tell, said, new)
+
+
+def _tell(tell: Callable[[list[Value]], None], said: list[Value], new: list[NewToken]) -> None:
+    tell([*said, *(one.piece() for one in new)])

@@ -26,3 +26,4 @@ class Arguments(Value):
     seed: int = 42
     eval_steps: int = Field(0, ge=0, description="0: only at the end")
     save_steps: int = Field(0, ge=0, description="0: only at the end and when interrupted")
+    save_total_limit: int = Field(2, ge=2, description="newest checkpoints that are kept: with one, none if it is damaged")

@@ -18,10 +18,21 @@ Part = TypeVar("Part")
 Result = TypeVar("Result")
 
 
+def find_out_of_memory(error: BaseException) -> BaseException | None:
+    """The allocator's refusal: the error, or what caused it; torch's pipelines wrap what fails in a stage. torch has no type for
+    that of the CPU's allocator; its words are fixed in c10/core/CPUAllocator.cpp."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, (MemoryError, torch.OutOfMemoryError)):
+            return found
+        if isinstance(found, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(found):
+            return found
+        found = found.__cause__
+    return None
+
+
 def is_out_of_memory(error: BaseException) -> bool:
-    """torch has no type for the CPU allocator's refusal; its own words are fixed in c10/core/CPUAllocator.cpp."""
-    typed = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    return typed or (isinstance(error, RuntimeError) and "DefaultCPUAllocator: can't allocate memory" in str(error))
+    return find_out_of_memory(error) is not None
 
 
 def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:

@@ -31,6 +31,7 @@ from upshift.training.checkpoint.adapter import has_adapter, read_adapter
 from upshift.training.checkpoint.divided import parts_of
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import keep_freed_memory
+from upshift.training.mup import scale_initial
 from upshift.training.own_slices import build_to_fill, fill, reads_slices
 from upshift.training.parallel.context import share_context
 from upshift.training.parallel.divide import divide
@@ -61,7 +62,10 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
     if from_config:
         if plan.weight_offload != "none":
             raise RequestError(f"weight_offload={plan.weight_offload} reads the model's files, and --from-config has none")
-        return complete_model(build_model(config, model_class, dtype=dtype), source)
+        random = build_model(config, model_class, dtype=dtype)
+        if plan.mup_base:
+            scale_initial(random, plan.mup_base)
+        return complete_model(random, source)
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; add --from-config for random weights")
     find_safetensors(source.directory)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import signal
@@ -9,15 +10,18 @@ import socket
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
 
-from upshift.errors import Interrupted, JobFailed, UpshiftError
+from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
 from upshift.planning.plan import Plan
+from upshift.training.out_of_memory import find_out_of_memory
 
 PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
+CAUSE = "cause of death"  # in the job's store: the words of the first rank that failed
 Request = TypeVar("Request")
 Result = TypeVar("Result")
 _rank_and_size: list[tuple[int, int]] = []  # set once in a forked rank, before anything else runs there
@@ -41,7 +45,7 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
         result = _run_rank(0, port, plan, work, request)
     except RuntimeError as error:
         failed = _wait(children, seconds=PATIENCE_SECONDS)
-        if failed and "gloo" in str(error):  # this rank only lost its peers: the cause is theirs
+        if failed and lost_another(error):  # who left no words was killed
             raise _ranks_failed(failed, plan) from error
         raise
     except BaseException:  # the others fail with this rank, whose words are the ones to show
@@ -78,7 +82,7 @@ def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Resul
         _run_rank(rank, port, plan, work, request)
         code = 0
     except UpshiftError:
-        pass  # rank 0 fails with the same words
+        pass  # rank 0 fails with these words
     except BaseException:  # a forked rank must end here, whatever happened, and never return into the parent's code
         traceback.print_exc()
     finally:
@@ -103,10 +107,48 @@ def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
         except Interrupted:  # all ranks are, at the same step
             dist.barrier()
             raise
+        except Exception as error:  # whatever it is, ranks that wait for this one have to know
+            _raise_cause(error, rank, plan)
+            raise
         dist.barrier()
     finally:
         dist.destroy_process_group()
         _rank_and_size.clear()
+
+
+def lost_another(error: BaseException) -> bool:
+    """Whether a connection to another rank broke; torch's pipelines wrap what fails in a stage."""
+    found: BaseException | None = error
+    while found is not None:
+        if isinstance(found, dist.DistBackendError) or (isinstance(found, RuntimeError) and "gloo" in str(found)):
+            return True
+        found = found.__cause__
+    return False
+
+
+def _raise_cause(error: Exception, rank: int, plan: Plan) -> None:
+    """A rank that fails says why in the store, before its connections close; one that only lost another raises those words.
+
+    Returns where they are this rank's own, or there are none: the other was killed, or was rank 0, which had the store.
+    """
+    with suppress(dist.DistError):
+        store = _get_default_store()
+        if not lost_another(error):
+            store.compare_set(CAUSE, "", json.dumps(_cause(error, rank, plan)))
+        elif store.check([CAUSE]):
+            cause = json.loads(store.get(CAUSE))
+            kind = RequestError if cause["is_request"] else JobFailed
+            raise kind(cause["words"]) from (MemoryError(cause["words"]) if cause["out_of_memory"] else error)
+
+
+def _cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
+    refusal = find_out_of_memory(error)
+    words, who = " ".join(str(refusal or error).split()), f"rank {rank} of {plan.num_processes}"
+    if isinstance(error, UpshiftError):
+        words = str(error)
+    else:
+        words = f"{who} ran out of memory: {words}" if refusal else f"{who} failed: {type(error).__name__}: {words}"
+    return {"words": words, "out_of_memory": refusal is not None, "is_request": isinstance(error, RequestError)}
 
 
 def _free_port() -> int:

@@ -12,14 +12,13 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import find_safetensors
 from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
-from upshift.planning.counterfactual import value_of
 from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training, read_plan
 from upshift.planning.proof_store import proof_path
 from upshift.planning.prove import Proof, Tried, after_trial, remember_run
 from upshift.planning.rank import Candidate, cost_plan
-from upshift.planning.space import check_allow, parse_fixed
+from upshift.planning.space import check_allow
 from upshift.planning.trial import TrialRequest
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
@@ -31,6 +30,7 @@ from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, w
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.run import OWN_FILES
+from upshift.training.mup import with_base
 from upshift.training.runnable import runnable
 from upshift.training.trials import known_proof, try_plans
 
@@ -104,16 +104,17 @@ def prepare_run(
     clips_gradients: bool = True,
     trial_seconds: float = TRIAL_SECONDS,
     host: Host | None = None,
+    mup_base: str | None = None,
     watcher: Watcher | None = None,
 ) -> tuple[Prepared, int]:
     """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan.
-
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
-    ``host``: that of a launcher's ranks; this machine where not given."""
+    ``host``: that of a launcher's ranks; this machine where not given. ``mup_base``: a narrower model whose rates hold."""
     watcher = watcher or Watcher()
     check_allow(allow)
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     _check_trainable(source, from_config=from_config)
+    fixed = with_base(source, fixed, mup_base, from_config=from_config)
     of_model = {"model_reference": model, "from_config": from_config, "lora_rank": lora_rank, "load_in_4bit": load_in_4bit}
     how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
@@ -128,8 +129,7 @@ def prepare_run(
     watcher.planned(planning)
     if given is not None:
         _check_given(given, workload)
-    tries = given is None and trial_seconds > 0
-    proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher) if tries else None
+    proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher) if given is None and trial_seconds > 0 else None
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
     prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), of_model, data_path, text_column)
@@ -283,11 +283,9 @@ def _prove(
             **of_model, plan=planning.default.plan, global_batch=global_batch,
             seconds=seconds, limit_seconds=seconds, sample=str(sample), objective=data.objective.model_dump(),
         )  # fmt: skip
-        chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
         return try_plans(
-            planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried,
-            obeys=lambda plan: all(value_of(plan, name) == value for name, value in chosen.items()),
-        )  # fmt: skip
+            planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed
+        )
 
 
 def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:

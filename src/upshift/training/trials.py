@@ -6,10 +6,12 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+from upshift.planning.counterfactual import value_of
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.proof_store import recall_proof, store_proof
 from upshift.planning.prove import Proof, Tried, prove, remember_trials
+from upshift.planning.space import parse_fixed
 from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
@@ -25,11 +27,16 @@ def try_plans(
     trying: Callable[[Plan], None] = lambda plan: None,
     tried: Callable[[Tried], None] = lambda tried: None,
     limit_bytes: float | None = None,
-    obeys: Callable[[Plan], bool] = lambda plan: True,
+    fixed: tuple[str, ...] = (),
 ) -> Proof:
     """The fastest of the plans tried within ``seconds``. ``path``: where the proof is kept. ``request``: a trial of the plain
     default; the others differ in their plan. ``limit_bytes``: what the chosen plan may hold;
-    ``obeys``: whether it has what the user fixed. Raises JobFailed when none runs."""
+    ``fixed``: which fields of it have which value, as the user set them. Raises JobFailed when none runs."""
+    chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
+
+    def obeys(plan: Plan) -> bool:
+        return all(value_of(plan, name) == value for name, value in chosen.items())
+
     timed = min(TIMED_SECONDS, seconds / 10)
     with trial_server() as server:
 

@@ -36,6 +36,7 @@ class Jobs:
     request: dict[str, Any]  # options of prepare_run, the same for every trial
     arguments: dict[str, Any]  # fields of Arguments, likewise
     evaluations: int
+    deciding: tuple[int, ...]  # which of these a trial may end at; the others but the last are not made
     at_once: int = 1
     host: Host | None = None  # this machine where not given
     on_step: Callable[[int, Event], None] = lambda number, event: None
@@ -48,10 +49,10 @@ class Jobs:
         of_run = DEFAULTS | self.request | {name: values[name] for name in OF_RUN if name in values}
         arguments = self.arguments | {name: value for name, value in values.items() if name not in OF_RUN}
         prepared, steps = self._prepare(of_run, arguments)
-        arguments |= {"max_steps": steps, "eval_steps": max(steps // self.evaluations, 1)}
+        arguments |= {"max_steps": steps, "eval_steps": 0}
         folder = self.folder(asked.number)
         shutil.rmtree(folder, ignore_errors=True)
-        job = prepared.job(Arguments.from_fields(arguments), output=folder)
+        job = prepared.job(Arguments.from_fields(arguments), output=folder, evaluate_at_steps=self._evaluate_at(steps))
         with self._servers.one() as server:
             return server.run(job, prepared.data, self._reporting(asked, steps))
 
@@ -85,15 +86,19 @@ class Jobs:
     def _share(self) -> Host | None:
         return self.host if self.at_once == 1 else share_of(self.host or find_host(None), self.at_once)
 
-    def _reporting(self, asked: Asked, steps: int) -> Callable[[Event], None]:
-        every = max(steps // self.evaluations, 1)
+    def _every(self, steps: int) -> int:
+        return max(steps // self.evaluations, 1)
 
+    def _evaluate_at(self, steps: int) -> tuple[int, ...]:
+        return tuple(number * self._every(steps) for number in self.deciding if number * self._every(steps) < steps)
+
+    def _reporting(self, asked: Asked, steps: int) -> Callable[[Event], None]:
         def on_event(event: Event) -> None:
             self.on_step(asked.number, event)
             if isinstance(event, Evaluated):
                 asked.trial.set_user_attr(STEPS, event.step)
                 if event.step < steps:
-                    asked.report(event.loss, event.step // every)
+                    asked.report(event.loss, event.step // self._every(steps))
 
         return on_event
 

@@ -18,17 +18,12 @@ from optuna.trial import TrialState
 
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
 from upshift.tuning.objectives import Direction
+from upshift.tuning.rungs import EVALUATIONS, make_pruner
 from upshift.tuning.sampling import ByNumber
 from upshift.tuning.storage import persistent, without_warnings
 
 REASON, IDENTITY = "reason", "identity"
 POLL_SECONDS = 0.5  # for the last trials of other processes
-PRUNERS: dict[str, Callable[[], optuna.pruners.BasePruner]] = {
-    "halving": lambda: optuna.pruners.SuccessiveHalvingPruner(min_resource=1, reduction_factor=3),
-    "hyperband": lambda: optuna.pruners.HyperbandPruner(min_resource=1, reduction_factor=3),
-    "median": lambda: optuna.pruners.MedianPruner(n_startup_trials=4),
-    "none": optuna.pruners.NopPruner,
-}
 Report = Callable[[float, int], None]  # a value, and which evaluation of its run it is; ends a trial that is no good
 
 
@@ -45,17 +40,16 @@ RunTrial = Callable[[Asked], Sequence[float]]  # raises NothingFits where it wou
 
 def open_study(
     *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int,
-    identity: dict[str, Any],
+    identity: dict[str, Any], evaluations: int = EVALUATIONS,
 ) -> optuna.Study:  # fmt: skip
     """The study of that name, made where there is none. ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or
     the path of a journal; None: SQLite in the folder. ``identity``: what its trials share; another one is refused."""
-    if pruner not in PRUNERS:
-        raise RequestError(f"pruner {pruner!r} is not one of {', '.join(PRUNERS)}")
+    ends_early = make_pruner(pruner, evaluations)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with without_warnings():
         study = optuna.create_study(
             study_name=name, storage=persistent(storage, folder), directions=list(directions), load_if_exists=True,
-            sampler=ByNumber(seed), pruner=PRUNERS[pruner](),
+            sampler=ByNumber(seed), pruner=ends_early,
         )  # fmt: skip
     _check_identity(study, identity)
     return study

@@ -14,15 +14,17 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback
-from transformers.trainer_utils import HPSearchBackend
+from transformers.trainer_callback import DefaultFlowCallback, PrinterCallback, ProgressCallback, TrainerCallback
+from transformers.trainer_utils import HPSearchBackend, IntervalStrategy, SaveStrategy
 
 import upshift.tuning.trainer  # noqa: F401  what every trial needs is imported before the fork
 from upshift.errors import NothingFits, RequestError
+from upshift.tuning.rungs import decides, rungs
 from upshift.value import Value
 
 RECIPE, PATH, RESULT = "recipe", "path.json", "result.json"
 MADE_BY_ITSELF = (DefaultFlowCallback, ProgressCallback, PrinterCallback)
+BY_EVALUATIONS = ("reduce_lr_on_plateau", "greedy")  # schedules
 INTEGRATIONS = "transformers.integrations"  # callbacks of report_to=
 
 
@@ -88,6 +90,29 @@ class Recipe:
         return trainer
 
 
+class AtRungs(TrainerCallback):
+    """Evaluates where the study's pruner decides, and the last time that was asked for."""
+
+    def __init__(self, found: tuple[int, ...]) -> None:
+        self._rungs, self._before = found, 0
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **more: Any) -> None:
+        step = state.global_step
+        if control.should_evaluate:
+            is_last = step + state.eval_steps > state.max_steps
+            control.should_evaluate = is_last or decides(self._rungs, before=self._before, step=step)
+            self._before = step
+
+
+def only_at_rungs(trainer: Any, study: optuna.Study) -> None:
+    """Where nothing but the study reads evaluations: no callback, no report, no choice of the best checkpoint, no schedule."""
+    args = trainer.args
+    read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST or args.lr_scheduler_type in BY_EVALUATIONS
+    alone = all(isinstance(one, MADE_BY_ITSELF) for one in trainer.callback_handler.callbacks)
+    if args.eval_strategy == IntervalStrategy.STEPS and alone and not read:
+        trainer.add_callback(AtRungs(() if len(study.directions) > 1 else rungs(study.pruner, args.max_steps)))
+
+
 def main(path: Path, answer: Callable[[Value], None]) -> None:
     atexit._clear()  # what the server has to do at its end
     folder = Path(Request.from_file(path).folder)
@@ -102,7 +127,9 @@ def main(path: Path, answer: Callable[[Value], None]) -> None:
 
 def _result(recipe: Recipe, trial: Any) -> dict[str, Any]:
     try:
-        return {"values": _values(recipe.make(), trial)}
+        trainer = recipe.make()
+        only_at_rungs(trainer, trial.study)
+        return {"values": _values(trainer, trial)}
     except optuna.TrialPruned:
         return {"pruned": True}
     except NothingFits as error:

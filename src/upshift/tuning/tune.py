@@ -19,13 +19,17 @@ from upshift.hardware.spec import Host
 from upshift.training.loop.events import Event
 from upshift.tuning.backends.optuna_space import distributions, draw
 from upshift.tuning.jobs import STEPS, Jobs
+from upshift.tuning.mup_check import Growth, checked
+from upshift.tuning.narrow import copy_to_search
 from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
+from upshift.tuning.rungs import EVALUATIONS, rungs
 from upshift.tuning.space import Space, make_space, read_space
 from upshift.tuning.storage import in_folder, shown
 from upshift.tuning.study import Asked, open_study, reason_of, run_study
 from upshift.tuning.warm_start import start_from
 from upshift.value import Value
 
+NARROW = "narrow"  # the copy that muP searches on, in the output folder
 SECONDS_AN_HOUR = 3600.0
 
 
@@ -52,6 +56,8 @@ class Found(Value):
     seconds: float = Field(description="of this call")
     price_per_hour: float | None = Field(None, description="of the machine; this call cost it for its seconds")
     checkpoint: str | None = Field(None, description="of the first of the best")
+    mup_base: str | None = Field(None, description="the narrow copy that was searched, for the training of the whole model")
+    mup_check: Growth | None = Field(None, description="whether muP carries what was found to the whole model's width")
 
     @property
     def cost(self) -> float | None:
@@ -76,7 +82,7 @@ def tune(
     trials: int = 20,
     objective: Sequence[str] = ("eval_loss",),
     pruner: str = "halving",
-    evaluations: int = 9,
+    evaluations: int = EVALUATIONS,
     jobs: int = 1,
     max_hours: float | None = None,
     max_cost: float | None = None,
@@ -84,6 +90,7 @@ def tune(
     storage: str | None = None,
     study_name: str = "upshift",
     warm_start: Sequence[str] = (),
+    mup_width: int | None = None,
     host: Host | None = None,
     seed: int = 42,
     arguments: dict[str, Any] | None = None,
@@ -92,39 +99,45 @@ def tune(
 ) -> Found:
     """Search ``space`` for the best training of ``model`` on ``data``. ``arguments``: fields of ``Arguments`` that all trials
     share; ``request``: of ``prepare_run``; ``host``: what trials may take, by default this machine; ``warm_start``: folders or
-    databases of earlier searches, whose best values go first. A study that is there goes on: ``trials`` is of all its calls.
+    databases of earlier searches, whose best values go first; ``mup_width``: search on a copy of the model of this hidden_size,
+    for ``mup_base`` of the model's own training. A study that is there goes on: ``trials`` is of all its calls.
 
     Raises RequestError for what is asked wrongly, JobFailed where no trial came to its end."""
     began, progress, output = time.monotonic(), progress or Progress(), Path(output)
     wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
     objectives = find_objectives(tuple(objective))
+    whole, model = model, model if mup_width is None else str(copy_to_search(model, mup_width, output / NARROW, request))
     fixed, seconds = _given(arguments), _seconds(max_hours, max_cost, price_per_hour)
     _check_at_once(jobs, request)
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
-        seed=seed, identity=_identity(request, model=model, data=data, space=wanted.model_dump(), arguments=fixed)
-        | {"objectives": [one.name for one in objectives]},
+        evaluations=evaluations, seed=seed,
+        identity=_identity(request, objectives, model=model, data=data, space=wanted.model_dump(), arguments=fixed),
     )  # fmt: skip
+    check = None if whole == model else checked(study, model, whole)
     start_from(study, warm_start, distributions(wanted))
-    runs = Jobs(model, data, output, dict(request), fixed, evaluations, jobs, host, progress.step)
-
-    def ended(trial: FrozenTrial) -> None:
-        _keep_best(study, trial, runs)
-        progress.ended(row_of(trial, objectives))
-
+    deciding = rungs(study.pruner, evaluations) if len(objectives) == 1 else ()  # of several objectives none ends a trial
+    runs = Jobs(model, data, output, dict(request), fixed, evaluations, deciding, jobs, host, progress.step)
+    run, ended = partial(_run, runs, wanted, objectives), partial(_ended, study, runs, objectives, progress)
     with runs:
-        run_study(study, partial(_run, runs, wanted, objectives), trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
+        run_study(study, run, trials=trials, jobs=jobs, seconds=seconds, on_end=ended)
     found = found_in(study, objectives, seconds=time.monotonic() - began, runs=runs, storage=storage)
-    return found.changed(price_per_hour=price_per_hour)
+    return found.changed(price_per_hour=price_per_hour, mup_base=None if check is None else model, mup_check=check)
 
 
 def _run(runs: Jobs, space: Space, objectives: tuple[Objective, ...], asked: Asked) -> Sequence[float]:
     return values_of(runs.run(asked, draw(asked.trial, space)), objectives)
 
 
-def _identity(request: dict[str, Any], **what: Any) -> dict[str, Any]:
+def _ended(study: optuna.Study, runs: Jobs, objectives: tuple[Objective, ...], progress: Progress, trial: FrozenTrial) -> None:
+    _keep_best(study, trial, runs)
+    progress.ended(row_of(trial, objectives))
+
+
+def _identity(request: dict[str, Any], objectives: tuple[Objective, ...], **what: Any) -> dict[str, Any]:
     """What trials share, that plans may be tried for another time left out."""
-    return {**what, "request": {name: value for name, value in request.items() if name != "trial_seconds"}}
+    shared = {name: value for name, value in request.items() if name != "trial_seconds"}
+    return {**what, "request": shared, "objectives": [one.name for one in objectives]}
 
 
 def _given(arguments: dict[str, Any] | None) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from upshift.loading.load import load_source
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.xla.lowering.program import as_constant
-from upshift.xla.skeleton import names_of, set_implementations
+from upshift.xla.skeleton import names_of, set_implementations, untouched
 
 Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -105,5 +105,5 @@ def _variables(model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype
         made = as_constant(tensor.detach().to(dtype) if floating else tensor.detach())
         variables[name] = tf.Variable(made, trainable=tensor.requires_grad, name=name.replace(".", "/"))
         if isinstance(tensor, torch.nn.Parameter):
-            tensor.data = torch.empty(tensor.shape, dtype=computed if floating else tensor.dtype)
+            tensor.data = untouched(tensor.shape, computed if floating else tensor.dtype)
     return variables

@@ -6,6 +6,8 @@ which XLA fuses itself; experts without shapes that depend on data.
 
 from __future__ import annotations
 
+import mmap
+
 import torch
 from torch import nn
 from transformers import PreTrainedModel
@@ -44,11 +46,19 @@ def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                empty = untouched(parameter.shape, parameter.dtype)
                 module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
+def untouched(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Addresses without memory behind them until somebody writes: torch.empty may give memory that was used before."""
+    if not shape.numel():
+        return torch.empty(shape, dtype=dtype)
+    pages = mmap.mmap(-1, shape.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    return torch.frombuffer(pages, dtype=dtype).view(shape)
 
 
 def names_of(model: PreTrainedModel) -> dict[str, str]:

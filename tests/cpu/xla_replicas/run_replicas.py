@@ -1,4 +1,4 @@
-"""One process of a run under XLA: alone, with two logical CPUs, or one of the workers of TF_CONFIG. Prints its losses as JSON."""
+"""One process of a run under XLA: with two logical CPUs, or one of the workers of TF_CONFIG. Prints its losses as JSON."""
 
 import json
 import sys
@@ -30,6 +30,11 @@ def main(kind, model, output):
     if kind == "mirrored":
         whole = tf.config.list_physical_devices("CPU")[0]
         tf.config.set_logical_device_configuration(whole, [tf.config.LogicalDeviceConfiguration()] * 2)
+    print(json.dumps(train_both(model, Path(output))))
+
+
+def train_both(model, output):
+    """With both optimizers, over the devices that there are."""
     from upshift.xla.training.door import train
     from upshift.xla.training.strategy import choose_devices
 
@@ -39,11 +44,12 @@ def main(kind, model, output):
     )
     for optim, rate in (("sgd", 0.1), ("adamw", 1e-3)):
         trained = train(
-            model, data, output=Path(output) / optim, max_steps=3, learning_rate=rate, optim=optim, weight_decay=0.01,
+            model, data, output=output / optim, max_steps=3, learning_rate=rate, optim=optim, weight_decay=0.01,
             devices=devices,
         )  # fmt: skip
         found[optim] = (*trained.losses, trained.evaluations[-1][1])
-    print(json.dumps({"losses": found, "reason": devices.reason, "replicas": devices.num_replicas}))
+    return {"losses": found, "reason": devices.reason, "replicas": devices.num_replicas}
 
 
-main(*sys.argv[1:])
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
@@ -173,7 +173,7 @@ class Generator:
         known = room(computing_host(stored_for(self.source)), self._max_memory)
         return None if known is None else int(CACHE_SHARE * known / cache_bytes(self.source))
 
-    @property
+    @cached_property
     def vocabulary(self) -> int:
         """Token ids are below it."""
         return int(read_config(self.source).get_text_config(decoder=True).vocab_size)

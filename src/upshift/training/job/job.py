@@ -27,6 +27,7 @@ from upshift.training.loop.events import Event, OnEvent
 from upshift.training.loop.loop import Outcome, train
 from upshift.training.loop.run import OWN_FILES, open_run
 from upshift.training.loop.stop import StopRequest
+from upshift.training.mup import check_random
 from upshift.training.parallel.refusals import cannot_run
 from upshift.units import FLOP_CONVENTION
 
@@ -72,6 +73,8 @@ def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest)
 
 def check_job(job: Job, data: TrainingData) -> None:
     """All that can be known to be wrong before files are touched."""
+    if job.plan.mup_base:
+        check_random(from_config=job.from_config)
     problem = cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)

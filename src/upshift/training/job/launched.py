@@ -33,7 +33,7 @@ from upshift.training.job.request import Job
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.run import SHARED_NAME, open_run
 from upshift.training.loop.stop import StopRequest
-from upshift.training.processes import joined
+from upshift.training.processes import joined, lost_another
 
 LAUNCH_NAME = "launch.json"
 MakeJob = Callable[[Host, int], tuple[Job, TrainingData]]  # of the hosts, with so many processes
@@ -102,9 +102,7 @@ def _describe_host(store: Store, ranks: Ranks) -> Host | None:
         return None
     host = find_host(None)
     if len(firsts) > 1:
-        dist.init_process_group(
-            "gloo", store=PrefixStore("hosts", store), rank=firsts.index(ranks.rank), world_size=len(firsts)
-        )
+        dist.init_process_group("gloo", store=PrefixStore("hosts", store), rank=firsts.index(ranks.rank), world_size=len(firsts))
         host = host.changed(inter_node=measure_link())
         dist.barrier()
         dist.destroy_process_group()
@@ -164,7 +162,7 @@ def _train(store: Store, ranks: Ranks, job: Job, data: TrainingData, on_event: O
     except UpshiftError as error:
         raise type(error)(str(error) if ranks.rank == 0 else f"rank {ranks.rank}: {error}") from error
     except RuntimeError as error:
-        if "gloo" not in str(error):
+        if not lost_another(error):
             raise
         raise JobFailed(
             f"rank {ranks.rank} of {job.plan.num_processes} lost another one; {still_loadable(Path(job.output))}"

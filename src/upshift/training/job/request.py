@@ -31,6 +31,7 @@ class Job(Value):
     stop_after_tokens: int | None = Field(None, gt=0, description="end early; the schedule stays that of max_steps")
     stop_after_seconds: float | None = Field(None, gt=0, description="of optimizer steps, in this process; end early")
     evaluate_at_tokens: tuple[int, ...] = Field((), description="evaluate as soon as that many tokens were seen")
+    evaluate_at_steps: tuple[int, ...] = Field((), description="beside eval_steps of the arguments, and the end")
 
     def source(self) -> ModelSource:
         return find_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)

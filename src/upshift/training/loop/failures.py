@@ -14,7 +14,7 @@ from upshift.debugging.run_report import forget, report_of
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.files import still_loadable
-from upshift.training.out_of_memory import is_out_of_memory
+from upshift.training.out_of_memory import find_out_of_memory
 
 
 def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
@@ -41,13 +41,15 @@ def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: i
 
 
 @contextmanager
-def out_of_memory_in_words(output: Path) -> Iterator[None]:
+def out_of_memory_in_words(output: Path, *, rank: int, ranks: int) -> Iterator[None]:
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
+        refusal = find_out_of_memory(error)
+        if refusal is None:
             raise
+        who = f"rank {rank} of {ranks} ran out of memory" if ranks > 1 else "out of memory"
         raise JobFailed(
-            f"out of memory ({' '.join(str(error).split())[:160]}); {still_loadable(output)}; "
+            f"{who} ({' '.join(str(refusal).split())[:160]}); {still_loadable(output)}; "
             "let `upshift plan` choose again for the memory that is free"
         ) from error

@@ -71,11 +71,10 @@ class Outcome:
 
 def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest) -> Outcome:
     """Run the job in this process, as one rank. Raises Interrupted after a checkpoint, JobFailed, RequestError."""
-    rank, ranks = rank_environment()
-    recorder = MemoryRecorder()
-    with out_of_memory_in_words(Path(job.output)), recorder if rank == 0 else contextlib.nullcontext():
+    (rank, ranks), recorder, output = rank_environment(), MemoryRecorder(), Path(job.output)
+    with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else contextlib.nullcontext():
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder)
-        with death_reported(Path(job.output), lambda: loop.step + 1, rank=rank, ranks=ranks):
+        with death_reported(output, lambda: loop.step + 1, rank=rank, ranks=ranks):
             return loop.run()
 
 
@@ -100,7 +99,8 @@ class TrainingLoop:
         self.resumed_step = self.step
         self.saved_step = self.step
         self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.step)
-        self.saves = Saves(self.place, self.stepper, meter=self.meter, on_saved=self._tell)
+        keep = self.arguments.save_total_limit
+        self.saves = Saves(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
         self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
 
     def _load(self) -> None:
@@ -220,8 +220,9 @@ class TrainingLoop:
         return max(seconds, 0.0)
 
     def _evaluation_is_due(self) -> bool:
+        every, named = self.arguments.eval_steps, self.step in self.job.evaluate_at_steps
         crossed = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
-        return crossed or bool(self.arguments.eval_steps and self.step % self.arguments.eval_steps == 0)
+        return named or crossed or (every > 0 and self.step % every == 0)
 
     def _evaluate(self) -> None:
         if self.data.evaluation is None or (self.evaluations and self.evaluations[-1][0] == self.step):

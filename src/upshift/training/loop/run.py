@@ -20,7 +20,7 @@ from upshift.value import Value
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # folder of what the ranks of a launcher read, until the run is finished
 OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
-CHANGEABLE = ("max_steps", "eval_steps", "save_steps")  # arguments that a resumed run may have anew
+CHANGEABLE = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
 
 
 class Run(Value):

@@ -22,9 +22,9 @@ class Saves:
     """On every rank. Where each has all, rank 0 writes; where ranks share, each writes its parts, and rank 0 seals them. What
     fails on one of them is raised on all."""
 
-    def __init__(self, place: Place, stepper: Stepper, *, meter: StepMeter, on_saved: OnEvent) -> None:
+    def __init__(self, place: Place, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
         self.place, self.plan, self.stepper = place, place.plan, stepper
-        self.meter, self.on_saved = meter, on_saved
+        self.keep, self.meter, self.on_saved = keep, meter, on_saved
         self._shares = shares(stepper.optimizer, place)
         self._writer = BackgroundWriter()
         self._under_way: Saved | None = None
@@ -42,6 +42,7 @@ class Saves:
             model=stepper.model, tokenizer=tokenizer, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
             scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=state,
             rngs=gather(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer,
+            keep=self.keep,
         )  # fmt: skip
         self.meter.saving(begins=True)
         if self._shares:

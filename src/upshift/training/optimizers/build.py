@@ -14,6 +14,7 @@ from upshift.planning.cost.optimizer import LOW_BIT_BLOCK, rounds_stochastically
 from upshift.planning.optimizers import ALIASES, check_library, read_optim_args
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
+from upshift.training.mup import split_by_rate
 from upshift.training.optimizers.muon import MuonWithAdamW, split_for_muon
 from upshift.training.optimizers.on_host import OnHost
 from upshift.training.optimizers.on_parts import Division, OnParts
@@ -48,6 +49,8 @@ def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Grou
     ]
     if plan.optim == "muon":
         groups = split_for_muon(model, groups)
+    if plan.mup_base:
+        groups = split_by_rate(model, plan.mup_base, groups, arguments.learning_rate)
     return [group for group in groups if group["params"]]
 
 

@@ -50,6 +50,11 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
             )
         if name == "weight_offload" and value != "none":
             raise RequestError(f"fixed {assignment!r} is not possible in the Trainer: the model is in memory; use upshift train")
+        if name == "mup_base" and value:
+            raise RequestError(
+                f"fixed {assignment!r} is not possible in the Trainer: its model has its weights already; use upshift train "
+                "--from-config --mup-base, or upshift.train(..., mup_base=)"
+            )
         if name not in ONLY_WHEN_ASKED or value.lower() not in ("true", "1", "yes", "on"):
             continue
         if optimizer_given:
@@ -63,7 +68,8 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
 
 def fields_of(plan: Plan) -> tuple[str, ...]:
     """What a given plan asks for that is only taken when asked for."""
-    return (f"weight_offload={plan.weight_offload}", *(f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name)))
+    switched = (f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))
+    return (f"weight_offload={plan.weight_offload}", f"mup_base={plan.mup_base}", *switched)
 
 
 def _against_updates(arguments: Any) -> str | None:

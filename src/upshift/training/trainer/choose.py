@@ -149,7 +149,7 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     planning = keep_runnable(planning, request.reason_not)
     seconds = _trial_seconds(planning, request)
     path = _proof_path(planning, request, fixed)
-    proof = _prove(source, planning, request, path, seconds, on_trial) if seconds else None
+    proof = _prove(source, planning, request, fixed, path, seconds, on_trial) if seconds else None
     candidate = after_trial(proof.chosen, planning) if proof else planning.ranking.candidates[0]
     drawing = request.sample.seconds_per_batch * request.accumulation
     cores = planning.host.cpu.usable_cores if planning.host.cpu else 1
@@ -181,6 +181,7 @@ def _prove(
     source: ModelSource,
     planning: Planning,
     request: Request,
+    fixed: tuple[str, ...],
     path: Path,
     seconds: float,
     on_trial: Callable[[Tried], None],
@@ -198,7 +199,7 @@ def _prove(
             seconds=seconds, limit_seconds=seconds, rows=str(rows),
         )  # fmt: skip
         limit = request.memory_limit_gib * GIB if request.memory_limit_gib else None
-        return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit)
+        return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit, fixed=fixed)
 
 
 def _proof_path(planning: Planning, request: Request, fixed: tuple[str, ...]) -> Path:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.compiler.tf2xla.python import xla
 from torch.fx import Node
 
 from upshift.xla.lowering.registry import as_dtype, inverse, lowers, moved, positive
@@ -107,7 +108,7 @@ def _index_copy(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor, sourc
         return moved(written, inverse(order))
     start = [tf.constant(0, tf.int64)] * len(value.shape)
     start[dim] = tf.cast(places[0], tf.int64)
-    return tf.raw_ops.XlaDynamicUpdateSlice(input=value, update=source, indices=tf.stack(start))
+    return xla.dynamic_update_slice(value, source, tf.stack(start))
 
 
 @lowers("aten.scatter.src")

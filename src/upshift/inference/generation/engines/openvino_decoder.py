@@ -16,7 +16,7 @@ from upshift.inference.openvino_model import fp16_weights, int8_weights, make
 from upshift.inference.setup import EngineSetup, Precision
 from upshift.inference.weights import OPENVINO_FILE
 
-WHOLE, ROUNDED = "0", "32"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
+WHOLE, ROUNDED = "0", "128"  # activations beside rounded weights: as they are, or in 8 bits by groups of so many
 
 
 class Kind(NamedTuple):
@@ -30,6 +30,8 @@ KINDS: dict[Precision, Kind] = {
     "fp32": Kind("fp32", "f32", "f32"),
     "bf16": Kind("fp32", "bf16", "bf16"),
     "fp16-weights": Kind("fp16", "f32", "f32"),
+    "mixed-weights": Kind("mixed", "f32", "f32"),
+    "mixed": Kind("mixed", "f32", "f32", ROUNDED),
     "int8-weights": Kind("int8", "bf16", "bf16"),
     "int8": Kind("int8", "f32", "u8", ROUNDED),
     "int4-weights": Kind("int4", "bf16", "bf16"),
@@ -58,10 +60,11 @@ def _file(build: DecoderBuild) -> Path:
 def made(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> Path:
     """The model of this precision, made where ``folder`` has none."""
     from upshift.inference.generation.engines.openvino_export import int4_weights
+    from upshift.inference.generation.engines.openvino_mixed import mixed_weights
 
     kind = KINDS[setup.precision]
     path = folder / f"{kind.weights}.xml"
-    rounded = {"fp16": fp16_weights, "int8": int8_weights, "int4": int4_weights}
+    rounded = {"fp16": fp16_weights, "mixed": mixed_weights, "int8": int8_weights, "int4": int4_weights}
     make(path, export, rounded.get(kind.weights))
     return path
 

@@ -1,0 +1,92 @@
+"""What a process of choice.py runs: a race, or one of its contestants on the whole workload. Given: the file of its request."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from upshift.benchmarking.timed import timed
+
+
+def raced(request: dict[str, Any]) -> dict[str, Any]:
+    """The race -> its setups within the bound, each at its best batch, and the chosen one."""
+    import upshift
+    from upshift.inference.bounds import read_quality
+
+    if request["kind"] == "encode":
+        encoder = upshift.Encoder(request["model"], quality=request["quality"])
+        encoder.prepare(request["texts"])
+        race: Any = encoder.race
+    else:
+        generator = upshift.Generator(request["model"], quality=request["quality"])
+        options = generator.options(max_new_tokens=request["new_tokens"])
+        race = generator.prepare(generator.read(request["texts"], options), options)
+    quality = read_quality(request["quality"])
+    return {
+        "chosen": race.chosen.to_json(), "runs": [run.setup.to_json() for run in race.best() if run.within(quality)],
+        "forecasts": {run.setup.label(): [run.forecast_per_second, run.per_second] for run in race.best()},
+    }  # fmt: skip
+
+
+def whole(request: dict[str, Any]) -> None:
+    """One setup for all texts, tokenization left out: once, and again for each line that comes."""
+    from upshift.inference.setup import EngineSetup
+
+    answers = os.fdopen(os.dup(1), "w", buffering=1)
+    os.dup2(2, 1)  # what libraries print is no answer
+    setup = EngineSetup.from_json(request["setup"])
+    run = _encode(request, setup) if request["kind"] == "encode" else _generate(request, setup)
+    run()
+    first = timed(run)
+    passes = max(min(int(0.5 / first["seconds"]), 50), 1)  # of what is short
+    answers.write(json.dumps(first) + "\n")
+    for _ in sys.stdin:
+        found = timed(lambda: [run() for _ in range(passes)])
+        found |= {name: found[name] / passes for name in ("seconds", "cpu_seconds")}
+        answers.write(json.dumps(found) + "\n")
+
+
+def _encode(request: dict[str, Any], setup: Any) -> Any:
+    from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
+    from upshift.inference.encoding.encoding import Encoding
+    from upshift.inference.sample import spread
+
+    encoder = Encoder(request["model"])
+    sample = encoder.tokens.of(spread(request["texts"], SAMPLE_TEXTS))
+    encoding = Encoding(encoder.source, encoder.recipe, setup, sample, pad=encoder.tokens.pad)
+    return partial(encoding.rows, encoder.tokens.of(request["texts"]))
+
+
+def _generate(request: dict[str, Any], setup: Any) -> Any:
+    from upshift.inference.engines import build_engine
+    from upshift.inference.generation.decode import decode
+    from upshift.inference.generation.engines.decoder import DecoderBuild
+    from upshift.inference.generation.generator import Generator
+    from upshift.inference.generation.sequence import Sequence
+    from upshift.inference.weights import engine_folder
+
+    generator = Generator(request["model"])
+    options = generator.options(max_new_tokens=request["new_tokens"])
+    ids = generator.read(request["texts"], options)
+    folder = engine_folder("generate", generator.source, setup.engine)
+    decoder = build_engine("generate", setup.engine, DecoderBuild(generator.source, setup, folder))
+
+    def run() -> None:
+        decoder.keep([])
+        waiting = [Sequence(place, prompt, options, generator.prompts.tokenizer) for place, prompt in enumerate(ids)]
+        for _ in decode(decoder, waiting, rows=setup.batch):
+            pass
+
+    return run
+
+
+if __name__ == "__main__":
+    asked = json.loads(Path(sys.argv[1]).read_text())
+    if asked["setup"] is None:
+        print(json.dumps(raced(asked)))
+    else:
+        whole(asked)

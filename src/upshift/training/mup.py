@@ -1,0 +1,202 @@
+"""muP: learning rates and initial weights of a model, so that hyper-parameters of a narrower base hold for it.
+
+Which dimensions grow with the width is read off the shapes: those in which a parameter differs from the base's. What a parameter
+is, a module's kind says. Of m, the times that its inputs are more than the base's (Yang et al., Tensor Programs V, 2022,
+arXiv:2203.03466, table 3, Adam):
+
+    both sides grow (hidden)      initial deviation 1/sqrt(m)    learning rate 1/m
+    inputs alone (output)         initial deviation 1/m          learning rate 1/m
+    outputs alone, and vectors    as in the base                 as in the base
+
+Weight decay is multiplied by m where the learning rate is divided by it: their product is what a step takes of a weight.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.conv import _ConvNd
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.pytorch_utils import Conv1D
+
+from upshift.errors import RequestError
+from upshift.models.adapter import base_of
+from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.source import ModelSource, find_model
+from upshift.planning.mup import base_text, read_base
+
+COSMETIC = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
+INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = ((nn.Linear, 1), (Conv1D, 0), (_ConvNd, 1))
+
+
+@dataclass(frozen=True)
+class Scale:
+    """Of one parameter, against the base's."""
+
+    rate: float = 1.0
+    deviation: float = 1.0
+    kept: bool = True  # no dimension grows that its initial values depend on
+
+
+def widths_of(source: ModelSource, base: str) -> str:
+    """Plan.mup_base of a base that is a directory, a config.json or a hub id. Raises RequestError where it is no such base."""
+    ours, theirs = (_plain(read_config(one)) for one in (source, find_model(base)))
+    names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
+    other = next((name for name in names if not all(_is_width(one.get(name)) for one in (ours, theirs))), None)
+    if other is not None:
+        raise RequestError(
+            f"--mup-base {base}: its {other} is {theirs.get(other)!r}, the model's {ours.get(other)!r}; a base differs in widths "
+            "alone, such as hidden_size, intermediate_size and num_attention_heads"
+        )
+    if not names:
+        raise RequestError(f"--mup-base {base} is as wide as the model: leave it out")
+    return base_text({name: theirs[name] for name in names})
+
+
+def with_base(source: ModelSource, fixed: tuple[str, ...], base: str | None, *, from_config: bool) -> tuple[str, ...]:
+    """``fixed`` with the widths of ``base``. Raises RequestError where muP, however it is asked for, does not fit the model."""
+    text = next((one.partition("=")[2] for one in fixed if one.startswith("mup_base=")), "")
+    if base is not None:
+        if text:
+            raise RequestError(f"--mup-base {base} and --set mup_base={text} fix the same field; give one of them")
+        text = widths_of(source, base)
+        fixed = (*fixed, f"mup_base={text}")
+    if text:
+        check_random(from_config=from_config)
+        check_base(source, text)
+    return fixed
+
+
+def check_random(*, from_config: bool) -> None:
+    if not from_config:
+        raise RequestError("muP scales random weights and their learning rates, not weights that are trained; add --from-config")
+
+
+def check_base(source: ModelSource, text: str) -> None:
+    """Raises RequestError for a base that does not fit the model."""
+    config = read_config(source)
+    model_class, _ = choose_class(config, source.reference)
+    with torch.device("meta"):
+        scales(build_model(config, model_class, dtype=torch.float32), text)
+
+
+def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
+    """By the parameter's name. Raises RequestError where the rule does not say what to do."""
+    base_config = narrowed(model.config, read_base(text))
+    _check_heads(model.config, base_config)
+    with torch.device("meta"):
+        base = type(model)._from_config(base_config)
+    shapes = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
+    owners = {
+        f"{path}.{name}" if path else name: module
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    found = {}
+    for name, parameter in model.named_parameters():
+        if name not in shapes or len(shapes[name]) != parameter.ndim:
+            raise RequestError(f"the base of muP has no {name} like the model's; it is the same model with fewer widths alone")
+        found[name] = _scale(name, owners[name], tuple(parameter.shape), shapes[name])
+    _check_tied(model, found)
+    return found
+
+
+def narrowed(config: PretrainedConfig, fields: dict[str, int]) -> PretrainedConfig:
+    """A copy with these fields, which the config must have."""
+    plain = config.to_dict()
+    unknown = next((name for name in fields if not isinstance(plain.get(name), int)), None)
+    if unknown is not None:
+        raise RequestError(f"mup_base: {unknown!r} is no width of this model's config; it has {', '.join(_widths(plain))}")
+    return type(config).from_dict({**plain, **fields})
+
+
+def scale_initial(model: PreTrainedModel, text: str) -> None:
+    """The deviations of random weights become what the base's ask for. Measured, as models draw by rules of their own."""
+    found = scales(model, text)
+    with torch.random.fork_rng():
+        base = dict(type(model)._from_config(narrowed(model.config, read_base(text))).named_parameters())
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            ours, theirs = (float(one.float().std()) if one.numel() > 1 else 0.0 for one in (parameter, base[name]))
+            if not found[name].kept and ours > 0 and theirs > 0:
+                parameter.mul_(found[name].deviation * theirs / ours)
+
+
+def split_by_rate(model: nn.Module, text: str, groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
+    """An optimizer's groups, each as several of one learning rate; those of the rate that was asked for first."""
+    whole = base_of(model)
+    found = scales(whole, text)
+    shares = {parameter: found[name].rate for name, parameter in whole.named_parameters()}
+    return [
+        {
+            **group, "params": [parameter for parameter in group["params"] if shares[parameter] == share],
+            "lr": rate * share, "weight_decay": group["weight_decay"] / share,
+        }
+        for share in sorted(set(shares.values()), key=lambda share: share != 1)
+        for group in groups
+    ]  # fmt: skip
+
+
+def _scale(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int, ...]) -> Scale:
+    wide = [axis for axis, (ours, theirs) in enumerate(zip(shape, base, strict=True)) if ours != theirs]
+    if not wide or sum(size > 1 for size in shape) < 2:
+        return Scale()
+    if isinstance(module, nn.Embedding):
+        if wide != [1]:
+            raise RequestError(f"the base of muP has another number of rows in {name}; vocabulary and positions must be the same")
+        return Scale(kept=False)
+    axis = next((axis for kind, axis in INPUT_AXIS if isinstance(module, kind)), None)
+    if axis is None:
+        raise RequestError(
+            f"muP: which side of {name} ({type(module).__name__}) is its input is not known, so its learning rate is not; train "
+            "without --mup-base"
+        )
+    if axis not in wide:
+        return Scale(kept=False)
+    wider = shape[axis] / base[axis]
+    hidden = len(wide) > 1
+    return Scale(rate=1 / wider, deviation=1 / math.sqrt(wider) if hidden else 1 / wider, kept=False)
+
+
+def _check_tied(model: PreTrainedModel, found: dict[str, Scale]) -> None:
+    """One table as input and as output would need a multiplier in the forward pass, which the saved model could not say."""
+    table = model.get_output_embeddings()
+    weight = None if table is None else getattr(table, "weight", None)
+    tied = {name for name, parameter in model.named_parameters() if parameter is weight}
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    if weight is not None and id(weight) in embeddings and any(not found[name].kept for name in tied):
+        raise RequestError(
+            "muP needs a head of its own: this model's is tied to its embedding, which has another learning rate; set "
+            "tie_word_embeddings to false in its config"
+        )
+
+
+def _check_heads(config: PretrainedConfig, base: PretrainedConfig) -> None:
+    ours, theirs = _head_size(config), _head_size(base)
+    if ours != theirs:
+        raise RequestError(
+            f"the base of muP has heads of {theirs} numbers, the model of {ours}; wider models have more heads, not larger ones: "
+            "attention divides by the square root of their size"
+        )
+
+
+def _head_size(config: PretrainedConfig) -> int | None:
+    text = config.get_text_config()
+    given, hidden, heads = (getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
+    return given or (hidden // heads if hidden and heads else None)
+
+
+def _plain(config: PretrainedConfig) -> dict[str, Any]:
+    return {name: value for name, value in config.to_dict().items() if name not in COSMETIC}
+
+
+def _is_width(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value > 0
+
+
+def _widths(plain: dict[str, Any]) -> list[str]:
+    return [name for name, value in plain.items() if _is_width(value)]

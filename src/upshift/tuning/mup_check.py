@@ -1,0 +1,143 @@
+"""The coordinate check of muP: a few steps at growing widths, and how much what the layers put out changes by them. By muP's
+rule that is the same at every width; without it grows with the width, and so does the harm of a learning rate.
+
+Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), appendix D.1. It is measured in a process of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from pydantic import Field
+from torch import nn
+from transformers import PreTrainedModel
+
+from upshift.errors import JobFailed, RequestError
+from upshift.fork_server import Ending, fork_server
+from upshift.models.build import build_model, choose_class, find_stacks, read_config, sample_inputs
+from upshift.models.source import find_model
+from upshift.planning.mup import base_text
+from upshift.planning.plan import Plan
+from upshift.training.arguments import Arguments
+from upshift.training.mup import narrowed, scale_initial
+from upshift.training.optimizers.build import build_optimizer
+from upshift.tuning.narrow import widths_between
+from upshift.value import Value
+
+WORKER = "upshift.tuning.mup_check"
+STEPS, RATE, BATCH, LENGTH, SEEDS = 4, 0.003, 4, 32, (0, 1)
+BOUND = 2.0  # no output changes by more than twice, or by less than half, of what it does at the narrowest
+LIMIT_SECONDS = 3600.0
+CHECKED = "mup"  # among a study's attributes
+
+
+class Asked(Value):
+    narrow: str
+    whole: str
+
+
+class Growth(Value):
+    """How much more, or less, outputs change at the widest than at the narrowest: that of the layer where it is worst."""
+
+    widths: tuple[int, ...]
+    with_mup: float
+    without: float = Field(description="the same learning rate for every parameter, initial weights as the model draws them")
+
+    @property
+    def is_flat(self) -> bool:
+        return self.with_mup <= BOUND
+
+    def words(self) -> str:
+        widths = ", ".join(map(str, self.widths))
+        return (
+            f"muP check at widths {widths}: what {STEPS} steps change of a layer's outputs differs {self.with_mup:.2g} times at "
+            f"most, without muP {self.without:.2g} times"
+        )
+
+
+def checked(study: Any, narrow: str, whole: str) -> Growth:
+    """Once in a study. Raises RequestError where muP does not carry over."""
+    known = study.user_attrs.get(CHECKED)
+    found = check_widths(narrow, whole) if known is None else Growth.from_json(known, origin="the study")
+    if not found.is_flat:
+        raise RequestError(
+            f"{found.words()}; more than {BOUND:g} does not carry over: search at the model's own width, without --mup-width"
+        )
+    study.set_user_attr(CHECKED, found.to_json())
+    return found
+
+
+def check_widths(narrow: str, whole: str) -> Growth:
+    with fork_server(WORKER) as server:
+        answers = list(server.ask(Asked(narrow=narrow, whole=whole), Growth, limit_seconds=LIMIT_SECONDS))
+    found = next((one for one in answers if isinstance(one, Growth)), None)
+    if found is None:
+        ended = answers[-1]
+        raise JobFailed(f"the check of muP ended: {ended.last_words if isinstance(ended, Ending) else ''}")
+    return found
+
+
+def main(path: Path, answer: Callable[[Value], None]) -> None:
+    asked = Asked.from_file(path)
+    answer(measure(asked.narrow, asked.whole))
+
+
+def measure(narrow: str, whole: str) -> Growth:
+    fields = widths_between(narrow, read_config(find_model(whole)))
+    sizes = [next(iter(one.values())) for one in fields]
+    worst = {}
+    for base in (fields[0], None):
+        narrowest, widest = (changes_at(whole, one, base) for one in (fields[0], fields[-1]))
+        ratios = [ours / theirs for ours, theirs in zip(widest, narrowest, strict=True) if theirs > 0]
+        worst[base is None] = max(max(ratio, 1 / ratio) for ratio in ratios)
+    return Growth(widths=tuple(sizes), with_mup=worst[False], without=worst[True])
+
+
+def changes_at(reference: str, fields: dict[str, int], base: dict[str, int] | None) -> list[float]:
+    """Of every layer and of the logits: the mean size of what a few steps change, over seeds."""
+    found = [_changes(reference, fields, base_text(base) if base not in (None, fields) else "", seed) for seed in SEEDS]
+    return [sum(ones) / len(ones) for ones in zip(*found, strict=True)]
+
+
+def _changes(reference: str, fields: dict[str, int], base: str, seed: int) -> list[float]:
+    source = find_model(reference)
+    config = narrowed(read_config(source), fields)
+    model_class, objective = choose_class(config, reference)
+    torch.manual_seed(seed)
+    model = build_model(config, model_class, dtype=torch.float32).eval()  # no dropout
+    if base:
+        scale_initial(model, base)
+    length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
+    inputs = sample_inputs(model, objective, batch=BATCH, sequence=length, masked=False)
+    inputs = {name: _random(name, tensor, inputs, config.vocab_size) for name, tensor in inputs.items()}
+    plan = Plan(device="cpu", host="", model="", sequence_length=length, per_device_train_batch_size=BATCH, mup_base=base)
+    optimizer = build_optimizer(model, plan, Arguments(max_steps=STEPS, learning_rate=RATE))
+    before = _outputs(model, inputs)
+    for _ in range(STEPS):
+        optimizer.zero_grad()
+        model(**inputs).loss.backward()
+        optimizer.step()
+    return [float((new - old).abs().mean()) for new, old in zip(_outputs(model, inputs), before, strict=True)]
+
+
+def _random(name: str, tensor: torch.Tensor, inputs: dict[str, Any], vocabulary: int) -> torch.Tensor:
+    """Tokens instead of zeros, and of labels those that are tokens."""
+    tokens = torch.randint(vocabulary, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(0))
+    return tokens if name in ("input_ids", "labels") and tensor.shape == tokens.shape else tensor
+
+
+@torch.no_grad()
+def _outputs(model: PreTrainedModel, inputs: dict[str, Any]) -> list[torch.Tensor]:
+    found: list[torch.Tensor] = []
+
+    def keep(module: nn.Module, given: Any, output: Any) -> None:
+        found.append((output[0] if isinstance(output, tuple) else output).clone())
+
+    hooks = [layer.register_forward_hook(keep) for _, stack in find_stacks(model) for layer in stack]
+    logits = model(**inputs).logits
+    for hook in hooks:
+        hook.remove()
+    return [*found, logits]
