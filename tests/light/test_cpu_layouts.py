@@ -55,6 +55,15 @@ def test_unasked_a_cpu_runs_one_process_or_whole_copies() -> None:
     assert {plan.num_processes for plan in plans} == {1, 2}
 
 
+@pytest.mark.parametrize("host", [ONE, TWO], ids=["one", "two"])
+def test_mup_keeps_parameters_whole_wherever_they_run(host: Host) -> None:
+    ranks = 2 if host is ONE else 4
+    base = ("mup_base=hidden_size=32", f"num_processes={ranks}")
+    assert {plan.layout for plan in (candidate.plan for candidate in searched(host, *base).candidates)} == {ALONE}
+    with pytest.raises(RequestError, match="muP compares whole parameters"):
+        searched(host, *base, "tensor_parallel=2")
+
+
 @pytest.mark.parametrize(
     ("fixed", "ranks"),
     [

@@ -26,7 +26,7 @@ DTYPES = {
 NAMES = {dtype: name for name, dtype in DTYPES.items()}
 COMPUTED = ("float32", "bfloat16", "float16")  # what models are computed in, by torch's names
 PIECE_BYTES = 16 * MIB
-PARTS = 64  # of all that is mapped, at least
+PARTS = 64  # of all that is mapped, if it is large
 
 
 def dtype_of(stored: StoredTensor) -> torch.dtype:
@@ -57,11 +57,11 @@ def read_tensor(stored: StoredTensor) -> Tensor:
 class Stretches:
     """Stored tensors, of which those that lie behind each other share private mappings, each of which lasts as long as any of its
     tensors is used: Linux maps 65,530 of a process (vm.max_map_count), and a model may have more tensors. A mapping is a small
-    part of the whole, so that who takes weights out one by one does not hold all of the file's pages to the end."""
+    part of what is large, so that who takes weights out one by one does not hold all of the file's pages to the end."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         tensors = list(tensors)
-        full = sum(stored.nbytes for stored in tensors) // PARTS
+        full = max(sum(stored.nbytes for stored in tensors) // PARTS, MIB)
         self._lock = threading.Lock()
         self._pages: dict[int, mmap.mmap] = {}  # by the stretch
         self._bounds: list[tuple[Path, int, int]] = []

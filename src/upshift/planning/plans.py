@@ -58,11 +58,13 @@ class Plans:
         if not shares_work(self.host, self.fixed):  # each rank has its own sequences
             return [Sharing(count, count, ALONE) for count in self._counts if batch % count == 0]
         asked = {name: self.fixed[name] for name in Layout.model_fields if name in self.fixed}
-        return [
+        found = [
             Sharing(ranks, data, layout)
             for ranks in rank_counts(self.host, self.fixed)
             for data, layout in layouts(self.host, self.profile, self.workload, fixed=asked, ranks=ranks)
         ]
+        whole = [sharing for sharing in found if sharing.layout == ALONE]  # as muP has it; where there is none it says why
+        return whole if whole and self.fixed.get("mup_base") else found
 
     def micro_batches(self, sharing: Sharing) -> list[int]:
         """Those that make up the global batch, whole micro-batches of every rank with sequences of its own; ascending."""
