@@ -25,7 +25,7 @@ from typing import Any
 from drawing import Drawing
 
 from upshift.benchmarking.case import Case, command_line, tell
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.figures import Claim, Source, Table
 from upshift.benchmarking.harness import format_table, interleave, run_fresh
 from upshift.planning.planner import find_host
 from upshift.record import Numbers, Spread
@@ -80,6 +80,16 @@ CLAIMS = (
         better="lower",
         goal=1.0,
         of=Source(row="summary", value="details.most_memory"),
+    ),
+)
+
+TABLES = (
+    Table(
+        name="settings",
+        header=("setting", "samples/s", "GiB"),
+        of="summary",
+        each="details.rows",
+        cells=("{samples_per_second:.2f}", "{held_gib:.2f}"),
     ),
 )
 

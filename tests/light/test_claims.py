@@ -31,6 +31,10 @@ CLAIMS = (
     ),
 )
 PEERS = {"none": "--contenders toy,none"}
+TABLES = (
+    Table(name="sizes", header=("size", "ms"), of="toy", each="details.settings.sizes", cells=("{ms:.1f}",)),
+    Table(name="faster", header=("toy", "times"), rows=(("2", "{speed:.2f}"),)),
+)
 
 if __name__ == "__main__":
     command_line("", results=None)
@@ -98,6 +102,24 @@ def test_a_wrong_number_is_found_and_renewed(clone: Path) -> None:
     readme.write_text(right.replace("toy/speed", "toy/size"))
     with pytest.raises(RequestError, match="states no figure 'size'; it states speed"):
         documents.write(clone, cases)
+
+
+def test_tables_are_what_the_newest_rows_have(clone: Path) -> None:
+    cases, readme = find_cases(clone / "benchmarks" / "cases"), clone / "README.md"
+    results = clone / "benchmarks/results/toy.jsonl"
+    readme.write_text("<!-- rows: toy/sizes -->\n<!-- end -->\n<!-- rows: toy/faster -->\n<!-- end -->\n")
+    with pytest.raises(RequestError, match="no row toy/toy of toy.jsonl has details.settings.sizes; run python"):
+        documents.write(clone, cases)
+    newest = json.loads(row(5.0))
+    newest["details"]["settings"]["sizes"] = {"one": {"ms": 1.26}, "two": {"ms": 2.0}}
+    quick = json.loads(json.dumps(newest).replace("1.26", "9.0"))
+    quick["details"]["quick"] = True
+    results.write_text(results.read_text() + json.dumps(newest) + "\n" + json.dumps(quick) + "\n")
+    documents.write(clone, find_cases(clone / "benchmarks" / "cases"))
+    assert [line for line in readme.read_text().splitlines() if line[0] == "|"] == [
+        "| size | ms |", "| --- | ---: |", "| one | 1.3 |", "| two | 2.0 |",
+        "| toy | times |", "| --- | ---: |", "| 2 | 5.00 |",
+    ]  # fmt: skip
 
 
 def test_a_case_is_read_without_running_it(clone: Path) -> None:

@@ -104,4 +104,7 @@ def _table(case: str, name: str, cases: Mapping[str, CaseFile]) -> str:
         return re.sub(r"\{([^{}:]+):([^{}]+)\}", lambda match: format(file.latest(match[1]), match[2]), cell)
 
     lines = [table.header, ("---", *["---:"] * (len(table.header) - 1)), *([filled(cell) for cell in row] for row in table.rows)]
+    if table.each:
+        entries = file.entries(table.of, table.each)
+        lines += [[key, *(cell.format_map(entry) for cell in table.cells)] for key, entry in entries.items()]
     return "\n".join(f"|{'|'.join(f' {cell} ' if cell else ' ' for cell in line)}|" for line in lines)

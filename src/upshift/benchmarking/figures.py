@@ -48,11 +48,15 @@ class Claim(Figure):
 
 
 class Table(Value):
-    """Between ``<!-- rows: case/name -->`` and ``<!-- end -->``; ``{name:.1f}`` in a cell is a figure of the case."""
+    """Between ``<!-- rows: case/name -->`` and ``<!-- end -->``: lines whose cells have figures of the case as
+    ``{name:.1f}``, or a line for each entry of a dictionary in the newest row ``of``: its key, then ``cells`` of its values."""
 
     name: str
     header: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
+    rows: tuple[tuple[str, ...], ...] = ()
+    of: str = Field("", description="behind the case's name, as a Source's")
+    each: str = Field("", description="keys of the row, joined by dots, to the dictionary")
+    cells: tuple[str, ...] = ()
 
 
 class Reading(Value):
@@ -120,15 +124,21 @@ class CaseFile:
             raise RequestError(f"no row of {self.results.name} has {self.name}/{name}; run {self.command()}")
         return readings[-1].value
 
+    def entries(self, row: str, value: str) -> dict[str, dict[str, Any]]:
+        """The dictionary of that name in the newest row; runs with --quick are none. Raises RequestError where there is none."""
+        for one in reversed(self.rows):
+            found = _at(one, value) if one["name"] == f"{self.name}/{row}" and not one["details"].get("quick") else None
+            if isinstance(found, dict):
+                return found
+        raise RequestError(f"no row {self.name}/{row} of {self.results.name} has {value}; run {self.command()}")
+
     def _number(self, source: Source, row: dict[str, Any]) -> float | None:
         if row["name"] != f"{self.name}/{source.row}":
             return None
         said = (row["details"], row["details"].get("settings", {}))
         if not all(any(one.get(key) == value for one in said) for key, value in source.where.items()):
             return None
-        found: Any = row
-        for key in source.value.split("."):
-            found = found.get(key) if isinstance(found, dict) else None
+        found = _at(row, source.value)
         return float(found) if isinstance(found, int | float) else None
 
     def _stated(self, name: str, default: Any) -> Any:
@@ -136,6 +146,13 @@ class CaseFile:
             if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
                 return _evaluate(node.value, f"{self.path.name}, {name}")
         return default
+
+
+def _at(row: dict[str, Any], value: str) -> Any:
+    found: Any = row
+    for key in value.split("."):
+        found = found.get(key) if isinstance(found, dict) else None
+    return found
 
 
 VALUES: dict[str, type[Value]] = {kind.__name__: kind for kind in (Source, Figure, Claim, Table)}
