@@ -21,7 +21,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.compare import Ratio, ratio
-from upshift.benchmarking.figures import Claim, Source
+from upshift.benchmarking.figures import Claim, Figure, Source, Table
 from upshift.benchmarking.harness import format_table, interleave
 from upshift.benchmarking.timer import time_once
 from upshift.hardware import detect
@@ -48,6 +48,63 @@ CLAIMS = (
         baseline="PyTorch's sdpa",
         of=Source(
             row="block", value="details.sdpa_over_block.value", where={"shape": "2 x 512 tokens, 12 heads of 64, bfloat16"}
+        ),
+    ),
+)
+FIGURES = (
+    Figure(
+        name="512-bf16-sdpa",
+        of=Source(row="sdpa", value="measured.step_ms.p50", where={"shape": "2 x 512 tokens, 12 heads of 64, bfloat16"}),
+    ),
+    Figure(
+        name="512-bf16-block",
+        of=Source(row="block", value="measured.step_ms.p50", where={"shape": "2 x 512 tokens, 12 heads of 64, bfloat16"}),
+    ),
+    Figure(
+        name="512-fp32-sdpa",
+        of=Source(row="sdpa", value="measured.step_ms.p50", where={"shape": "2 x 512 tokens, 12 heads of 64, float32"}),
+    ),
+    Figure(
+        name="512-fp32-block",
+        of=Source(row="block", value="measured.step_ms.p50", where={"shape": "2 x 512 tokens, 12 heads of 64, float32"}),
+    ),
+    Figure(
+        name="256-bf16-sdpa",
+        of=Source(row="sdpa", value="measured.step_ms.p50", where={"shape": "8 x 256 tokens, 12 heads of 64, bfloat16"}),
+    ),
+    Figure(
+        name="256-bf16-block",
+        of=Source(row="block", value="measured.step_ms.p50", where={"shape": "8 x 256 tokens, 12 heads of 64, bfloat16"}),
+    ),
+    Figure(
+        name="2048-bf16-sdpa",
+        of=Source(row="sdpa", value="measured.step_ms.p50", where={"shape": "1 x 2048 tokens, 12 heads of 64, bfloat16"}),
+    ),
+    Figure(
+        name="2048-bf16-block",
+        of=Source(row="block", value="measured.step_ms.p50", where={"shape": "1 x 2048 tokens, 12 heads of 64, bfloat16"}),
+    ),
+    Figure(
+        name="packed-bf16-sdpa",
+        of=Source(row="sdpa", value="measured.step_ms.p50", where={"shape": "1 x 1536 tokens, 12 heads of 64, bfloat16, packed"}),
+    ),
+    Figure(
+        name="packed-bf16-block",
+        of=Source(
+            row="block", value="measured.step_ms.p50", where={"shape": "1 x 1536 tokens, 12 heads of 64, bfloat16, packed"}
+        ),
+    ),
+)
+TABLES = (
+    Table(
+        name="milliseconds",
+        header=("tokens", "PyTorch's kernel", "block"),
+        rows=(
+            ("2 x 512, bf16", "{512-bf16-sdpa:.1f}", "{512-bf16-block:.1f}"),
+            ("2 x 512, fp32", "{512-fp32-sdpa:.1f}", "{512-fp32-block:.1f}"),
+            ("8 x 256, bf16", "{256-bf16-sdpa:.1f}", "{256-bf16-block:.1f}"),
+            ("1 x 2048, bf16", "{2048-bf16-sdpa:.1f}", "{2048-bf16-block:.1f}"),
+            ("1 x 1536, packed, bf16", "{packed-bf16-sdpa:.1f}", "{packed-bf16-block:.1f}"),
         ),
     ),
 )
