@@ -103,6 +103,11 @@ def quiet_tensorflow() -> None:
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 
+def quiet_torchft() -> None:
+    """Its servers print each meeting of the copies from Rust, unless told not to when they are loaded."""
+    os.environ.setdefault("RUST_LOG", "warn")
+
+
 def wait_briefly() -> None:
     """Threads of torch and llama.cpp that wait for each other do so in a loop, for milliseconds: beside other work they take the
     cores from whom they wait for. Called before either is loaded; so long a loop is as fast where nothing else runs, and none at

@@ -21,6 +21,9 @@ Data = Annotated[
 MupBase = Annotated[
     str | None, typer.Option("--mup-base", help="muP: a narrower model or config.json whose learning rate is to hold here")
 ]
+Heal = Annotated[
+    bool, typer.Option("--heal", help="of several processes (--nproc) one that is killed comes back, and the others go on")
+]
 TrialSeconds = Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")]
 
 
@@ -53,6 +56,7 @@ def command(
     trial_seconds: TrialSeconds = 60.0,
     overwrite: Annotated[bool, typer.Option("--overwrite")] = False,
     resume: Annotated[bool, typer.Option("--resume", help="continue from the newest checkpoint in the output directory")] = False,
+    heal: Heal = False,
     as_json: Json = False,
     backend: train_xla.Backend = "torch",
 ) -> None:
@@ -66,7 +70,7 @@ def command(
     adapter = None if lora_rank is None else adapter_line(lora_rank, load_in_4bit)
     with RunDisplay(quiet=as_json or not _speaks(), title=adapter) as display:
         record = train(
-            model, data, output=output, overwrite=overwrite, resume=resume, watcher=display.watcher,
+            model, data, output=output, overwrite=overwrite, resume=resume, heal=heal, watcher=display.watcher,
             arguments=arguments_of(given), **request_of(given),
         )  # fmt: skip
     if record is not None:

@@ -18,7 +18,7 @@ Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFl
 BACKENDS = ("torch", "xla")
 TORCH_ONLY = {  # option -> what it is when it is not given
     "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False, "save_total_limit": 2,
-    "mup_base": None,
+    "mup_base": None, "heal": False,
 }  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
 

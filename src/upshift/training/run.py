@@ -26,6 +26,7 @@ from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments
 from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
 from upshift.training.checkpoint.state import SavedState
+from upshift.training.heal.heal import fixed_to_heal
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
@@ -145,17 +146,21 @@ def train(
     global_batch: int = 8,
     overwrite: bool = False,
     resume: bool = False,
+    heal: bool = False,
     arguments: dict[str, Any] | None = None,
     watcher: Watcher | None = None,
     **request: Any,
 ) -> Record | None:
-    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``.
+    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``; ``heal``:
+    a process that is killed is started again, and the others go on.
     Of several ranks that a launcher started, each calls it, and rank 0 has the Record."""
     watcher, output, given = watcher or Watcher(), Path(output), dict(arguments or {})
     max_steps, ranks = given.pop("max_steps", None), read_ranks()
     asked = Arguments.from_fields(given | {"max_steps": 1 if max_steps is None else max_steps})
     if ranks is not None and is_restart(ranks, output):
         overwrite, resume = False, True
+    if heal:
+        request["fixed"] = fixed_to_heal(tuple(request.get("fixed", ())), launched=ranks is not None)
 
     def make_job(host: Host | None = None, processes: int | None = None) -> tuple[Job, Prepared]:
         check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
@@ -165,7 +170,8 @@ def train(
             host=host, **(request if processes is None else _for_ranks(request, processes)),
         )  # fmt: skip
         watcher.ready(prepared)
-        return prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume), prepared
+        job = prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume, heal=heal)
+        return job, prepared
 
     if ranks is not None:
         return _train_launched(ranks, make_job, global_batch, watcher)

@@ -18,6 +18,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.autopsy import Scene, read_scene
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
+from upshift.training.heal.copies import Copies
 from upshift.training.optimizers.build import build_optimizer, build_schedule
 from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.out_of_memory import Halving, halve, stand_in
@@ -50,8 +51,9 @@ class Stepper:
     """Holds what changes from step to step: weights, optimizer, schedule, loss scale."""
 
     def __init__(
-        self, model: PreTrainedModel, place: Place, arguments: Arguments, *, on_halved: OnHalved = lambda old, new, why: None
-    ) -> None:
+        self, model: PreTrainedModel, place: Place, arguments: Arguments, *,
+        on_halved: OnHalved = lambda old, new, why: None, copies: Copies | None = None,
+    ) -> None:  # fmt: skip
         plan = place.plan
         problem = conflict(plan, clips_gradients=arguments.max_grad_norm > 0)
         if problem is not None:
@@ -62,7 +64,7 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
-        self._extra = extra_inputs(model)
+        self._extra, self._copies = extra_inputs(model), copies
         self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
@@ -126,13 +128,13 @@ class Stepper:
     def _look(self) -> None:
         self.scene = read_scene(self.plan.device)
 
-    def _forget_gradients(self) -> None:
+    def forget_gradients(self) -> None:
         self.optimizer.zero_grad(set_to_none=True)
         if self._overlap is not None:
             self._overlap.forget()
 
     def _drop_gradients(self) -> None:
-        self._forget_gradients()
+        self.forget_gradients()
         if self.plan.device == "cuda":
             torch.cuda.empty_cache()
 
@@ -158,6 +160,8 @@ class Stepper:
         return share.detach()
 
     def update(self, total: torch.Tensor, num_tokens: int) -> StepOutcome:
+        if self._copies is not None:
+            self._copies.sum_up(self.model.parameters(), total)
         overlapped = self._overlap is not None and self._overlap.summed
         sum_up(self.optimizer, self.model, self.place, summed=overlapped or self.plan.layout.gathers)
         sum_loss(total, self.place)
@@ -174,7 +178,7 @@ class Stepper:
         self.scaler.update()
         learning_rate = float(self.schedule.get_last_lr()[0])
         self.schedule.step()
-        self._forget_gradients()
+        self.forget_gradients()
         return StepOutcome(loss=loss, gradient_norm=norm, learning_rate=learning_rate, num_tokens=num_tokens)
 
     @property

@@ -21,6 +21,7 @@ from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.data.training_data import TrainingData, prepare_data, write_sample
+from upshift.training.heal.heal import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent
@@ -51,7 +52,9 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
     Raises RequestError before anything is written, Interrupted after SIGINT or SIGTERM, JobFailed with what is safe.
     """
     open_job(job, data)
-    if fresh_process or job.plan.num_processes > 1:
+    if job.heal:
+        record = run_healing(job, data, on_event)
+    elif fresh_process or job.plan.num_processes > 1:
         record = run_in_processes(job, data, on_event)
     else:
         with StopRequest() as stop:
@@ -68,7 +71,7 @@ def open_job(job: Job, data: TrainingData) -> None:
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:
-    return _record(job, data, train(job, data, on_event=on_event, stop=stop))
+    return record_of(job, data, train(job, data, on_event=on_event, stop=stop))
 
 
 def check_job(job: Job, data: TrainingData) -> None:
@@ -78,6 +81,8 @@ def check_job(job: Job, data: TrainingData) -> None:
     problem = cannot_run(job.plan)
     if problem is not None:
         raise RequestError(problem)
+    if job.heal:
+        check_healing(job.plan)
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
@@ -96,7 +101,7 @@ def check_job(job: Job, data: TrainingData) -> None:
         )
 
 
-def _record(job: Job, data: TrainingData, outcome: Outcome) -> Record:
+def record_of(job: Job, data: TrainingData, outcome: Outcome) -> Record:
     return Record(
         kind="train",
         name=str(job.source().config["model_type"]),

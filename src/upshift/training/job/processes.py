@@ -63,8 +63,8 @@ def written(job: Job, data: TrainingData) -> Iterator[Path]:
         yield folder
 
 
-def result_in(folder: Path, exit_code: int, *, interrupted: bool) -> Record:
-    path = folder / RESULT
+def result_in(folder: Path, exit_code: int, *, interrupted: bool, name: str = RESULT) -> Record:
+    path = folder / name
     if not path.exists():
         if interrupted:
             raise Interrupted("interrupted before the first step; nothing new is saved, start again")
@@ -75,7 +75,7 @@ def result_in(folder: Path, exit_code: int, *, interrupted: bool) -> Record:
     return Record.from_json(path.read_bytes(), origin="the job's result")
 
 
-def main(folder: Path, run_rank: RunRank) -> None:
+def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
     """In the fresh process. Events are lines on its standard output; what libraries print goes to standard error."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
@@ -84,10 +84,10 @@ def main(folder: Path, run_rank: RunRank) -> None:
         events.write(event_to_json(event) + "\n")
         events.flush()
 
-    run_in(folder, run_rank, tell)
+    run_in(folder, run_rank, tell, names=names)
 
 
-def run_in(folder: Path, run_rank: RunRank, tell: OnEvent) -> None:
+def run_in(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
     """The job that is written there; its result is written beside it."""
 
     def work(job: Job) -> Record:
@@ -96,11 +96,11 @@ def run_in(folder: Path, run_rank: RunRank, tell: OnEvent) -> None:
             data = replace(data, tokenizer=load_tokenizer(folder / TOKENIZER))
         return run_rank(job, data, tell, stop)
 
-    job = Job.from_file(folder / JOB)
+    job = Job.from_file(folder / names[0])
     with StopRequest(notice=False) as stop:
         try:
             answer = join_processes(job.plan, work, job).to_json()
         except UpshiftError as error:
             kind = type(error) if type(error) in (errors.RequestError, Interrupted) else JobFailed
             answer = json.dumps({"error": kind.__name__, "message": str(error)})
-    (folder / RESULT).write_text(answer, encoding="utf-8")
+    (folder / names[1]).write_text(answer, encoding="utf-8")

@@ -23,6 +23,7 @@ class Job(Value):
     global_batch: int = Field(gt=0, description="sequences per optimizer step")
     output: str
     overwrite: bool = False
+    heal: bool = Field(False, description="each process is a whole copy that the others heal when it comes back")
     resume: bool = Field(False, description="continue from the output's newest checkpoint; start where there is none")
     predicted: Numbers | None = None
     baseline: Numbers | None = None

@@ -9,7 +9,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from upshift.benchmarking.environment import library_versions
 from upshift.benchmarking.meters import MemoryRecorder, MemorySample
 from upshift.debugging.finding import Finding
 from upshift.debugging.signs import LOOP_DATA_FIX
@@ -18,13 +17,14 @@ from upshift.models.source import find_model
 from upshift.record import Numbers
 from upshift.training.autopsy import examine
 from upshift.training.batches.of_plan import layout_for
-from upshift.training.batches.source import BatchSource, GlobalBatch, Position, evaluation_batches
-from upshift.training.checkpoint.checkpoint import TrainState, newest_checkpoint
+from upshift.training.batches.source import BatchSource, evaluation_batches
+from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.divided import is_divided
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
+from upshift.training.heal.copies import Again, Copies
 from upshift.training.job.request import Job
 from upshift.training.loop.events import (
     Doubted,
@@ -40,8 +40,8 @@ from upshift.training.loop.events import (
 )
 from upshift.training.loop.failures import death_reported, doubts, out_of_memory_in_words
 from upshift.training.loop.meter import StepMeter
-from upshift.training.loop.run import RUN_NAME, Run
-from upshift.training.loop.saves import Saves, load
+from upshift.training.loop.progress import Progress
+from upshift.training.loop.saves import Saves
 from upshift.training.loop.stop import StopRequest
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.ranks import highest, on_rank_0
@@ -69,20 +69,22 @@ class Outcome:
     seconds: float
 
 
-def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest) -> Outcome:
-    """Run the job in this process, as one rank. Raises Interrupted after a checkpoint, JobFailed, RequestError."""
+def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> Outcome:
+    """Run the job in this process, as one rank, or one of several ``copies``. Raises Interrupted after a checkpoint, JobFailed,
+    RequestError."""
     (rank, ranks), recorder, output = rank_environment(), MemoryRecorder(), Path(job.output)
     with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else contextlib.nullcontext():
-        loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder)
-        with death_reported(output, lambda: loop.step + 1, rank=rank, ranks=ranks):
+        loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
+        with death_reported(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
             return loop.run()
 
 
 class TrainingLoop:
     def __init__(
-        self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder
-    ) -> None:
-        self.start = time.perf_counter()
+        self, job: Job, data: TrainingData, *, rank: int, on_event: OnEvent, stop: StopRequest, recorder: MemoryRecorder,
+        copies: Copies | None = None,
+    ) -> None:  # fmt: skip
+        self.start, self.copies = time.perf_counter(), copies
         self.job, self.data, self.rank, self.stop, self.recorder = job, data, rank, stop, recorder
         self.plan, self.arguments, self.output = job.plan, job.arguments, Path(job.output)
         self._on_event = on_event
@@ -93,12 +95,12 @@ class TrainingLoop:
             sequences=data.training, global_batch=job.global_batch, layout=self.layout,
             objective=data.objective, seed=self.arguments.seed,
         )  # fmt: skip
-        self.run_file = Run.from_file(self.output / RUN_NAME)
+        self.progress = Progress(job)
         self.checkpoint = newest_checkpoint(self.output) if job.resume else None
         self._load()
-        self.resumed_step = self.step
-        self.saved_step = self.step
-        self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.step)
+        self.resumed_step = self.progress.step
+        self.saved_step = self.progress.step
+        self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.progress.step)
         keep = self.arguments.save_total_limit
         self.saves = Saves(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
         self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
@@ -116,22 +118,33 @@ class TrainingLoop:
             found = prepare(whole, self.plan, self.place), count
             del whole
         model, self.num_parameters = found
-        self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out)
-        self.step, self.position, self.tokens = 0, Position(), [0]  # tokens seen before each step
-        self.losses: list[float] = []
-        self.evaluations = list(self.run_file.evaluations)
+        self.stepper = Stepper(model, self.place, self.arguments, on_halved=self._ran_out, copies=self.copies)
         if self.checkpoint is None:
             seed_rng(seed, 0, self.rank // self.plan.layout.tensor_parallel)  # its ranks drop out the same of what they all have
             return
-        state = load(self.checkpoint, self.stepper, self.place)
-        self.step, self.position = state.step, state.position
-        self.tokens += self.run_file.tokens
-        self.losses = list(state.loss_curve)
+        self.progress.go_on_from(self.checkpoint, self.stepper, self.place)
+
+    def write_to(self, folder: Path) -> None:
+        self.progress.write_to(folder, self.stepper)
+
+    def read_from(self, folder: Path) -> None:
+        self.progress.read_from(folder, self.stepper, self.place)
+        self._batches = self.source.batches(self.progress.position)
+        if self.copies is not None:
+            self._on_event(Waited(self.progress.step, f"copy {self.copies.number} is here, and has what the others have"))
+
+    @property
+    def leads(self) -> bool:
+        """Whether this process speaks and writes for those that do the same."""
+        return self.rank == 0 if self.copies is None else self.copies.leads
 
     def run(self) -> Outcome:
         resumed = str(self.checkpoint) if self.checkpoint else None
         label, max_steps = self.plan.label(), self.arguments.max_steps
-        self._tell(Started(self.step, max_steps, self.tokens[-1], self.num_parameters, label, resumed))
+        self._batches = self.source.batches(self.progress.position)
+        if self.copies is not None:
+            self.copies.join(self, device=self.plan.device)
+        self._tell(Started(self.progress.step, max_steps, self.progress.tokens[-1], self.num_parameters, label, resumed))
         for words in doubts(self.stepper.model, self.plan):
             self._tell(Doubted(words))
         with watching(self.plan, lambda step, words: self._on_event(Waited(step, words)), self.output) as self._watched:
@@ -142,64 +155,70 @@ class TrainingLoop:
         self._evaluate()
         self._save_model()
         seconds = time.perf_counter() - self.start
-        self._tell(Finished(self.step, self.tokens[-1], seconds, reason))
+        self._tell(Finished(self.progress.step, self.progress.tokens[-1], seconds, reason))
         return Outcome(
-            reason=reason, measured=self._numbers(), loss_curve=list(zip(self.tokens[1:], self.losses, strict=True)),
-            evaluations=tuple(self.evaluations), memory_samples=self.recorder.samples,
+            reason=reason, measured=self._numbers(), loss_curve=self.progress.loss_curve,
+            evaluations=tuple(self.progress.evaluations), memory_samples=self.recorder.samples,
             resumed_step=self.resumed_step, seconds=seconds,
         )  # fmt: skip
 
     def _steps(self) -> str:
-        batches = self.source.batches(self.position)
         self.recorder.phase = "first step"
-        while self.step < self.arguments.max_steps:
+        while self.progress.step < self.arguments.max_steps:
             self.saves.notice()
             reason = self._reason_to_stop()
             if reason:
                 return reason
-            self._one_step(batches)
+            try:
+                self._one_step()
+            except Again:
+                self.stepper.forget_gradients()
+                self._batches = self.source.batches(self.progress.position)
+                continue
             self.recorder.phase = "steady"
-            if self._evaluation_is_due():
+            if self.progress.evaluation_is_due:
                 self._evaluate()
-            if self.arguments.save_steps and self.step % self.arguments.save_steps == 0:
+            if self.arguments.save_steps and self.progress.step % self.arguments.save_steps == 0:
                 self._save()
         return "finished"
 
-    def _one_step(self, batches: Iterator[GlobalBatch]) -> None:
+    def _one_step(self) -> None:
         start = self.signs.begin()
+        if self.copies is not None:
+            self.copies.meet()
         with self.signs.fetching():
-            batch = next(batches)
+            batch = next(self._batches)
+        if self.copies is not None:
+            batch = self.copies.part(batch)
         try:
-            with self._watched(self.step + 1):
+            with self._watched(self.progress.step + 1):
                 outcome = self.meter.step(self.stepper, batch)
         except JobFailed as error:
-            raise JobFailed(f"step {self.step + 1}: {error}; {still_loadable(self.output)}") from None
+            raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
         self.meter.add(outcome.num_tokens, time.perf_counter() - start)
-        self.step += 1
-        self.position = batch.next_position
-        self.tokens.append(self.tokens[-1] + outcome.num_tokens)
-        self.losses.append(outcome.loss)
+        self.progress.add(batch, outcome)
         done = StepDone(
-            step=self.step, max_steps=self.arguments.max_steps, tokens=self.tokens[-1], loss=outcome.loss,
+            step=self.progress.step, max_steps=self.arguments.max_steps, tokens=self.progress.tokens[-1], loss=outcome.loss,
             learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
-            tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self._seconds_left(),
+            tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self.progress.seconds_left(self.meter),
             resident_bytes=self.meter.resident_now(),
         )  # fmt: skip
         self._tell(done)
 
     def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
         autopsy = examine(
-            self.stepper.scene, step=self.step + 1, plan=self.plan, model=self.stepper.model, optimizer=self.stepper.optimizer,
-            predicted=self.job.predicted, free_when_planned=None, shape=largest, smaller=smaller, words=words,
+            self.stepper.scene, step=self.progress.step + 1, plan=self.plan, model=self.stepper.model,
+            optimizer=self.stepper.optimizer, predicted=self.job.predicted, free_when_planned=None, shape=largest,
+            smaller=smaller, words=words,
         )  # fmt: skip
-        if self.rank == 0:
+        if self.leads:
             path = autopsy.write(self.output)
             self._tell(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
 
     def _reason_to_stop(self) -> str:
         """The same on every rank: the clock and the signals of rank 0 decide."""
         number = 0
-        if self.job.stop_after_tokens and self.tokens[-1] >= self.job.stop_after_tokens:
+        if self.job.stop_after_tokens and self.progress.tokens[-1] >= self.job.stop_after_tokens:
             number = 1
         if self.job.stop_after_seconds and self.rank == 0 and self.meter.seconds >= self.job.stop_after_seconds:
             number = 2
@@ -207,80 +226,63 @@ class TrainingLoop:
             number = 3
         if self.saves.has_failed:
             number = 4
-        return REASONS[highest(number, self.plan)]
-
-    def _seconds_left(self) -> float:
-        """Until the first of the ends that were asked for."""
-        steps = float(self.arguments.max_steps - self.step)
-        if self.job.stop_after_tokens:
-            steps = min(steps, (self.job.stop_after_tokens - self.tokens[-1]) * self.step / self.tokens[-1])
-        seconds = steps * self.meter.recent_step_seconds
-        if self.job.stop_after_seconds:
-            seconds = min(seconds, self.job.stop_after_seconds - self.meter.seconds)
-        return max(seconds, 0.0)
-
-    def _evaluation_is_due(self) -> bool:
-        every, named = self.arguments.eval_steps, self.step in self.job.evaluate_at_steps
-        crossed = any(self.tokens[-2] < target <= self.tokens[-1] for target in self.job.evaluate_at_tokens)
-        return named or crossed or (every > 0 and self.step % every == 0)
+        return REASONS[highest(number, self.plan) if self.copies is None else self.copies.highest(number)]
 
     def _evaluate(self) -> None:
-        if self.data.evaluation is None or (self.evaluations and self.evaluations[-1][0] == self.step):
+        done = self.progress
+        if self.data.evaluation is None or (done.evaluations and done.evaluations[-1][0] == done.step):
             return
         batches = evaluation_batches(
             self.data.evaluation, global_batch=self.job.global_batch, layout=self.layout, objective=self.data.objective
         )
         with self._phase("evaluation"):
             loss = evaluate(self.stepper.model, self.plan, batches)
-        self.evaluations.append((self.step, self.tokens[-1], loss))
-        self._tell(Evaluated(self.step, self.tokens[-1], loss))
+        done.evaluations.append((done.step, done.tokens[-1], loss))
+        self._tell(Evaluated(done.step, done.tokens[-1], loss))
 
     def _interrupt(self) -> None:
-        done = f"interrupted after step {self.step} of {self.arguments.max_steps}"
-        if self.step == 0:
+        done = f"interrupted after step {self.progress.step} of {self.arguments.max_steps}"
+        if self.progress.step == 0:
             raise Interrupted(f"{done}; nothing is saved, start again")
         self._save()
         self.saves.finish()
-        raise Interrupted(f"{done}; checkpoint-{self.step} is saved in {self.output}, continue with --resume")
+        raise Interrupted(f"{done}; checkpoint-{self.progress.step} is saved in {self.output}, continue with --resume")
 
     def _save(self) -> None:
         """Waits for the copies only, where they have room."""
-        if self.saved_step == self.step:
+        if self.saved_step == self.progress.step or self._is_silent:
             return
-        state = TrainState(
-            step=self.step, position=self.position, seed=self.arguments.seed, tokens_seen=self.tokens[-1],
-            plan=self.plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
-            best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
-        )  # fmt: skip
         self.saves.finish()
         with on_rank_0(self.plan):
             if self.rank == 0:
-                self._write_run()
+                self.progress.write_run(self.output)
         with self._phase("save"):
-            self.saves.save(self.output, state, self.data.tokenizer)
-        self.saved_step = self.step
+            self.saves.save(self.output, self.progress.state, self.data.tokenizer)
+        self.saved_step = self.progress.step
+
+    @property
+    def _is_silent(self) -> bool:
+        """Of several copies, those that another one writes for."""
+        return self.copies is not None and not self.leads
 
     def _save_model(self) -> None:
+        if self._is_silent:
+            return
         with self._phase("save"):
             self.saves.save_model(self.output, self.job.source(), self.data.tokenizer)
         with on_rank_0(self.plan):
             if self.rank == 0:
-                self._write_run(finished=True)
-                self._tell(Saved(str(self.output), self.step))
-
-    def _write_run(self, *, finished: bool = False) -> None:
-        """Before each checkpoint: a run file may be ahead of the newest checkpoint, never behind."""
-        changed = self.run_file.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
-        changed.write(self.output)
+                self.progress.write_run(self.output, finished=True)
+                self._tell(Saved(str(self.output), self.progress.step))
 
     def _numbers(self) -> Numbers:
         speed, per_token = self.meter.tokens_per_second, self.job.model_flops_per_token
-        last = self.losses[-LOSS_STEPS:]
+        last = self.progress.losses[-LOSS_STEPS:]
         return Numbers(
             peak_gib=gib(self.meter.peak_bytes) if self.meter.peak_bytes else None,
             resident_gib=gib(self.meter.resident_peak()), step_ms=self.meter.step_ms, tokens_per_second=speed,
             loss=sum(last) / len(last) if last else None,
-            evaluation_loss=self.evaluations[-1][2] if self.evaluations else None,
+            evaluation_loss=self.progress.evaluations[-1][2] if self.progress.evaluations else None,
             model_flops_per_second=speed * per_token if speed and per_token else None,
             one_time_seconds=self.meter.one_time_seconds,
         )  # fmt: skip
@@ -292,8 +294,8 @@ class TrainingLoop:
         self.recorder.phase = before
 
     def _found(self, finding: Finding) -> None:
-        self._tell(Waited(self.step, f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}"))
+        self._tell(Waited(self.progress.step, f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}"))
 
     def _tell(self, event: Event) -> None:
-        if self.rank == 0:
+        if self.leads:
             self._on_event(event)

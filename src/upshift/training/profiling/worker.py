@@ -57,8 +57,8 @@ class ProfiledLoop(TrainingLoop):
     """Steps as the loop's own, from the same batches."""
 
     def profile(self) -> RankProfile:
-        self._tell(Started(self.step, self.arguments.max_steps, 0, self.num_parameters, self.plan.label(), None))
-        batches = self.source.batches(self.position)
+        self._tell(Started(self.progress.step, self.arguments.max_steps, 0, self.num_parameters, self.plan.label(), None))
+        batches = self.source.batches(self.progress.position)
         plain: list[float] = []
         compiled, on_device = 0, self.plan.device == "cuda"
         for number in range(max(self.arguments.max_steps, SETTLING + 1)):

@@ -1,0 +1,134 @@
+"""What one copy has to do with the others in each step: who takes part, whose part of the batch is whose, the sum of gradients.
+
+torchft's Manager and Lighthouse (https://github.com/meta-pytorch/torchft) agree on who is there before each step and on whether
+the step counts after it; what is exchanged is Upshift's. However many copies take part, gradients are those of the whole global
+batch, as every micro-batch is somebody's: deaths change the order of sums, and nothing else.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import TCPStore
+
+from upshift.settings import quiet_torchft
+from upshift.training.batches.source import GlobalBatch
+from upshift.training.heal.hand_over import HandOver, Trained
+from upshift.units import MIB
+
+LONGEST_STEP = timedelta(minutes=30)  # the first may compile; a death is noticed by its closed connection, at once
+CONNECTING = timedelta(seconds=60)
+BUCKET_BYTES = 25 * MIB  # of gradients that are summed in one message
+
+
+def job_name(number: int) -> str:
+    return f"job-{number}.json"
+
+
+def result_name(number: int) -> str:
+    return f"result-{number}.json"
+
+
+class Again(Exception):
+    """Another copy was lost in this step, which is taken once more by those that are left."""
+
+
+class Copies:
+    """``number``: of this copy, from 0, the same over its lives. ``lighthouse``: where all meet."""
+
+    def __init__(self, number: int, *, lighthouse: str, folder: Path) -> None:
+        self.number, self._lighthouse = number, lighthouse
+        self._hand_over = HandOver(folder / f"copy-{number}")
+        self._manager: Any = None  # torchft's, which has no types
+        self._said = self._agreed = 0
+
+    def open(self, *, device: str) -> None:
+        """From now on the others wait for this copy before a step."""
+        quiet_torchft()
+        from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
+
+        logging.getLogger("torchft.manager").setLevel(logging.CRITICAL)  # a lost copy is told by who started it
+        self._store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        group = ProcessGroupNCCL if device == "cuda" else ProcessGroupGloo
+        self._manager = Manager(
+            pg=group(timeout=LONGEST_STEP), state_dict=dict, load_state_dict=self._hand_over.take,
+            checkpoint_transport=self._hand_over, min_replica_size=1, use_async_quorum=False, timeout=LONGEST_STEP,
+            quorum_timeout=LONGEST_STEP, connect_timeout=CONNECTING, rank=0, world_size=1, store_addr="localhost",
+            store_port=self._store.port, lighthouse_addr=self._lighthouse, replica_id=f"copy-{self.number}",
+            hostname="localhost", init_sync=False,
+        )  # fmt: skip
+
+    def join(self, trained: Trained, *, device: str) -> None:
+        """Once the model is there. One that comes back lets the others go on until then; at the start all wait for all."""
+        if self._manager is None:
+            self.open(device=device)
+        self._hand_over.trained, self._device = trained, device
+        self._manager.load_state_dict({"step": trained.progress.step, "batches_committed": 0})
+
+    def leave(self) -> None:
+        self._manager.shutdown(wait=False)
+
+    @property
+    def leads(self) -> bool:
+        """Whether this copy speaks and writes for all; before they met the first does."""
+        rank = self._manager.participating_rank()
+        return (self.number if rank is None else rank) == 0
+
+    def meet(self) -> None:
+        """Before a step. A copy that is behind has the others' weights, step and place in the data afterwards."""
+        self._manager.start_quorum()
+
+    def part(self, batch: GlobalBatch) -> GlobalBatch:
+        """This copy's micro-batches of the step."""
+        rank = self._manager.participating_rank() or 0
+        return replace(batch, micro_batches=batch.micro_batches[rank :: self._manager.num_participants()])
+
+    def sum_up(self, parameters: Iterable[Tensor], loss: Tensor) -> None:
+        """Of all copies, in place. Raises Again on all that are left where one was lost."""
+        gradients = [_gradient(parameter) for parameter in parameters if parameter.requires_grad]
+        for bucket in _buckets(gradients):
+            flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
+            self._summed(flat)
+            for gradient, part in zip(bucket, flat.split([one.numel() for one in bucket]), strict=True):
+                gradient.copy_(part.view_as(gradient))
+        self._summed(loss)
+        said = torch.tensor(float(self._said), device=self._device)
+        self._manager.allreduce(said, reduce_op=dist.ReduceOp.MAX).wait()
+        if not self._manager.should_commit():
+            raise Again
+        self._agreed = int(said)
+
+    def highest(self, number: int) -> int:
+        """Of what the copies gave before the last step that counted; what this one gives now is heard in the next."""
+        self._said = number
+        return self._agreed
+
+    def _summed(self, tensor: Tensor) -> None:
+        self._manager.allreduce(tensor, reduce_op=dist.ReduceOp.SUM).wait()
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    if parameter.grad is None:  # no micro-batch was this copy's, or none used the parameter
+        parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad
+
+
+def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
+    """Of one dtype each."""
+    for dtype in {gradient.dtype: None for gradient in gradients}:
+        bucket: list[Tensor] = []
+        for gradient in (one for one in gradients if one.dtype == dtype):
+            if bucket and sum(one.nbytes for one in bucket) + gradient.nbytes > BUCKET_BYTES:
+                yield bucket
+                bucket = []
+            bucket.append(gradient)
+        if bucket:
+            yield bucket

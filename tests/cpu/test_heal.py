@@ -1,0 +1,130 @@
+"""Copies of a model that heal each other: one that is killed comes back, the others go on, and no loss changes."""
+
+from __future__ import annotations
+
+import os
+import signal
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+from test_train import home  # noqa: F401
+
+from upshift.errors import Interrupted, RequestError
+from upshift.planning.layout import Layout
+from upshift.planning.plan import Plan
+from upshift.training.checkpoint.checkpoint import newest_checkpoint
+from upshift.training.checkpoint.state import SavedState
+from upshift.training.heal.heal import check_healing, fixed_to_heal
+from upshift.training.loop.events import Event, StepDone, Waited
+from upshift.training.run import Watcher, train
+
+PLAIN = {"from_config": True, "sequence_length": 32, "global_batch": 6, "trial_seconds": 0.0}
+ONE_EACH = ("torch_compile=off", "per_device_train_batch_size=1")  # six micro-batches, among two copies, or one
+MOST = 20_000
+
+
+def processes() -> dict[int, int]:
+    """Of the copies that run now: number -> pid."""
+    found = {}
+    for child in psutil.Process().children():
+        command = child.cmdline()
+        if "upshift.training.heal.copy_process" in command:
+            found[int(command[-3])] = child.pid
+    return found
+
+
+class Murderer:
+    """Kills the copy that speaks, sees it come back, and ends the run."""
+
+    def __init__(self) -> None:
+        self.steps: list[int] = []
+        self.waited: list[str] = []
+        self.killed: dict[int, int] = {}
+        self.back = 0
+
+    def __call__(self, event: Event) -> None:
+        if isinstance(event, StepDone):
+            self.steps.append(event.step)
+            if event.step == 20:
+                self.killed = processes()
+                os.kill(self.killed[0], signal.SIGKILL)
+            if self.back and event.step == self.back + 20:
+                os.kill(os.getpid(), signal.SIGINT)
+        elif isinstance(event, Waited):
+            self.waited.append(event.words)
+            if self.killed and "is here" in event.words:
+                self.back = event.step
+                assert processes()[1] == self.killed[1], "the other one was started again, too"
+
+
+def run(home: Path, output: Path, steps: int, **request: Any) -> Any:  # noqa: F811
+    arguments = {"max_steps": steps, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+    return train(str(home / "llama"), str(home / "data.jsonl"), output=output, arguments=arguments, **{**PLAIN, **request})
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install 'upshift[heal]')")
+def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path) -> None:  # noqa: F811
+    murderer = Murderer()
+    with pytest.raises(Interrupted, match="is saved in .* continue with --resume"):
+        run(
+            home, tmp_path / "healed", MOST, heal=True, fixed=(*ONE_EACH, "num_processes=2"), watcher=Watcher(event=murderer)
+        )
+    killed = "copy 0 of 2 was killed (SIGKILL); the others go on, and it is started again"
+    assert murderer.waited[-2:] == [killed, "copy 0 is here, and has what the others have"]
+    assert murderer.steps == [*range(1, len(murderer.steps) + 1)] and len(murderer.steps) >= murderer.back + 20
+    checkpoint = newest_checkpoint(tmp_path / "healed")
+    assert checkpoint is not None
+    healed = SavedState.read(checkpoint).train.loss_curve
+    undisturbed = run(home, tmp_path / "undisturbed", len(healed), fixed=ONE_EACH).details["loss_curve"]
+    assert len(healed) >= len(murderer.steps) and healed == pytest.approx([loss for _, loss in undisturbed], rel=1e-5)
+
+
+@pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install 'upshift[heal]')")
+def test_three_copies_of_two_micro_batches_and_the_words_of_one_that_fails(home: Path, tmp_path: Path) -> None:  # noqa: F811
+    """The third computes nothing and has the same weights all the same."""
+    request: Any = {"global_batch": 3, "fixed": (*ONE_EACH, "num_processes=3")}
+    healed = run(home, tmp_path / "healed", 6, heal=True, **request).details
+    alone = run(home, tmp_path / "alone", 6, global_batch=3, fixed=ONE_EACH).details
+    assert [loss for _, loss in healed["loss_curve"]] == pytest.approx([loss for _, loss in alone["loss_curve"]], rel=1e-5)
+    assert healed["evaluations"] == [[tokens, pytest.approx(loss, rel=1e-5)] for tokens, loss in alone["evaluations"]]
+    with pytest.raises(Exception, match="the loss became"):
+        arguments = {"max_steps": 40, "learning_rate": 1e30, "lr_scheduler_type": "constant"}
+        train(
+            str(home / "llama"), str(home / "data.jsonl"), output=tmp_path / "bad", arguments=arguments, heal=True,
+            **{**PLAIN, **request},
+        )  # fmt: skip
+
+
+def plan_with(**fields: Any) -> Plan:
+    given: dict[str, Any] = {"device": "cpu", "host": "", "model": "", "sequence_length": 32, "per_device_train_batch_size": 1}
+    return Plan(**{**given, "gradient_accumulation_steps": 1, "num_processes": 2, **fields})
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [
+        ({"num_processes": 1}, "the plan has one process; add --nproc 2"),
+        ({"layout": Layout(tensor_parallel=2)}, "whole model each, not tp 2; leave the layout out"),
+        ({"optimizer_in_backward": True}, "--set optimizer_in_backward=false"),
+    ],
+)
+def test_what_cannot_heal(fields: dict[str, Any], words: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as there:
+        there.setattr("importlib.util.find_spec", lambda name: True)
+        check_healing(plan_with())
+        with pytest.raises(RequestError, match=words):
+            check_healing(plan_with(**fields))
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(RequestError, match=r"pip install 'upshift\[heal\]'"):
+        check_healing(plan_with())
+
+
+def test_only_whole_copies_are_planned() -> None:
+    fixed = fixed_to_heal(("tensor_parallel=2", "num_processes=2"), launched=False)
+    assert fixed[:2] == ("tensor_parallel=2", "num_processes=2")
+    assert "fully_shard=no" in fixed and "optimizer_in_backward=false" in fixed and "tensor_parallel=1" not in fixed
+    with pytest.raises(RequestError, match="a launcher did here; use upshift train --nproc 2 --heal alone"):
+        fixed_to_heal((), launched=True)
