@@ -12,7 +12,7 @@ import psutil
 import pytest
 from test_train import home  # noqa: F401
 
-from upshift.errors import Interrupted, RequestError
+from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
@@ -60,8 +60,8 @@ class Murderer:
                 assert processes()[1] == self.killed[1], "the other one was started again, too"
 
 
-def run(home: Path, output: Path, steps: int, **request: Any) -> Any:  # noqa: F811
-    arguments = {"max_steps": steps, "lr_scheduler_type": "constant", "learning_rate": 1e-3}
+def run(home: Path, output: Path, steps: int, *, learning_rate: float = 1e-3, **request: Any) -> Any:  # noqa: F811
+    arguments = {"max_steps": steps, "lr_scheduler_type": "constant", "learning_rate": learning_rate}
     return train(str(home / "llama"), str(home / "data.jsonl"), output=output, arguments=arguments, **{**PLAIN, **request})
 
 
@@ -83,19 +83,15 @@ def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path
 
 
 @pytest.mark.skipif(find_spec("torchft") is None, reason="torchft is not installed (pip install 'upshift[heal]')")
-def test_three_copies_of_two_micro_batches_and_the_words_of_one_that_fails(home: Path, tmp_path: Path) -> None:  # noqa: F811
-    """The third computes nothing and has the same weights all the same."""
-    request: Any = {"global_batch": 3, "fixed": (*ONE_EACH, "num_processes=3")}
-    healed = run(home, tmp_path / "healed", 6, heal=True, **request).details
-    alone = run(home, tmp_path / "alone", 6, global_batch=3, fixed=ONE_EACH).details
+def test_copies_end_together(home: Path, tmp_path: Path) -> None:  # noqa: F811
+    """At the last step, or with the words of one that fails."""
+    request: Any = {"heal": True, "fixed": (*ONE_EACH, "num_processes=2")}
+    healed = run(home, tmp_path / "healed", 6, **request).details
+    alone = run(home, tmp_path / "alone", 6, fixed=ONE_EACH).details
     assert [loss for _, loss in healed["loss_curve"]] == pytest.approx([loss for _, loss in alone["loss_curve"]], rel=1e-5)
     assert healed["evaluations"] == [[tokens, pytest.approx(loss, rel=1e-5)] for tokens, loss in alone["evaluations"]]
-    with pytest.raises(Exception, match="the loss became"):
-        arguments = {"max_steps": 40, "learning_rate": 1e30, "lr_scheduler_type": "constant"}
-        train(
-            str(home / "llama"), str(home / "data.jsonl"), output=tmp_path / "bad", arguments=arguments, heal=True,
-            **{**PLAIN, **request},
-        )  # fmt: skip
+    with pytest.raises(JobFailed, match="the loss became"):
+        run(home, tmp_path / "bad", 40, learning_rate=1e30, **request)
 
 
 def plan_with(**fields: Any) -> Plan:
