@@ -1,0 +1,102 @@
+"""The pages of docs/ as a site in a real browser: every situation of the start page leads somewhere, no other host is asked, and
+nothing is wider than a phone."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+import time
+from functools import partial
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from threading import Thread
+
+import pytest
+from headless import browser
+from web_driver import Page, driven
+
+ROOT = Path(__file__).parents[2]
+PHONE, DESK, PATIENCE_SECONDS = 390, 1280, 10.0
+GUIDES = "return [...document.querySelectorAll('article td a[href]')].map(link => link.href)"
+ELSEWHERE = (
+    "return performance.getEntriesByType('resource').map(one => one.name).filter(name => !name.startsWith(location.origin))"
+)
+OVERFLOWS = "return document.documentElement.scrollWidth - document.documentElement.clientWidth"
+
+
+class Silent(SimpleHTTPRequestHandler):
+    def log_message(self, format: str, *arguments: object) -> None:  # noqa: A002
+        pass
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory):  # noqa: ANN201
+    browser()  # skips before anything is built
+    if shutil.which("chromedriver") is None:
+        pytest.skip("no chromedriver on this machine, which drives the browser")
+    folder = tmp_path_factory.mktemp("docs")
+    built = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(folder / "site")], cwd=ROOT, capture_output=True,
+        text=True, timeout=300, check=False,
+    )  # fmt: skip
+    assert built.returncode == 0, built.stderr[-3000:]
+    server = ThreadingHTTPServer(("127.0.0.1", 0), partial(Silent, directory=str(folder / "site")))
+    Thread(target=server.serve_forever, daemon=True).start()
+    with driven(folder / "profile") as page:
+        yield f"http://127.0.0.1:{server.server_port}", page
+    server.shutdown()
+
+
+def heading(page: Page) -> str:
+    """Once it is there: a page that differs from the last one in its anchor alone is told of before it is drawn."""
+    end = time.monotonic() + PATIENCE_SECONDS
+    while not (found := page.text("h1")) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+def problems(page: Page) -> list[str]:
+    return [line for line in page.complaints() if "favicon" not in line]
+
+
+def test_every_situation_leads_to_a_page_that_is_there(site: tuple[str, Page]) -> None:
+    address, page = site
+    page.resize(DESK, 900)
+    page.open(f"{address}/index.html")
+    links = [link for link in page.run(GUIDES) if link.startswith(address)]
+    assert len({*links}) >= 20
+    for link in dict.fromkeys(links):
+        page.open(link)
+        anchor = link.partition("#")[2]
+        assert heading(page), link
+        assert not anchor or page.run("return document.getElementById(decodeURIComponent(arguments[0])) !== null", anchor), link
+        assert page.run(ELSEWHERE) == [], link
+    assert problems(page) == []
+
+
+def test_a_click_on_the_start_page_opens_the_guide(site: tuple[str, Page]) -> None:
+    address, page = site
+    page.resize(DESK, 900)
+    page.open(f"{address}/index.html")
+    page.click("article td a[href^='training_one_gpu']")
+    assert "one gpu" in heading(page).lower() and page.run("return location.pathname") == "/training_one_gpu.html"
+
+
+@pytest.mark.parametrize("name", ["index", "index.ar", "index.zh", "training_one_gpu", "distributed", "techniques", "serving"])
+def test_a_page_fits_a_phone(site: tuple[str, Page], name: str) -> None:
+    address, page = site
+    page.resize(PHONE, 844)
+    page.open(f"{address}/{name}.html")
+    assert page.run("return innerWidth") == PHONE and page.run(OVERFLOWS) <= 0 and problems(page) == []
+
+
+def test_the_search_finds_a_technique(site: tuple[str, Page]) -> None:
+    address, page = site
+    page.resize(DESK, 900)
+    page.open(f"{address}/index.html")
+    words = (
+        "const done = arguments[arguments.length - 1]; "
+        "return fetch('search/search_index.json').then(one => one.json()).then(index => index.docs.length)"
+    )
+    assert page.run(words) >= 100
