@@ -21,6 +21,7 @@ def cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     folder = tmp_path_factory.mktemp("cache")
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("UPSHIFT_CACHE", str(folder))
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # as torchrun's ranks have it
         yield folder
 
 
@@ -32,7 +33,8 @@ def probed(cache: Path) -> Host:
 def test_everything_is_measured_in_time(probed: Host) -> None:
     measured = probed.measured
     assert measured is not None
-    assert measured.probe_seconds < 20  # 6 s alone on two cores; other work may run beside
+    assert measured.probe_seconds < 100  # 6 s alone on two cores; 300 s where one process waited in vain for the other
+    assert measured.exchanges.keys() == {"all_gather", "reduce_scatter", "all_reduce", "all_to_all", "send"}
     for rate in (measured.cpu.fp32, measured.cpu.fp32_medium, measured.cpu.bf16, measured.cpu.fp16):
         assert rate is not None
         assert 1e8 < rate < 1e15

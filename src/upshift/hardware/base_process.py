@@ -81,7 +81,9 @@ def exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
     import torch.distributed as dist
 
     try:
-        dist.init_process_group("gloo", f"tcp://127.0.0.1:{port}", PATIENCE, rank=rank, world_size=2)
+        # Under torchrun an address means the agent's store, and nobody would listen at this one.
+        store = dist.TCPStore("127.0.0.1", port, 2, is_master=rank == 0, timeout=PATIENCE)
+        dist.init_process_group("gloo", store=store, timeout=PATIENCE, rank=rank, world_size=2)
         small, large = (_exchange_seconds(rank, size) for size in (SMALL_BYTES, LARGE_BYTES))
         dist.barrier()
         dist.destroy_process_group()
