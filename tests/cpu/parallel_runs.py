@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS = 8, 32, 96, 8
+GLOBAL_BATCH, LENGTH, VOCABULARY, STEPS = 8, 32, 96, 5
 TIMEOUT_SECONDS = 280
 OPTIONS = {"max_steps": STEPS, "learning_rate": 3e-3, "warmup_steps": 2, "weight_decay": 0.1, "max_grad_norm": 0.5}
 WIDTHS = {"hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}

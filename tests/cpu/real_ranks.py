@@ -92,14 +92,13 @@ def tensors() -> dict[int, torch.Tensor]:
 def measure(case: dict[str, Any]) -> dict[str, Any]:
     before = tensors()
     step = a_step(case)
-    step()
+    with ExchangedBytes() as counted:
+        step()
     settle()
     held = [tensor.untyped_storage().nbytes() for key, tensor in tensors().items() if key not in before]
     with settled(), allocated_peak("cpu", resident_bytes=sum(held)) as peak:
         step()
         settle()
-    with ExchangedBytes() as counted:
-        step()
     moved = [[*key, number, counted.calls[key]] for key, number in counted.bytes.items()]
     return {"peak": peak.bytes, "held": sum(held), "left": peak.left, "moved": moved}
 

@@ -20,7 +20,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.hardware import detect
 from upshift.record import Record
 
-CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32")  # little is traced
+CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "attention=sdpa")  # little is traced
 CASES = Path(__file__).parents[2] / "benchmarks" / "cases"
 
 

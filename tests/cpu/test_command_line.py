@@ -44,7 +44,7 @@ def data(tmp_path_factory) -> Path:
 
 
 PLAN = ("--sequence-length", 32, "--global-batch", 4)
-CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32")  # little is traced
+CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "attention=sdpa")  # little is traced
 PATIENCE_SECONDS = 600.0  # with a process: a busy machine takes minutes to import, measure and trace
 
 

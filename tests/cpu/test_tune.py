@@ -29,7 +29,7 @@ from upshift.tuning.tune import Found, tune
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon rise above old mountains".split()  # noqa: E501, SIM905
 SPACE = {"learning_rate": {"low": 1e-4, "high": 1e-1, "log": True}, "global_batch": [4, 4096], "warmup_steps": [0, 2]}
-CHEAP = ("torch_compile=off", "precision=fp32")  # little is traced
+CHEAP = ("torch_compile=off", "precision=fp32", "attention=sdpa")  # little is traced
 HP_SCRIPT = Path(__file__).with_name("searching_trainer.py")
 
 

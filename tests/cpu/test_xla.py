@@ -243,7 +243,7 @@ def test_weights_are_held_once(tmp_path):
     """Peaks of building, generating and training. Beside weights, gradients and AdamW's two states activations are little."""
     for name, hidden in (("small", 64), ("large", 1024)):
         config = transformers.LlamaConfig(
-            vocab_size=1000, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=4, num_attention_heads=8,
+            vocab_size=1000, hidden_size=hidden, intermediate_size=4 * hidden, num_hidden_layers=2, num_attention_heads=8,
             num_key_value_heads=8, architectures=["LlamaForCausalLM"],
         )  # fmt: skip
         model = transformers.LlamaForCausalLM(config)
@@ -263,4 +263,4 @@ def test_weights_are_held_once(tmp_path):
         assert process.returncode == 0, err
         found |= json.loads(out.splitlines()[-1])
     times = {name: found[name] / (parts * weights) for name, parts in (("build", 1), ("generate", 1), ("train", 4))}
-    assert weights > 250e6 and max(times.values()) <= 1.3, times
+    assert weights > 130e6 and max(times.values()) <= 1.3, times

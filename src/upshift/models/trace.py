@@ -33,7 +33,7 @@ from upshift.models.fit import fit_single
 from upshift.models.forked import run_forked
 from upshift.models.measure import Tracer, fake_masks
 from upshift.models.model_flops import model_flops
-from upshift.models.profile import CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
+from upshift.models.profile import BLOCK_QUERIES, CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
 from upshift.models.quantized import check_quantization
 from upshift.models.source import ModelSource
 from upshift.models.store import SegmentStore, Variant
@@ -142,9 +142,12 @@ def _described(tracer: Tracer) -> dict[str, Any]:
 
 def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int) -> tuple[Variant, ...]:
     """Those whose kernels the model has, and none that another one makes needless: where block attention is reached, a
-    causal model's packed rows take it; at length, ``eager`` is no faster than the others and holds its score matrices."""
+    causal model's packed rows take it; at length, ``eager`` is no faster than the others and holds its score matrices;
+    it; rows shorter than one block gain nothing by blocks."""
     kernels = attention_kernels(tracer.base)
-    block = next((v for v in variants if v.attention == NAME and NAME in kernels), None)
+    others = any(variant.attention in kernels and variant.attention != NAME for variant in variants)
+    short = others and sequence_length < BLOCK_QUERIES
+    block = next((v for v in variants if v.attention == NAME and NAME in kernels and not short), None)
     reached = block is not None and _reaches_block(tracer, block, trace_points(sequence_length)[0])
     chosen = []
     for variant in variants:
