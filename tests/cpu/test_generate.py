@@ -355,7 +355,8 @@ def test_what_comes_first_keeps_16_bits(made: dict[str, str], kind: str) -> None
     kinds = ("fp32", "mixed-weights", "int8-weights")
     found = [decoder_of(made[kind], "openvino", precision).admit(prompts) for precision in kinds]
     print([1.0 - cosines(one, found[0]) for one in found[1:]])
-    mixed, rounded = (1.0 - np.median(cosines(one, found[0])) for one in found[1:])  # rounding sends a few tokens to other experts
+    # Medians: rounding sends a few tokens to other experts.
+    mixed, rounded = (1.0 - np.median(cosines(one, found[0])) for one in found[1:])
     assert 1e-7 < mixed < rounded
     assert mixed < 1e-3
 
