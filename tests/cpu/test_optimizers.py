@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import copy
+import json
+import os
+import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -14,14 +19,16 @@ from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 from transformers.training_args import OptimizerNames
 
+import upshift
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.recompute import recompute_layers
 from upshift.planning import optimizers as named
-from upshift.planning.optimizers import OPTIMIZERS, REFUSED, Optimizer, read_optim_args
-from upshift.planning.plan import CHANGES_MATHEMATICS, Plan
+from upshift.planning.optimizers import REFUSED, optimizers, read_optim_args
+from upshift.planning.plan import Plan, changes_of_mathematics
 from upshift.training.arguments import Arguments
 from upshift.training.batches.source import Position
 from upshift.training.checkpoint.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
+from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.optimizers.build import build_optimizer, build_schedule, parameter_groups
 from upshift.training.optimizers.in_backward import update_in_backward
@@ -31,6 +38,8 @@ from upshift.training.prepare import activations_on_host
 from upshift.training.step import Stepper
 
 STEPS = 10
+ROOT = Path(__file__).parents[2]
+CHEAP = ("torch_compile=off", "precision=fp32", "attention=sdpa")  # little is traced
 OFFERED = {
     "adamw_torch_fused": "", "adamw_torch": "", "adafactor": "", "adamw_torch_8bit": "", "adamw_torch_4bit": "",
     "sgd": "momentum=0.9,nesterov=true", "adagrad": "lr_decay=0.01", "rmsprop": "momentum=0.5,centered=true",
@@ -98,8 +107,8 @@ def same(one: Run, other: Run) -> bool:
 
 @pytest.mark.parametrize("name", OFFERED)
 def test_it_is_the_optimizer_of_that_name_in_transformers(name: str, tmp_path: Path) -> None:
-    if OPTIMIZERS[name].library:  # type: ignore[index]
-        pytest.importorskip(OPTIMIZERS[name].library)  # type: ignore[index,arg-type]
+    if optimizers()[name].library:
+        pytest.importorskip(optimizers()[name].library)
     plan, given = a_plan(optim=name, optim_args=OFFERED[name]), arguments()
     theirs = TrainingArguments(output_dir=str(tmp_path), optim=name, optim_args=OFFERED[name], learning_rate=given.learning_rate)
 
@@ -277,7 +286,7 @@ def test_the_second_moment_falls_again() -> None:
 
 @pytest.mark.parametrize("optim", ["adamw_torch_fused", "adamw_torch_8bit", "adamw_torch_4bit"])
 def test_bf16_weights_stay_near_fp32(optim: str) -> None:
-    if OPTIMIZERS[optim].library:  # type: ignore[index]
+    if optimizers()[optim].library:
         pytest.importorskip("torchao")
     expected = Run(a_plan(optim=optim)).train(range(STEPS))
     curve = Run(a_plan(optim=optim, precision="bf16-weights")).train(range(STEPS))
@@ -313,9 +322,9 @@ def test_fp8_converts_the_layers_linears_that_fit() -> None:
 
 
 def test_every_name_of_transformers_is_offered_or_refused_in_words() -> None:
-    theirs, ours = {name.value for name in OptimizerNames}, set(get_args(Optimizer))
-    assert set(OPTIMIZERS) == ours and theirs - ours == set(REFUSED) and ours - theirs == {"muon"}
-    assert all(facts.allow in CHANGES_MATHEMATICS for facts in OPTIMIZERS.values() if facts.allow)
+    theirs, ours = {name.value for name in OptimizerNames}, set(optimizers())
+    assert theirs - ours == set(REFUSED) and ours - theirs == {"muon"}
+    assert all(facts.allow in changes_of_mathematics() for facts in optimizers().values() if facts.allow)
     for name in REFUSED:
         with pytest.raises(RequestError, match=f"optim={name} is not offered: .* use "):
             named.check_name(name)
@@ -350,3 +359,31 @@ def test_in_backward_refuses_what_it_cannot_do() -> None:
             Stepper(llama(), Place(a_plan(optimizer_in_backward=True, **choices)), arguments(**given))
     with pytest.raises(RequestError, match="rounds its updates of bf16 weights to the nearest"):
         Stepper(llama(), Place(a_plan(optim="sgd", precision="bf16-weights")), arguments())
+
+
+def test_an_optimizer_of_one_file_trains(tmp_path: Path) -> None:
+    """The template, where it says that it goes: its losses fall, and are the same where ranks divide its state."""
+    package = tmp_path / "upshift"
+    shutil.copytree(Path(upshift.__file__).parent, package, ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copy(ROOT / "templates" / "optimizer.py", package / "training" / "optimizers" / "toy.py")
+    llama().config.save_pretrained(tmp_path / "llama")
+    train_byte_level_bpe(["a text of a few words"] * 9, 300).save_pretrained(tmp_path / "llama")
+    config = json.loads((tmp_path / "llama" / "config.json").read_text()) | {"vocab_size": 320}
+    (tmp_path / "llama" / "config.json").write_text(json.dumps(config))
+    (tmp_path / "data.jsonl").write_text("\n".join(json.dumps({"text": f"text {number} of a few words"}) for number in range(99)))
+    curves = {}
+    for layout in (("num_processes=1",), ("num_processes=2", "fully_shard=weights")):
+        command = [
+            sys.executable, "-m", "upshift.cli.main", "train", "llama", "--data", "data.jsonl", "--from-config", "-o", layout[-1],
+            "--sequence-length", "16", "--global-batch", "4", "--max-steps", "6", "--trial-seconds", "0", "--json",
+            "--allow", "toy", *(f"--set={one}" for one in ("optim=toy", "optim_args=beta1=0.8", *CHEAP, *layout)),
+        ]  # fmt: skip
+        ended = subprocess.run(
+            command, cwd=tmp_path, capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(tmp_path)}, check=False
+        )
+        assert ended.returncode == 0, ended.stderr[-3000:]
+        record = json.loads(ended.stdout)
+        assert record["plan"]["optim"] == "toy"
+        curves[layout] = [loss for _, loss in record["details"]["loss_curve"]]
+    one, divided = curves.values()
+    assert one[-1] < one[0] - 0.01 and divided == pytest.approx(one, abs=1e-5)

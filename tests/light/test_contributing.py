@@ -21,7 +21,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The package, and each template where it says that it is to be copied to."""
     folder = tmp_path_factory.mktemp("clone")
     shutil.copytree(ROOT / "src", folder / "src", ignore=shutil.ignore_patterns("__pycache__"))
-    for template in ("chip.py", "engine.py", "case.py"):
+    for template in ("chip.py", "engine.py", "optimizer.py", "case.py"):
         target = folder / place(template).replace("NAME", "toy")
         target.parent.mkdir(parents=True, exist_ok=True)
         assert not target.exists()
@@ -38,8 +38,9 @@ def place(template: str) -> str:
 
 
 def run(clone: Path, *command: str) -> str:
+    path = f"{clone / 'src'}:{ROOT / 'tests' / 'light'}"
     done = subprocess.run(
-        [sys.executable, *command], cwd=clone, env={"PYTHONPATH": str(clone / "src"), "UPSHIFT_CACHE": str(clone / "cache")},
+        [sys.executable, *command], cwd=clone, env={"PYTHONPATH": path, "UPSHIFT_CACHE": str(clone / "cache")},
         capture_output=True, text=True, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
@@ -66,6 +67,35 @@ print(check_engine("encode", "toy", source, host), "toy" in {s.engine for s in c
     "generate", source, host, exact=True, batch=1, hint="latency")})
 """
     assert run(clone, "-c", code).splitlines() == ["['toy fp32'] True pip install numpy", "toy False"]
+
+
+def test_an_optimizer_is_one_file(clone: Path) -> None:
+    """It is offered, allowed by its name, refused without, priced between those with less and more state, and read in words."""
+    code = """
+from made_profile import make_profile
+from upshift.errors import RequestError
+from upshift.hardware import describe
+from upshift.planning.cost.optimizer import state_bytes, update_words
+from upshift.planning.plan import Plan, changes_of_mathematics
+from upshift.planning.space import read_fixed
+from upshift.planning.workload import Workload
+host = describe("epyc-9654")
+def asked(*allow):
+    try:
+        return read_fixed(("optim=toy",), host, Workload(sequence_length=8, global_batch=8, allow=allow), quantized=False)
+    except RequestError as refused:
+        return str(refused)
+plans = [Plan(device="cpu", host="", model="", sequence_length=8, per_device_train_batch_size=1, optim=name, optim_args=said)
+         for name, said in (("sgd", ""), ("toy", "beta1=0.8"), ("adamw_torch", ""))]
+states = [state_bytes(make_profile(), plan) for plan in plans]
+print(states == sorted(states), update_words(plans[1]), changes_of_mathematics()["toy"])
+print(asked("toy"))
+print(asked())
+"""
+    priced, taken, refused = run(clone, "-c", code).splitlines()
+    assert priced == "True 8.0 the sign of a momentum instead of AdamW's step"
+    assert taken == "{'optim': 'toy'}"
+    assert refused.endswith("(it changes the mathematics; add --allow toy)")
 
 
 def test_a_claim_is_one_file(clone: Path) -> None:

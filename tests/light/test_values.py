@@ -23,6 +23,8 @@ from upshift.errors import RequestError
 from upshift.hardware import Cpu, Gpu, Host
 from upshift.launching.request import Launch
 from upshift.planning.lengths import LengthHistogram
+from upshift.planning.optimizers import optimizers
+from upshift.planning.plan import Plan
 from upshift.value import Value
 
 SOURCE = Path(__file__).parents[2] / "src"
@@ -162,6 +164,11 @@ def hosts(draw: st.DrawFn) -> Host:
 
 
 @st.composite
+def plans(draw: st.DrawFn) -> Plan:
+    return Plan(**draw(fields_of(Plan, optim=st.sampled_from([*optimizers()]))))
+
+
+@st.composite
 def histograms(draw: st.DrawFn) -> LengthHistogram:
     pairs = draw(st.lists(st.tuples(st.integers(1, 2**20), st.integers(1, 2**40)), min_size=1, max_size=5))
     lengths, counts = zip(*pairs, strict=True)
@@ -184,7 +191,7 @@ def launches(draw: st.DrawFn) -> Launch:
 
 
 SPECIAL: dict[type[Value], Callable[[], st.SearchStrategy[Any]]] = {
-    Host: hosts, Launch: launches, LengthHistogram: histograms,
+    Host: hosts, Launch: launches, LengthHistogram: histograms, Plan: plans,
 }  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from upshift.cli import plan_questions as questions
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.errors import RequestError
 from upshift.models.source import find_to_train
-from upshift.planning.plan import CHANGES_MATHEMATICS
+from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.space import check_allow
 from upshift.planning.workload import Workload
@@ -27,7 +27,7 @@ Set = Annotated[list[str] | None, typer.Option("--set", help="fix a field of the
 Allow = Annotated[
     str,
     typer.Option(
-        "--allow", help=f"allowed to change the mathematics: {','.join(CHANGES_MATHEMATICS)}; {plan_inference.ALLOW_HELP}"
+        "--allow", help=f"allowed to change the mathematics: {','.join(changes_of_mathematics())}; {plan_inference.ALLOW_HELP}"
     ),
 ]
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]

@@ -17,7 +17,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.layout import Layout
-from upshift.planning.plan import CHANGES_MATHEMATICS, Plan
+from upshift.planning.plan import Plan, changes_of_mathematics
 from upshift.planning.rank import Candidate
 from upshift.planning.roofline import IDLE, by_kind
 from upshift.planning.search import search
@@ -100,7 +100,7 @@ def find_changes(
             continue
         change = _best(measured, choice, fields, (), legal)
         if change is None and choice in ("precision", "optimizer"):  # what changes the mathematics, where nothing else helps
-            change = _best(measured, choice, fields, tuple(CHANGES_MATHEMATICS), legal)
+            change = _best(measured, choice, fields, tuple(changes_of_mathematics()), legal)
         if change is not None and change.values not in [one.values for one in found]:
             found.append(change)
     return sorted(found, key=lambda change: -change.gain)

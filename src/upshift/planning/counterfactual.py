@@ -17,8 +17,8 @@ from upshift.models.store import Variant
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import ASKED_LAYOUTS
-from upshift.planning.optimizers import ALIASES, OPTIMIZERS
-from upshift.planning.plan import CHANGES_MATHEMATICS, Plan, Precision
+from upshift.planning.optimizers import ALIASES, optimizers
+from upshift.planning.plan import Plan, Precision, changes_of_mathematics
 from upshift.planning.planner import Planning, as_here
 from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking
 from upshift.planning.search import search
@@ -108,8 +108,10 @@ def value_of(plan: Plan, name: str) -> Any:
 
 
 def _allowance(name: str, value: Any, workload: Workload) -> tuple[str, ...]:
-    needed = value if name == "precision" else OPTIMIZERS[value].allow if name == "optim" else None
-    return (needed,) if needed in CHANGES_MATHEMATICS and needed not in workload.allow else ()
+    needed: str | None = value if name == "precision" else optimizers()[value].allow if name == "optim" else None
+    if needed is None:
+        return ()
+    return (needed,) if needed in changes_of_mathematics() and needed not in workload.allow else ()
 
 
 def _profile(
@@ -128,7 +130,7 @@ def _as_answer(problem: RequestError) -> str:
 
 
 def _answer(planning: Planning, asked: str, name: str, allow: tuple[str, ...], ranking: Ranking) -> Counterfactual:
-    changes = "".join(f"changes the mathematics ({CHANGES_MATHEMATICS[one]}): --allow {one} lets it in; " for one in allow)
+    changes = "".join(f"changes the mathematics ({changes_of_mathematics()[one]}): --allow {one} lets it in; " for one in allow)
     if ranking.candidates:
         return _compared(planning, asked, name, allow, ranking.candidates[0], changes)
     if ranking.too_big:
@@ -195,7 +197,7 @@ def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[Shadow
     prices = []
     for change, host in _machines(planning.host):
         prices.append(_price(planning, change, _here(planning, host, planning.profile, planning.workload, chosen)))
-    for name in CHANGES_MATHEMATICS:
+    for name in changes_of_mathematics():
         price = None if name in planning.workload.allow else _price_of_allowing(planning, name, fixed)
         if price is not None:
             prices.append(price)
@@ -262,4 +264,4 @@ def _price_of_allowing(planning: Planning, name: str, fixed: tuple[str, ...]) ->
 def _added_by(name: str) -> list[str]:
     if name in get_args(Precision):
         return [f"precision={name}"]
-    return [f"optim={optim}" for optim, facts in OPTIMIZERS.items() if facts.allow == name and optim not in ALIASES]
+    return [f"optim={optim}" for optim, facts in optimizers().items() if facts.allow == name and optim not in ALIASES]

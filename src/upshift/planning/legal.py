@@ -5,19 +5,20 @@ from __future__ import annotations
 from upshift.planning.attention import PACKED_KERNELS
 from upshift.planning.layout import Layout, reason_not_split
 from upshift.planning.mup import conflict_with_mup
-from upshift.planning.optimizers import ALIASES, OPTIMIZERS
+from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.planning.plan import Plan
 
 
 def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
     """Why this plan cannot run, or None."""
     if plan.precision == "bf16-weights":
-        if not OPTIMIZERS[plan.optim].rounds:
+        if not optimizers()[plan.optim].rounds:
+            rounding = ", ".join(name for name, facts in optimizers().items() if facts.rounds)
             return (
                 f"optim={plan.optim} rounds its updates of bf16 weights to the nearest value and so loses small ones; "
-                f"with precision=bf16-weights use one of {', '.join(name for name, facts in OPTIMIZERS.items() if facts.rounds)}"
+                f"with precision=bf16-weights use one of {rounding}"
             )
-        if plan.num_processes > 1 and OPTIMIZERS[plan.optim].library is not None:
+        if plan.num_processes > 1 and optimizers()[plan.optim].library is not None:
             return f"each process would round the bf16 weights differently with optim={plan.optim}; use num_processes=1"
     if plan.attention in PACKED_KERNELS:
         problem = _with_packed_kernel(plan)
@@ -48,7 +49,7 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
     if plan.optimizer_in_backward:
         return _in_backward(plan, clips_gradients)
     if plan.optim_offload:
-        if OPTIMIZERS[plan.optim].library is not None:
+        if optimizers()[plan.optim].library is not None:
             return f"optim_offload keeps torch's own optimizers on the host, not optim={plan.optim}; use adamw_torch_fused"
         if plan.precision == "fp16":
             return "optim_offload cannot look for overflows of fp16 gradients before it moves them; use precision=bf16"

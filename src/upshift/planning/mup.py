@@ -7,7 +7,7 @@ what is trained is a model like any other.
 from __future__ import annotations
 
 from upshift.errors import RequestError
-from upshift.planning.optimizers import OPTIMIZERS
+from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
 
 ADAM = (None, "8bit-optimizer", "4bit-optimizer")  # what the optimizers to whose updates the rule applies are allowed with
@@ -27,7 +27,7 @@ def base_text(fields: dict[str, int]) -> str:
 
 def conflict_with_mup(plan: Plan) -> str | None:
     """Why muP cannot run with what else the plan chose, or None."""
-    if OPTIMIZERS[plan.optim].allow not in ADAM:
+    if optimizers()[plan.optim].allow not in ADAM:
         return f"muP's learning rates are those of AdamW's updates, not of optim={plan.optim}; use optim=adamw_torch_fused"
     if plan.layout != ALONE:
         return "muP compares whole parameters with its base's; ranks may have parts of the batch (--nproc), not of the model"

@@ -7,15 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.util import find_spec
-from typing import Literal
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.planning.added_optimizers import AddedOptimizer, added_optimizers
 
-Optimizer = Literal[
-    "adamw_torch_fused", "adamw_torch", "adafactor", "adamw_torch_8bit", "adamw_torch_4bit", "adamw_bnb_8bit", "adamw_8bit",
-    "muon", "sgd", "adagrad", "rmsprop",
-]  # fmt: skip
 Option = float | bool | int
 
 EXTRAS = {"torchao": "quant", "bitsandbytes": "bitsandbytes"}  # the extra of this package that brings the library
@@ -28,10 +25,11 @@ class OptimizerFacts:
     cuda_only: bool = False
     rounds: bool = False  # its update of bf16 weights is rounded stochastically
     options: Mapping[str, type] = field(default_factory=dict)  # of optim_args, as transformers reads them
+    added: AddedOptimizer | None = None  # where it is a file of its own
 
 
 LOW_BIT_OPTIONS = {"block_size": int}
-OPTIMIZERS: dict[Optimizer, OptimizerFacts] = {
+_NAMED_BY_TRANSFORMERS: dict[str, OptimizerFacts] = {
     "adamw_torch_fused": OptimizerFacts(rounds=True),
     "adamw_torch": OptimizerFacts(rounds=True),
     "adafactor": OptimizerFacts("adafactor"),
@@ -68,6 +66,16 @@ REFUSED: dict[str, str] = {
 }
 
 
+@cache
+def optimizers() -> Mapping[str, OptimizerFacts]:
+    """Every one that is planned, by name; those that are a file of their own last."""
+    added = {
+        name: OptimizerFacts(allow=name, options=dict.fromkeys(one.options, float), added=one)
+        for name, one in added_optimizers().items()
+    }
+    return {**_NAMED_BY_TRANSFORMERS, **added}
+
+
 def check_name(name: str) -> None:
     """Raises RequestError for a name that transformers knows and Upshift refuses."""
     if name in REFUSED:
@@ -80,12 +88,12 @@ def check_library(library: str, *, purpose: str) -> None:
         raise MissingExtra(library=library, extra=EXTRAS[library], purpose=purpose)
 
 
-def read_optim_args(optim: Optimizer, text: str) -> dict[str, Option]:
+def read_optim_args(optim: str, text: str) -> dict[str, Option]:
     """``momentum=0.9,nesterov=true`` as the optimizer's own arguments, as transformers.TrainingArguments.optim_args.
 
     Raises RequestError for an option that this optimizer does not take, or for a value of another type.
     """
-    known = OPTIMIZERS[optim].options
+    known = optimizers()[optim].options
     read: dict[str, Option] = {}
     for assignment in filter(None, text.replace(" ", "").split(",")):
         name, _, value = assignment.partition("=")

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import cache
 from typing import Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from upshift.models.profile import Granularity, TracedPrecision
 from upshift.planning.layout import Layout
-from upshift.planning.optimizers import OPTIMIZERS, Optimizer
+from upshift.planning.optimizers import optimizers
 from upshift.value import Value
 
 Precision = Literal["fp32", "tf32", "bf16", "fp16", "bf16-weights", "fp8"]
@@ -22,8 +24,7 @@ ALONE = Layout()
 HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
 PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
 
-# Choices that change the mathematics, by the name the user allows them with.
-CHANGES_MATHEMATICS: dict[str, str] = {
+_CHANGES_MATHEMATICS: dict[str, str] = {
     "bf16-weights": "weights, gradients and optimizer state in bf16, updates rounded stochastically; no fp32 master copy",
     "fp8": "matrix products of the layers in fp8, scaled by tensor",
     "8bit-optimizer": "AdamW state quantized to 8 bits",
@@ -34,6 +35,12 @@ CHANGES_MATHEMATICS: dict[str, str] = {
     "adagrad": "step sizes that only shrink, instead of AdamW's",
     "rmsprop": "no first moment unless momentum is asked for",
 }
+
+
+@cache
+def changes_of_mathematics() -> Mapping[str, str]:
+    """Choices that change the mathematics, in words, by the name that a user allows them with."""
+    return {**_CHANGES_MATHEMATICS, **{name: facts.added.changes for name, facts in optimizers().items() if facts.added}}
 
 
 class Plan(Value):
@@ -64,7 +71,7 @@ class Plan(Value):
         "skip what packed sequences do not see of each other (CUDA)",
     )
     torch_compile: Compile = "off"
-    optim: Optimizer = "adamw_torch_fused"
+    optim: str = "adamw_torch_fused"
     optim_args: str = Field("", description="options of the optimizer, such as momentum=0.9 for sgd")
     mup_base: str = Field(
         "",
@@ -90,6 +97,13 @@ class Plan(Value):
     threads_per_process: int = Field(1, gt=0, description="CPU threads of each process")
     host_memory: HostMemory = Field("system", description="keep: freed host memory stays with the process (glibc)")
 
+    @field_validator("optim")
+    @classmethod
+    def _is_planned(cls, name: str) -> str:
+        if name not in optimizers():
+            raise ValueError("no optimizer that is planned")
+        return name
+
     @property
     def global_batch(self) -> int:
         return self.per_device_train_batch_size * self.gradient_accumulation_steps * self.data_parallel
@@ -112,8 +126,8 @@ class Plan(Value):
     @property
     def changes_mathematics(self) -> tuple[str, ...]:
         """The names, for ``--allow``, of its choices that change the mathematics."""
-        changes = [self.precision] if self.precision in CHANGES_MATHEMATICS else []
-        allow = OPTIMIZERS[self.optim].allow
+        changes = [self.precision] if self.precision in _CHANGES_MATHEMATICS else []
+        allow = optimizers()[self.optim].allow
         return tuple(changes if allow is None else [*changes, allow])
 
     @property

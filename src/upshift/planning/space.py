@@ -18,8 +18,8 @@ from upshift.planning.layout import Layout
 from upshift.planning.layouts import check_layout, check_processes, shares_work
 from upshift.planning.mup import read_base
 from upshift.planning.offloading import WEIGHT_OFFLOAD, has_frozen_layers, places
-from upshift.planning.optimizers import ALIASES, OPTIMIZERS, check_library, check_name, read_optim_args
-from upshift.planning.plan import CHANGES_MATHEMATICS, Attention, Compile, HostMemory, LossKernel, Plan, Precision
+from upshift.planning.optimizers import ALIASES, check_library, check_name, optimizers, read_optim_args
+from upshift.planning.plan import Attention, Compile, HostMemory, LossKernel, Plan, Precision, changes_of_mathematics
 from upshift.planning.workload import Workload
 from upshift.value import first_problem
 
@@ -156,7 +156,7 @@ def layout_of_texts(fixed: tuple[str, ...]) -> dict[str, Any]:
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
     """Of a field of Plan or Layout. Raises RequestError that names the option."""
-    options = get_args(hint)
+    options = tuple(optimizers()) if name == "optim" else get_args(hint)
     if name == "optim":
         check_name(text)
     plain = {"device": "cpu", "host": "", "model": "", "sequence_length": 1, "per_device_train_batch_size": 1}
@@ -207,11 +207,11 @@ def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantize
         return " (it needs a CUDA device whose connection to the host is known)"
     if name == "optimizer_in_backward":
         return " (gradients are clipped by their norm, which needs all of them; add --max-grad-norm 0)"
-    needed = value if name == "precision" else OPTIMIZERS[value].allow if name == "optim" else None
-    if needed in CHANGES_MATHEMATICS and needed not in workload.allow:
+    needed = value if name == "precision" else optimizers()[value].allow if name == "optim" else None
+    if needed in changes_of_mathematics() and needed not in workload.allow:
         return f" (it changes the mathematics; add --allow {needed})"
-    library = LIBRARY_OF_PRECISION.get(value) if name == "precision" else OPTIMIZERS[value].library if name == "optim" else None
-    if name == "optim" and OPTIMIZERS[value].cuda_only and host.device != "cuda":
+    library = LIBRARY_OF_PRECISION.get(value) if name == "precision" else optimizers()[value].library if name == "optim" else None
+    if name == "optim" and optimizers()[value].cuda_only and host.device != "cuda":
         return f" ({library} is for CUDA devices)"
     if library is not None and (name == "optim" or host.supports(MATRIX_PRECISION[value])):
         check_library(library, purpose=f"{name}={value}")
@@ -220,9 +220,9 @@ def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantize
 
 def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
     for name in names:
-        if name not in CHANGES_MATHEMATICS:
+        if name not in changes_of_mathematics():
             raise RequestError(
-                f"--allow {name!r} is unknown; the choices that change the mathematics are {', '.join(CHANGES_MATHEMATICS)}"
+                f"--allow {name!r} is unknown; the choices that change the mathematics are {', '.join(changes_of_mathematics())}"
             )
     return names
 
@@ -247,7 +247,7 @@ def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool 
 def _optimizers(host: Host, workload: Workload) -> list[str]:
     """Under one name each."""
     found: list[str] = []
-    for name, facts in OPTIMIZERS.items():
+    for name, facts in optimizers().items():
         allowed = facts.allow is None or facts.allow in workload.allow
         runs = host.device == "cuda" or not facts.cuda_only
         if allowed and runs and name not in ALIASES and (facts.library is None or _is_installed(facts.library)):

@@ -12,9 +12,8 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import find_safetensors
 from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
-from upshift.planning.legal import conflict
 from upshift.planning.plan import Plan
-from upshift.planning.planner import Planning, find_host, plan_training, read_plan
+from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.proof_store import proof_path
 from upshift.planning.prove import Proof, Tried, after_trial, remember_run
 from upshift.planning.rank import Candidate, cost_plan
@@ -24,8 +23,8 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments
-from upshift.training.checkpoint.checkpoint import check_output_directory, find_checkpoints
-from upshift.training.checkpoint.state import SavedState
+from upshift.training.checkpoint.checkpoint import check_output_directory
+from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
 from upshift.training.heal.heal import fixed_to_heal
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
 from upshift.training.job.launched import is_restart, run_launched
@@ -120,7 +119,7 @@ def prepare_run(
     how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
     host = host or _devices_asked_for(find_host(None), fixed)
-    given = _given_plan(plan_file, resume_from, fixed, host, source)
+    given = find_given_plan(plan_file, resume_from, fixed, host, source)
     steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
@@ -129,7 +128,7 @@ def prepare_run(
     planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
     if given is not None:
-        _check_given(given, workload)
+        check_given_plan(given, workload)
     proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher) if given is None and trial_seconds > 0 else None
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
@@ -184,7 +183,7 @@ def train(
 def _for_ranks(request: dict[str, Any], processes: int) -> dict[str, Any]:
     """No trials: they would take the cores of ranks that wait."""
     fixed = request.get("fixed", ())
-    if _processes_asked_for(fixed) not in (None, processes):
+    if processes_asked_for(fixed) not in (None, processes):
         raise RequestError(f"the launcher's ranks make {processes} processes; leave num_processes (--nproc) to the launcher")
     return request | {"fixed": (*fixed, f"num_processes={processes}"), "trial_seconds": 0.0}
 
@@ -207,15 +206,10 @@ def _train_launched(
 
 def _devices_asked_for(host: Host, fixed: tuple[str, ...]) -> Host:
     """As many of its GPUs as there are to be processes, where fewer are asked for than there are."""
-    count = _processes_asked_for(fixed) or host.gpus_per_node
+    count = processes_asked_for(fixed) or host.gpus_per_node
     if not 0 < count < host.gpus_per_node:
         return host
     return host.one_device() if count == 1 else host.changed(gpus_per_node=count)
-
-
-def _processes_asked_for(fixed: tuple[str, ...]) -> int | None:
-    asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
-    return int(asked) if asked.isdecimal() else None
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
@@ -240,33 +234,6 @@ def _lengths(data: TrainingData) -> Any:
     """None where every sequence is full: nothing to pad or pack, and no mask to plan for."""
     histogram = data.histogram
     return None if histogram.mean >= histogram.sequence_length else histogram
-
-
-def _given_plan(plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any) -> Plan | None:
-    if plan_file is not None:
-        return read_plan(plan_file, host=host, source=source)
-    checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
-    if checkpoint is None:
-        return None
-    plan = Plan.model_validate(SavedState.read(checkpoint).train.plan)
-    return plan if plan.host == host.fingerprint and _processes_asked_for(fixed) in (None, plan.num_processes) else None
-
-
-def _check_given(plan: Plan, workload: Workload) -> None:
-    for name, planned, asked in (
-        ("--sequence-length", plan.sequence_length, workload.sequence_length),
-        ("--global-batch", plan.global_batch, workload.global_batch),
-    ):
-        if planned != asked:
-            raise RequestError(
-                f"{name} {asked} is not what the plan was made for ({planned}); use {name} {planned}, or plan again"
-            )
-    missing = [name for name in plan.changes_mathematics if name not in workload.allow]
-    if missing:
-        raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
-    excluded = conflict(plan, clips_gradients=workload.clips_gradients)
-    if excluded is not None:
-        raise RequestError(excluded)
 
 
 def _prove(

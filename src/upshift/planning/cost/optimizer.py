@@ -6,7 +6,7 @@ from collections.abc import Callable
 from math import prod
 
 from upshift.models.profile import ModelProfile, ParameterShape
-from upshift.planning.optimizers import ALIASES, OPTIMIZERS, read_optim_args
+from upshift.planning.optimizers import ALIASES, optimizers, read_optim_args
 from upshift.planning.plan import Plan
 
 STEP_BYTES = 4.0  # a step count is an fp32 tensor of its own
@@ -60,7 +60,9 @@ def state_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape], float]:
     """Bytes of one parameter's state; ``size``: of one of its elements."""
-    options = read_optim_args(plan.optim, plan.optim_args)
+    options, added = read_optim_args(plan.optim, plan.optim_args), optimizers()[plan.optim].added
+    if added is not None:
+        return lambda shape: added.state_words * size * shape.elements
     if optim in ("adamw_torch_8bit", "adamw_torch_4bit"):
         bits, block = (8 if optim == "adamw_torch_8bit" else 4), int(options.get("block_size", LOW_BIT_BLOCK))
         return lambda shape: STEP_BYTES + _low_bit_state(shape.elements, bits, block, size)
@@ -81,7 +83,7 @@ def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape],
 
 def rounds_stochastically(plan: Plan) -> bool:
     """Whether the update is the one of training/optimizers/stochastic.py."""
-    return plan.precision == "bf16-weights" and OPTIMIZERS[plan.optim].library is None
+    return plan.precision == "bf16-weights" and optimizers()[plan.optim].library is None
 
 
 def _low_bit_state(elements: int, bits: int, block: int, parameter_bytes: float) -> float:
@@ -151,7 +153,8 @@ def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> 
         return max((_newton_schulz_bytes(shape) for shape in matrices), default=0.0)
     if plan.optim in LOW_BIT_WORKSPACE:
         return LOW_BIT_WORKSPACE[plan.optim] * elements
-    copies = {"adamw_torch": 1.0, "adafactor": 2.0, "rmsprop": 2.0}.get(plan.optim, 0.0)
+    added = optimizers()[plan.optim].added
+    copies = {"adamw_torch": 1.0, "adafactor": 2.0, "rmsprop": 2.0}.get(plan.optim, added.update_copies if added else 0.0)
     return copies * elements * size
 
 
@@ -162,6 +165,9 @@ def _newton_schulz_bytes(shape: tuple[int, ...]) -> float:
 
 def update_words(plan: Plan) -> float:
     """Read and written by the update, in words of a parameter's size, for each parameter."""
+    added = optimizers()[plan.optim].added
+    if added is not None:
+        return added.update_words
     momentum = plan.optim in ("sgd", "rmsprop") and bool(read_optim_args(plan.optim, plan.optim_args).get("momentum"))
     return UPDATE_WORDS[ALIASES.get(plan.optim, plan.optim)] + MOMENTUM_WORDS * momentum
 
@@ -186,7 +192,7 @@ def update_flops(profile: ModelProfile, plan: Plan) -> float:
 
 def compile_seconds(profile: ModelProfile, plan: Plan) -> float:
     """Of an optimizer that compiles its own update, before the first step."""
-    if OPTIMIZERS[plan.optim].library != "torchao":
+    if optimizers()[plan.optim].library != "torchao":
         return 0.0
     sizes = [shape.elements for shape in trained_shapes(profile)]
     return sum(LOW_BIT_COMPILE_SECONDS if size >= SMALL_ELEMENTS else SMALL_COMPILE_SECONDS for size in sizes)

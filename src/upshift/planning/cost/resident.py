@@ -6,7 +6,7 @@ from statistics import NormalDist
 
 from upshift.hardware.spec import Host
 from upshift.planning.cost.memory import StepMemory
-from upshift.planning.optimizers import OPTIMIZERS
+from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan
 from upshift.units import GIB, MIB
 
@@ -46,7 +46,7 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
         + RECOMPUTED_SHARE * memory.recomputed
     )
     # An optimizer that compiles its update brings the same compiler into the process.
-    compiled = "layer" if OPTIMIZERS[plan.optim].library == "torchao" else plan.torch_compile
+    compiled = "layer" if optimizers()[plan.optim].library == "torchao" else plan.torch_compile
     libraries = ADAPTER_BYTES * adapter + COMPILED_BYTES[compiled]
     return base_bytes(host) + libraries + memory.peak + holes
 

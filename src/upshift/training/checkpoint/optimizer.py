@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from upshift.errors import RequestError
 from upshift.loading.header import read_header
 from upshift.loading.tensors import read_tensor
-from upshift.planning.optimizers import OPTIMIZERS
+from upshift.planning.optimizers import optimizers
 from upshift.training.checkpoint.plain_json import decode, encode
 from upshift.training.checkpoint.state import SavedGroup, SavedOptimizer, SavedSubclass
 from upshift.training.optimizers.on_host import OnHost
@@ -127,7 +127,7 @@ def _take_apart(value: Tensor, optimizer: torch.optim.Optimizer) -> tuple[SavedS
     class_name = f"{kind.__module__}.{kind.__qualname__}"
     refusal = RequestError(
         f"the state of optimizer {type(optimizer).__name__} is in tensors of {class_name}, which cannot be saved; "
-        f"use one of {', '.join(OPTIMIZERS)}"
+        f"use one of {', '.join(optimizers())}"
     )
     if not class_name.startswith(REBUILDABLE):
         raise refusal

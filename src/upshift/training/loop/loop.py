@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -73,7 +72,7 @@ def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest,
     """Run the job in this process, as one rank, or one of several ``copies``. Raises Interrupted after a checkpoint, JobFailed,
     RequestError."""
     (rank, ranks), recorder, output = rank_environment(), MemoryRecorder(), Path(job.output)
-    with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else contextlib.nullcontext():
+    with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
         with death_reported(output, lambda: loop.progress.step + 1, rank=rank, ranks=ranks):
             return loop.run()

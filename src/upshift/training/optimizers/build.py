@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -11,7 +13,7 @@ from transformers import Adafactor, get_scheduler
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.planning.cost.optimizer import LOW_BIT_BLOCK, rounds_stochastically
-from upshift.planning.optimizers import ALIASES, check_library, read_optim_args
+from upshift.planning.optimizers import ALIASES, check_library, optimizers, read_optim_args
 from upshift.planning.plan import Plan
 from upshift.training.arguments import Arguments
 from upshift.training.mup import split_by_rate
@@ -58,7 +60,10 @@ def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Grou
     """What makes the optimizer from its groups, for parameters on ``device``."""
     lr = arguments.learning_rate
     adam: dict[str, Any] = {"lr": lr, "betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
-    options = read_optim_args(plan.optim, plan.optim_args)
+    options, added = read_optim_args(plan.optim, plan.optim_args), optimizers()[plan.optim].added
+    if added is not None:
+        module, name = added.door
+        return partial(getattr(import_module(module), name), lr=lr, **options)
     if rounds_stochastically(plan):
         return lambda groups: StochasticAdamW(groups, seed=arguments.seed, **adam)
     of_torch: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {

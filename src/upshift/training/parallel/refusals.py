@@ -5,7 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from upshift.planning.layout import divisors
-from upshift.planning.optimizers import OPTIMIZERS
+from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
 from upshift.training.parallel.context import reason_not_context
 from upshift.training.parallel.experts import reason_not_experts
@@ -48,12 +48,13 @@ def _impossible(plan: Plan) -> str | None:
     if layout.gathers and not layout.overlap:
         return "torch's fully_shard exchanges while it computes and cannot be told not to; leave overlap=True"
     divides = layout.fully_shard != "no" or layout.tensor_parallel > 1 or layout.expert_parallel > 1
-    if divides and plan.optim in WHOLE_MATRICES:
+    added = optimizers()[plan.optim].added
+    if divides and (plan.optim in WHOLE_MATRICES or (added is not None and not added.elementwise)):
         return (
             f"optim={plan.optim} looks at whole matrices, and each rank updates its part of them; "
             "use optim=adamw_torch_fused, or ranks that divide nothing"
         )
-    if divides and OPTIMIZERS[plan.optim].library is not None:
+    if divides and optimizers()[plan.optim].library is not None:
         return (
             f"the quantized state of optim={plan.optim} cannot be saved in parts; "
             "use optim=adamw_torch_fused, whose state the ranks divide, or ranks that divide nothing"

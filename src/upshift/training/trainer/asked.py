@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, get_args
+from typing import Any
 
 from upshift.errors import RequestError
-from upshift.planning.plan import Optimizer, Plan
+from upshift.planning.optimizers import optimizers
+from upshift.planning.plan import Plan
 from upshift.training.trainer.fields import was_set
 
 OFFLOADS = ("optim_offload", "activation_offload")
@@ -32,7 +33,7 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
         fixed["loss_chunk_tokens"] = "0"  # its own fused head
     if was_set(arguments, "optim") or optimizer_given:
         name = optimizer_name(arguments)
-        known = name in get_args(Optimizer) and not optimizer_given
+        known = name in optimizers() and not optimizer_given
         fixed["optim"] = name if known else "adamw_torch"  # another one is transformers' own affair: costed as AdamW
         if known and arguments.optim_args:
             fixed["optim_args"] = arguments.optim_args
@@ -87,7 +88,7 @@ def optimizer_name(arguments: Any) -> str:
 def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
     """Changes of the mathematics that the user asked for by naming an optimizer."""
     name = optimizer_name(arguments)
-    if not was_set(arguments, "optim") or name not in get_args(Optimizer):
+    if not was_set(arguments, "optim") or name not in optimizers():
         return ()
     plan = Plan.model_construct(precision="fp32", optim=name)
     return plan.changes_mathematics

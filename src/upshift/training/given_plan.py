@@ -1,0 +1,52 @@
+"""A plan that is not to be made: a file's, or that of the checkpoint that a run goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from upshift.errors import RequestError
+from upshift.hardware.spec import Host
+from upshift.planning.legal import conflict
+from upshift.planning.plan import Plan
+from upshift.planning.planner import read_plan
+from upshift.planning.workload import Workload
+from upshift.training.checkpoint.checkpoint import find_checkpoints
+from upshift.training.checkpoint.state import SavedState
+
+
+def processes_asked_for(fixed: tuple[str, ...]) -> int | None:
+    """By ``--nproc`` or ``--set``."""
+    asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
+    return int(asked) if asked.isdecimal() else None
+
+
+def find_given_plan(
+    plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any
+) -> Plan | None:
+    """That of a file, or of the checkpoint that is gone on from, where it was made for this machine; None: it is to be made."""
+    if plan_file is not None:
+        return read_plan(plan_file, host=host, source=source)
+    checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
+    if checkpoint is None:
+        return None
+    plan = Plan.model_validate(SavedState.read(checkpoint).train.plan)
+    return plan if plan.host == host.fingerprint and processes_asked_for(fixed) in (None, plan.num_processes) else None
+
+
+def check_given_plan(plan: Plan, workload: Workload) -> None:
+    """Raises RequestError where it is not for what is asked."""
+    for name, planned, asked in (
+        ("--sequence-length", plan.sequence_length, workload.sequence_length),
+        ("--global-batch", plan.global_batch, workload.global_batch),
+    ):
+        if planned != asked:
+            raise RequestError(
+                f"{name} {asked} is not what the plan was made for ({planned}); use {name} {planned}, or plan again"
+            )
+    missing = [name for name in plan.changes_mathematics if name not in workload.allow]
+    if missing:
+        raise RequestError(f"the plan changes the mathematics; add --allow {','.join(missing)}")
+    excluded = conflict(plan, clips_gradients=workload.clips_gradients)
+    if excluded is not None:
+        raise RequestError(excluded)
