@@ -11,12 +11,12 @@ import sys
 from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import torch
 from torch import nn
-from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
+from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments, get_scheduler
 from transformers.training_args import OptimizerNames
 
 import upshift
@@ -25,14 +25,15 @@ from upshift.models.recompute import recompute_layers
 from upshift.planning import optimizers as named
 from upshift.planning.optimizers import REFUSED, optimizers, read_optim_args
 from upshift.planning.plan import Plan, changes_of_mathematics
-from upshift.training.arguments import Arguments
+from upshift.training.arguments import Arguments, LearningRateSchedule
 from upshift.training.batches.source import Position
 from upshift.training.checkpoint.checkpoint import TrainState, load_checkpoint, newest_checkpoint, save_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.fp8 import convert_to_fp8
-from upshift.training.optimizers.build import build_optimizer, build_schedule, parameter_groups
+from upshift.training.optimizers.build import build_optimizer, parameter_groups
 from upshift.training.optimizers.in_backward import update_in_backward
 from upshift.training.optimizers.on_host import OnHost
+from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.parallel.place import Place
 from upshift.training.prepare import activations_on_host
 from upshift.training.step import Stepper
@@ -122,6 +123,23 @@ def test_it_is_the_optimizer_of_that_name_in_transformers(name: str, tmp_path: P
     difference = max(abs(a - b) for a, b in zip(curve, expected, strict=True))
     print(f"{name}: {difference:.1e}, loss {curve[0]:.3f} to {curve[-1]:.3f}")
     assert difference < 1e-5 and curve[0] - curve[-1] > 0.01
+
+
+@pytest.mark.parametrize("name", get_args(LearningRateSchedule))
+@pytest.mark.parametrize(("warmup", "steps"), [(0, 7), (3, 7), (6, 7), (0, 1)])
+def test_schedules_are_those_of_transformers(name: LearningRateSchedule, warmup: int, steps: int) -> None:
+    """To the bit, at every step and beyond the last; and a checkpoint of one goes into the other."""
+    optimizers = [torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=3e-3) for _ in range(2)]
+    ours = build_schedule(optimizers[0], arguments(max_steps=steps, warmup_steps=warmup, lr_scheduler_type=name))
+    theirs = get_scheduler(name, optimizers[1], num_warmup_steps=warmup, num_training_steps=steps)
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
+    for _ in range(steps + 3):
+        assert ours.get_last_lr() == theirs.get_last_lr()
+        for optimizer, schedule in zip(optimizers, (ours, theirs), strict=True):
+            optimizer.step()
+            schedule.step()
+    theirs.load_state_dict(ours.state_dict())
+    assert theirs.last_epoch == ours.last_epoch
 
 
 def test_muon_is_torch_muon_for_the_layers_matrices_and_adamw_for_the_rest() -> None:

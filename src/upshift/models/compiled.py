@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._functorch.aot_autograd import aot_export_joint_simple
 from torch.fx import GraphModule
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
@@ -33,6 +32,7 @@ def load_partition() -> None:
 def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocast: bool) -> Polynomial:
     """Bytes that stay between the passes of ``layer``, its results included, when it is called so on fake tensors of a prime
     batch and length. Raises NotPolynomial, and what torch raises where it cannot trace both passes as one graph."""
+    from torch._functorch.aot_autograd import aot_export_joint_simple  # imports networkx: a third of a second
     from torch._inductor.compile_fx import partition_fn
     from torch._inductor.decomposition import select_decomp_table
     from torch._inductor.virtualized import V

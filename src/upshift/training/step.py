@@ -19,8 +19,9 @@ from upshift.training.autopsy import Scene, read_scene
 from upshift.training.batches.fill import MicroBatch
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.heal.copies import Copies
-from upshift.training.optimizers.build import build_optimizer, build_schedule
+from upshift.training.optimizers.build import build_optimizer
 from upshift.training.optimizers.in_backward import update_in_backward
+from upshift.training.optimizers.schedule import build_schedule
 from upshift.training.out_of_memory import Halving, halve, stand_in
 from upshift.training.parallel.fully_shard import announce
 from upshift.training.parallel.gradients import sum_loss

@@ -1,4 +1,4 @@
-"""Builds the plan's optimizer and the user's learning-rate schedule."""
+"""Builds the plan's optimizer."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import Adafactor, get_scheduler
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.planning.cost.optimizer import LOW_BIT_BLOCK, rounds_stochastically
@@ -69,13 +68,19 @@ def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Grou
     of_torch: dict[str, Callable[[Groups], torch.optim.Optimizer]] = {
         "adamw_torch_fused": lambda groups: torch.optim.AdamW(groups, fused=True, **adam),
         "adamw_torch": lambda groups: torch.optim.AdamW(groups, foreach=True, **adam),
-        "adafactor": lambda groups: Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False),
+        "adafactor": lambda groups: _adafactor(groups, lr),
         "muon": lambda groups: MuonWithAdamW(groups, **adam),
         "sgd": lambda groups: torch.optim.SGD(groups, lr=lr, fused=True, **options),
         "adagrad": lambda groups: torch.optim.Adagrad(groups, lr=lr, fused=device == "cpu", **options),  # its kernel is CPU's
         "rmsprop": lambda groups: torch.optim.RMSprop(groups, lr=lr, foreach=False, **options),
     }
     return of_torch.get(plan.optim) or _of_library(plan, adam, options)
+
+
+def _adafactor(groups: Groups, lr: float) -> torch.optim.Optimizer:
+    from transformers import Adafactor  # imports peft and bitsandbytes (schedule.py)
+
+    return Adafactor(groups, lr=lr, scale_parameter=False, relative_step=False)
 
 
 def _of_library(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Callable[[Groups], torch.optim.Optimizer]:
@@ -93,12 +98,3 @@ def _of_library(plan: Plan, adam: dict[str, Any], options: dict[str, Any]) -> Ca
     low_bit = AdamW4bit if plan.optim == "adamw_torch_4bit" else AdamW8bit
     given = {"block_size": LOW_BIT_BLOCK, "bf16_stochastic_round": plan.precision == "bf16-weights", **options}
     return lambda groups: low_bit(groups, **given, **adam)
-
-
-def build_schedule(optimizer: torch.optim.Optimizer, arguments: Arguments) -> Any:
-    return get_scheduler(
-        arguments.lr_scheduler_type,
-        optimizer,
-        num_warmup_steps=arguments.warmup_steps,
-        num_training_steps=arguments.max_steps,
-    )

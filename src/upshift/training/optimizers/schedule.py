@@ -1,0 +1,62 @@
+"""Learning-rate schedules by their names in transformers: the same factors, without the imports of its Trainer.
+
+transformers.get_scheduler imports peft and bitsandbytes where they are installed: 0.75 s and 74 MiB of every training process
+(docs/log.md). test_optimizers holds every step of each schedule against it.
+"""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+
+import torch
+from torch.optim.lr_scheduler import LambdaLR
+
+from upshift.errors import RequestError
+from upshift.training.arguments import Arguments, LearningRateSchedule
+
+LAST_RATE = 1e-7  # of polynomial decay, whose power is 1
+USUAL_TIMESCALE = 10_000  # steps, of inverse_sqrt without warm-up
+
+
+def build_schedule(optimizer: torch.optim.Optimizer, arguments: Arguments) -> LambdaLR:
+    """Raises RequestError for a learning rate below the last one of its schedule."""
+    name = arguments.lr_scheduler_type
+    if name == "polynomial" and arguments.learning_rate <= LAST_RATE:
+        raise RequestError(
+            f"learning_rate={arguments.learning_rate:g} is not above {LAST_RATE:g}, where polynomial ends; use another schedule"
+        )
+    # A partial's state is empty: what a checkpoint keeps of a schedule is its step.
+    return LambdaLR(optimizer, partial(factor, name=name, arguments=arguments))
+
+
+def factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> float:
+    """Of the learning rate, at a step that is counted from 0."""
+    warmup = 0 if name == "constant" else arguments.warmup_steps
+    if step < warmup:
+        return step / warmup
+    if name in ("constant", "constant_with_warmup"):
+        return 1.0
+    if name == "inverse_sqrt":
+        timescale = warmup or USUAL_TIMESCALE
+        return 1.0 / math.sqrt((step + timescale - warmup) / timescale)
+    steps = max(1, arguments.max_steps - warmup)
+    if name == "linear":
+        return max(0.0, (arguments.max_steps - step) / steps)
+    done = (step - warmup) / steps
+    if name == "polynomial":
+        return _polynomial(done, arguments.learning_rate)
+    return _cosine(done) if name == "cosine" else _cosine_with_restarts(done)
+
+
+def _cosine(done: float) -> float:
+    return max(0.0, 0.5 * (1.0 + math.cos(math.pi * 0.5 * 2.0 * done)))
+
+
+def _cosine_with_restarts(done: float) -> float:
+    """Of one cycle."""
+    return 0.0 if done >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * (done % 1.0))))
+
+
+def _polynomial(done: float, rate: float) -> float:
+    return LAST_RATE / rate if done > 1.0 else ((rate - LAST_RATE) * (1 - done) + LAST_RATE) / rate
