@@ -159,6 +159,8 @@ def in_process_of_its_own(tmp_path):
 def test_ctrl_c_and_resume_give_the_undisturbed_curve(in_process_of_its_own, upshift, model, data, tmp_path):
     base = ("train", model, "--data", data, "--from-config", *PLAN, "--max-steps", 60, "--trial-seconds", 0,
             *CHEAP, "--save-steps", 5, "--json")  # fmt: skip
+    calibration = read_settings().cache_dir / "calibration.jsonl"  # what a run teaches may change the next plan
+    calibration.unlink(missing_ok=True)
     child = in_process_of_its_own(*base, "-o", tmp_path / "two")
     deadline = time.monotonic() + PATIENCE_SECONDS
     while not list((tmp_path / "two").glob("checkpoint-*")) and child.poll() is None and time.monotonic() < deadline:
@@ -170,7 +172,7 @@ def test_ctrl_c_and_resume_give_the_undisturbed_curve(in_process_of_its_own, ups
     assert child.returncode == 130 and "--resume" in said and "Traceback" not in said, said
     curves = []
     for arguments in (("-o", tmp_path / "two", "--resume"), ("-o", tmp_path / "one")):
-        (read_settings().cache_dir / "calibration.jsonl").unlink(missing_ok=True)  # what a run teaches may change the next plan
+        calibration.unlink(missing_ok=True)
         answer = upshift(*base, *arguments)
         assert answer.code == 0, answer.err
         curves.append(json.loads(answer.out)["details"]["loss_curve"])

@@ -139,4 +139,4 @@ class MemoryRecorder:
 
     def highest(self) -> int:
         """Until now."""
-        return max(self.measure(), *(sample.resident for sample in self.samples))
+        return max([self.measure(), *(sample.resident for sample in self.samples)])

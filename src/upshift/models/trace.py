@@ -143,10 +143,11 @@ def _described(tracer: Tracer) -> dict[str, Any]:
 def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int) -> tuple[Variant, ...]:
     """Those whose kernels the model has, and none that another one makes needless: where block attention is reached, a
     causal model's packed rows take it; at length, ``eager`` is no faster than the others and holds its score matrices;
-    it; rows shorter than one block gain nothing by blocks."""
+    rows shorter than one block gain nothing by blocks, unless lengths differ: then many are packed into one."""
     kernels = attention_kernels(tracer.base)
     others = any(variant.attention in kernels and variant.attention != NAME for variant in variants)
-    short = others and sequence_length < BLOCK_QUERIES
+    packed = any(variant.masked and variant.attention == NAME for variant in variants)
+    short = others and not packed and sequence_length < BLOCK_QUERIES
     block = next((v for v in variants if v.attention == NAME and NAME in kernels and not short), None)
     reached = block is not None and _reaches_block(tracer, block, trace_points(sequence_length)[0])
     chosen = []

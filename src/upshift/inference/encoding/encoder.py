@@ -23,9 +23,9 @@ from upshift.inference.weights import check_asked, computing_host, find_weights,
 from upshift.models.build import read_config
 
 SAMPLE_TEXTS = 128  # of a race
-# Tokens of a batch: caches against overheads, and how long it takes. On CPUs 256 were up to 1.3 times as fast as 1,024, and 2,048
-# never faster (docs/log.md); a GPU is not full with them.
-BUDGETS_CPU, BUDGETS_GPU = (256, 1024), (1024, 4096)
+# Tokens of a batch: caches against overheads, and how long it takes. On CPUs 256 were up to 1.3 times as fast as 1,024, or 512 as
+# fast as 256 (1.08), and 2,048 never faster (docs/log.md); a GPU is not full with them.
+BUDGETS_CPU, BUDGETS_GPU = (256, 512, 1024), (1024, 4096)
 BUDGETS_LATENCY = (1, 64, 256, 1024, 4096)  # 1: a text alone
 
 

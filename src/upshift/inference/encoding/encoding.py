@@ -14,7 +14,7 @@ from upshift.inference.setup import EngineSetup
 from upshift.inference.weights import engine_folder
 from upshift.models.source import ModelSource
 
-CALIBRATION_BATCHES = 32  # of one text each, spread over the lengths of the sample
+CALIBRATION_BATCHES = 128  # of one text each, spread over the lengths of the sample: of 32 the worst text was at 0.987, not 0.995
 
 
 class Encoding:

@@ -1,0 +1,193 @@
+"""A model's exported graph, rewritten for oneDNN on a CPU: the same numbers by fewer and quicker kernels.
+
+Weights are put once into the order that oneDNN's kernels read; products of one input become one; an activation or a residual
+sum is computed while a product is still in registers; in bf16 attention over short rows is two batched products, which take
+half of what PyTorch's flash kernel takes there. The rest of the graph stays as it is.
+"""
+
+from __future__ import annotations
+
+import operator
+from functools import reduce
+
+import torch
+from torch.fx import Graph, GraphModule, Node
+
+aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
+NO_WORK = (aten.dropout.default, aten.detach.default)  # of a model that does not train
+ACTIVATIONS = {aten.gelu.default: "gelu", aten.relu.default: "relu", aten.tanh.default: "tanh", aten.silu.default: "swish"}
+VECTOR = 32  # numbers of bf16 in a register of AVX-512
+SHORT = 512  # tokens of a row: longer ones' scores would not stay in a core's caches
+
+
+def for_onednn(module: GraphModule, *, batch_tokens: int) -> GraphModule:
+    """``module``: of ``torch.export``, on the CPU; it is changed in place. ``batch_tokens``: of the usual input."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target is aten._assert_tensor_metadata.default:
+            graph.erase_node(node)
+        elif node.target in NO_WORK:
+            node.replace_all_uses_with(node.args[0])
+            graph.erase_node(node)
+    for node in _products(graph):
+        if not node._erased:
+            _join(module, node)
+    packed = _Packed(module, batch_tokens)
+    for node in _products(graph):
+        _fuse(packed, node)
+    biases: dict[Node, Node] = {}
+    for node in graph.find_nodes(op="call_function", target=aten.scaled_dot_product_attention.default):
+        _attend(node, biases)
+    graph.eliminate_dead_code()
+    _drop_unused(module)
+    graph.lint()
+    module.recompile()
+    return module
+
+
+def _products(graph: Graph) -> list[Node]:
+    return list(graph.find_nodes(op="call_function", target=aten.linear.default))
+
+
+def _join(module: GraphModule, first: Node) -> None:
+    """Products of one input, such as queries, keys and values: one product of all their weights, and parts of its output.
+    ``first``: of them in the graph's order."""
+    products = [user for user in first.args[0].users if user.target is aten.linear.default and user.args[0] is first.args[0]]
+    given = [[one for one in product.args[1:] if one is not None] for product in products]
+    if len(products) == 1 or len({*map(len, given)}) > 1:
+        return
+    sizes = [_tensor(module, product.args[1]).shape[0] for product in products]
+    graph = module.graph
+    with graph.inserting_before(first):
+        nodes = [_joined(module, ones) for ones in zip(*given, strict=True)]
+        whole = graph.call_function(aten.linear.default, (first.args[0], *nodes))
+        whole.meta = first.meta  # of another width
+        parts = graph.call_function(aten.split_with_sizes.default, (whole, sizes, -1))
+        for place, product in enumerate(products):
+            part = graph.call_function(operator.getitem, (parts, place))
+            part.meta = product.meta
+            product.replace_all_uses_with(part)
+    for product in products:
+        graph.erase_node(product)
+
+
+def _joined(module: GraphModule, weights: tuple[Node, ...]) -> Node:
+    """Once, however many layers share them."""
+    name = "_".join(("joined", *(weight.target.replace(".", "_") for weight in weights)))
+    if not hasattr(module, name):
+        module.register_buffer(name, torch.cat([_tensor(module, weight) for weight in weights]))
+    return module.graph.get_attr(name)
+
+
+class _Packed:
+    """Weights in oneDNN's order, each once, however many layers share it."""
+
+    def __init__(self, module: GraphModule, batch_tokens: int) -> None:
+        self.module, self.batch_tokens = module, batch_tokens
+        self._names: dict[str, str] = {}
+
+    def product(self, product: Node, residual: Node | None, activation: str, form: str) -> Node:
+        """One kernel for the product and what follows it, where the graph stands now."""
+        source, weight, *bias = product.args
+        graph, given = self.module.graph, bias[0] if bias else None
+        packed = graph.get_attr(self._packed(weight))
+        if residual is not None:
+            return graph.call_function(mkldnn._linear_pointwise.binary, (source, residual, packed, given, "add"))
+        return graph.call_function(mkldnn._linear_pointwise.default, (source, packed, given, activation, [], form))
+
+    def _packed(self, weight: Node) -> str:
+        if weight.target not in self._names:
+            self._names[weight.target] = f"onednn_{len(self._names)}"
+            tensor = mkldnn._reorder_linear_weight(_tensor(self.module, weight).contiguous(), self.batch_tokens)
+            self.module.register_buffer(self._names[weight.target], tensor)
+        return self._names[weight.target]
+
+
+def _fuse(packed: _Packed, product: Node) -> None:
+    """``product``, with the activation or the sum that alone takes its output, by one kernel."""
+    graph, last, residual, activation, form = packed.module.graph, product, None, "none", ""
+    follower = next(iter(product.users)) if len(product.users) == 1 else None
+    if follower is not None and follower.target in ACTIVATIONS:
+        last, activation = follower, ACTIVATIONS[follower.target]
+        form = follower.kwargs.get("approximate", "none") if activation == "gelu" else ""
+    elif follower is not None and _adds_alike(follower):
+        last, residual = follower, next(one for one in follower.args if one is not product)
+    with graph.inserting_before(last):
+        fused = packed.product(product, residual, activation, form)
+    fused.meta = last.meta
+    last.replace_all_uses_with(fused)
+    graph.erase_node(last)
+    if last is not product:
+        graph.erase_node(product)
+
+
+def _adds_alike(node: Node) -> bool:
+    """Two different tensors of one shape and dtype."""
+    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(one, Node) for one in node.args):
+        return False
+    left, right = (one.meta["val"] for one in node.args)
+    return node.args[0] is not node.args[1] and left.shape == right.shape and left.dtype == right.dtype
+
+
+def _attend(node: Node, biases: dict[Node, Node]) -> None:
+    """Attention in bf16 with a mask and as many heads of keys as of queries; other attention stays PyTorch's own."""
+    query, key, _, mask, *more = *node.args, *[None] * max(0, 4 - len(node.args))
+    plain = not any(more) and not {*node.kwargs} - {"scale", "attn_mask"}
+    mask = node.kwargs.get("attn_mask", mask)
+    heads = query.meta["val"].shape[1] == key.meta["val"].shape[1] and query.meta["val"].dim() == 4
+    if not (plain and heads and isinstance(mask, Node) and query.meta["val"].dtype is torch.bfloat16):
+        return
+    graph = node.graph
+    with graph.inserting_before(node):
+        if mask not in biases:
+            biases[mask] = graph.call_function(_score_bias, (mask, query))
+        own = graph.call_function(_attention, (*node.args[:3], mask, biases[mask], node.kwargs.get("scale")))
+    own.meta = node.meta
+    node.replace_all_uses_with(own)
+    graph.erase_node(node)
+
+
+def _score_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
+    """``mask``: broadcast to [B, H, S, S], False where nothing is seen, or what is added to scores -> [B * H, S, S]."""
+    rows, heads, length, _ = query.shape
+    if length > SHORT:
+        return None
+    if mask.dtype is torch.bool:
+        mask = torch.zeros(mask.shape, dtype=query.dtype).masked_fill_(~mask, torch.finfo(query.dtype).min)
+    return mask.expand(rows, heads, length, length).reshape(rows * heads, length, length)
+
+
+def _attention(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None,
+    scale: float | None,
+) -> torch.Tensor:  # fmt: skip
+    """[B, H, S, D] each -> [B, H, S, D]. ``bias``: of ``_score_bias``; None: PyTorch's own kernel."""
+    if bias is None:
+        return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
+    rows, heads, length, width = query.shape
+    queries, keys, values = (one.reshape(rows * heads, length, -1) for one in (query, key, value))
+    scores = torch.baddbmm(bias, queries, keys.transpose(1, 2), alpha=width**-0.5 if scale is None else scale)
+    return torch.bmm(_softmax(scores), values).view(rows, heads, length, -1)
+
+
+def _softmax(scores: torch.Tensor) -> torch.Tensor:
+    """Of bf16. Rows that are shorter than a register PyTorch's kernel goes through one by one, in twice the time of this."""
+    if scores.shape[-1] >= VECTOR:
+        return scores.softmax(-1)
+    found = scores.float()
+    found = found.sub_(found.amax(-1, keepdim=True)).exp_()
+    return found.div_(found.sum(-1, keepdim=True)).to(scores.dtype)
+
+
+def _tensor(module: GraphModule, node: Node) -> torch.Tensor:
+    found: torch.Tensor = reduce(getattr, node.target.split("."), module)
+    return found.detach()
+
+
+def _drop_unused(module: GraphModule) -> None:
+    """Weights that the graph does not read any more, which would be held twice."""
+    used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
+    for name, _ in [*module.named_parameters(), *module.named_buffers()]:
+        if name not in used:
+            owner, _, last = name.rpartition(".")
+            delattr(module.get_submodule(owner), last)
