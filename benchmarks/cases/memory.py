@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 
 from upshift.benchmarking.case import Case, command_line, tell
 from upshift.benchmarking.figures import Claim, Source
-from upshift.benchmarking.harness import format_table, percent, read_rows
+from upshift.benchmarking.harness import append_rows, format_table, percent, read_rows
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.planner import Planning, find_host, plan_training
@@ -120,12 +120,21 @@ def measure(case: Case, server: TrialServer, setting: Setting, source: ModelSour
     )  # fmt: skip
 
 
+def newest(rows: list[Record]) -> list[Record]:
+    """Of the last run, or the last that predicted a run's rows again."""
+    kept = [row for row in rows if row.name != SUMMARY]
+    return [row for row in kept if _written(row) == _written(kept[-1])]
+
+
+def _written(row: Record) -> str:
+    return str(row.details.get("predicted_at", row.environment.time))
+
+
 def predict_again(case: Case, rows: list[Record]) -> list[Record]:
-    """The newest recorded rows with what this version predicts for them; nothing is measured."""
-    newest = [row for row in rows if row.name != SUMMARY][-len(settings(case.host, quick=case.quick)) :]
+    """The newest recorded rows with what this version predicts for them, appended; nothing is measured."""
     again = []
     with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder:
-        for row in newest:
+        for row in newest(rows):
             name, plan = row.name.split("/")[1], row.plan
             source = find_model(write_config(CONFIGS[name], Path(folder) / name))
             setting = Setting(
@@ -133,7 +142,9 @@ def predict_again(case: Case, rows: list[Record]) -> list[Record]:
                 plan["precision"], plan["activation_checkpointing"] > 0,
             )  # fmt: skip
             planning = plan_of(source, case, setting)
-            again.append(row.changed(predicted=planning.numbers(planning.ranking.candidates[0])))
+            details = {**row.details, "predicted_at": case.environment.time}
+            again.append(row.changed(predicted=planning.numbers(planning.ranking.candidates[0]), details=details))
+    append_rows(case.path, again)
     return again
 
 
@@ -223,8 +234,7 @@ def by_model(rows: list[Record], *, markdown: bool) -> str:
 PAGE = """# Accuracy of predictions
 
 Made by `{command}` on {host} ({processor}, {cores} cores; torch {torch}, transformers {transformers}; {time}).
-The rows are in [benchmarks/results/memory.jsonl](../benchmarks/results/memory.jsonl); `--predict-again` sets what this version
-predicts beside what they measured.
+The rows are in [benchmarks/results/memory.jsonl](../benchmarks/results/memory.jsonl){again}.
 
 `upshift plan` predicts from a trace of the model on fake tensors, before anything ran. Here each of {rows} plans was predicted,
 then run as a trial in a process of its own ({unmetered} of them too slow for the memory meter, and left out). Allocated: the
@@ -247,8 +257,11 @@ A setting reads: sequence length · micro-batch x accumulation · precision · r
 def page(rows: list[Record]) -> str:
     env, totals = rows[0].environment, summary(rows)
     factors: dict[str, float] = totals["step_measured_over_predicted"]  # type: ignore[assignment]
+    predicted = rows[0].details.get("predicted_at")
+    again = f", predicted again by a later version (`--predict-again`; {predicted})" if predicted else ""
     return PAGE.format(
-        command=COMMAND, host=env.host, processor=env.processor, cores=env.num_cores, torch=env.versions.get("torch"),
+        again=again, command=COMMAND, host=env.host, processor=env.processor, cores=env.num_cores,
+        torch=env.versions.get("torch"),
         transformers=env.versions.get("transformers"), time=env.time, rows=len(rows),
         unmetered=len(rows) - len(metered(rows)), summary=by_model(rows, markdown=True),
         low=factors["lowest"], high=factors["highest"], median=factors["median"], table=table(rows, markdown=True),

@@ -21,7 +21,8 @@ from upshift.hardware import detect
 from upshift.record import Record
 
 CHEAP = ("--set", "torch_compile=off", "--set", "precision=fp32", "--set", "attention=sdpa")  # little is traced
-CASES = Path(__file__).parents[2] / "benchmarks" / "cases"
+ROOT = Path(__file__).parents[2]
+CASES = ROOT / "benchmarks" / "cases"
 
 
 @pytest.fixture
@@ -70,6 +71,12 @@ def test_memory(case: Callable[[str], ModuleType], tmp_path: Path, capsys: pytes
         assert row.measured is not None and (row.measured.resident_gib or 0) > (row.measured.peak_gib or 0)
     assert summary.name == "memory/summary" and summary.details["errors"] == answer["errors"]
     assert "benchmarks/cases/memory.py --write" in page.read_text() and page.read_text().count("| tiny ") == 1 + 2 * precisions
+
+
+def test_the_page_of_accuracy_is_what_the_rows_say(case: Callable[[str], ModuleType]) -> None:
+    memory = case("memory")
+    rows = read_rows(ROOT / "benchmarks" / "results" / "memory.jsonl")
+    assert memory.page(memory.newest(rows)) == (ROOT / "docs" / "accuracy.md").read_text(encoding="utf-8")
 
 
 def test_attention(

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -20,6 +21,7 @@ from upshift.hardware import detect
 from upshift.inference import race as race_module
 from upshift.inference.bounds import Limits, Quality, read_quality
 from upshift.inference.contestant import Contest, Entrants, Run
+from upshift.inference.encoding import contest as contest_module
 from upshift.inference.encoding.batches import by_length, padded
 from upshift.inference.encoding.files import Rows, check_files, check_form, read_texts
 from upshift.inference.encoding.pool import pool
@@ -30,6 +32,7 @@ from upshift.inference.lines import blocks, count_lines
 from upshift.inference.race import Race
 from upshift.inference.sample import spread_over
 from upshift.inference.setup import EngineName, EngineSetup, Precision
+from upshift.inference.standing import Standing
 from upshift.models.source import ModelSource
 from upshift.record import Spread
 
@@ -384,6 +387,42 @@ def test_what_cannot_win_does_not_race(tmp_path: Path, monkeypatch: pytest.Monke
     looser = raced(0.99)
     assert not looser.recalled and {run.stopped for run in looser.runs if run.setup.precision == "int4-weights"} == {"quality"}
     assert raced(0.99).recalled and raced(0.999).recalled
+
+
+@pytest.mark.parametrize("later", [0.001, 0.2])
+def test_who_makes_kernels_in_the_first_pass_is_asked_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, later: float
+) -> None:
+    """``later``: seconds of each pass behind the first, which takes 0.2. Another engine takes 0.05."""
+    now = [0.0]
+
+    class Warming:
+        def __init__(self, *_: object, **__: object) -> None:
+            self.setup, self.passes = some, 0
+
+        def rows(self, ids: list[list[int]]) -> np.ndarray:
+            self.passes += len(ids) == 40  # not the few that it is tried with
+            now[0] += 0.2 if self.passes == 1 else later
+            return np.ones((len(ids), 2), dtype=np.float32)
+
+    some = EngineSetup(engine="openvino", precision="int8", threads=1, batch=64)
+    monkeypatch.setattr(contest_module, "Encoding", Warming)
+    clock = SimpleNamespace(perf_counter=lambda: now[0], process_time=lambda: now[0])
+    monkeypatch.setattr(contest_module, "time", clock)
+    (tmp_path / "sample.json").write_text(json.dumps([[1, 2]] * 40))
+    source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
+    contest = Contest(task="encode", source=source, asked=EMBEDDINGS.to_json(), pad=0, batches=(64,), hint="throughput")
+    other = Run(
+        setup=some.changed(engine="torch"), per_second=40 / 0.05, seconds=Spread.of([0.05]), largest_difference=0.0,
+        worst_cosine=1.0,
+    )  # fmt: skip
+    entrants = Entrants(
+        contest=contest, setups=(some,), sample=tmp_path / "sample.json", reference=tmp_path / "reference.npy", quality=0.99,
+        before=(other,),
+    )  # fmt: skip
+    (found,) = contest_module.run(entrants, some, Standing(entrants))
+    assert found.stopped == (None if later < 0.05 else "behind")
+    assert (found.per_second or 0.0) > 40 / 0.05 or later == 0.2
 
 
 SIGNALLED = """
