@@ -104,6 +104,8 @@ FIGURES = (
     Figure(name="8-genai-int8", of=Source(row="125m, 8 at once, openvino-genai int8", value="details.ratio")),
     Figure(name="8-ct2-fp32", of=Source(row="125m, 8 at once, ctranslate2 float32", value="details.ratio")),
     Figure(name="8-ct2-int8", of=Source(row="125m, 8 at once, ctranslate2 int8", value="details.ratio")),
+    Figure(name="8-llamacpp-fp32", of=Source(row="125m, 8 at once, llama.cpp fp32", value="details.ratio")),
+    Figure(name="8-llamacpp-int8", of=Source(row="125m, 8 at once, llama.cpp int8", value="details.ratio")),
 )
 TABLES = (
     Table(
@@ -121,20 +123,20 @@ TABLES = (
             (
                 "1",
                 "{1-exact:.1f}",
-                "{1-0.999:.1f} (llama.cpp, fp16)",
-                "{1-0.99:.1f} (llama.cpp, 8 bits)",
+                "{1-0.999:.1f}",
+                "{1-0.99:.1f}",
                 "{1-genai-fp32:.1f}, {1-genai-int8:.1f}",
                 "{1-ct2-fp32:.1f}, {1-ct2-int8:.1f}",
                 "{1-llamacpp-fp32:.1f}, {1-llamacpp-int8:.1f}",
             ),
             (
-                "8 (before llama.cpp)",
+                "8",
                 "{8-exact:.1f}",
-                "{8-0.999:.1f} (fp32)",
-                "{8-0.99:.1f} (8-bit weights)",
+                "{8-0.999:.1f}",
+                "{8-0.99:.1f}",
                 "{8-genai-fp32:.1f}, {8-genai-int8:.1f}",
                 "{8-ct2-fp32:.1f}, {8-ct2-int8:.1f}",
-                "",
+                "{8-llamacpp-fp32:.1f}, {8-llamacpp-int8:.1f}",
             ),
         ),
     ),

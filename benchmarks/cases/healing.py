@@ -1,6 +1,6 @@
 """What deaths cost copies that heal each other (upshift train --heal): one process after the other is killed, and comes back.
 
-    python benchmarks/cases/healing.py [--quick] [--kills 20] [--every 5] [--steps 3000]
+    python benchmarks/cases/healing.py [--quick] [--kills 5] [--every 5] [--steps 600]
 
 Two copies of a small Llama on one machine, one thread each. Every time both have taken part in --every steps one of them, drawn
 by a seed, gets SIGKILL; the other goes on alone until it is back with the other's weights. Losses are held against those of the
@@ -36,7 +36,7 @@ CLAIMS = (
     Claim(
         name="losses",
         text="deaths of copies that heal each other change no loss",
-        ours="a run with 20 deaths",
+        ours="a run with 5 deaths",
         baseline="the undisturbed run",
         unit="largest difference of a loss, relative",
         better="lower",
@@ -46,7 +46,7 @@ CLAIMS = (
     Claim(
         name="seconds",
         text="a death costs seconds where starting all ranks again costs 21",
-        ours="a run with 20 deaths",
+        ours="a run with 5 deaths",
         baseline="the undisturbed run",
         unit="seconds a death",
         better="lower",
@@ -130,11 +130,11 @@ def difference(curve: Record, other: Record) -> float:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
-    parser.add_argument("--kills", type=int, help="default 20; 1 with --quick")
+    parser.add_argument("--kills", type=int, help="default 5; 1 with --quick")
     parser.add_argument("--every", type=int, default=5, help="steps of all copies between two deaths")
-    parser.add_argument("--steps", type=int, help="default 3000; 1500 with --quick")
+    parser.add_argument("--steps", type=int, help="default 600; 1500, which are shorter, with --quick")
     options = parser.parse_args(arguments)
-    kills, steps = options.kills or (1 if options.quick else 20), options.steps or (1500 if options.quick else 3000)
+    kills, steps = options.kills or (1 if options.quick else 5), options.steps or (1500 if options.quick else 600)
     settings = {"steps": steps, "every": options.every, "copies": COPIES}
     case = Case("healing", options.results, detect(), options.quick, settings)
     with tempfile.TemporaryDirectory(prefix="upshift-healing-") as name:

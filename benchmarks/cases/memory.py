@@ -131,7 +131,8 @@ def _written(row: Record) -> str:
 
 
 def predict_again(case: Case, rows: list[Record]) -> list[Record]:
-    """The newest recorded rows with what this version predicts for them, appended; nothing is measured."""
+    """The newest recorded rows with what this version predicts of their memory, appended; nothing is measured. The time stays as
+    it was predicted for the machine that ran them."""
     again = []
     with tempfile.TemporaryDirectory(prefix="upshift-memory-") as folder:
         for row in newest(rows):
@@ -142,8 +143,9 @@ def predict_again(case: Case, rows: list[Record]) -> list[Record]:
                 plan["precision"], plan["activation_checkpointing"] > 0,
             )  # fmt: skip
             planning = plan_of(source, case, setting)
-            details = {**row.details, "predicted_at": case.environment.time}
-            again.append(row.changed(predicted=planning.numbers(planning.ranking.candidates[0]), details=details))
+            found, before = planning.numbers(planning.ranking.candidates[0]), row.predicted
+            timed = found.changed(step_ms=before.step_ms, tokens_per_second=before.tokens_per_second) if before else found
+            again.append(row.changed(predicted=timed, details={**row.details, "predicted_at": case.environment.time}))
     append_rows(case.path, again)
     return again
 
@@ -258,7 +260,7 @@ def page(rows: list[Record]) -> str:
     env, totals = rows[0].environment, summary(rows)
     factors: dict[str, float] = totals["step_measured_over_predicted"]  # type: ignore[assignment]
     predicted = rows[0].details.get("predicted_at")
-    again = f", predicted again by a later version (`--predict-again`; {predicted})" if predicted else ""
+    again = f", memory predicted again by a later version (`--predict-again`; {predicted})" if predicted else ""
     return PAGE.format(
         again=again, command=COMMAND, host=env.host, processor=env.processor, cores=env.num_cores,
         torch=env.versions.get("torch"),
