@@ -1,7 +1,9 @@
-"""What every test has: no network, a cache folder of its own, and property tests that time does not fail."""
+"""What every test has: no network, a cache folder of its own, an interrupt that is heard, and property tests that time does not
+fail."""
 
 from __future__ import annotations
 
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,8 @@ def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("HF_HUB_OFFLINE", "1")
         patch.setenv("UPSHIFT_CACHE", str(tmp_path_factory.mktemp("cache")))
+        # A shell starts what runs in the background with SIGINT ignored, and every process of a test would inherit that.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         yield
 
 

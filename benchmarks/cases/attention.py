@@ -109,6 +109,7 @@ TABLES = (
     ),
 )
 
+SUITE = "--rounds 3"
 ROOT = Path(__file__).parents[1]
 KERNELS = {"sdpa": sdpa_attention_forward, "block": block_attention_forward}
 WIDTH = 64

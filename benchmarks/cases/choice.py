@@ -49,6 +49,7 @@ FIGURES = (
     Figure(name="forecast", of=Source(row="summary", value="details.median_forecast")),
 )
 
+SUITE = "--seconds 5 --most 2 --only 0.99"
 ROOT, RUN = Path(__file__).parents[1], Path(__file__).with_name("choice_run.py")
 GOAL = 0.95
 TIMEOUT_SECONDS = 600.0

@@ -109,6 +109,7 @@ FIGURES = (
 )
 PEERS = {"transformers.Trainer": "--contenders plain,upshift", "careful": "--contenders careful,upshift"}
 
+SUITE = "--rounds 1 --tasks classification"
 ROOT = Path(__file__).parents[1]
 NAMES = ("plain", "careful", "upshift")
 TASKS = ("causal-lm", "classification", "lora")

@@ -95,6 +95,7 @@ FIGURES = (
     ),
 )
 
+SUITE = "--rounds 1 --texts 128"
 ROOT = Path(__file__).parents[1]
 QUALITIES = ("exact", "0.9999", "0.99")
 GOALS = {"upshift exact": 8.0, "upshift 0.9999": 13.0, "upshift 0.99": 20.0}  # over naive

@@ -87,6 +87,24 @@ CLAIMS = (
         options="--rounds 2",
         of=Source(row="125m, 8 at once, upshift 0.99", value="details.ratio"),
     ),
+    Claim(
+        name="0.5b-1-0.999",
+        text="1 prompt of a model of 0.5 B: text is generated faster at quality 0.999",
+        ours="upshift.Generator(0.999)",
+        baseline="transformers, fp32",
+        options="--shape 0.5b --rounds 2",
+        goal=4.0,
+        of=Source(row="0.5b, 1 at once, upshift 0.999", value="details.ratio"),
+    ),
+    Claim(
+        name="0.5b-8-0.999",
+        text="8 prompts of a model of 0.5 B: text is generated faster at quality 0.999",
+        ours="upshift.Generator(0.999)",
+        baseline="transformers, fp32",
+        options="--shape 0.5b --rounds 2",
+        goal=4.0,
+        of=Source(row="0.5b, 8 at once, upshift 0.999", value="details.ratio"),
+    ),
 )
 FIGURES = (
     Figure(
@@ -106,12 +124,28 @@ FIGURES = (
     Figure(name="8-ct2-int8", of=Source(row="125m, 8 at once, ctranslate2 int8", value="details.ratio")),
     Figure(name="8-llamacpp-fp32", of=Source(row="125m, 8 at once, llama.cpp fp32", value="details.ratio")),
     Figure(name="8-llamacpp-int8", of=Source(row="125m, 8 at once, llama.cpp int8", value="details.ratio")),
+    Figure(name="0.5b-1-exact", of=Source(row="0.5b, 1 at once, upshift exact", value="details.ratio")),
+    Figure(name="0.5b-1-0.99", of=Source(row="0.5b, 1 at once, upshift 0.99", value="details.ratio")),
+    Figure(name="0.5b-1-genai-fp32", of=Source(row="0.5b, 1 at once, openvino-genai fp32", value="details.ratio")),
+    Figure(name="0.5b-1-genai-int8", of=Source(row="0.5b, 1 at once, openvino-genai int8", value="details.ratio")),
+    Figure(name="0.5b-1-ct2-fp32", of=Source(row="0.5b, 1 at once, ctranslate2 float32", value="details.ratio")),
+    Figure(name="0.5b-1-ct2-int8", of=Source(row="0.5b, 1 at once, ctranslate2 int8", value="details.ratio")),
+    Figure(name="0.5b-1-llamacpp-fp32", of=Source(row="0.5b, 1 at once, llama.cpp fp32", value="details.ratio")),
+    Figure(name="0.5b-1-llamacpp-int8", of=Source(row="0.5b, 1 at once, llama.cpp int8", value="details.ratio")),
+    Figure(name="0.5b-8-exact", of=Source(row="0.5b, 8 at once, upshift exact", value="details.ratio")),
+    Figure(name="0.5b-8-0.99", of=Source(row="0.5b, 8 at once, upshift 0.99", value="details.ratio")),
+    Figure(name="0.5b-8-genai-fp32", of=Source(row="0.5b, 8 at once, openvino-genai fp32", value="details.ratio")),
+    Figure(name="0.5b-8-genai-int8", of=Source(row="0.5b, 8 at once, openvino-genai int8", value="details.ratio")),
+    Figure(name="0.5b-8-ct2-fp32", of=Source(row="0.5b, 8 at once, ctranslate2 float32", value="details.ratio")),
+    Figure(name="0.5b-8-ct2-int8", of=Source(row="0.5b, 8 at once, ctranslate2 int8", value="details.ratio")),
+    Figure(name="0.5b-8-llamacpp-fp32", of=Source(row="0.5b, 8 at once, llama.cpp fp32", value="details.ratio")),
+    Figure(name="0.5b-8-llamacpp-int8", of=Source(row="0.5b, 8 at once, llama.cpp int8", value="details.ratio")),
 )
 TABLES = (
     Table(
         name="over-transformers",
         header=(
-            "at once",
+            "model, at once",
             "`exact`",
             "`0.999`",
             "`0.99`",
@@ -121,7 +155,7 @@ TABLES = (
         ),
         rows=(
             (
-                "1",
+                "134 M, 1",
                 "{1-exact:.1f}",
                 "{1-0.999:.1f}",
                 "{1-0.99:.1f}",
@@ -130,7 +164,7 @@ TABLES = (
                 "{1-llamacpp-fp32:.1f}, {1-llamacpp-int8:.1f}",
             ),
             (
-                "8",
+                "134 M, 8",
                 "{8-exact:.1f}",
                 "{8-0.999:.1f}",
                 "{8-0.99:.1f}",
@@ -138,10 +172,29 @@ TABLES = (
                 "{8-ct2-fp32:.1f}, {8-ct2-int8:.1f}",
                 "{8-llamacpp-fp32:.1f}, {8-llamacpp-int8:.1f}",
             ),
+            (
+                "0.5 B, 1",
+                "{0.5b-1-exact:.1f}",
+                "{0.5b-1-0.999:.1f}",
+                "{0.5b-1-0.99:.1f}",
+                "{0.5b-1-genai-fp32:.1f}, {0.5b-1-genai-int8:.1f}",
+                "{0.5b-1-ct2-fp32:.1f}, {0.5b-1-ct2-int8:.1f}",
+                "{0.5b-1-llamacpp-fp32:.1f}, {0.5b-1-llamacpp-int8:.1f}",
+            ),
+            (
+                "0.5 B, 8",
+                "{0.5b-8-exact:.1f}",
+                "{0.5b-8-0.999:.1f}",
+                "{0.5b-8-0.99:.1f}",
+                "{0.5b-8-genai-fp32:.1f}, {0.5b-8-genai-int8:.1f}",
+                "{0.5b-8-ct2-fp32:.1f}, {0.5b-8-ct2-int8:.1f}",
+                "{0.5b-8-llamacpp-fp32:.1f}, {0.5b-8-llamacpp-int8:.1f}",
+            ),
         ),
     ),
 )
 
+SUITE = "--rounds 1 --prompts 8"
 ROOT = Path(__file__).parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
     "125m": {

@@ -1,6 +1,6 @@
 """Predicted against measured memory: what `upshift plan --set ...` says of a plan, and what a trial of it measures.
 
-    python benchmarks/cases/memory.py [--quick] [--write docs/accuracy.md]
+    python benchmarks/cases/memory.py [--quick] [--models llama-10m] [--write docs/accuracy.md]
 
 Each setting is planned with every choice fixed, then run as a trial in a process of its own. The time of a step is
 measured on the side, with two samples: enough for the factor that the first ranking may be off by.
@@ -53,6 +53,7 @@ CLAIMS = (
     ),
 )
 
+SUITE = "--models llama-10m"
 ROOT = Path(__file__).parents[1]
 SUMMARY = "memory/summary"  # its row: errors over all settings
 COMMAND = "python benchmarks/cases/memory.py --write docs/accuracy.md"
@@ -75,10 +76,10 @@ class Setting:
     recompute: bool
 
 
-def settings(host: Host, *, quick: bool) -> list[Setting]:
+def settings(host: Host, models: list[str], *, quick: bool) -> list[Setting]:
     """In bf16 too, where the host has instructions for it."""
     precisions = ("fp32",) if host.supports("bf16") is False else ("fp32", "bf16")
-    models, lengths = (["tiny"], [128]) if quick else (list(SHAPES), [128, 384])
+    models, lengths = (["tiny"], [128]) if quick else (models, [128, 384])
     batches = [(2, 2)] if quick else [(2, 2), (4, 1)]
     combined = itertools.product(models, lengths, batches, precisions, (False, True))
     return [Setting(m, length, micro, accumulation, p, r) for m, length, (micro, accumulation), p, r in combined]
@@ -150,8 +151,8 @@ def predict_again(case: Case, rows: list[Record]) -> list[Record]:
     return again
 
 
-def run(case: Case) -> list[Record]:
-    chosen = settings(case.host, quick=case.quick)
+def run(case: Case, models: list[str]) -> list[Record]:
+    chosen = settings(case.host, models, quick=case.quick)
     rows = []
     if case.host.supports("bf16") is False:
         tell("bf16 is left out: this machine has no instructions for it")
@@ -272,11 +273,15 @@ def page(rows: list[Record]) -> str:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--models", default=",".join(SHAPES), help="with commas")
     parser.add_argument("--predict-again", action="store_true", help="no run: predict the newest recorded rows anew")
     parser.add_argument("--write", type=Path, metavar="PAGE", help="write the table to this Markdown file")
     options = parser.parse_args(arguments)
+    models = options.models.split(",")
+    if unknown := [name for name in models if name not in SHAPES]:
+        parser.error(f"--models: {', '.join(unknown)} is none of {', '.join(SHAPES)}")
     case = Case("memory", options.results, find_host(None), options.quick, {"seed": options.seed})
-    rows = predict_again(case, read_rows(case.path)) if options.predict_again else run(case)
+    rows = predict_again(case, read_rows(case.path)) if options.predict_again else run(case, models)
     print(table(rows, markdown=False), by_model(rows, markdown=False), sep="\n\n")
     if options.write:
         options.write.write_text(page(rows), encoding="utf-8")

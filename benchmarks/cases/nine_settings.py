@@ -93,6 +93,7 @@ TABLES = (
     ),
 )
 
+SUITE = "--quick"
 ROOT = Path(__file__).parents[1]
 BATCH, WARMUP = 4, 2
 FULL = {"vocab_size": 16384, "hidden_size": 768, "num_hidden_layers": 6, "num_attention_heads": 12, "intermediate_size": 3072}

@@ -87,6 +87,7 @@ CLAIMS = (
     ),
 )
 
+SUITE = "--passes 2 --gigabytes 1"
 ROOT = Path(__file__).parents[1]
 IN_MEMORY = 0.45
 QUICK_IN_MEMORY = 0.7  # what computing takes weighs more beside a small model

@@ -31,6 +31,7 @@ CLAIMS = (
         unit="of the comparisons", goal=1.0, of=Source(row="true/summary", value="details.right"),
     ),
 )  # fmt: skip
+SUITE = "--comparisons 5,1"
 ROOT = Path(__file__).parents[1]
 WORK = 40_000
 

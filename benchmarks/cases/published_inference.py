@@ -1,17 +1,16 @@
 """How far predicted speeds of inference are from those that others measured and published.
 
-    python benchmarks/cases/published_inference.py [--rows 12] [--markdown]
+    python benchmarks/cases/published_inference.py [--worst 12]
 
 Every verified row of benchmarks/published/inference.jsonl whose precision, host and degrees the planner knows is predicted from
 its config, lengths and engine alone. Three kinds of rows: the most an engine reached (the planner's best concurrency and chunk),
 a static batch (its prompts together, then its tokens together), and a rate of requests (the concurrency that has this rate;
 time to first token and per token are scored). The few constants that were
-fitted saw only the rows of FITTED_ON; the others are held out. The last line is one JSON document.
+fitted saw only the rows of FITTED_ON; the others are held out.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
 import statistics
 import sys
@@ -20,8 +19,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from upshift.benchmarking.case import Case, command_line
+from upshift.benchmarking.figures import Claim, Figure, Source, Table
+from upshift.benchmarking.harness import format_table
 from upshift.errors import UpshiftError
-from upshift.hardware import describe
+from upshift.hardware import describe, detect
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
@@ -35,7 +37,83 @@ from upshift.planning.inference.serving import serve
 from upshift.planning.inference.space import CHUNKS, legal_values
 from upshift.planning.inference.workload import InferenceWorkload
 
-PUBLISHED = Path(__file__).parents[1] / "published" / "inference.jsonl"
+CLAIMS = (
+    Claim(
+        name="speed",
+        text="predicted tokens/s of inference are what others measured, models that no constant was fitted on",
+        ours="the prediction",
+        baseline="what was published",
+        unit="mean error",
+        better="lower",
+        goal=0.2,
+        of=Source(row="summary", value="details.speed.held out.mean"),
+    ),
+    Claim(
+        name="order",
+        text="and rank hosts, degrees and precisions as the measurements do",
+        ours="the prediction",
+        baseline="what was published",
+        unit="Kendall's tau",
+        goal=0.9,
+        of=Source(row="summary", value="details.held_out_tau"),
+    ),
+)
+FIGURES = (
+    Figure(name="tau", of=Source(row="summary", value="details.tau")),
+    Figure(name="pairs", of=Source(row="summary", value="details.pairs")),
+    Figure(name="held-out-pairs", of=Source(row="summary", value="details.held_out_pairs")),
+)
+CELLS = ("{rows:.0f}", "{mean:.0%}", "{median:.0%}", "{worst:.0%}", "{bias:+.0%}")
+TABLES = (
+    Table(
+        name="speed",
+        header=("tokens/s, of which", "rows", "mean", "median", "worst", "bias"),
+        of="summary",
+        each="details.speed",
+        cells=CELLS,
+    ),
+    Table(
+        name="first",
+        header=("TTFT, of which", "rows", "mean", "median", "worst", "bias"),
+        of="summary",
+        each="details.first",
+        cells=CELLS,
+    ),
+    Table(
+        name="token",
+        header=("TPOT, of which", "rows", "mean", "median", "worst", "bias"),
+        of="summary",
+        each="details.token",
+        cells=CELLS,
+    ),
+    Table(
+        name="memory",
+        header=("memory, of which", "rows", "mean", "median", "worst", "bias"),
+        of="summary",
+        each="details.memory",
+        cells=CELLS,
+    ),
+    Table(
+        name="sources",
+        header=("tokens/s, by source", "rows", "mean", "median", "worst", "bias"),
+        of="summary",
+        each="details.sources",
+        cells=CELLS,
+    ),
+    Table(
+        name="models",
+        header=("tokens/s, by model", "rows", "mean", "median", "worst", "bias"),
+        of="summary",
+        each="details.models",
+        cells=CELLS,
+    ),
+)
+SUITE = "--worst 3"
+ROOT = Path(__file__).parents[1]
+PUBLISHED = ROOT / "published" / "inference.jsonl"
+METRICS = {"speed": "tokens/s", "first": "TTFT", "token": "TPOT", "memory": "memory"}
+SHOWN = ("mean", "median", "worst", "bias")
+QUICK_SHARE = 20  # of the rows one
 FITTED_ON = ("llama-2-7b", "llama2-7b", "llama 2 7b", "3.1 8b", "3.1-8b", "v3.1 8b", "8x7b")  # models, in lower case
 POSITIONS = 2**17  # the rows' configs restate sizes only, not how long a sequence may be
 ASSUMED_OUTPUT = 200  # tokens, where a source of batch 1 prints none: the default of gpt-fast's generate.py
@@ -201,13 +279,10 @@ def summary(scores: list[Score]) -> dict[str, float]:
     }  # fmt: skip
 
 
-def table(title: str, groups: dict[str, list[Score]]) -> list[str]:
-    lines = [f"| {title} | rows | mean | median | worst | bias |", "| --- | ---: | ---: | ---: | ---: | ---: |"]
-    ordered = sorted(((name, summary(scores)) for name, scores in groups.items()), key=lambda item: -item[1]["mean"])
-    for name, one in ordered:
-        cells = f"{one['rows']} | {one['mean']:.0%} | {one['median']:.0%} | {one['worst']:.0%} | {one['bias']:+.0%}"
-        lines.append(f"| {name} | {cells} |")
-    return [*lines, ""]
+def summaries(groups: dict[str, list[Score]]) -> dict[str, dict[str, float]]:
+    """The largest mean error first."""
+    found = {name: summary(scores) for name, scores in groups.items()}
+    return dict(sorted(found.items(), key=lambda item: -item[1]["mean"]))
 
 
 def grouped(scores: list[Score], key: Any) -> dict[str, list[Score]]:
@@ -224,31 +299,38 @@ def describe_row(row: dict[str, Any]) -> str:
     return f"{row['model']}, {row['host']}, {row['precision']}, tp {row['tensor_parallel']}, {lengths}, {engine}"
 
 
-def report(scores: list[Score], left_out: dict[str, int], rows: int) -> list[str]:
-    lines: list[str] = []
-    for metric in ("tokens/s", "TTFT", "TPOT", "memory"):
+def tables(scores: list[Score]) -> dict[str, dict[str, dict[str, float]]]:
+    found = {}
+    for name, metric in METRICS.items():
         of_metric = [score for score in scores if score.metric == metric]
         split = grouped(of_metric, lambda score: "fitted on" if fitted(score.row) else "held out")
-        lines += table(f"{metric}, of which", {"all": of_metric, **split})
-        if metric != "memory":
-            lines += table(f"{metric}, by source", grouped(of_metric, lambda score: score.row["engine"].split(" (")[0]))
-            lines += table(f"{metric}, by model", grouped(of_metric, lambda score: score.row["model"]))
+        found[name] = summaries({"all": of_metric, **split})
+    speeds = [score for score in scores if score.metric == "tokens/s"]
+    found["sources"] = summaries(grouped(speeds, lambda score: score.row["engine"].split(" (")[0]))
+    found["models"] = summaries(grouped(speeds, lambda score: score.row["model"]))
+    return found
+
+
+def worst(scores: list[Score], count: int) -> list[str]:
+    lines: list[str] = []
+    for metric in METRICS.values():
+        of_metric = [score for score in scores if score.metric == metric]
         lines += [f"Worst of {metric}:", ""]
-        for score in sorted(of_metric, key=lambda score: -abs(score.error))[:rows]:
+        for score in sorted(of_metric, key=lambda score: -abs(score.error))[:count]:
             values = f"predicted {score.predicted:,.1f}, measured {score.measured:,.1f} ({score.error:+.0%})"
             lines.append(f"- {describe_row(score.row)}: {values}")
         lines.append("")
-    reasons = sorted(left_out.items(), key=lambda item: -item[1])
-    return [*lines, "Left out:", "", *(f"- {count} rows: {why}" for why, count in reasons), ""]
+    return lines
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rows", type=int, default=12, help="worst cases to print of each metric")
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--worst", type=int, default=12, help="rows to print of each metric")
     options = parser.parse_args(arguments)
+    rows = load()[:: QUICK_SHARE if options.quick else 1]
     scores: list[Score] = []
     left_out: dict[str, int] = defaultdict(int)
-    for row in load():
+    for row in rows:
         try:
             found = why_not(row) or predict(row)
         except UpshiftError as error:
@@ -257,13 +339,20 @@ def main(arguments: list[str] | None = None) -> int:
             left_out[found] += 1
         else:
             scores += found
-    print("\n".join(report(scores, left_out, options.rows)))
     speeds = [score for score in scores if score.metric == "tokens/s"]
     tau, pairs = ranking_tau(speeds)
-    held, held_pairs = ranking_tau([score for score in speeds if not fitted(score.row)])
-    print(f"Kendall tau within (model, lengths): {tau:.2f} over {pairs} pairs; held out {held:.2f} over {held_pairs}\n")
-    metrics = {name: summary(found) for name, found in grouped(scores, lambda score: score.metric).items()}
-    print(json.dumps({"metrics": metrics, "kendall_tau": tau, "pairs": pairs, "held_out_tau": held, "left_out": dict(left_out)}))
+    held_out_tau, held_out_pairs = ranking_tau([score for score in speeds if not fitted(score.row)])
+    taus = {"tau": tau, "pairs": pairs, "held_out_tau": held_out_tau, "held_out_pairs": held_out_pairs}
+    made = tables(scores)
+    case = Case("published_inference", options.results, detect(), options.quick, {"rows": len(rows)})
+    case.add("summary", plan={}, measured=None, details={**made, **taus, "left_out": dict(left_out)})
+    for name, groups in made.items():
+        cells = [[of, f"{one['rows']}", *(f"{one[key]:+.0%}" for key in SHOWN)] for of, one in groups.items()]
+        print(format_table((name, "rows", *SHOWN), cells), end="\n\n")
+    print("\n".join(worst(scores, options.worst)))
+    for why, count in sorted(left_out.items(), key=lambda item: -item[1]):
+        print(f"left out {count}: {why}")
+    print(json.dumps({"case": "published_inference", **taus}))
     return 0
 
 

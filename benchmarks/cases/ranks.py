@@ -51,6 +51,7 @@ FIGURES = (
     ),
 )  # fmt: skip
 
+SUITE = "--rounds 1 --shapes llama-10m"
 ROOT = Path(__file__).parents[1]
 SEQUENCE, GLOBAL_BATCH = 128, 8
 TIMEOUT_SECONDS = 900.0

@@ -48,6 +48,7 @@ CLAIMS = (
     ),
 )
 
+SUITE = "--plans 3 --budget 15"
 ROOT = Path(__file__).parents[1]
 GOAL = 0.05
 TOTAL_STEPS = 1_000_000

@@ -1,12 +1,11 @@
 """Servers that upshift serve is compared with, as processes of their own: ``serving_peers.py NAME MODEL PORT CLIENTS``.
 
 llama.cpp f16|q8_0    its own server, as xllamacpp packages it, on a GGUF file of the same weights
-genai fp32|int8       OpenVINO GenAI's continuous batching behind the thinnest HTTP that streams
+genai fp32|int8       OpenVINO GenAI's continuous batching behind the thinnest HTTP that streams OpenAI's events
 
 Both answer /v1/models and /v1/completions. They are no dependencies of Upshift:
 ``pip install xllamacpp openvino-genai openvino-tokenizers``. GenAI's batching takes files of optimum-intel alone, which wants an
-older transformers, so they are made in an environment of its own and lie in ``MODEL/genai-fp32`` and ``MODEL/genai-int8``:
-``optimum-cli export openvino -m MODEL --task text-generation-with-past [--weight-format int8] MODEL/genai-fp32``.
+older transformers, so they are made by an environment of its own, ``build/optimum``, in ``MODEL/genai-fp32`` and so on.
 """
 
 from __future__ import annotations
@@ -15,10 +14,13 @@ import asyncio
 import itertools
 import json
 import queue
+import subprocess
 import sys
 import threading
 import time
+import uuid
 from collections.abc import AsyncIterator
+from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -29,12 +31,29 @@ PEERS = {"llama.cpp": "xllamacpp", "genai": "openvino_genai"}
 PLACES = 1280  # of each client's sequence
 THREADS = 2
 CACHE_GB = 2
+OPTIMUM = Path(__file__).parents[2] / "build" / "optimum"
 
 
-def installed(contender: str, model: Path) -> bool:
-    name, _, how = contender.partition(" ")
-    here = PEERS.get(name) is None or find_spec(PEERS[name]) is not None
-    return here and (name != "genai" or (model / f"genai-{how}").is_dir())
+def installed(contender: str) -> bool:
+    name = contender.partition(" ")[0]
+    return PEERS.get(name) is None or find_spec(PEERS[name]) is not None
+
+
+def export_genai(model: Path, weights: str) -> None:
+    """Make the model's files of GenAI where they are not there. Raises CalledProcessError: pip or the exporter has said why."""
+    folder = model / f"genai-{weights}"
+    if folder.is_dir():
+        return
+    programs = OPTIMUM / "bin"
+    if not (programs / "optimum-cli").exists():
+        subprocess.run([sys.executable, "-m", "venv", str(OPTIMUM)], check=True)
+        pip = [str(programs / "python"), "-m", "pip"]
+        subprocess.run(
+            [*pip, "install", "--quiet", f"torch=={version('torch').partition('+')[0]}", "optimum-intel[openvino]"], check=True
+        )
+        subprocess.run([*pip, "uninstall", "--quiet", "--yes", "torchvision"], check=True)  # another build's, which fails to load
+    export = [str(programs / "optimum-cli"), "export", "openvino", "-m", str(model), "--task", "text-generation-with-past"]
+    subprocess.run([*export, "--weight-format", weights, str(folder)], check=True, stdout=sys.stderr)
 
 
 def write_gguf(model: Path, rounded: str, folder: Path) -> Path:
@@ -150,10 +169,12 @@ def genai(model: Path, weights: str, port: int, clients: int) -> None:
 
     async def complete(request: Request) -> Response:
         asked = await request.json()
+        head = {"id": f"cmpl-{uuid.uuid4().hex}", "object": "text_completion", "created": int(time.time()), "model": model.name}
 
         async def events() -> AsyncIterator[str]:
             async for text in engine.pieces(asked["prompt"], asked["max_tokens"]):
-                yield f"data: {json.dumps({'choices': [{'text': text}]})}\n\n"
+                choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": None}
+                yield f"data: {json.dumps(head | {'choices': [choice]}, separators=(',', ':'))}\n\n"
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(events(), media_type="text/event-stream")

@@ -49,6 +49,7 @@ CLAIMS = (
     ),
 )
 
+SUITE = "--rounds 5"
 ROOT = Path(__file__).parents[1]
 IMPORT_GOAL_MS, PLAN_GOAL_MS = 100.0, 1000.0
 

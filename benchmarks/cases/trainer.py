@@ -69,6 +69,7 @@ CLAIMS = (
 )
 PEERS = {"transformers.Trainer": "--contenders plain,upshift", "careful": "--contenders careful,upshift"}
 
+SUITE = "--quick"
 ROOT = Path(__file__).parents[1]
 GLOBAL_BATCH, LEARNING_RATE = 8, 5e-5  # TrainingArguments' own defaults
 PLANNED_STEPS = 1000  # the run that the plan is chosen for; compilation is spread over it

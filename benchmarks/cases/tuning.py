@@ -65,6 +65,7 @@ CLAIMS = (
     ),
 )
 
+SUITE = "--tasks classifier --seeds 1"
 ROOT = Path(__file__).parents[1]
 TASKS = ("lm", "classifier", "failures")
 SPACE: dict[str, Any] = {

@@ -58,6 +58,7 @@ CLAIMS = (
     ),
 )
 
+SUITE = "--rounds 5"
 ROOT = Path(__file__).parents[1]
 MOST_SECONDS = 1800.0
 Stepping = Callable[[int], AbstractContextManager[None]]

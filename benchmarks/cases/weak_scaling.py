@@ -8,22 +8,55 @@ hosts, whose assumptions the drawing names.
 
 from __future__ import annotations
 
-import argparse
+import json
+import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
 from drawing import Drawing
 from transformers import LlamaConfig
 
-from upshift.errors import UpshiftError
-from upshift.hardware import describe
+from upshift.benchmarking.case import Case, command_line
+from upshift.benchmarking.figures import Claim, Source, Table
+from upshift.hardware import describe, detect
 from upshift.models.source import find_to_train
 from upshift.planning.planner import plan_training
 from upshift.planning.workload import Workload
 
+CLAIMS = (
+    Claim(
+        name="share",
+        text="of 10,000 devices each does nearly what one of 8 does, as predicted for H100 with NDR InfiniBand",
+        ours="10,000 devices",
+        baseline="8 devices",
+        unit="of the tokens/s",
+        goal=0.9,
+        of=Source(row="summary", value="details.share"),
+    ),
+)
+TABLES = (
+    Table(
+        name="devices",
+        header=(
+            "devices",
+            "the planner's choice",
+            "weights divided among all ranks",
+            "weights divided in a node, copied between nodes",
+            "tensor parallel 8 in a node",
+            "the planner's plan",
+        ),
+        of="summary",
+        each="details.devices",
+        cells=("{chosen:,.0f}", "{all:,.0f}", "{node:,.0f}", "{tensor:,.0f}", "{plan}"),
+    ),
+)
+SUITE = "--quick"
+ROOT = Path(__file__).parents[1]
 NODES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024, 1250)
 SEQUENCE, EACH = 4096, 4  # tokens; sequences of a device in a step
 HOST = "8xh100@ib-ndr"
+SHORT = ("chosen", "all", "node", "tensor")
 WAYS: dict[str, tuple[str, ...]] = {
     "the planner's choice": (),
     "weights divided among all ranks": ("fully_shard=weights", "tensor_parallel=1", "pipeline_parallel=1", "shard_size={ranks}"),
@@ -39,22 +72,18 @@ LLAMA_8B = {
 Line = list[tuple[int, float, str]]  # devices, tokens per second of a device, the plan
 
 
-def predicted() -> dict[str, Line]:
+def predicted(sizes: Sequence[int]) -> dict[str, Line]:
     lines: dict[str, Line] = {}
     with tempfile.TemporaryDirectory() as folder:
         LlamaConfig(**LLAMA_8B).save_pretrained(folder)
         source = find_to_train(folder)
         for name, fixed in WAYS.items():
             lines[name] = []
-            for nodes in NODES:
+            for nodes in sizes:
                 host = describe(f"{nodes}x{HOST}" if nodes > 1 else HOST.partition("@")[0])
                 workload = Workload(sequence_length=SEQUENCE, global_batch=EACH * host.num_devices)
                 asked = tuple(text.format(ranks=host.num_devices) for text in fixed)
-                try:
-                    best = plan_training(source, host, workload, fixed=asked, described=True).ranking.candidates[0]
-                except UpshiftError as error:
-                    print(f"{name}, {host.name}: {error}")
-                    continue
+                best = plan_training(source, host, workload, fixed=asked, described=True).ranking.candidates[0]
                 lines[name].append((host.num_devices, best.tokens_per_second / host.num_devices, best.plan.label()))
                 print(f"{host.num_devices:6,}  {lines[name][-1][1]:9,.0f}  {name}: {best.plan.label()}", flush=True)
     return lines
@@ -75,21 +104,32 @@ def drawn(lines: dict[str, Line]) -> str:
     return drawing.svg()
 
 
-def table(lines: dict[str, Line]) -> str:
-    rows = ["| devices | " + " | ".join(lines) + " | the planner's plan |", "| --- " * (len(lines) + 2) + "|"]
-    for nodes in NODES:
-        found = {name: next((one for one in line if one[0] == 8 * nodes), None) for name, line in lines.items()}
-        cells = [f"{one[1]:,.0f}" if one else "does not fit" for one in found.values()]
-        best = found[next(iter(lines))]
-        rows.append(f"| {8 * nodes:,} | " + " | ".join(cells) + f" | {best[2] if best else ''} |")
-    return "\n".join(rows)
+def by_devices(lines: dict[str, Line]) -> dict[str, dict[str, float | str]]:
+    """Tokens/s of each device by the short names of WAYS, and the planner's plan."""
+    found: dict[str, dict[str, float | str]] = {}
+    for points in zip(*lines.values(), strict=True):
+        devices, _, plan = points[0]
+        rates = {short: rate for short, (_, rate, _) in zip(SHORT, points, strict=True)}
+        found[f"{devices:,}"] = {**rates, "plan": plan}
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--write", type=Path, help="folder for weak_scaling.svg")
+    options = parser.parse_args(arguments)
+    lines = predicted(NODES[:: len(NODES) - 1] if options.quick else NODES)
+    chosen = lines[next(iter(WAYS))]
+    share = chosen[-1][1] / chosen[0][1]
+    case = Case(
+        "weak_scaling", options.results, detect(), options.quick, {"sequence_length": SEQUENCE, "each": EACH, "host": HOST}
+    )
+    case.add("summary", plan={}, measured=None, details={"share": share, "devices": by_devices(lines)})
+    if options.write is not None:
+        (options.write / "weak_scaling.svg").write_text(drawn(lines), encoding="utf-8")
+    print(json.dumps({"case": "weak_scaling", "share": share}))
+    return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--write", type=Path, help="folder for weak_scaling.svg")
-    folder = parser.parse_args().write
-    found = predicted()
-    print(table(found))
-    if folder is not None:
-        (folder / "weak_scaling.svg").write_text(drawn(found), encoding="utf-8")
+    sys.exit(main())

@@ -64,6 +64,7 @@ TABLES = (
     ),
 )  # fmt: skip
 
+SUITE = "--only 'generate v5e-4'"
 ROOT = Path(__file__).parents[1]
 SHAPE: dict[str, Any] = {
     "vocab_size": 128256, "hidden_size": 2048, "intermediate_size": 8192, "num_hidden_layers": 16, "num_attention_heads": 32,

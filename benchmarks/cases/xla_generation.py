@@ -150,6 +150,7 @@ TABLES = (
     ),
 )
 
+SUITE = "--rounds 1"
 ROOT = Path(__file__).parents[1]
 CONTENDERS = ("torch eager", "torch compiled", "tensorflow eager", "tensorflow graph", "xla")
 SHAPES: dict[str, dict[str, Any]] = {"124m": {}, "quick": {"n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 300}}

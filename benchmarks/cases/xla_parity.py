@@ -40,6 +40,7 @@ from upshift.errors import RequestError
 from upshift.hardware import detect
 from upshift.xla.needs import need_tensorflow
 
+SUITE = "--only bert,llama,t5,vit,mixtral"
 ROOT = Path(__file__).parents[1]
 SECONDS_OF_ONE = 90
 LIMITS = {"float32": 1e-5, "bf16": 2e-2}  # of a difference, and of its share of the largest logit

@@ -8,6 +8,7 @@ imported, so that who asks may stand on a floor below.
 from __future__ import annotations
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -22,6 +23,7 @@ from upshift.value import Value
 
 PROCESS = "upshift.fork_server_process"
 END_SECONDS = 5.0
+ENDLESS_SECONDS = 1e9  # a limit for what has none
 V = TypeVar("V", bound=Value)
 
 
@@ -38,6 +40,8 @@ class ForkServer:
     def __init__(self, process: subprocess.Popen[str], folder: Path) -> None:
         self._process, self._folder = process, folder
         self._log, self._read = folder / "log", 0
+        self._child: int | None = None
+        self._interrupted = False
 
     @property
     def runs(self) -> bool:
@@ -53,11 +57,24 @@ class ForkServer:
             self._process.stdin.flush()
         for line in self._process.stdout:
             said = json.loads(line)
-            if "answer" not in said:
+            if "child" in said:
+                self._child = said["child"]
+                if self._interrupted:
+                    self.interrupt()
+            elif "answer" in said:
+                yield kind.from_json(said["answer"], origin="the worker's answer")
+            else:
+                self._child = None
                 yield Ending(**said, last_words=self._last_words())
                 return
-            yield kind.from_json(said["answer"], origin="the worker's answer")
         raise JobFailed(f"the process that runs workers ended: {self._last_words() or 'it said nothing'}")
+
+    def interrupt(self) -> None:
+        """SIGINT for the child, and for one that is still to come; a worker that does not handle it ends."""
+        self._interrupted = True
+        if self._child is not None:
+            with suppress(ProcessLookupError):  # its ending is not read yet
+                os.kill(self._child, signal.SIGINT)
 
     def _last_words(self) -> str:
         with self._log.open(errors="replace") as log:
@@ -68,14 +85,15 @@ class ForkServer:
 
 
 @contextmanager
-def fork_server(worker: str) -> Iterator[ForkServer]:
-    """It is started at once and not waited for. It ends with the context, its files and what still runs with it."""
+def fork_server(worker: str, *, own_session: bool = False) -> Iterator[ForkServer]:
+    """It is started at once and not waited for. It ends with the context, or with this process, and what still runs with it.
+    Ctrl-C of a terminal ends it, too, but for one in a session of its own: who asks decides there what that means."""
     with tempfile.TemporaryDirectory(prefix="upshift-fork-") as name:
         folder = Path(name)
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
                 [sys.executable, "-m", PROCESS, worker],
-                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True,
+                stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=own_session,
             )  # fmt: skip
             try:
                 yield ForkServer(process, folder)

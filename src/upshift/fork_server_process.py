@@ -1,5 +1,5 @@
 """The process behind ``ForkServer``: imports the worker, then forks a child for each request on standard input. SIGINT ends it
-and the child."""
+and the child, and so does the end of the process that asks."""
 
 from __future__ import annotations
 
@@ -23,6 +23,7 @@ POLL_SECONDS = 0.02
 
 def main(worker_name: str) -> None:
     children: list[int] = []
+    asker = os.getppid()
     signal.signal(signal.SIGINT, partial(_end, children))
     said = os.fdopen(os.dup(1), "w")
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # whatever libraries print is not among the answers
@@ -32,7 +33,8 @@ def main(worker_name: str) -> None:
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # who ends this process must know of the child
         children.append(_start_child(worker.main, Path(task["request"]), said))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-        ending = _wait(children[0], limit_seconds=float(task["limit"]))
+        _say(said, {"child": children[0]})
+        ending = _wait(children[0], limit_seconds=float(task["limit"]), asker=asker)
         children.clear()
         _say(said, ending)
 
@@ -57,12 +59,15 @@ def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request:
     return child
 
 
-def _wait(child: int, *, limit_seconds: float) -> dict[str, Any]:
+def _wait(child: int, *, limit_seconds: float, asker: int) -> dict[str, Any]:
     deadline, timed_out = time.monotonic() + limit_seconds, False
     while True:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             break
+        if os.getppid() != asker:  # it was killed, and nobody hears what the child says
+            os.killpg(child, signal.SIGKILL)
+            os._exit(1)
         if not timed_out and time.monotonic() > deadline:
             timed_out = True
             os.killpg(child, signal.SIGKILL)

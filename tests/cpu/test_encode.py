@@ -20,7 +20,7 @@ from upshift.cli.encode import command
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import detect
 from upshift.inference import engines
-from upshift.inference.encoding.encoder import Encoder
+from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
 from upshift.inference.encoding.encoding import Encoding
 from upshift.inference.encoding.recipe import read_recipe
 from upshift.inference.encoding.rounding import rounding_of
@@ -160,6 +160,33 @@ def test_engines_race_with_models_that_they_have() -> None:
         for source in (electra, bert)
     ]
     assert raced[1] - raced[0] == {"ctranslate2"}
+
+
+@pytest.mark.parametrize(
+    ("text", "total", "limit", "expected"),
+    [
+        ("a b", 5000, None, [SAMPLE_TEXTS, 8 * 1024 // 4]),  # of four tokens each, the two around them included
+        ("a b", 500, None, [SAMPLE_TEXTS, 500]),
+        ("a b", 100, None, [SAMPLE_TEXTS]),
+        ("a " * 100, 5000, None, [SAMPLE_TEXTS]),
+        ("a b", 5000, 1e6, [SAMPLE_TEXTS]),  # each batch is timed alone
+    ],
+)
+def test_a_race_runs_so_many_texts_that_they_fill_batches(
+    text: str, total: int, limit: float | None, expected: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made(tmp_path, "classifier")
+    alone = engines.ENGINES["torch"]._replace(doors={"encode": engines.Door("torch_engine:TorchEngine", ("fp32",))})
+    monkeypatch.setattr(engines, "ENGINES", {"torch": alone})
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    counts: list[int] = []
+
+    def take(count: int) -> list[str]:
+        counts.append(count)
+        return [text] * min(count, total)
+
+    Encoder(str(tmp_path), max_latency_ms=limit).prepare_from(take, total)
+    assert counts == expected
 
 
 def test_token_scores_are_those_of_the_pipeline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -28,6 +28,7 @@ from upshift.inference.encoding.pool import pool
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_rows import TokenRows
 from upshift.inference.encoding.token_scores import TokenScores, score_tokens, token_counts
+from upshift.inference.final import TURNS
 from upshift.inference.lines import blocks, count_lines
 from upshift.inference.race import Race
 from upshift.inference.sample import spread_over
@@ -282,6 +283,43 @@ def test_what_is_chosen_holds_all_bounds(tmp_path: Path, monkeypatch: pytest.Mon
     assert chosen("exact", ttft_ms=10.0) == (False, "fp32", 1)
     with pytest.raises(NothingFits, match="the nearest is .* with a batch of 1: 10.0 ms"):
         chosen(0.9, ttft_ms=9.0)
+
+
+def test_a_final_decides_between_those_that_are_near(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the race openvino is in front, with either batch; whenever they run again ctranslate2 is."""
+    (tmp_path / "model.safetensors").touch()
+    monkeypatch.setattr(race_module, "is_installed", lambda name: name in ("torch", "openvino", "ctranslate2"))
+    monkeypatch.setattr(race_module, "check_room", lambda source, host, reference: None)
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path / "cache"))
+    raced = {("openvino", 256): 100.0, ("openvino", 512): 99.0, ("ctranslate2", 512): 98.0}
+    finals: list[str] = []
+
+    def ran(server: ForkServer, entrants: Entrants) -> Iterator[Run]:
+        for setup in entrants.setups:
+            again = len(entrants.contest.batches) == 1
+            finals.extend([setup.engine] if again else [])
+            for batch in entrants.contest.batches:
+                rate = raced.get((setup.engine, batch), 10.0)
+                rate = {"openvino": 90.0, "ctranslate2": 95.0}[setup.engine] if again else rate
+                one = Run(setup=setup.changed(batch=batch), seconds=Spread.of([0.1]), per_second=rate, load_seconds=0.1)
+                yield one.changed(largest_difference=0.0, worst_cosine=1.0)
+
+    monkeypatch.setattr(race_module, "runs_of", ran)
+    source = ModelSource(reference="m", directory=tmp_path, config={"model_type": "bert"})
+    contest = Contest(task="encode", source=source, asked="{}", pad=0, batches=(256, 512), hint="throughput")
+
+    def race(amount: float, quality: Quality = "exact") -> Race:
+        return race_module.race(
+            contest, detect(), [[1, 2]], quality, forecast=lambda: lambda setup: 1.0, limits=Limits(), amount=amount
+        )
+
+    few = race(999.0, 0.9)
+    assert (few.chosen.engine, few.chosen.batch, few.final, finals) == ("openvino", 256, (), [])
+    many = race(1000.0)
+    assert (many.chosen.engine, many.chosen.batch) == ("ctranslate2", 512) and finals == ["openvino", "ctranslate2"] * TURNS
+    shown = {run.setup.engine: run.per_second for run in many.best()}
+    assert shown["ctranslate2"] == 95.0 and shown["openvino"] == 90.0
+    assert race(1000.0).recalled and race(1000.0).chosen == many.chosen
 
 
 def test_what_compiles_runs_where_it_pays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -74,18 +77,62 @@ def test_children_answer_and_die_alone(server: ForkServer) -> None:
     assert late.timed_out and late.signal == 9 and ask(server, "die")[1].timed_out is False
 
 
-def test_what_runs_ends_with_the_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "worker_of_a_test.py").write_text(WORKER)
     (tmp_path / "answers.py").write_text(ANSWERS)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with fork_server("worker_of_a_test") as server:
-        first = next(iter(server.ask(Said(text="sleep"), Said, limit_seconds=600.0)))
-        assert isinstance(first, Said)
-        child = psutil.Process(int(first.text.split()[2]))
+
+
+def begun(server: ForkServer) -> psutil.Process:
+    """A child that sleeps."""
+    first = next(iter(server.ask(Said(text="sleep"), Said, limit_seconds=600.0)))
+    assert isinstance(first, Said)
+    return psutil.Process(int(first.text.split()[2]))
+
+
+def ends(process: psutil.Process) -> bool:
     deadline = time.monotonic() + 10.0
-    while child.is_running() and child.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
+    while process.is_running() and process.status() != psutil.STATUS_ZOMBIE and time.monotonic() < deadline:
         time.sleep(0.05)
-    assert not child.is_running() or child.status() == psutil.STATUS_ZOMBIE
+    return not process.is_running() or process.status() == psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.usefixtures("written")
+def test_what_runs_ends_with_the_server() -> None:
+    with fork_server("worker_of_a_test") as server:
+        child = begun(server)
+    assert ends(child)
+
+
+ASKER = """
+from answers import Said
+from upshift.fork_server import fork_server
+with fork_server("worker_of_a_test") as server:
+    for said in server.ask(Said(text="sleep"), Said, limit_seconds=600.0):
+        print(said.text, flush=True)
+"""
+
+
+@pytest.mark.usefixtures("written")
+def test_what_runs_ends_with_who_asked() -> None:
+    """Who was killed has no last words to the server."""
+    with subprocess.Popen([sys.executable, "-c", ASKER], stdout=subprocess.PIPE, text=True) as asker:
+        assert asker.stdout is not None
+        words = asker.stdout.readline().split()
+        child, server = psutil.Process(int(words[2])), psutil.Process(int(words[4]))
+        asker.kill()
+    assert ends(child) and ends(server)
+
+
+@pytest.mark.usefixtures("written")
+def test_an_interrupt_reaches_the_child_that_runs_and_the_next_one() -> None:
+    with fork_server("worker_of_a_test") as server:
+        answers = server.ask(Said(text="sleep"), Said, limit_seconds=600.0)
+        next(answers)
+        server.interrupt()
+        for answer in (next(answers), list(server.ask(Said(text="sleep"), Said, limit_seconds=600.0))[-1]):
+            assert isinstance(answer, Ending) and answer.signal == signal.SIGINT and not answer.timed_out
 
 
 def test_a_worker_that_cannot_be_imported_says_why() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import time
+from concurrent.futures import ThreadPoolExecutor
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.state import SavedState
-from upshift.training.heal.heal import check_healing, fixed_to_heal
+from upshift.training.heal.heal import WORKER, check_healing, fixed_to_heal
 from upshift.training.loop.events import Event, StepDone, Waited
 from upshift.training.run import Watcher, train
 
@@ -25,16 +27,14 @@ PLAIN = {"from_config": True, "sequence_length": 32, "global_batch": 6, "trial_s
 # Six micro-batches, among two copies, or one; what is left to plan is little.
 ONE_EACH = ("per_device_train_batch_size=1", "torch_compile=off", "precision=fp32", "attention=sdpa", "optim=adamw_torch")
 MOST = 20_000
+HELD_BACK_SECONDS, START_SECONDS = 12.0, 60.0
 
 
 def processes() -> dict[int, int]:
-    """Of the copies that run now: number -> pid."""
-    found = {}
-    for child in psutil.Process().children():
-        command = child.cmdline()
-        if "upshift.training.heal.copy_process" in command:
-            found[int(command[-3])] = child.pid
-    return found
+    """Of the copies that run now: number -> pid. Each is the child of a fork server of its own; these are started in turn."""
+    servers = [child for child in psutil.Process().children() if child.cmdline()[-1] == WORKER]
+    found = enumerate(server.children() for server in sorted(servers, key=lambda one: (one.create_time(), one.pid)))
+    return {number: children[0].pid for number, children in found if children}
 
 
 class Murderer:
@@ -55,7 +55,8 @@ class Murderer:
             if self.back and event.step == self.back + 20:
                 os.kill(os.getpid(), signal.SIGINT)
         elif isinstance(event, Waited):
-            self.waited.append(event.words)
+            if event.words.startswith("copy "):  # on a busy machine others speak, too: the data loader, the watchdogs
+                self.waited.append(event.words)
             if self.killed and "is here" in event.words:
                 self.back = event.step
                 assert processes()[1] == self.killed[1], "the other one was started again, too"
@@ -70,11 +71,9 @@ def run(home: Path, output: Path, steps: int, *, learning_rate: float = 1e-3, **
 def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path) -> None:  # noqa: F811
     murderer = Murderer()
     with pytest.raises(Interrupted, match="is saved in .* continue with --resume"):
-        run(
-            home, tmp_path / "healed", MOST, heal=True, fixed=(*ONE_EACH, "num_processes=2"), watcher=Watcher(event=murderer)
-        )
+        run(home, tmp_path / "healed", MOST, heal=True, fixed=(*ONE_EACH, "num_processes=2"), watcher=Watcher(event=murderer))
     killed = "copy 0 of 2 was killed (SIGKILL); the others go on, and it is started again"
-    assert murderer.waited[-2:] == [killed, "copy 0 is here, and has what the others have"]
+    assert murderer.waited == [killed, "copy 0 is here, and has what the others have"]
     assert murderer.steps == [*range(1, len(murderer.steps) + 1)] and len(murderer.steps) >= murderer.back + 20
     checkpoint = newest_checkpoint(tmp_path / "healed")
     assert checkpoint is not None
@@ -87,12 +86,29 @@ def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path
 def test_copies_end_together(home: Path, tmp_path: Path) -> None:  # noqa: F811
     """At the last step, or with the words of one that fails."""
     request: Any = {"heal": True, "fixed": (*ONE_EACH, "num_processes=2")}
-    healed = run(home, tmp_path / "healed", 6, **request).details
+    began: list[float] = []
+    late = ThreadPoolExecutor(1).submit(hold_back, 1)
+    watcher = Watcher(event=lambda event: began.append(time.monotonic()))
+    healed = run(home, tmp_path / "healed", 6, watcher=watcher, **request).details
+    assert began[0] > late.result(), "one went ahead of the other"
     alone = run(home, tmp_path / "alone", 6, fixed=ONE_EACH).details
     assert [loss for _, loss in healed["loss_curve"]] == pytest.approx([loss for _, loss in alone["loss_curve"]], rel=1e-5)
     assert healed["evaluations"] == [[tokens, pytest.approx(loss, rel=1e-5)] for tokens, loss in alone["evaluations"]]
     with pytest.raises(JobFailed, match="the loss became"):
         run(home, tmp_path / "bad", 40, learning_rate=1e30, **request)
+
+
+def hold_back(number: int) -> float:
+    """When the copy went on, which had to wait while another could have begun."""
+    end = time.monotonic() + START_SECONDS
+    while number not in processes():
+        assert time.monotonic() < end, f"copy {number} was not started"
+        time.sleep(0.05)
+    child = psutil.Process(processes()[number])
+    child.suspend()
+    time.sleep(HELD_BACK_SECONDS)
+    child.resume()
+    return time.monotonic()
 
 
 def plan_with(**fields: Any) -> Plan:

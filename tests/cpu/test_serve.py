@@ -129,6 +129,16 @@ def test_a_text_ends_before_a_stop_string(server: Running) -> None:
         assert (text, ending) == (whole[: whole.index(stop)], "stop")
 
 
+def test_tokens_that_come_soon_are_sent_together(server: Running) -> None:
+    """The first one at once. A tiny model has many in 10 ms."""
+    asked: dict[str, Any] = {"model": "tiny", "prompt": "moon", "max_tokens": 200, "temperature": 0}
+    whole = server.client.completions.create(**asked).choices[0].text
+    events = list(server.client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
+    texts = [event.choices[0].text for event in events if event.choices]
+    assert "".join(texts) == whole and len(texts) < 150 and len(texts[0]) <= 0.1 * len(whole)
+    assert events[-1].usage is not None and events[-1].usage.completion_tokens == 200
+
+
 def test_embeddings(server: Running, models: Path) -> None:
     texts = ["the quick fox", "a lazy dog jumps over the moon", "fox"]
     plain = server.client.embeddings.create(model="enc", input=texts, encoding_format="float")

@@ -12,7 +12,7 @@ from page_elements import Elements
 
 from upshift.benchmarking import documents
 from upshift.benchmarking.claims_page import claims_page
-from upshift.benchmarking.figures import CaseFile, find_case, find_cases
+from upshift.benchmarking.figures import CaseFile, Source, find_case, find_cases
 from upshift.benchmarking.standing import Standing, standings
 from upshift.errors import RequestError
 
@@ -89,6 +89,12 @@ def test_every_case_states_what_it_claims() -> None:
                 assert case.readings(figure), f"{case.name}/{figure.name} is in no row"
 
 
+def test_every_case_is_in_the_index_and_has_a_run_of_minutes() -> None:
+    cases, index = find_cases(ROOT / "benchmarks" / "cases"), (ROOT / "benchmarks" / "README.md").read_text(encoding="utf-8")
+    assert [name for name in cases if f"| [{name}](cases/{name}.py) |" not in index] == []
+    assert [name for name, case in cases.items() if not case.suite and name != "suite"] == []
+
+
 def test_a_wrong_number_is_found_and_renewed(clone: Path) -> None:
     cases, readme = find_cases(clone / "benchmarks" / "cases"), clone / "README.md"
     right = readme.read_text()
@@ -139,6 +145,18 @@ def test_a_case_is_read_without_running_it(clone: Path) -> None:
     wrong.write_text("CLAIMS = (Claim(name=NAME),)\n")
     with pytest.raises(RequestError, match="'NAME' is computed"):
         CaseFile(wrong)
+
+
+def test_what_claims_share_is_named_once(clone: Path) -> None:
+    named = clone / "named.py"
+    named.write_text(
+        "ROW = Source(row='a', value='details.a')\nCELLS = ('{a:.1f}',)\n"
+        "FIGURES = (Figure(name='a', of=ROW), Figure(name='b', of=ROW, scale=2.0))\n"
+        "TABLES = (Table(name='t', header=('a',), cells=CELLS),)\n"
+    )
+    case = CaseFile(named)
+    assert [figure.of for figure in case.figures] == [Source(row="a", value="details.a")] * 2
+    assert case.tables[0].cells == ("{a:.1f}",)
 
 
 def test_the_worst_comes_first() -> None:

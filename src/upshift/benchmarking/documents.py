@@ -34,8 +34,9 @@ class Stale(NamedTuple):
 
 
 def documents(root: Path) -> list[Path]:
-    """README and docs, in every language; not the log, which tells what was once so."""
-    return [*sorted(root.glob("README*.md")), *(path for path in sorted(root.glob("docs/**/*.md")) if path.name != "log.md")]
+    """README and docs, in every language, and that of the cases; not the log, which tells what was once so."""
+    readmes = [*sorted(root.glob("README*.md")), *root.glob("benchmarks/README.md")]
+    return [*readmes, *(path for path in sorted(root.glob("docs/**/*.md")) if path.name != "log.md")]
 
 
 def renewed(text: str, cases: Mapping[str, CaseFile]) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ast
 import json
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal
@@ -73,11 +74,14 @@ class CaseFile:
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.stem
         self._tree = ast.parse(path.read_text(encoding="utf-8"), filename=str(path))
+        assigned = (node for node in self._tree.body if isinstance(node, ast.Assign))
+        self._assigned = {to.id: node.value for node in assigned for to in node.targets if isinstance(to, ast.Name)}
         self.text = (ast.get_docstring(self._tree) or "").split("\n\n")[0].replace("\n", " ")
         self.claims: tuple[Claim, ...] = self._stated("CLAIMS", ())
         self.figures: tuple[Figure, ...] = (*self.claims, *self._stated("FIGURES", ()))
         self.tables: tuple[Table, ...] = self._stated("TABLES", ())
         self.peers: dict[str, str] = self._stated("PEERS", {})  # what --against takes -> the options that run them alone
+        self.suite: str = self._stated("SUITE", "")  # options of a run that takes minutes, among all other cases
 
     @property
     def is_case(self) -> bool:
@@ -142,10 +146,8 @@ class CaseFile:
         return float(found) if isinstance(found, int | float) else None
 
     def _stated(self, name: str, default: Any) -> Any:
-        for node in self._tree.body:
-            if isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets):
-                return _evaluate(node.value, f"{self.path.name}, {name}")
-        return default
+        node = self._assigned.get(name)
+        return default if node is None else _evaluate(node, f"{self.path.name}, {name}", self._assigned)
 
 
 def _at(row: dict[str, Any], value: str) -> Any:
@@ -162,19 +164,22 @@ def _called(node: ast.Call) -> str:
     return node.func.id if isinstance(node.func, ast.Name) else ""
 
 
-def _evaluate(node: ast.expr, origin: str) -> Any:
-    """Literals, and the values above made of them."""
+def _evaluate(node: ast.expr, origin: str, assigned: Mapping[str, ast.expr]) -> Any:
+    """Literals, the values above made of them, and names of either. ``assigned``: at the top of the file."""
+    if isinstance(node, ast.Name) and node.id in assigned:
+        return _evaluate(assigned[node.id], origin, assigned)
     if isinstance(node, ast.Tuple | ast.List):
-        return tuple(_evaluate(one, origin) for one in node.elts)
+        return tuple(_evaluate(one, origin, assigned) for one in node.elts)
     if isinstance(node, ast.Call) and _called(node) in VALUES and not node.args:
         try:
-            return VALUES[_called(node)].from_fields({str(one.arg): _evaluate(one.value, origin) for one in node.keywords})
+            fields = {str(one.arg): _evaluate(one.value, origin, assigned) for one in node.keywords}
+            return VALUES[_called(node)].from_fields(fields)
         except RequestError as error:
             raise RequestError(f"{origin}, line {node.lineno}: {error}") from None
     try:
         return ast.literal_eval(node)
     except ValueError:
-        what = f"{', '.join(VALUES)} with fields by name, and literals"
+        what = f"{', '.join(VALUES)} with fields by name, literals, and names of them"
         raise RequestError(f"{origin}, line {node.lineno}: {ast.unparse(node)[:60]!r} is computed; use {what}") from None
 
 

@@ -30,7 +30,7 @@ def command(
 ) -> None:
     """Race the installed engines on a sample of the texts, then encode them all with the winner."""
     wait_briefly()
-    from upshift.inference.encoding.encoder import SAMPLE_TEXTS, Encoder
+    from upshift.inference.encoding.encoder import Encoder
     from upshift.inference.encoding.files import check_files, check_form, read_texts
     from upshift.inference.lines import count_lines
     from upshift.inference.sample import spread_over
@@ -43,7 +43,7 @@ def command(
         )  # fmt: skip
         check_form(output, encoder.recipe.output)
         total = count_lines(texts)
-        encoder.prepare(spread_over(read_texts(texts), total, SAMPLE_TEXTS), total=total)
+        encoder.prepare_from(lambda count: spread_over(read_texts(texts), total, count), total)
     start = time.perf_counter()
     done = _encode(encoder, texts, output, total)
     seconds = time.perf_counter() - start

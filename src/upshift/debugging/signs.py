@@ -92,17 +92,17 @@ class Signs:
 
     def growth(self) -> float | None:
         """Bytes a step, where memory grows step after step; None where it does not, or it is not known yet. One jump, as an
-        evaluation makes, is no leak."""
+        evaluation makes, is no leak, whatever crept before it."""
         if len(self._steps) < LEAK_STEPS or self._count % EVERY:
             return None
         held = [step.held for step in self._steps]
         quarter = LEAK_STEPS // QUARTERS
         levels = [statistics.median(held[start : start + quarter]) for start in range(0, LEAK_STEPS, quarter)]
         rises = [later - earlier for earlier, later in zip(levels, levels[1:], strict=False)]
-        total = held[-1] - held[0]
-        if total < max(LEAK_BYTES, LEAK_SHARE * held[-1]) or min(rises) < 0.5 * sum(rises) / len(rises):
+        mean = sum(rises) / len(rises)
+        if QUARTERS * mean < max(LEAK_BYTES, LEAK_SHARE * held[-1]) or min(rises) < 0.5 * mean:
             return None
-        return sum(rises) / len(rises) / quarter
+        return mean / quarter
 
 
 def leak(growth: float, *, grew: dict[str, float], free: float | None) -> Finding:

@@ -24,6 +24,7 @@ from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, Quality
 from upshift.inference.contestant import Contest, Entrants, LeftOut, Run, Runs
 from upshift.inference.engines import ENGINES, PACKAGES, contestants, is_installed
+from upshift.inference.final import finalists, run_final
 from upshift.inference.forecast import Forecast
 from upshift.inference.payback import FEW, LONGER, Entering, allowed, entering, pays, settled
 from upshift.inference.setup import EngineName, EngineSetup
@@ -50,16 +51,18 @@ class Race(Value):
         {}, description="of what is not installed and has such models: the forecast of its fastest setup"
     )
     divided: str | None = Field(None, description="why nothing was raced: the model has no room, and runs partly from the disk")
+    final: tuple[EngineSetup, ...] = Field((), description="who ran again, and has that rate")
     left_out: tuple[LeftOut, ...] = Field((), description="what could not win, would not pay, or came after the race's time")
     seconds: float = Field(0.0, description="that the race took")
     allowed: float = Field(0.0, description="seconds that it might take; the reference runs to its end")
     ceiling: float | None = Field(None, description="texts or tokens a second where nothing is computed: no engine does more")
 
     def best(self) -> list[Run]:
-        """Of each contestant that ran, its fastest batch, or the one that was chosen; the fastest contestant first."""
+        """Of each contestant that ran, its fastest batch, or the one that was chosen, or in the final; the fastest first."""
         found: dict[str, Run] = {}
         ran = [run for run in self.runs if not run.failure]
-        for run in sorted(ran, key=lambda run: (run.setup != self.chosen, -(run.per_second or 0.0))):
+        known = (self.chosen, *self.final)
+        for run in sorted(ran, key=lambda run: (run.setup not in known, run.setup != self.chosen, -(run.per_second or 0.0))):
             found.setdefault(run.setup.label(), run)
         return sorted(found.values(), key=lambda run: -(run.per_second or 0.0))
 
@@ -102,9 +105,12 @@ def race(
         return alone
     enter = partial(entering, quality=quality, amount=amount if engine is None else None)
     nobody = Entrants(contest=contest, setups=(), sample=Path(), reference=Path(), quality=quality, limited=bool(limits))
-    run_all = _run_all(nobody, sample, asked, absent, forecast, enter, longest, on_run).changed(file=kept / f"{quality}.json")
+    # A final is about the time of many texts; under limits who is chosen may be far from the fastest.
+    near = partial(finalists, quality=quality) if amount >= FEW and not limits else lambda runs: ()
+    file = kept / f"{quality}.json"
+    run_all = _run_all(nobody, sample, asked, absent, forecast, enter, longest, near, on_run).changed(file=file)
     kept.mkdir(parents=True, exist_ok=True)
-    write_whole(kept / f"{quality}.json", run_all.to_json())
+    write_whole(file, run_all.to_json())
     return run_all.changed(chosen=_choose(run_all, quality, limits, engine, amount))
 
 
@@ -146,11 +152,11 @@ def _recalled(
 def _run_all(
     entrants: Entrants, sample: list[list[int]], asked: list[EngineSetup], absent: list[EngineSetup],
     forecast: Callable[[], Forecast], enter: Callable[..., Entering], longest: Callable[[Sequence[Run]], float],
-    on_run: Callable[[Run], None],
+    near: Callable[[Sequence[Run]], Sequence[Run]], on_run: Callable[[Run], None],
 ) -> Race:  # fmt: skip
     """``entrants``: without setups and files. ``absent``: of engines that are not installed. ``enter``: which of an engine's
-    setups run, by what ran before; ``longest``: seconds of the race, by the same. What computes nothing runs beside the
-    reference."""
+    setups run, by what ran before; ``longest``: seconds of the race, by the same; ``near``: who runs again at its end. What
+    computes nothing runs beside the reference."""
     start, contest = time.perf_counter(), entrants.contest
     runs, left_out, ceiling = list[Run](), list[LeftOut](), 0.0
     says = forecast()
@@ -174,12 +180,17 @@ def _run_all(
                     on_run(runs[-1])
             if runs[0].failure:
                 raise JobFailed(f"{contest.source.reference} does not run in transformers: {runs[0].failure}")
+        left = longest(runs) - (time.perf_counter() - start)
+        final = {run.setup: run for run in run_final(near(runs), entrants, partial(runs_of, server), seconds=left)}
+        for run in final.values():
+            on_run(run)
+        runs = [final.get(run.setup, run) for run in runs]
     expected = dict[EngineName, float | None]()
     for setup in absent:
         expected[setup.engine] = max(says(setup) or 0.0, expected.get(setup.engine) or 0.0) or None
     return Race(
-        runs=tuple(runs), chosen=runs[0].setup, file=None, expected=expected, left_out=tuple(left_out), ceiling=ceiling or None,
-        seconds=time.perf_counter() - start, allowed=longest(runs),
+        runs=tuple(runs), chosen=runs[0].setup, file=None, final=tuple(final), expected=expected,
+        left_out=tuple(left_out), ceiling=ceiling or None, seconds=time.perf_counter() - start, allowed=longest(runs),
     )  # fmt: skip
 
 
@@ -194,6 +205,8 @@ def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | N
             f"no setup of --engine {engine} is within --quality {quality} ({said}); allow less, or delete {race.file} to race "
             f"again"
         )
+    in_final = {} if limits else {setup.label(): setup for setup in race.final}  # their other batches have the race's rates
+    able = [run for run in able if in_final.get(run.setup.label(), run.setup) == run.setup]
     quick = [run for run in able if run.beyond(limits) <= 1.0]
     if not quick:
         nearest = min(able, key=lambda run: run.beyond(limits))
@@ -231,9 +244,9 @@ def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run | LeftOut]:
 
 def _kept(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:
     """A folder: a race leaves out what cannot win under its bound, so each bound has a file. The lengths by their quantiles to an
-    eighth of a power of two: other texts of such lengths are the same race."""
+    eighth of a power of two, and their number to a power of two: other texts of such lengths are the same race."""
     lengths = np.quantile([len(row) for row in sample], (0.1, 0.5, 0.9)) if sample else np.zeros(3)
-    shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths]
+    shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths] + [len(sample).bit_length()]
     labels = [setup.label() for setup in setups]
     weights = weights_identity(contest.source)
     said = (contest.to_json(), host.fingerprint, shape, labels, weights, installed_versions(LIBRARIES))

@@ -54,8 +54,8 @@ class Mapped:
         if key not in self._files:
             with path.open("rb") as file:
                 self._files[key] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            if hasattr(mmap, "MADV_RANDOM"):
-                self._files[key].madvise(mmap.MADV_RANDOM if looked_up else mmap.MADV_SEQUENTIAL)
+            if looked_up and hasattr(mmap, "MADV_RANDOM"):
+                self._files[key].madvise(mmap.MADV_RANDOM)
         return self._files[key]
 
 

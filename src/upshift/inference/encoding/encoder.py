@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 
@@ -22,7 +23,9 @@ from upshift.inference.setup import Hint
 from upshift.inference.weights import check_asked, computing_host, find_weights, stored_for
 from upshift.models.build import read_config
 
-SAMPLE_TEXTS = 128  # of a race
+# Of a race: texts at least, and of short ones so many that its largest batch comes so often: with 128 texts of six words, which
+# are four batches of one engine and two of another, the last one's gaps chose an engine that is 10 % slower (docs/log.md).
+SAMPLE_TEXTS, SAMPLE_BATCHES = 128, 8
 # Tokens of a batch: caches against overheads, and how long it takes. On CPUs 256 were up to 1.3 times as fast as 1,024, or 512 as
 # fast as 256 (1.08), and 2,048 never faster (docs/log.md); a GPU is not full with them.
 BUDGETS_CPU, BUDGETS_GPU = (256, 512, 1024), (1024, 4096)
@@ -94,24 +97,34 @@ class Encoder:
             for text, part, scores in zip(read, own, rows, strict=True)
         ]
 
-    def prepare(self, texts: Sequence[str], *, total: int | None = None) -> Encoding:
-        """The engine that won on ``texts``, or that won before. ``total``: how many there are, where these are some of them."""
+    def prepare(self, texts: Sequence[str]) -> Encoding:
+        """The engine that won on some of ``texts``, or that won before."""
+        return self.prepare_from(partial(spread, texts), len(texts))
+
+    def prepare_from(self, take: Callable[[int], Sequence[str]], total: int) -> Encoding:
+        """The same of ``total`` texts that need not be in memory. ``take``: so many of them, evenly from first to last."""
         if self._encoding is None:
-            sample = self.tokens.of(spread(texts, SAMPLE_TEXTS))
             pad = self.tokens.pad
             asked = self.recipe.to_json()
             hint: Hint = "latency" if self.limits else "throughput"
             budgets = BUDGETS_CPU if self.host.device == "cpu" else BUDGETS_GPU
             budgets = BUDGETS_LATENCY if self.limits else budgets
+            sample = self._sample(take, total, 0 if self.limits else SAMPLE_BATCHES * budgets[-1])
             contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=budgets, hint=hint)
             forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
             self.race = race(
                 contest, self.host, sample, self.quality,
-                engine=self._engine, forecast=forecast, limits=self.limits, amount=total or len(texts),
+                engine=self._engine, forecast=forecast, limits=self.limits, amount=total,
                 seconds=self._race_seconds, on_run=self._on_run,
             )  # fmt: skip
             self._encoding = Encoding(self.source, self.recipe, self.race.chosen, sample, pad=pad)
         return self._encoding
+
+    def _sample(self, take: Callable[[int], Sequence[str]], total: int, num_tokens: int) -> list[list[int]]:
+        """SAMPLE_TEXTS, or as many more as have so many tokens."""
+        sample = self.tokens.of(take(SAMPLE_TEXTS))
+        wanted = math.ceil(len(sample) * num_tokens / max(sum(map(len, sample)), 1))
+        return self.tokens.of(take(min(wanted, total))) if wanted > len(sample) < total else sample
 
 
 def _check_list(texts: Sequence[str]) -> None:

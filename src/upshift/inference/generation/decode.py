@@ -82,7 +82,7 @@ def advance(decoder: Decoder, live: list[Sequence], most: int) -> tuple[list[Seq
         parts.append(part or sequence.tokens[-1:])
         told += [] if sequence.pending else [row]
     logits = decoder.advance(parts)
-    return [live[row] for row in told], logits[told]
+    return [live[row] for row in told], logits if len(told) == len(live) else logits[told]
 
 
 def _looked_up(decoder: Decoder, sequence: Sequence, lookup: Lookup) -> Iterator[tuple[Sequence, int]]:

@@ -8,6 +8,7 @@ batch, as every micro-batch is somebody's: deaths change the order of sums, and 
 from __future__ import annotations
 
 import logging
+import time
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from datetime import timedelta
@@ -21,15 +22,16 @@ from torch.distributed import TCPStore
 
 from upshift.settings import quiet_torchft
 from upshift.training.batches.source import GlobalBatch
-from upshift.training.heal.hand_over import HandOver, Trained
+from upshift.training.heal.hand_over import POLL_SECONDS, HandOver, Trained
 from upshift.units import MIB
+from upshift.value import Value
 
 LONGEST_STEP = timedelta(minutes=30)  # the first may compile; a death is noticed by its closed connection, at once
 CONNECTING = timedelta(seconds=60)
 BUCKET_BYTES = 25 * MIB  # of gradients that are summed in one message
 
 
-def job_name(number: int) -> str:
+def job_name(number: int | str) -> str:
     return f"job-{number}.json"
 
 
@@ -37,15 +39,28 @@ def result_name(number: int) -> str:
     return f"result-{number}.json"
 
 
+def here_name(number: int | str) -> str:
+    return f"here-{number}"
+
+
+class Life(Value):
+    """What one process of a copy is asked for."""
+
+    folder: str  # with the job
+    number: int  # of the copy
+    lighthouse: str  # where all meet
+    first: bool
+
+
 class Again(Exception):
     """Another copy was lost in this step, which is taken once more by those that are left."""
 
 
 class Copies:
-    """``number``: of this copy, from 0, the same over its lives. ``lighthouse``: where all meet."""
+    """``number``: of this copy, from 0, the same over its lives. ``lighthouse``: where all meet. ``first``: of its lives."""
 
-    def __init__(self, number: int, *, lighthouse: str, folder: Path) -> None:
-        self.number, self._lighthouse = number, lighthouse
+    def __init__(self, number: int, *, lighthouse: str, folder: Path, first: bool) -> None:
+        self.number, self._lighthouse, self._folder, self.first = number, lighthouse, folder, first
         self._hand_over = HandOver(folder / f"copy-{number}")
         self._manager: Any = None  # torchft's, which has no types
         self._said = self._agreed = 0
@@ -67,20 +82,25 @@ class Copies:
         )  # fmt: skip
 
     def join(self, trained: Trained, *, device: str) -> None:
-        """Once the model is there. One that comes back lets the others go on until then; at the start all wait for all."""
+        """Once the model is there. One that comes back lets the others go on until then; at the start all wait for all: one
+        that went ahead alone, and died before another had taken what it has, would take its steps with it."""
         if self._manager is None:
             self.open(device=device)
         self._hand_over.trained, self._device = trained, device
         self._manager.load_state_dict({"step": trained.progress.step, "batches_committed": 0})
+        (self._folder / here_name(self.number)).touch()
+        copies = len(list(self._folder.glob(job_name("*"))))
+        while len(list(self._folder.glob(here_name("*")))) < copies:
+            time.sleep(POLL_SECONDS)
 
     def leave(self) -> None:
         self._manager.shutdown(wait=False)
 
     @property
     def leads(self) -> bool:
-        """Whether this copy speaks and writes for all; before they met the first does."""
+        """Whether this copy speaks and writes for all; before they met copy 0 does."""
         rank = self._manager.participating_rank()
-        return (self.number if rank is None else rank) == 0
+        return self.first and self.number == 0 if rank is None else rank == 0
 
     def meet(self) -> None:
         """Before a step. A copy that is behind has the others' weights, step and place in the data afterwards."""

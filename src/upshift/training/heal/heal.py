@@ -3,31 +3,29 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import queue
 import signal
-import subprocess
-import sys
 import threading
-import time
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
-from typing import Literal
+from queue import Queue
 
 from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.fork_server import ENDLESS_SECONDS, Ending, ForkServer, fork_server
 from upshift.planning.plan import ALONE, Plan
 from upshift.record import Record
 from upshift.settings import quiet_torchft
 from upshift.training.data.training_data import TrainingData
-from upshift.training.heal.copies import job_name, result_name
+from upshift.training.heal.copies import Life, here_name, job_name, result_name
 from upshift.training.job.processes import result_in, written
 from upshift.training.job.request import Job
-from upshift.training.loop.events import Event, Finished, OnEvent, StepDone, Waited, event_from_json
+from upshift.training.loop.events import Event, Finished, Healed, OnEvent, StepDone, Told, Waited
 from upshift.training.loop.stop import StopRequest
 
+WORKER = "upshift.training.heal.copy_process"
 LOST_MS = 1000  # without a sign of life a copy counts as gone; it gives one each 100 ms
 JOINING_MS = 60_000  # those that are there wait so long for one that is, and has not come to the step
-SOON_SECONDS, MOST_SOON = 60.0, 3  # a copy that dies so soon after its start, so often in turn, stays away
+MOST_IN_VAIN = 3  # a copy that so often in turn dies before a step with it has counted stays away
 
 
 def check_healing(plan: Plan) -> None:
@@ -58,47 +56,63 @@ def fixed_to_heal(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
 
 
 class Copy:
-    """One process after the other."""
+    """One life after the other, each forked from a process that has imported everything: imports are most of what a start takes,
+    and what is imported is in memory once."""
 
-    def __init__(self, number: int, folder: Path, lighthouse: str, told: queue.Queue[tuple[Copy, Event | None]]) -> None:
-        self.number, self._folder, self._lighthouse, self._told = number, folder, lighthouse, told
-        self._soon = 0
-        self.begin("first")
+    def __init__(
+        self, number: int, folder: Path, lighthouse: str, told: Queue[tuple[Copy, Event | None]], stack: ExitStack
+    ) -> None:
+        self.number, self._folder, self._lighthouse, self._told, self._stack = number, folder, lighthouse, told, stack
+        self._server: ForkServer | None = None
+        self._ending: Ending | None = None
+        self._in_vain = 0
+        self.begin(first=True)
 
-    def begin(self, life: Literal["first", "again"]) -> None:
-        self._began = time.monotonic()
-        command = [sys.executable, "-m", "upshift.training.heal.copy_process", str(self._folder), str(self.number)]
-        self.process = subprocess.Popen(
-            [*command, self._lighthouse, life], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
-            start_new_session=True,
-        )  # fmt: skip
-        threading.Thread(target=self._listen, args=(self.process,), daemon=True).start()
+    def begin(self, *, first: bool) -> None:
+        if self._server is None or not self._server.runs:
+            self._server = self._stack.enter_context(fork_server(WORKER, own_session=True))
+        self._came_at = 0 if first else None
+        life = Life(folder=str(self._folder), number=self.number, lighthouse=self._lighthouse, first=first)
+        threading.Thread(target=self._listen, args=(self._server, life), daemon=True).start()
 
-    def _listen(self, process: subprocess.Popen[str]) -> None:
-        assert process.stdout is not None
-        for line in process.stdout:
-            self._told.put((self, event_from_json(line)))
-        process.wait()
-        process.stdout.close()
+    def _listen(self, server: ForkServer, life: Life) -> None:
+        self._ending = None
+        with suppress(JobFailed):  # of the server, with which the copy is gone
+            for said in server.ask(life, Told, limit_seconds=ENDLESS_SECONDS):
+                if isinstance(said, Ending):
+                    self._ending = said
+                else:
+                    self._told.put((self, said.event))
         self._told.put((self, None))
+
+    def interrupt(self) -> None:
+        assert self._server is not None
+        self._server.interrupt()
+
+    def came(self, step: int) -> None:
+        """With what the others have had since that step."""
+        self._came_at = step
 
     @property
     def was_killed(self) -> bool:
         return not (self._folder / result_name(self.number)).exists()
 
-    def may_come_again(self) -> bool:
-        soon = time.monotonic() - self._began < SOON_SECONDS
-        self._soon = self._soon + 1 if soon else 0
-        return self._soon < MOST_SOON
+    def may_come_again(self, step: int) -> bool:
+        """``step``: the last one that counted."""
+        took_part = self._came_at is not None and step > self._came_at
+        self._in_vain = 0 if took_part else self._in_vain + 1
+        return self._in_vain < MOST_IN_VAIN
 
     def result(self) -> Record:
         """Raises what the copy failed with."""
-        return result_in(self._folder, self.process.returncode, interrupted=False, name=result_name(self.number))
+        return result_in(self._folder, 0, interrupted=False, name=result_name(self.number))
 
-    def end(self) -> None:
-        if self.process.poll() is None:
-            os.killpg(self.process.pid, signal.SIGKILL)
-            self.process.wait()
+    def last_words(self) -> str:
+        if self._ending is None:
+            return "died with the process that it was forked from"
+        if self._ending.signal is not None:
+            return f"was killed ({signal.Signals(self._ending.signal).name})"
+        return f"died (exit code {self._ending.exit}: {self._ending.last_words})"
 
 
 def run_healing(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
@@ -109,20 +123,16 @@ def run_healing(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
     lighthouse = LighthouseServer(
         bind="[::]:0", min_replicas=1, join_timeout_ms=JOINING_MS, heartbeat_timeout_ms=LOST_MS, quorum_tick_ms=50
     )
-    told: queue.Queue[tuple[Copy, Event | None]] = queue.Queue()
+    told: Queue[tuple[Copy, Event | None]] = Queue()
     numbers = range(job.plan.num_processes)
-    with written(job, data) as folder:
+    with written(job, data) as folder, ExitStack() as stack:
+        stack.callback(lighthouse.shutdown)
         for number in numbers:
             _write_job(folder, number, job)
         address = f"http://localhost:{lighthouse.address().rpartition(':')[2]}"  # hosts do not always know their own name
-        copies = [Copy(number, folder, address, told) for number in numbers]
-        try:
-            with StopRequest(on_request=partial(_pass_on, copies)) as stop:
-                return _watch(job, folder, copies, told, on_event, stop)
-        finally:
-            for copy in copies:
-                copy.end()
-            lighthouse.shutdown()
+        copies = [Copy(number, folder, address, told, stack) for number in numbers]
+        with StopRequest(on_request=partial(_interrupt, copies)) as stop:
+            return _watch(job, folder, copies, told, on_event, stop)
 
 
 def _write_job(folder: Path, number: int, job: Job) -> None:
@@ -132,14 +142,13 @@ def _write_job(folder: Path, number: int, job: Job) -> None:
     (folder / job_name(number)).write_text(job.changed(plan=alone, heal=False).to_json(), encoding="utf-8")
 
 
-def _pass_on(copies: list[Copy]) -> None:
+def _interrupt(copies: list[Copy]) -> None:
     for copy in copies:
-        if copy.process.poll() is None:
-            copy.process.send_signal(signal.SIGINT)
+        copy.interrupt()
 
 
 def _watch(
-    job: Job, folder: Path, copies: list[Copy], told: queue.Queue[tuple[Copy, Event | None]], on_event: OnEvent, stop: StopRequest
+    job: Job, folder: Path, copies: list[Copy], told: Queue[tuple[Copy, Event | None]], on_event: OnEvent, stop: StopRequest
 ) -> Record:
     left, step = list(copies), 0
     finished: Copy | None = None
@@ -149,6 +158,9 @@ def _watch(
         if event is not None:
             step = event.step if isinstance(event, StepDone) else step
             finished = copy if isinstance(event, Finished) else finished
+            if isinstance(event, Healed):
+                copy.came(event.step)
+                event = Waited(event.step, f"copy {copy.number} is here, and has what the others have")
             on_event(event)
         elif not copy.was_killed:
             left.remove(copy)
@@ -157,22 +169,21 @@ def _watch(
             except Interrupted as error:  # all are, at the same step, and one of them saves
                 interrupted = error
         else:
-            again = copy.may_come_again() and not stop.requested and finished is None
-            on_event(Waited(step, _lost(copy, job, again=again)))
+            again = copy.may_come_again(step) and not stop.requested and finished is None
+            then = "it is started again" if again else "it stays away"
+            lost = f"copy {copy.number} of {job.plan.num_processes} {copy.last_words()}"
+            on_event(Waited(step, f"{lost}; the others go on, and {then}"))
             if again:
                 _write_job(folder, copy.number, job.changed(resume=True, overwrite=False))
-                copy.begin("again")
+                copy.begin(first=False)
             else:
+                (folder / here_name(copy.number)).touch()  # nobody waits for it at the start
                 left.remove(copy)
     if interrupted is not None:
         raise interrupted
     if finished is None or finished.was_killed:
-        raise JobFailed(f"all {len(copies)} copies are gone; remove the cause, then --resume")
+        if stop.requested:
+            raise Interrupted("interrupted before the first step; nothing new is saved, start again")
+        last = f"the last of them {copy.last_words()}"
+        raise JobFailed(f"all {len(copies)} copies are gone, {last}; remove the cause, then --resume")
     return finished.result()
-
-
-def _lost(copy: Copy, job: Job, *, again: bool) -> str:
-    code = copy.process.returncode
-    how = f"was killed ({signal.Signals(-code).name})" if code < 0 else f"died (exit code {code})"
-    then = "it is started again" if again else "it stays away"
-    return f"copy {copy.number} of {job.plan.num_processes} {how}; the others go on, and {then}"

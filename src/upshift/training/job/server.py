@@ -6,17 +6,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 
-from upshift.fork_server import Ending, ForkServer, fork_server
+from upshift.fork_server import ENDLESS_SECONDS, Ending, ForkServer, fork_server
 from upshift.record import Record
 from upshift.training.data.training_data import TrainingData
 from upshift.training.job.job import append_record, open_job
 from upshift.training.job.processes import result_in, written
 from upshift.training.job.request import Job
-from upshift.training.job.worker import STOP, Request, Told
-from upshift.training.loop.events import OnEvent, event_from_json
+from upshift.training.job.worker import STOP, Request
+from upshift.training.loop.events import OnEvent, Told
 
 WORKER = "upshift.training.job.worker"
-LONGEST_SECONDS = 1e9
 
 
 class JobServer:
@@ -31,14 +30,14 @@ class JobServer:
         """As ``run_job`` does. What ``on_event`` raises ends the job at its next event, and is raised."""
         open_job(job, data)
         with written(job, data) as folder:
-            answers = self._server.ask(Request(folder=str(folder)), Told, limit_seconds=LONGEST_SECONDS)
+            answers = self._server.ask(Request(folder=str(folder)), Told, limit_seconds=ENDLESS_SECONDS)
             exit_code = 0
             try:
                 for answer in answers:
                     if isinstance(answer, Ending):
                         exit_code = -answer.signal if answer.signal else answer.exit or 0
                     else:
-                        on_event(event_from_json(answer.event))
+                        on_event(answer.event)
             except BaseException:  # whatever it is, the child must not go on behind it
                 (folder / STOP).touch()
                 with suppress(StopIteration):

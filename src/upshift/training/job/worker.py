@@ -9,7 +9,7 @@ from pathlib import Path
 
 from upshift.training.job.job import run_rank
 from upshift.training.job.processes import run_in
-from upshift.training.loop.events import Event, event_to_json
+from upshift.training.loop.events import Event, told
 from upshift.value import Value
 
 STOP = "stop"  # a file in the job's folder: its result is not wanted any more
@@ -19,15 +19,11 @@ class Request(Value):
     folder: str
 
 
-class Told(Value):
-    event: str  # as JSON
-
-
 def main(path: Path, answer: Callable[[Value], None]) -> None:
     folder = Path(Request.from_file(path).folder)
 
     def tell(event: Event) -> None:
-        answer(Told(event=event_to_json(event)))
+        answer(told(event))
         if (folder / STOP).exists():
             os.killpg(0, signal.SIGKILL)  # this process and the ranks that it has forked
 

@@ -5,6 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from typing import get_args
+
+from upshift.value import Value
 
 
 @dataclass(frozen=True)
@@ -57,6 +60,13 @@ class Waited:
 
 
 @dataclass(frozen=True)
+class Healed:
+    """Of copies that heal each other: this one is here again, and has what the others have."""
+
+    step: int
+
+
+@dataclass(frozen=True)
 class Evaluated:
     step: int
     tokens: int
@@ -77,9 +87,9 @@ class Finished:
     reason: str  # finished, or the early end that was asked for: tokens, seconds
 
 
-Event = Started | Doubted | StepDone | OutOfMemory | Waited | Evaluated | Saved | Finished
+Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Saved | Finished
 OnEvent = Callable[[Event], None]
-_CLASSES = {kind.__name__: kind for kind in (Started, Doubted, StepDone, OutOfMemory, Waited, Evaluated, Saved, Finished)}
+_CLASSES = {kind.__name__: kind for kind in get_args(Event)}
 
 
 def event_to_json(event: Event) -> str:
@@ -90,3 +100,17 @@ def event_from_json(line: str) -> Event:
     fields = json.loads(line)
     event: Event = _CLASSES[fields.pop("event")](**fields)
     return event
+
+
+class Told(Value):
+    """An event on its way from a child of a fork server."""
+
+    line: str  # JSON
+
+    @property
+    def event(self) -> Event:
+        return event_from_json(self.line)
+
+
+def told(event: Event) -> Told:
+    return Told(line=event_to_json(event))

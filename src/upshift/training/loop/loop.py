@@ -30,6 +30,7 @@ from upshift.training.loop.events import (
     Evaluated,
     Event,
     Finished,
+    Healed,
     OnEvent,
     OutOfMemory,
     Saved,
@@ -130,7 +131,7 @@ class TrainingLoop:
         self.progress.read_from(folder, self.stepper, self.place)
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
-            self._on_event(Waited(self.progress.step, f"copy {self.copies.number} is here, and has what the others have"))
+            self._on_event(Healed(self.progress.step))
 
     @property
     def leads(self) -> bool:
@@ -138,12 +139,11 @@ class TrainingLoop:
         return self.rank == 0 if self.copies is None else self.copies.leads
 
     def run(self) -> Outcome:
-        resumed = str(self.checkpoint) if self.checkpoint else None
-        label, max_steps = self.plan.label(), self.arguments.max_steps
+        done, most, resumed = self.progress, self.arguments.max_steps, str(self.checkpoint) if self.checkpoint else None
         self._batches = self.source.batches(self.progress.position)
         if self.copies is not None:
             self.copies.join(self, device=self.plan.device)
-        self._tell(Started(self.progress.step, max_steps, self.progress.tokens[-1], self.num_parameters, label, resumed))
+        self._tell(Started(done.step, most, done.tokens[-1], self.num_parameters, self.plan.label(), resumed))
         for words in doubts(self.stepper.model, self.plan):
             self._tell(Doubted(words))
         with watching(self.plan, lambda step, words: self._on_event(Waited(step, words)), self.output) as self._watched:
