@@ -33,7 +33,7 @@ test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
 light: $(VENV)/.dev
-	$(BIN)/python -m pytest tests/light
+	$(BIN)/python -m pytest tests/light -n auto --dist loadfile
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

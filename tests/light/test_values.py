@@ -30,14 +30,14 @@ from upshift.value import Value
 SOURCE = Path(__file__).parents[2] / "src"
 MAX_ITEMS = 2  # of a generated tuple or dict; a ModelProfile nests five deep
 
-# Imports every module with torch and transformers refused, and prints the values that could still be imported.
+# Imports every module with torch, transformers and tensorflow refused, and prints the values that could still be imported.
 FIND = """
 import importlib, inspect, json, sys
 from pathlib import Path
 class Refused(ImportError): pass
 class Refuse:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("torch", "transformers"):
+        if name.split(".")[0] in ("torch", "transformers", "tensorflow"):
             raise Refused(name)
 sys.meta_path.insert(0, Refuse())
 sys.path.insert(0, sys.argv[1])
