@@ -28,7 +28,7 @@ from upshift.value import Value
 
 SAMPLED = 64  # prompts of a file
 BEAT_SECONDS = 1.0
-TOGETHER_SECONDS = 1 / 60  # a screen shows no more pictures: tokens within one are told of together, as saying one takes 0.3 ms of a core
+TOGETHER_SECONDS = 1 / 60  # a screen shows no more pictures; saying a token takes 0.3 ms of a core
 DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has positions for more
 
 
