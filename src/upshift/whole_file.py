@@ -7,7 +7,17 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Written beside and renamed; right also beside another process that writes the same. Its folder must exist."""
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-    temporary.replace(path)
+    """Written beside and renamed; right also beside another process that writes the same. Its folder must exist. A link is
+    followed; what is no regular file, such as a pipe or /dev/null, is written to as it is. Raises OSError."""
+    encoded = content.encode() if isinstance(content, str) else content
+    if path.exists() and not path.is_file():
+        path.write_bytes(encoded)
+        return
+    file = Path(os.path.realpath(path))
+    temporary = file.with_name(f"{file.name}.{os.getpid()}.tmp")
+    try:
+        temporary.write_bytes(encoded)
+        temporary.replace(file)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise

@@ -23,7 +23,10 @@ from transformers import BertConfig, BertModel, LlamaConfig, LlamaForCausalLM
 from upshift.training.data.tokenizer import train_byte_level_bpe
 
 WORDS = "the quick brown fox jumps over a lazy dog while seven wizards watch the moon".split()  # noqa: SIM905
-CHAT = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+CHAT = (
+    "{% for message in messages %}{% if message.content == 'broken' %}{{ 1 / 0 }}{% endif %}"
+    "<{{ message.role }}>{{ message.content }}{% endfor %}<assistant>"
+)
 START_SECONDS = 300.0
 KEY = {"Authorization": "Bearer second"}
 

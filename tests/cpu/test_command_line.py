@@ -233,6 +233,11 @@ def wrong_requests(model: Path, data: Path, folder: Path) -> dict[str, tuple[lis
         "an unknown option": (["plan", model, "--colour", "blue"], ["--colour", "plan --help"]),
         "too small a number": (["plan", model, "--sequence-length", 1], ["--sequence-length", "2"]),
         "no number": (["plan", model, "--rows", "many"], ["--rows", "integer"]),
+        "epochs that are no number": ([*train, data, "--epochs", "nan"], ["--epochs"]),
+        "epochs without end": (["tune", model, "--data", data, "--space", data, "--epochs", "inf"], ["--epochs", "inf is no"]),
+        "a budget without end": ([*train, data, "--trial-seconds", "inf"], ["trial_seconds", "finite"]),
+        "a seed below zero": ([*train, data, "--seed", -1], ["--seed", "0"]),
+        "too large a seed": (["tune", model, "--data", data, "--space", data, "--seed", 2**32], ["--seed", "4294967295"]),
         "no word behind": (["train", model], ["--data"]),
         "4 bits that are trained": (["plan", model, "--load-in-4bit"], ["--lora-rank"]),
         "an adapter that generates": (["plan", model, "--generate", "--lora-rank", 8], ["--lora-rank"]),
@@ -243,7 +248,8 @@ NAMES = (
     "a directory with no config", "no such model", "a config without a type", "an unknown architecture", "truncated weights",
     "no weights", "no text column", "an empty file", "no such data", "too long a sequence", "no micro-batch", "an unknown field",
     "an unknown value", "an unknown allowance", "an unknown host", "an unknown command", "an unknown option",
-    "too small a number", "no number", "no word behind", "4 bits that are trained", "an adapter that generates",
+    "too small a number", "no number", "epochs that are no number", "epochs without end", "a budget without end",
+    "a seed below zero", "too large a seed", "no word behind", "4 bits that are trained", "an adapter that generates",
 )  # fmt: skip
 
 

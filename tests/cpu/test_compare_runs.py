@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from upshift.debugging.compare_runs import compare_runs
 from upshift.errors import RequestError
@@ -98,6 +98,8 @@ def test_runs_of_transformers(tmp_path: Path) -> None:
 
 def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     one = run(tmp_path / "a", losses=LOSSES, weights={4: {}})
+    with pytest.raises(RequestError, match="tolerance inf is not possible; give 0 or more"):
+        compare_runs(one, one, tolerance=float("inf"))
     with pytest.raises(RequestError, match="is not a folder"):
         compare_runs(one, tmp_path / "nothing")
     (tmp_path / "empty").mkdir()
@@ -107,6 +109,42 @@ def test_what_is_no_run_is_refused(tmp_path: Path) -> None:
     save_file({"other": torch.ones(2)}, other / "checkpoint-4" / "model.safetensors")
     with pytest.raises(RequestError, match="different models"):
         compare_runs(one, other)
+    (other / "checkpoint-4" / "model.safetensors").write_bytes(b"\x10")
+    with pytest.raises(RequestError, match="is not a whole safetensors file"):
+        compare_runs(one, other)
+    (other / "upshift_run.json").write_text("[1]")
+    with pytest.raises(RequestError, match="upshift_run.json is not a JSON object"):
+        compare_runs(one, other)
+
+
+def in_parts(checkpoint: Path, ranks: int) -> None:
+    """As ranks write it that divide every tensor by rows."""
+    tensors = load_file(checkpoint / "model.safetensors")
+    (checkpoint / "model.safetensors").unlink()
+    for rank in range(ranks):
+        own = {name: tensor.chunk(ranks)[rank].contiguous() for name, tensor in tensors.items()}
+        kept = [rank * 4 // ranks, (rank + 1) * 4 // ranks]
+        pieces = {f"weights/{name}": {"shape": [4, 4], "kept": {"0": [kept]}} for name in own}
+        save_file(own, checkpoint / f"weights-{rank:05d}.safetensors")
+        (checkpoint / f"pieces-{rank:05d}.json").write_text(json.dumps({"tensors": pieces}))
+
+
+def test_checkpoints_in_parts_of_ranks(tmp_path: Path) -> None:
+    runs = [run(tmp_path / name, losses=LOSSES, weights={4: {NAMES[1]: much}}) for name, much in (("a", 0.0), ("b", 0.1))]
+    whole, same = (run(tmp_path / name, losses=LOSSES, weights={4: {}}) for name in ("c", "d"))
+    for one, ranks in ((runs[0], 2), (runs[1], 4), (same, 4)):
+        in_parts(one / "checkpoint-4", ranks)
+    found = compare_runs(*runs)
+    assert found.first_checkpoint == 4 and [item.name for item in found.tensors] == [NAMES[1]]
+    assert found.tensors[0].relative == pytest.approx(0.05)
+    assert compare_runs(whole, same).findings[-1].severity == "ok"
+    (same / "checkpoint-4" / "pieces-00001.json").unlink()
+    with pytest.raises(RequestError, match=r"weights-00001.safetensors has a part of .*, and no pieces-\*.json says which"):
+        compare_runs(whole, same)
+    for part in (same / "checkpoint-4").glob("weights-*"):
+        part.unlink()
+    (same / "checkpoint-4" / "optimizer.safetensors").write_bytes(b"")
+    assert compare_runs(whole, same).findings[-1].what.startswith("no checkpoint of the same step in both")
 
 
 def test_the_command_says_by_its_code_that_they_differ(tmp_path: Path) -> None:

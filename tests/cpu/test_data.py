@@ -167,6 +167,11 @@ def written(name, content):
     return write
 
 
+def parquet_of_latin(tmp_path):
+    pq.write_table(pa.table({"text": pa.array(["é".encode("latin-1")]).view(pa.string())}), tmp_path / "a.parquet")
+    return tmp_path / "a.parquet"
+
+
 def truncated_parquet(tmp_path):
     path = parquet_file(tmp_path)
     path.write_bytes(path.read_bytes()[:-20])
@@ -201,6 +206,9 @@ def no_train_split(tmp_path):
         (written("a.json", b'[{"text": "a"}'), ["a.json", "JSON"]),
         (written("a.parquet", b"nonsense"), ["not a complete parquet"]),
         (truncated_parquet, ["not a complete parquet"]),
+        (parquet_of_latin, ["bytes that are not UTF-8"]),
+        (written("a.jsonl", b'{"text": "a"}\n{"text": "a \\ud800 b"}\n'), ["a.jsonl:2", "\\ud800", "surrogate"]),
+        (written("a.jsonl", b'{"text": null}\n{"text": null, "id": "x"}\n'), ["no text in any record", "text_column"]),
         (empty_folder, ["no readable text", "1 not UTF-8"]),
         (damaged_dataset, ["not a complete datasets directory"]),
         (no_train_split, ["no split 'train'", "dev"]),
@@ -212,6 +220,27 @@ def test_every_error_is_one_clear_line(write, words, tmp_path):
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "asked", "texts"),
+    [
+        ('{"text": null, "id": "x"}\n{"text": "a", "id": "y"}', None, ["a"]),
+        ('{"body": null}\n{"body": "a"}', None, ["a"]),
+        ('{"body": null, "text": "no"}\n{"body": "a", "text": "no"}', "body", ["a"]),
+        ('{"input_ids": null, "text": "a", "meta": null}', None, ["a"]),
+        ('{"content": "a", "meta": null}', None, ["a"]),
+        ('{"text": "\\ud83d\\ude00"}', None, ["\U0001f600"]),  # both halves of a pair
+    ],
+)
+def test_the_first_record_that_says_it_names_the_column(content, asked, texts, tmp_path):
+    (tmp_path / "a.jsonl").write_text(content)
+    assert read_corpus(tmp_path / "a.jsonl", text_column=asked).documents == texts
+
+
+def test_an_array_behind_a_byte_order_mark(tmp_path):
+    (tmp_path / "a.json").write_text('[{"text": "a"}]', encoding="utf-8-sig")
+    assert read_corpus(tmp_path / "a.json").documents == ["a"]
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet_file, saved_dataset])

@@ -71,6 +71,7 @@ def test_pooling_sees_no_padding(pooling: str, expected: list[float]) -> None:
     recipe = EMBEDDINGS.changed(pooling=pooling)
     assert pool(states, mask, recipe)[0].tolist() == expected
     assert np.linalg.norm(pool(states, mask, recipe.changed(normalize=True))) == pytest.approx(1.0)
+    assert not pool(states, np.zeros_like(mask), recipe.changed(normalize=True)).any()  # of a text without tokens
 
 
 def sentence_transformers_directory(folder: Path, pooling: dict[str, object], *more: str) -> ModelSource:

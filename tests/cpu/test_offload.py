@@ -31,6 +31,7 @@ from transformers import (
     GPT2Config,
     LlamaConfig,
     MixtralConfig,
+    MixtralForCausalLM,
     PreTrainedModel,
     T5Config,
 )  # fmt: skip
@@ -41,7 +42,7 @@ from upshift.loading import offload_store
 from upshift.loading.checkpoint import find_checkpoint
 from upshift.loading.header import StoredTensor
 from upshift.loading.layout import place_model, units_of
-from upshift.loading.load import load_source
+from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload import is_offloaded
 from upshift.loading.place import CPU, DISK, Work, place
 from upshift.loading.placed import Where
@@ -431,3 +432,13 @@ def test_inspect_placement(upshift: Command, folder: Folder, tmp_path: Path) -> 
     assert sum(halved["totals"].values()) == total // 2
     wrong = upshift("inspect", config, "--max-memory", "cpu=1GB")
     assert wrong.code == 2 and "--placement" in wrong.err
+    long = upshift("inspect", config, "--placement", "--sequence-length", 2049)
+    assert long.code == 2 and "longer than the model's 2048 positions" in long.err
+
+
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_keys_and_values_of_experts(dtype: str) -> None:
+    """PyTorch's grouped product has no fake for these dtypes; what is kept beside it is as in a dense model."""
+    model = build_empty(MixtralForCausalLM, MixtralConfig(**SMALL, num_key_value_heads=4), getattr(torch, dtype))
+    placement = place_model(model, device_map={"": "cpu"}, sequence_length=50)
+    assert placement.cache == 2 * 4 * 50 * 64 * model.dtype.itemsize

@@ -303,6 +303,9 @@ def test_refused(upshift, llama, tmp_path):
     (tmp_path / "file").write_text("")
     one_line(upshift("shard", llama, "-o", tmp_path / "file"), "is a file")
     one_line(upshift("shard", llama, "-o", tmp_path), "is not empty (file)")
+    (tmp_path / "bare").mkdir()
+    shutil.copy(llama / "config.json", tmp_path / "bare")
+    one_line(upshift("shard", tmp_path / "bare", "-o", tmp_path / "out"), "has no", "only upshift train makes")
     one_line(upshift("shard", llama, "-o", tmp_path / "out", "--max-shard-size", "5 apples"), "5 apples")
     one_line(upshift("shard", llama, "-o", tmp_path / "out", "--max-shard-size", "0"), "--max-shard-size 0", "5GB")
     one_line(upshift("convert", llama, "-o", tmp_path / "out", "--dtype", "int8"), "int8", "bfloat16, float16, float32")
@@ -381,7 +384,10 @@ def test_files_beside_the_weights(upshift, llama, tmp_path):
     for name in ("1_Pooling", "onnx"):
         (model / name).mkdir()
         (model / name / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text("{{ tools }}")
     assert upshift("shard", model, "-o", tmp_path / "out").code == 0
     assert (tmp_path / "out" / "1_Pooling" / "config.json").is_file() and not (tmp_path / "out" / "onnx").exists()
+    assert (tmp_path / "out" / "additional_chat_templates" / "tool_use.jinja").read_text() == "{{ tools }}"
     (model / "1_Pooling" / "model.safetensors").write_bytes(b"")
     one_line(upshift("shard", model, "-o", tmp_path / "other"), "weights in 1_Pooling")

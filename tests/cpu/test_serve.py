@@ -7,6 +7,7 @@ import os
 import queue
 import random
 import re
+import shutil
 import signal
 import socket
 import sys
@@ -29,6 +30,9 @@ from running_server import KEY, WORDS, Running, serving, wait, write_models
 from transformers import AutoModelForCausalLM, AutoTokenizer, BertModel
 from web_driver import driven
 
+from upshift.serving import door
+from upshift.serving.app import Limits
+
 OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-waiting", "4", "--max-body-mb", "0.1")
 
 
@@ -42,7 +46,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def server(models: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("log")
-    (folder / "keys").write_text("first\nsecond\n")
+    (folder / "keys").write_text("first\nsecond\nschlüssel\n", encoding="utf-8")
     with serving(models, folder / "log", "tiny", "enc", "--api-key-file", str(folder / "keys"), *OPTIONS) as running:
         yield running
 
@@ -105,6 +109,7 @@ def test_several_texts_and_seeds(server: Running) -> None:
     asked: dict[str, Any] = {"model": "tiny", "prompt": ["fox", "dog"], "max_tokens": 6, "temperature": 1.5, "seed": 7, "n": 2}
     texts = [[one.text for one in server.client.completions.create(**asked).choices] for _ in range(2)]
     assert texts[0] == texts[1] and len(set(texts[0])) > 1
+    assert server.client.completions.create(**asked).usage.prompt_tokens == prompt_tokens(server, "fox", "dog")
     pieces: dict[int, str] = {}
     for event in server.client.completions.create(**asked, stream=True):
         for one in event.choices:
@@ -112,6 +117,11 @@ def test_several_texts_and_seeds(server: Running) -> None:
     assert [pieces[index] for index in range(4)] == texts[0]
     other = server.client.completions.create(**asked | {"seed": 8})
     assert [one.text for one in other.choices] != texts[0]
+
+
+def prompt_tokens(server: Running, *prompts: str) -> int:
+    bodies = [{"model": "tiny", "prompt": prompt, "max_tokens": 1} for prompt in prompts]
+    return sum(server.post("/v1/completions", body).json()["usage"]["prompt_tokens"] for body in bodies)
 
 
 def test_a_text_ends_before_a_stop_string(server: Running) -> None:
@@ -149,6 +159,7 @@ def test_embeddings(server: Running, models: Path) -> None:
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-7)
 
 
+FAILED = 500  # at this request alone
 WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"model": "none", "prompt": "x"}, 404, "ask for one of tiny, enc"),
     ("/v1/completions", {"model": "enc", "prompt": "x"}, 400, "answers at /v1/embeddings"),
@@ -158,6 +169,12 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"model": "tiny", "prompt": [[1], [99999]], "max_tokens": 1}, 400, "99999"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "more than the 256 positions"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "temperature": 9}, 400, "temperature"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "temperature": 1e-40}, 400, "temperature: 1e-40 is too small"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "repetition_penalty": 1e-40}, 400, "repetition_penalty"),
+    ("/v1/completions", {"model": "tiny", "prompt": [[1]] * 257}, 400, "at most 256 items"),
+    ("/v1/completions", {"model": "tiny", "prompt": ["x"] * 3, "n": 3}, 400, "ask for at most 8"),
+    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "x", "name": ""}]}, 400, "0.name is"),
+    ("/v1/chat/completions", {"model": "tiny", "messages": [{"role": "user", "content": "broken"}]}, FAILED, "division by zero"),
     ("/v1/chat/completions", {"model": "tiny", "messages": []}, 400, "messages"),
     ("/v1/completions", {"model": "tiny", "prompt": "x" * 200_000}, 413, "larger than 100,000 bytes"),
     ("/v1/nothing", {}, 404, "Not Found"),
@@ -166,8 +183,36 @@ WRONG: list[tuple[str, Any, int, str]] = [
 
 @pytest.mark.parametrize(("path", "body", "status", "words"), WRONG)
 def test_wrong_requests(path: str, body: Any, status: int, words: str, server: Running) -> None:
+    before = server.engine()["processes"]
     answer = server.post(path, body)
     assert answer.status_code == status and words in answer.json()["error"]["message"], answer.text
+    assert server.engine()["processes"] == before
+
+
+HALF = r'"\ud800"'
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("completions", f'{{"model": "tiny", "prompt": {HALF}}}'),
+        ("completions", f'{{"model": "tiny", "prompt": "x", {HALF}: 1}}'),
+        ("chat/completions", f'{{"model": "tiny", "messages": [{{"role": "user", "content": {HALF}}}]}}'),
+        ("embeddings", f'{{"model": "enc", "input": ["x", {HALF}]}}'),
+    ],
+)
+def test_half_a_character(path: str, body: str, server: Running) -> None:
+    headers = KEY | {"Content-Type": "application/json"}
+    answer = httpx2.post(f"{server.url}/v1/{path}", content=body, headers=headers)
+    assert answer.status_code == 400 and r"\ud800 alone is no character" in answer.json()["error"]["message"]
+
+
+def test_addresses_that_are_none_are_counted_as_one(server: Running) -> None:
+    for path, size, status in (("/v1/made-up", 1, 404), ("/v1/made-up", 200_000, 413), ("/v1/completions", 1, 400)):
+        assert server.post(path, "x" * size).status_code == status
+    counted = httpx2.get(f"{server.url}/metrics", headers=KEY).text
+    assert "made-up" not in counted and 'upshift_requests_total{path="other",status="413"}' in counted
+    assert 'upshift_requests_total{path="/v1/completions",status="400"}' in counted
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads resident memory by Linux' own figures")
@@ -296,12 +341,16 @@ def test_load_test(server: Running, upshift: Command, tmp_path: Path) -> None:
     assert "Load test of tiny" in page.read_text()
     assert upshift("load-test", "http://127.0.0.1:9").code == 2
     refused = upshift("load-test", server.url, *key)
-    assert refused.code == 2 and "give one of tiny, enc" in refused.err
+    assert refused.code == 2 and "give --model one of tiny, enc" in refused.err
 
 
 def test_keys(server: Running) -> None:
     body = {"model": "tiny", "prompt": "fox", "max_tokens": 1}
-    for headers, status in (({}, 401), ({"Authorization": "Bearer third"}, 401), (KEY, 200)):
+    keys: list[tuple[dict[str, Any], int]] = [
+        ({}, 401), ({"Authorization": "Bearer third"}, 401), ({"Authorization": "second"}, 401), (KEY, 200),
+        ({"Authorization": "bearer second"}, 200), ({"Authorization": "Bearer schlüssel".encode()}, 200),
+    ]  # fmt: skip
+    for headers, status in keys:
         assert server.post("/v1/completions", body, headers=headers).status_code == status
     assert httpx2.get(f"{server.url}/health").status_code == 200
     assert httpx2.get(f"{server.url}/metrics").status_code == 401
@@ -317,13 +366,25 @@ def test_more_than_it_holds(server: Running) -> None:
     assert all(int(answer.headers["retry-after"]) >= 1 for answer in answers if answer.status_code == 429)
 
 
+LIMITS = ("--max-latency-ms", "--max-tpot-ms", "--max-memory", "--max-body-mb", "--request-seconds", "--race-seconds")
+
+
 def test_what_cannot_be_served(upshift: Command, models: Path, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         answer = upshift("serve", models / "tiny", "--port", port)
         assert answer.code == 2 and f"cannot listen on 127.0.0.1:{port}" in answer.err and "--port" in answer.err
+    large = tmp_path / "large"
+    shutil.copytree(models / "tiny", large)
+    with (large / "model.safetensors").open("r+b") as file:
+        file.truncate(2**28)  # a hole
     for arguments, words in (
         ((tmp_path / "none", "--port", 0), "none"),
+        ((models / "tiny", large, "--port", 0, "--max-memory", 0.2), "large takes 256 MiB of memory or more, and --max-memory"),
+        ((models / "tiny", "--port", 0, "--host", "192.0.2.1"), "choose another --host"),
+        ((models / "tiny", "--port", 0, "--host", "no.such.host"), "choose another --host"),
+        *(((models / "tiny", option, "inf"), "inf is not possible") for option in LIMITS),
+        *(((models / "tiny", option, "nan"), option) for option in LIMITS),
         (("a=x", "a=y"), "two models are called 'a'"),
         ((models / "tiny", "--api-key-file", tmp_path / "none"), "give a file with a key a line"),
         ((models / "tiny", "--prompts", tmp_path / "none.txt"), "--prompts"),
@@ -332,6 +393,40 @@ def test_what_cannot_be_served(upshift: Command, models: Path, tmp_path: Path) -
         answer = upshift("serve", *arguments)
         assert answer.code == 2 and words in answer.err, answer.err
         assert "Traceback" not in answer.err
+
+
+def test_names_of_models(upshift: Command, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory is itself, whatever its path looks like."""
+    found: dict[str, str] = {}
+
+    def served(requests: dict[str, Any], *_: Any, **__: Any) -> None:
+        found.update({name: one.model for name, one in requests.items()})
+
+    monkeypatch.setattr(door, "serve", served)
+    monkeypatch.chdir(models)
+    (models / "runs" / "lr=0.001").mkdir(parents=True)
+    for said, name, model in (
+        ("runs/lr=0.001", "lr=0.001", "runs/lr=0.001"), (".", models.name, "."), ("tiny/", "tiny", "tiny/"),
+        ("a=tiny", "a", "tiny"), ("org/model", "org/model", "org/model"),
+    ):  # fmt: skip
+        found.clear()
+        assert upshift("serve", said).code == 0 and found == {name: model}
+    assert upshift("serve", "=tiny").code == 2 and upshift("serve", "").code == 2
+
+
+class Opened(Exception):
+    pass
+
+
+@pytest.mark.parametrize(("host", "url"), [("127.0.0.1", "http://127.0.0.1:"), ("::1", "http://[::1]:")])
+def test_an_address_of_either_kind(host: str, url: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def opened(said: str) -> None:
+        assert said.startswith(url) and said[len(url) :].isdigit()
+        raise Opened
+
+    monkeypatch.setattr(door, "_end_by_signals", lambda ended: None)  # pytest has its own
+    with pytest.raises(Opened):
+        door.serve({}, door.Address(host, 0), Limits(), on_open=opened)
 
 
 def test_the_end_lets_answers_end(server: Running) -> None:

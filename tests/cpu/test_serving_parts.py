@@ -10,15 +10,18 @@ from collections.abc import Sequence as Listed
 from os.path import commonprefix
 from typing import Any
 
+import httpx2
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
+from upshift.errors import RequestError
 from upshift.inference.generation.engines.decoder import NoExtension, Prefix
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.prefill import SHORTEST
 from upshift.inference.generation.sequence import Sequence
+from upshift.serving.app import Limits, Server, make_app
 from upshift.serving.engine import RequestRefused
 from upshift.serving.load.client import Asked
 from upshift.serving.load.run import phase_of
@@ -204,8 +207,31 @@ def test_what_never_fits_and_what_would_wait_too_long() -> None:
     assert late and all(answer.status == 429 and answer.retry_after is not None for answer in late)
     unlimited = made(clock, max_waiting=3)
     answers = [unlimited.add(ticket(number, clock)) for number in range(8)]
-    assert [answer is None for answer in answers] == [True] * 3 + [False] * 5
-    assert "3 requests wait already" in str(answers[-1])
+    assert [answer is None for answer in answers] == [True] * 5 + [False] * 3, "two of them have a row as soon as it steps"
+    assert "5 requests wait already" in str(answers[-1])
+
+
+@pytest.mark.parametrize("mixes", [False, True])
+def test_a_token_that_cannot_be_chosen_ends_its_own_request(mixes: bool) -> None:
+    clock = Clock()
+    scheduler = made(clock, rows=3, mixes=mixes)
+    tickets = [ticket(number, clock) for number in range(3)]
+    tickets[1].sequence = Broken(0, tickets[1].sequence.prompt, tickets[1].sequence.options, None)
+    assert all(scheduler.add(one) is None for one in tickets)
+    while scheduler.busy:
+        scheduler.step()
+    assert [(one.id, str(error)) for one, error in scheduler.failed] == [(1, "no scores")]
+    for one in (tickets[0], tickets[2]):
+        assert one.sequence.tokens == answer(one.sequence.prompt, 4)
+
+
+class Broken(Sequence):
+    plain = property(lambda self: False)
+
+    def choose(self, logits: np.ndarray) -> int:
+        if self.tokens:
+            raise ValueError("no scores")
+        return 1
 
 
 @pytest.mark.parametrize("mixes", [False, True])
@@ -235,6 +261,7 @@ def decode(tokens: Listed[int]) -> str:
     return bytes(tokens).decode(errors="replace")
 
 
+@example("one stop two stop three", ["stop"], [9, 5, 5])
 @given(st.text(max_size=40), st.lists(st.text(min_size=1, max_size=4), max_size=2), st.lists(st.integers(1, 5)))
 def test_a_text_is_shown_up_to_its_stop_string(text: str, stops: list[str], sizes: list[int]) -> None:
     tokens, stream, shown = list(text.encode()), TextStream(decode, stops), ""
@@ -245,16 +272,18 @@ def test_a_text_is_shown_up_to_its_stop_string(text: str, stops: list[str], size
         now, tokens = tokens[:size], tokens[size:]
         shown += stream.add(now, last=not tokens)
         assert expected.startswith(shown)
-        if not tokens or any(stop in decode(list(text.encode())[: len(text.encode()) - len(tokens)]) for stop in stops):
+        if not tokens:
             break
     assert shown == expected
 
 
 class Asleep:
-    """An engine that says it is ready."""
+    """An engine that says it is ready. ``size``: bytes that it then has."""
+
+    failed, pids = False, (1,)
 
     def __init__(self, size: int) -> None:
-        self.request = EngineRequest(model="m")
+        self.request = EngineRequest(model="m", max_waiting=2)
         self.state, self.last_used, self.in_flight, self.ready = "asleep", 0.0, 0, None
         self.size, self.starts = size, 0
         self.beat = type("Beat", (), {"resident_bytes": 0, "live": 0, "waiting": 0})()
@@ -291,6 +320,62 @@ def test_the_least_recently_used_model_is_unloaded() -> None:
             assert engines["b"].state == "ready" and [engines["a"].state, engines["c"].state].count("ready") == 1
 
     asyncio.run(use())
+
+
+def test_memory_is_limited_by_what_models_turn_out_to_take() -> None:
+    """They are expected to take their weights alone."""
+    engines: dict[str, Any] = {"a": Asleep(10), "b": Asleep(12), "large": Asleep(40)}
+    served = Served(engines, Metrics(), sizes=dict.fromkeys(engines, 4), memory_bytes=20)
+
+    async def ask(name: str) -> list[str]:
+        async with served.using(name):
+            return [one for one, engine in engines.items() if engine.state == "ready"]
+
+    async def use() -> None:
+        with pytest.raises(RequestError, match=r"large takes 40 B of memory or more, and --max-memory allows 20 B"):
+            await served.start()
+        assert await ask("a") == ["a"] and await ask("b") == ["b"] and await ask("a") == ["a"]
+        async with served.using("a"):
+            with pytest.raises(NoRoom):
+                await ask("b")
+            with pytest.raises(RequestError, match="large takes"):
+                await ask("large")
+        assert await ask("b") == ["b"]
+        with pytest.raises(RequestError, match="large takes"):
+            await ask("large")
+        assert engines["b"].state == "ready" and engines["large"].starts == 1, "nobody is unloaded for what never fits"
+
+    asyncio.run(use())
+
+
+def test_a_model_whose_weights_alone_are_too_large_is_refused_at_once() -> None:
+    engines: dict[str, Any] = {"a": Asleep(10), "large": Asleep(40)}
+    with pytest.raises(RequestError, match="large takes 40 B"):
+        asyncio.run(Served(engines, Metrics(), sizes={"large": 40}, memory_bytes=20).start())
+    assert engines["a"].starts == 0
+
+
+class Slow(Asleep):
+    async def start(self) -> Ready:
+        await asyncio.sleep(30)
+        raise AssertionError
+
+
+def served_by(engine: Any, seconds: float, path: str, body: dict[str, Any]) -> httpx2.Response:
+    metrics = Metrics()
+    app = make_app(Server(Served({"m": engine}, metrics), metrics, Limits(request_seconds=seconds)))
+
+    async def ask() -> httpx2.Response:
+        async with httpx2.AsyncClient(transport=httpx2.ASGITransport(app), base_url="http://m") as client:
+            return await client.post(path, json={"model": "m", **body})
+
+    return asyncio.run(ask())
+
+
+@pytest.mark.parametrize(("path", "body"), [("/v1/completions", {"prompt": "x"}), ("/v1/embeddings", {"input": "x"})])
+def test_loading_is_of_the_seconds_that_a_request_may_take(path: str, body: dict[str, Any]) -> None:
+    found = served_by(Slow(1), 0.1, path, body)
+    assert found.status_code == 504 and "m was still being loaded after 0.1 s" in found.text
 
 
 class Counted:

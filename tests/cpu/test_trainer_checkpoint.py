@@ -29,6 +29,7 @@ from torch import nn
 from torch.optim import lr_scheduler
 from transformers import BertConfig, BertForMaskedLM, GPT2Config, GPT2LMHeadModel, TrainerCallback, TrainingArguments
 
+import upshift
 from upshift.errors import JobFailed, RequestError
 from upshift.training.checkpoint import files as checkpoint_files
 from upshift.training.checkpoint import snapshot
@@ -163,6 +164,18 @@ def test_resuming_is_exact(case: str, tmp_path: Path) -> None:
         random.seed(99)
         np.random.seed(99)
         again.train(resume_from_checkpoint=str(checkpoint))
+        same_run(whole, again)
+
+
+@pytest.mark.parametrize("case", ["masking", "masking, accumulated"])
+def test_resuming_the_planned_trainer_is_exact(case: str, tmp_path: Path) -> None:
+    make, collate, settings = CASES[case]
+    whole = trainer(tmp_path, cls=upshift.Trainer, model=make(), collate=collate, save_steps=2, **settings)
+    whole.train()
+    for step in (4, 6, 10):  # within an epoch, at its end, and in the next one
+        again = trainer(tmp_path / "again", cls=upshift.Trainer, model=make(), collate=collate, save_strategy="no", **settings)
+        torch.rand(7)
+        again.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         same_run(whole, again)
 
 

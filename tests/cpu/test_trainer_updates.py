@@ -39,7 +39,7 @@ def trainer_of(folder: Path, options: dict[str, Any], callbacks: Any = None, **m
     }  # fmt: skip
     arguments = TrainingArguments(str(folder), **given | more)
     return upshift.Trainer(
-        model=LlamaForCausalLM(CONFIG), args=arguments, train_dataset=DATA, callbacks=callbacks, trial_seconds=0, **options
+        model=LlamaForCausalLM(CONFIG), args=arguments, train_dataset=DATA, callbacks=callbacks, **{"trial_seconds": 0, **options}
     )
 
 
@@ -79,6 +79,24 @@ def test_a_field_by_hand_makes_the_plan(tmp_path: Path) -> None:
     assert trainer.choice.planning is not None and trainer.choice.plan.optimizer_in_backward
 
 
+def test_one_name_may_be_given_alone(tmp_path: Path) -> None:
+    _, _, trainer = trained(tmp_path, {"fixed": "precision=fp32", "allow": "adafactor"}, max_steps=1)
+    assert trainer.choice.planning is not None and trainer.choice.plan.precision == "fp32"
+
+
+def test_layers_are_compiled_for_training_only(tmp_path: Path) -> None:
+    compiled: list[int] = []
+
+    class Counting(transformers.TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, model: Any, **_: Any) -> None:
+            compiled.append(sum(module._compiled_call_impl is not None for module in model.modules()))
+
+    with torch.compiler.set_stance("force_eager"):  # what is compiled runs as it would without
+        _, _, trainer = trained(tmp_path, {"plan": plan_of(torch_compile="layer")}, callbacks=[Counting()], max_steps=2)
+    assert compiled == [CONFIG.num_hidden_layers] * 2
+    assert all(module._compiled_call_impl is None for module in trainer.model.modules())
+
+
 def test_a_poisoned_batch_moves_no_weight_in_the_backward_pass_either(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path, {"plan": plan_of(optimizer_in_backward=True)})
     before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
@@ -100,6 +118,9 @@ REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     ),
     "optimizer on the host of a CPU": ({"fixed": ("optim_offload=True",)}, {}, "needs a CUDA device"),
     "activations on the host of a CPU": ({"plan": plan_of(activation_offload=True)}, {}, "needs a CUDA device"),
+    "no memory": ({"memory_limit_gib": 0}, {}, "memory_limit_gib=0 leaves no memory"),
+    "less than no memory": ({"memory_limit_gib": -1.0}, {}, "give GiB above 0"),
+    "less than no time": ({"trial_seconds": -5}, {}, "trial_seconds=-5 is no time"),
     "processes": ({"fixed": ("num_processes=2",)}, {}, "the launcher starts the processes"),
 }  # fmt: skip
 

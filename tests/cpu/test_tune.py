@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.training.data.tokenizer import train_byte_level_bpe
+from upshift.tuning.folder import remove
 from upshift.tuning.report import write_study_page
 from upshift.tuning.rungs import make_pruner, rungs
 from upshift.tuning.study import Asked, count, open_study, reason_of, run_study
@@ -112,6 +113,37 @@ def test_a_study_goes_on_and_keeps_to_what_it_is(home: Path, found: Found) -> No
         searched(home, home / "out", space={"learning_rate": [1e-3]})
 
 
+@pytest.mark.usefixtures("found")
+def test_only_what_this_study_wrote_is_removed(home: Path, tmp_path: Path) -> None:
+    """Neither a user's folder of a trial's name, nor another study's model, nor a trial's folder that a user has used."""
+    kept = [*home.glob("out/trial-*/model.safetensors")]
+    with pytest.raises(RequestError, match="has the models of the study 'upshift', kept there; .*another --output"):
+        searched(home, home / "out", study_name="other")
+    assert kept and [*home.glob("out/trial-*/model.safetensors")] == kept
+    notes = tmp_path / "trial-0" / "notes.txt"
+    notes.parent.mkdir()
+    notes.write_text("mine")
+    with pytest.raises(RequestError, match=r"trial-0 is not of this study's trials; move it away"):
+        searched(home, tmp_path)
+    (notes.parent / "upshift_run.json").write_text("{}")
+    remove(notes.parent)
+    assert notes.read_text() == "mine"
+    notes.unlink()
+    remove(notes.parent)
+    assert not notes.parent.exists()
+    with pytest.raises(RequestError, match=r"study.db cannot be used: .*give another --output"):
+        searched(home, home / "out" / "study.db")
+
+
+def test_a_narrow_copy_of_something_else_is_not_written_over(tmp_path: Path) -> None:
+    config = LlamaConfig(hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=4, vocab_size=320)
+    config.save_pretrained(tmp_path / "model")
+    config.save_pretrained(tmp_path / "out" / "narrow")
+    with pytest.raises(RequestError, match=r"narrow is another model than .*model of --mup-width 16; give another --output"):
+        tune(str(tmp_path / "model"), "none", space=SPACE, output=tmp_path / "out", mup_width=16, from_config=True)
+    assert LlamaConfig.from_pretrained(tmp_path / "out" / "narrow").hidden_size == 32
+
+
 def test_several_objectives_and_trials_at_once(home: Path) -> None:
     space = {"learning_rate": [1e-3, 1e-2], "global_batch": [2, 8]}
     both = searched(home, home / "both", space=space, objective=("eval_loss", "time"), jobs=2, trials=4)
@@ -133,6 +165,12 @@ def test_several_objectives_and_trials_at_once(home: Path) -> None:
         ({"objective": ("accuracy",)}, "objective 'accuracy': it is one or several, each once, of eval_loss, time"),
         ({"pruner": "best"}, "pruner 'best' is not one of halving"),
         ({"max_cost": 1.0}, "--max-cost needs the machine's price: add --price-per-hour"),
+        ({"max_hours": float("nan")}, "--max-hours nan is not possible; give 0 or more"),
+        ({"price_per_hour": float("inf")}, "--price-per-hour inf is not possible"),
+        ({"seed": -1}, "^seed: Input should be greater than or equal to 0"),
+        ({"arguments": {"learning_rate": 0.0}}, "^learning_rate: Input should be greater than 0"),
+        ({"epochs": float("inf")}, "^epochs: Input should be a finite number"),
+        ({"global_batch": 0}, "^global_batch: Input should be greater than 0"),
         ({"jobs": 2, "fixed": ("num_processes=2",)}, "a trial of several ranks takes all cores"),
         ({"space": {"learning_rate": [0.0]}}, "the space: learning_rate: Input should be greater than 0"),
         ({"space": {"global_batch": [4096]}, "trials": 1}, "no trial came to its end: .*use a smaller global batch"),
@@ -163,6 +201,31 @@ def test_a_study_of_a_hundred_trials(tmp_path: Path) -> None:
     assert [reason_of(study.trials[number]) for number in (0, 7)][1] == "died"
     assert reason_of(study.trials[0]).startswith("not started: ")
     assert psutil.Process().memory_info().rss < before * 1.02 + 2**20
+
+
+@pytest.mark.parametrize(
+    ("values", "words"),
+    [
+        ([float("nan")], "its objective is not a number"),
+        ([1.0, 2.0], "its objective gave 2 values, and the study has 1 directions"),
+        (ValueError("of the user's"), "of the user's"),
+    ],
+)
+def test_values_that_are_none_are_a_row_with_its_reason(values: list[float] | ValueError, words: str, tmp_path: Path) -> None:
+    """Optuna lets such a trial fail as if its process had been killed: it would be run again, and again."""
+    study, asked_for = new_study(tmp_path), []
+
+    def run(asked: Asked) -> list[float]:
+        asked_for.append(asked.number)
+        assert len(asked_for) < 9
+        if asked.number:
+            return [1.0]
+        if isinstance(values, ValueError):
+            raise values
+        return values
+
+    run_study(study, run, trials=3, catch=(ValueError,))
+    assert asked_for == [0, 1, 2] and words in reason_of(study.trials[0])
 
 
 def new_study(folder: Path) -> optuna.Study:
@@ -230,6 +293,32 @@ def test_hyperparameter_search(backend: str, tmp_path: Path) -> None:
         assert {trial.params["learning_rate"]: trial.state.name for trial in study.trials} == {1e-6: "PRUNED", 3e-2: "COMPLETE"}
     if backend == "ray":
         assert "[Exploit] Cloning trial" in ended.stdout + ended.stderr
+
+
+def reads_loss(measured: dict[str, float]) -> float:
+    return measured["eval_loss"]
+
+
+def test_a_search_goes_on_with_none_but_its_own_study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("upshift.tuning.trainer_study._run", lambda recipe, servers, asked: [1.0 / (1 + asked.number)])
+    trainer = make_trainer(tmp_path, [])
+
+    def search(**other: Any) -> Any:
+        asked = {"hp_space": {"learning_rate": [1e-3, 1e-2]}, "compute_objective": reads_loss, "n_trials": 2}
+        return trainer.hyperparameter_search(backend="optuna", **asked | other)
+
+    assert search().run_id == "1" and search(n_trials=3).run_id == "2"
+    for other, words in (
+        ({"direction": "maximize"}, "has direction minimize, not maximize; use the same, or another study_name="),
+        ({"hp_space": {"learning_rate": [1e-3, 1.0]}}, "has hp_space "),
+        ({"compute_objective": lambda measured: measured["eval_accuracy"]}, "has compute_objective 'reads_loss.eval_loss.', not"),
+    ):
+        with pytest.raises(RequestError, match=words):
+            search(**other)
+    drawn = [lambda trial, high=high: {"learning_rate": trial.suggest_float("learning_rate", 1e-5, high)} for high in (1e-3, 1.0)]
+    assert search(hp_space=drawn[0], study_name="drawn").run_id == "1"
+    with pytest.raises(RequestError, match=r"has hp_space .*high=0.001.*, not .*high=1.0"):
+        search(hp_space=drawn[1], study_name="drawn")
 
 
 def test_searches_that_are_refused(tmp_path: Path) -> None:

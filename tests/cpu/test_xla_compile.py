@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from importlib.util import find_spec
-from pathlib import Path
 
 import pytest
 from command import Command
@@ -17,7 +16,7 @@ NO_COMPILER = [name for name in ("tensorflow", "jax", "libtpu") if find_spec(nam
 compiled = pytest.mark.skipif(bool(NO_COMPILER), reason=f"not installed: {', '.join(NO_COMPILER)}")
 SMALL = {
     "vocab_size": 256, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 1, "num_attention_heads": 2,
-    "num_key_value_heads": 1,
+    "num_key_value_heads": 1, "max_position_embeddings": 131_072,
 }  # fmt: skip
 
 
@@ -77,7 +76,18 @@ def test_without_the_compiler_it_is_one_line(model: str, upshift: Command, monke
     assert done.code == 2 and "pip install 'upshift[xla-compile]'" in done.err and done.err.count("\n") == 1
 
 
-def test_wrong_requests(model: str, upshift: Command, tmp_path: Path) -> None:
+def test_wrong_requests(model: str, upshift: Command) -> None:
+    for arguments, words in (
+        (("--max-new-tokens", 4), "of --generate"),
+        (("--sequence-length", 131_073), "131072 positions"),
+        (("--sequence-length", 131_000, "--generate"), "and --max-new-tokens 128 are longer"),
+    ):
+        done = upshift("xla", "compile", model, "--topology", "v5e-4", *arguments)
+        assert done.code == 2 and words in done.err and done.err.count("\n") == 1
+
+
+@compiled
+def test_wrong_requests_of_the_compiler(model: str, upshift: Command) -> None:
     for arguments, words in ((("--batch", 6), "multiple of 4"), (("--dtype", "int8"), "float32 or bfloat16")):
         done = upshift("xla", "compile", model, "--topology", "v5e-4", *arguments)
         assert done.code == 2 and words in done.err

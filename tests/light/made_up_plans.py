@@ -5,6 +5,7 @@ from __future__ import annotations
 from made_profile import make_profile
 
 from upshift.hardware import describe
+from upshift.models.profile import Objective
 from upshift.planning.planner import Planning
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import Candidate, cost_plan
@@ -14,9 +15,12 @@ from upshift.planning.workload import Workload
 LENGTH = 2048
 
 
-def made_up_planning(*, on: str = "8xa100-40gb", global_batch: int = 32, architecture: str = "MadeUpForCausalLM") -> Planning:
+def made_up_planning(
+    *, on: str = "8xa100-40gb", global_batch: int = 32, architecture: str = "MadeUpForCausalLM",
+    objective: Objective = "causal-lm",
+) -> Planning:  # fmt: skip
     host = describe(on)
-    profile = make_profile(max_positions=4 * LENGTH, longest=LENGTH).model_copy(update={"architecture": architecture})
+    profile = make_profile(max_positions=4 * LENGTH, longest=LENGTH).changed(architecture=architecture, objective=objective)
     workload = Workload(sequence_length=LENGTH, global_batch=global_batch)
     default = cost_plan(plain_default(host, profile, workload), host=host, profile=profile, workload=workload)
     assert isinstance(default, Candidate)

@@ -11,10 +11,12 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from typer.testing import CliRunner
 
 import upshift
 from upshift.benchmarking.contest import orders
 from upshift.benchmarking.decide import CLAIM, interval, least_rounds, rounds_to_settle, verdict
+from upshift.cli.main import app
 from upshift.errors import JobFailed, RequestError
 
 Noise = Callable[[random.Random], Iterator[float]]
@@ -124,7 +126,7 @@ def test_functions(work: Path) -> None:
     found = upshift.compare("planted:less", "planted:more", measure="result", rounds=6, confidence=0.95)
     assert found.verdict == "faster" and found.ratio == pytest.approx(1.05) and found.rounds_to_settle is None
     assert found.a.seconds.p20 <= found.a.seconds.p50 <= found.a.seconds.p80 and found.a.seconds.num_samples == 6
-    assert str(found) == "faster: A is 1.050 times as fast as B (1.050 to 1.050 at 95 %, 6 rounds)"
+    assert str(found) == "A's is less: B's is 1.050 times A's (1.050 to 1.050 at 95 %, 6 rounds)"
     first, second = found.records(upshift.describe("h100"))
     assert first.name == "compare/A" and first.baseline == second.measured and first.details["samples"] == [100.0] * 6
     assert upshift.Record.from_json(first.to_json()) == first
@@ -149,7 +151,26 @@ def test_refusals(work: Path) -> None:
         upshift.compare("true", "true", confidence=95)
     with pytest.raises(RequestError, match="12 rounds and at most 3"):
         upshift.compare("true", "true", max_rounds=3)
-    with pytest.raises(JobFailed, match="no attribute 'nothing'"):
-        upshift.compare("planted:nothing", "true")
+    for name, said in (
+        ("planted:nothing", "planted has no nothing; give module:function"),
+        ("planted.py:nothing", "planted.py has no nothing"),
+        ("absent:function", "there is no module absent"),
+        ("absent.py:function", "there is no file absent.py"),
+    ):
+        with pytest.raises(RequestError, match=f"{name} is no function: {said}"):
+            upshift.compare(name, "true")
+    (work / "needy.py").write_text("import absent\n")
+    with pytest.raises(JobFailed, match="No module named 'absent'"):
+        upshift.compare("needy:function", "true")
+    with pytest.raises(JobFailed, match="took longer than 0.2 s"):
+        upshift.compare("sleep 5", "true", timeout_seconds=0.2)
     with pytest.raises(JobFailed, match="A gave no result to compare"):
         upshift.compare("true", "true", measure="result", rounds=1)
+
+
+def test_a_folder_that_takes_no_rows_is_refused_before_the_first_round(work: Path) -> None:
+    asked = ["bench", "compare", "true", "true", "--rounds", "1", "--results"]
+    result = CliRunner().invoke(app, [*asked, str(work / "planted.py")])
+    assert isinstance(result.exception, RequestError) and "--results" in str(result.exception)
+    result = CliRunner().invoke(app, [*asked, str(work / "new" / "rows")])
+    assert result.exit_code == 0 and len((work / "new" / "rows" / "compare.jsonl").read_text().splitlines()) == 2

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 
 import pytest
 from hypothesis import given, settings
@@ -13,6 +14,7 @@ from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.models.source import ModelSource
 from upshift.models.store import Variant
 from upshift.planning.bisecting import largest_multiple
 from upshift.planning.compare import (
@@ -29,7 +31,7 @@ from upshift.planning.counterfactual import shadow_prices, too_big, why
 from upshift.planning.depth import with_layers
 from upshift.planning.explain import shadow_price
 from upshift.planning.largest import find_largest
-from upshift.planning.planner import Planning
+from upshift.planning.planner import Planning, find_host, plan_training
 from upshift.planning.presets import plain_default
 from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, cost_plan
 from upshift.planning.search import search
@@ -51,6 +53,7 @@ class Traced:
 
 
 TRACE = Traced()
+SOURCE = ModelSource(reference="made up", directory=None, config={})
 ONE, TWO, FOUR, NODES = describe("1xh100"), describe("2xh100"), describe("4xh100"), describe("2x2xh100")
 
 
@@ -295,9 +298,12 @@ def test_wrong_sizes_are_one_line() -> None:
     with pytest.raises(RequestError, match="unknown"):
         find_largest("batch", describe("epyc-9654"), workload, fixed=(), trace=TRACE)
     assert ONE.gpu is not None
-    tiny = ONE.changed(gpu=ONE.gpu.changed(memory_bytes=2**30))
-    with pytest.raises(NothingFits, match="needs"):
-        find_largest("sequence", tiny, workload, fixed=(), trace=Traced())
+    for sizes in ({"memory_bytes": 2**30}, {"memory_bytes": 0}, {"free_memory_bytes": 0}):
+        with pytest.raises(NothingFits, match="needs"):
+            find_largest("sequence", ONE.changed(gpu=ONE.gpu.changed(**sizes)), workload, fixed=(), trace=Traced())
+    pictures = make_profile().changed(objective="image-classification")
+    with pytest.raises(RequestError, match="takes images; use --largest batch"):
+        find_largest("sequence", ONE, workload, fixed=(), trace=lambda length, variants: pictures)
 
 
 @given(amount=st.floats(1e-3, 1e6), unit=st.sampled_from(sorted(DURATIONS)))
@@ -401,6 +407,27 @@ def test_a_host_on_which_nothing_fits_is_a_row() -> None:
     assert rows[1].plan is None and rows[1].why == "nothing fits here"
     with pytest.raises(NothingFits):
         compare(read_hosts("1xt4"), workload, Terms(prices={}), plan_on=plan_on)
+
+
+def test_a_link_that_is_unknown_is_stated_where_the_host_is_named() -> None:
+    workload, terms = Workload(sequence_length=4096, global_batch=BATCH), Terms(prices={})
+
+    def plan_on(host: Host, workload: Workload) -> Planning:
+        return plan_training(SOURCE, host, workload, described=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("upshift.planning.planner.profile_model", lambda source, **named: make_profile())
+        with pytest.raises(RequestError, match="HOST@LINK") as problem:
+            compare(read_hosts("2xepyc-9654"), workload, terms, plan_on=plan_on)
+    assert "--on" not in str(problem.value)
+
+
+def test_different_devices_are_said_before_anything_else(tmp_path: Path) -> None:
+    assert ONE.gpu is not None
+    mixed = ONE.changed(gpu=None, gpus_per_node=2, mixed_gpus=(ONE.gpu, ONE.gpu.changed(name="A")))
+    (tmp_path / "host.json").write_text(mixed.to_json())
+    with pytest.raises(RequestError, match="has different devices .A, NVIDIA"):
+        find_host(str(tmp_path / "host.json"))
 
 
 def test_names_of_prices() -> None:

@@ -12,7 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from typer.testing import CliRunner
 
+from upshift.cli.main import app
 from upshift.debugging.disks import Usage, examine_folder, examine_shm
 from upshift.debugging.finding import Finding, error, worst_first
 from upshift.debugging.gpus import examine_gpus
@@ -28,6 +30,7 @@ from upshift.debugging.software import (
 )
 from upshift.debugging.toolchain import examine_compilers, find_compilers
 from upshift.debugging.topology import examine_topology
+from upshift.errors import RequestError
 from upshift.hardware import Measured, Rates, detect
 from upshift.hardware.gpu_state import Gpus, read_gpus
 from upshift.units import GIB, MIB
@@ -343,6 +346,10 @@ def test_folders(tmp_path: Path) -> None:
         "error",
     )
     assert broken.fix == "--output F"
+    (tmp_path / "file").touch()
+    asked = {"purpose": "cache", "option": "export UPSHIFT_CACHE=FOLDER", "probe_bytes": MIB}
+    for path in (tmp_path / "file", tmp_path / "file" / "inside"):
+        assert only(list(examine_folder(path, **asked)), "error").what == f"{tmp_path / 'file'} is not a folder"
 
 
 # --- planted software ------------------------------------------------------------------------------------------------
@@ -490,3 +497,31 @@ def test_a_wrong_plan_file_is_refused(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert "upshift plan MODEL --json" in done.stderr
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        (["--data", "x"], "a look at this machine does not use --data, which is for --tpu"),
+        (["--port", "1234"], "does not use --port, which is for --hosts"),
+        (["--network", "--wait", "3"], "--network does not use --wait, which is for --hosts"),
+        (["run", "--network"], "RUN_DIR does not use --network"),
+        (["run", "--plan", "plan.json"], "RUN_DIR does not use --plan, which is for a look at this machine"),
+        (["run", "--psu", "850"], "RUN_DIR does not use --psu"),
+        (["run", "--tpu"], "RUN_DIR does not use --tpu"),
+        (["--tpu", "--quick"], "--tpu does not use --quick"),
+    ],
+)
+def test_no_option_is_ignored(options: list[str], words: str) -> None:
+    result = CliRunner().invoke(app, ["doctor", *options])
+    assert isinstance(result.exception, RequestError) and words in str(result.exception)
+
+
+@pytest.mark.parametrize("predicted", [{"resident_gib": 2.0**30, "peak_gib": 1.0}, {"peak_gib": 2.0**30}])
+def test_a_plan_of_training_or_of_generation(predicted: dict[str, float], tmp_path: Path) -> None:
+    """It holds more than any machine has."""
+    (tmp_path / "plan.json").write_text(json.dumps({"plans": [{"predicted": predicted}]}))
+    asked = ["doctor", "--quick", "--json", "-o", str(tmp_path), "--plan", str(tmp_path / "plan.json")]
+    result = CliRunner().invoke(app, asked)
+    findings = json.loads(result.stdout)["findings"]
+    assert result.exit_code == 1 and any("plan" in finding["what"] and finding["severity"] == "error" for finding in findings)

@@ -336,6 +336,8 @@ def test_nothing_fits_names_the_nearest_plan() -> None:
         ({}, ("tensor_parallel=8", "pipeline_parallel=2"), "does not divide the 8 devices"),
         ({}, ("sequence_length=8",), "names no plan field; use field=value with one of weights"),
         ({}, ("weights=int3",), "use one of fp32, bf16"),
+        ({}, ("weights",), "lacks a '='; write field=value"),
+        ({}, ("weights=bf16", "weights=fp32"), "fixes weights twice, to bf16 and to fp32"),
     ],
 )
 def test_a_wrong_request_says_what_would_be_right(change: dict[str, Any], fixed: tuple[str, ...], message: str) -> None:
@@ -381,6 +383,38 @@ def test_encoding() -> None:
     assert planning.best.service.tpot is None
     assert planning.best.tokens_per_second == pytest.approx(128 * planning.best.requests_per_second)
     assert 1e6 < planning.best.tokens_per_second < 989e12 / (2 * 85e6)
+
+
+def test_no_more_is_counted_than_the_requests_there_are() -> None:
+    """A rate is at most what so many requests, each as fast as the plan answers it, come to."""
+    for concurrency in (1, 3, 9):
+        ranking = plan_profile(LLAMA_8B, describe("8xh100"), ASK.changed(concurrency=concurrency)).ranking
+        for candidate in ranking.candidates:
+            service = candidate.service
+            assert service.tpot is not None
+            assert candidate.requests_per_second <= concurrency / (255 * service.tpot)
+            assert candidate.tokens_per_second == pytest.approx(256 * candidate.requests_per_second)
+        assert ranking.candidates[0].plan.replicas < 8
+    encode = InferenceWorkload(task="encode", prompt_length=128, concurrency=9)
+    for fixed in ((), ("max_concurrency=64",)):
+        for candidate in plan_profile(ENCODER, describe("8xh100"), encode, fixed).ranking.candidates:
+            fullest = -(-9 // candidate.plan.replicas)
+            steps = max(fullest / candidate.plan.max_concurrency, 1.0)
+            assert candidate.requests_per_second == pytest.approx(9 / (steps * candidate.service.step.total))
+
+
+def test_no_memory_is_not_unlimited_memory() -> None:
+    host = describe("h100")
+    assert host.gpu is not None
+    for sizes in ({"memory_bytes": 0}, {"free_memory_bytes": 0}):
+        with pytest.raises(NothingFits, match="of the 0 B"):
+            plan_profile(LLAMA_8B, host.changed(gpu=host.gpu.changed(**sizes)), ASK)
+
+
+def test_images_are_no_tokens() -> None:
+    pictures = ENCODER.changed(objective="image-classification")
+    with pytest.raises(RequestError, match="takes images, and --encode plans for tokens"):
+        plan_profile(pictures, describe("h100"), InferenceWorkload(task="encode", prompt_length=128))
 
 
 def test_ten_thousand_plans_a_second() -> None:

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import ast
 import json
+import os
 import subprocess
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from upshift.cli.main import app
 from upshift.errors import RequestError
@@ -85,6 +86,34 @@ def test_files_are_written(tmp_path: Path) -> None:
         assert path.read_text() == written(*option)
 
 
+def launched(path: Path, *options: str) -> Result:
+    return CliRunner().invoke(app, ["launch", "--slurm", "--output", str(path), *options, *TRAIN])
+
+
+def test_what_a_user_wrote_is_not_lost(tmp_path: Path) -> None:
+    path, link = tmp_path / "job", tmp_path / "link"
+    link.symlink_to(path)
+    assert launched(path).exit_code == launched(path).exit_code == 0
+    path.write_text("edited")
+    result = launched(path)
+    assert isinstance(result.exception, RequestError) and "--overwrite" in str(result.exception)
+    assert path.read_text() == "edited"
+    assert launched(link, "--overwrite").exit_code == 0
+    assert link.is_symlink() and path.read_text() == written("--slurm")
+
+
+def test_a_pipe_is_written_to_and_a_folder_is_left_alone(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    reader = os.open(tmp_path / "pipe", os.O_RDONLY | os.O_NONBLOCK)
+    assert launched(tmp_path / "pipe").exit_code == 0
+    assert os.read(reader, 2**20).decode() == written("--slurm")
+    os.close(reader)
+    (tmp_path / "folder").mkdir()
+    result = launched(tmp_path / "folder")
+    assert isinstance(result.exception, RequestError) and "cannot be written" in str(result.exception)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["folder", "pipe"]
+
+
 @pytest.mark.parametrize(
     ("options", "words"),
     [
@@ -109,6 +138,11 @@ def test_files_are_written(tmp_path: Path) -> None:
         ([*KUBERNETES, "--kind", "Job"], "use one of PyTorchJob, TrainJob"),
         ([*KUBERNETES, "--kind", "TrainJob", "--nodes", "1:2"], "--kind PyTorchJob"),
         ([*KUBERNETES, "--node-selector", "a=b c"], "not a label"),
+        (["--slurm", "--image", "i"], "--image is of --kubernetes, and --slurm"),
+        (["--slurm", "--node-selector", "a=b"], "--node-selector is of --kubernetes"),
+        (["--slurm", "--kind", "PyTorchJob"], "--kind is of --kubernetes"),
+        (["--ray", "--partition", "p"], "--partition is of --slurm"),
+        (["--hosts", "a,b", "--hours", "1"], "--hours is of --slurm"),
     ],
 )
 def test_what_is_wrong_is_said(options: list[str], words: str) -> None:

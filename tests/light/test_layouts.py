@@ -10,14 +10,14 @@ from made_profile import LAYERS, make_profile
 from upshift.errors import RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host, Link
-from upshift.models.profile import Experts
+from upshift.models.profile import Declares, Experts
 from upshift.models.source import ModelSource
 from upshift.planning.cost.divide import divide
 from upshift.planning.cost.memory import predict_memory
 from upshift.planning.cost.network import Group, collective_seconds
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.share import share_of, stages
-from upshift.planning.layout import Layout
+from upshift.planning.layout import Layout, divisors
 from upshift.planning.layouts import layouts
 from upshift.planning.plan import Plan
 from upshift.planning.planner import plan_training
@@ -74,9 +74,30 @@ def test_a_layout_that_is_not_possible_is_one_clear_error() -> None:
     for text, words in (
         ("tensor_parallel=3", "use one of 1, 2, 4, 8"), ("pipeline_parallel=5", "24 layers"), ("expert_parallel=2", "no experts"),
         ("fully_shard=all", "use one of no, optimizer, gradients, weights"), ("tensor=2", "names no plan field"),
+        ("tensor_parallel", "lacks a '='; write field=value"),
     ):  # fmt: skip
         with pytest.raises(RequestError, match=words):
             parse_fixed((text,), host, PROFILE, workload())
+
+
+def test_a_field_is_fixed_once() -> None:
+    with pytest.raises(RequestError, match="fixes precision twice, to bf16 and to fp32; give one of them"):
+        parse_fixed(("precision=bf16", "optim=adamw_torch", "precision=fp32"), describe("h100"), PROFILE, workload())
+    same = parse_fixed(("precision=bf16", "precision=bf16"), describe("h100"), PROFILE, workload())
+    assert same == {"precision": "bf16"}
+
+
+@pytest.mark.parametrize(("host", "words"), [("8xh100", "a multiple of 8, or fewer devices"), ("epyc-9654", "--nproc")])
+def test_a_batch_that_ranks_do_not_divide_says_what_to_change(host: str, words: str) -> None:
+    whole = PROFILE.changed(tensor_parallel=None, declares=Declares())
+    with pytest.raises(RequestError, match=words) as problem:
+        parse_fixed(("num_processes=8",), describe(host), whole, workload(batch=3))
+    assert ("--nproc" in str(problem.value)) == (host != "8xh100")
+
+
+@given(st.integers(1, 5000))
+def test_divisors(number: int) -> None:
+    assert divisors(number) == [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
 def test_unknown_links_are_said_not_guessed() -> None:
@@ -84,7 +105,7 @@ def test_unknown_links_are_said_not_guessed() -> None:
     assert host.inter_node is None
     plan = plan_of(host, Layout(fully_shard="weights", shard_size=16), accumulation=32)
     found = Coster(host, PROFILE, workload()).cost(plan)
-    assert isinstance(found, Rejected) and "--on HOST@LINK" in found.reason
+    assert isinstance(found, Rejected) and "HOST@LINK" in found.reason
     stated = describe("2x8xl40s@ethernet-100")
     assert isinstance(Coster(stated, PROFILE, workload()).cost(plan), Candidate)
 

@@ -132,5 +132,20 @@ def test_sizes_and_devices_as_they_are_written() -> None:
             read_device(wrong, host)
     with pytest.raises(RequestError, match="cpu=8GiB"):
         read_max_memory(["cpu"])
+    with pytest.raises(RequestError, match="gives cpu 1GiB and 1KB"):
+        read_max_memory(["cpu=1GiB", "cpu=1024MiB", "cpu=1KB"])
+    with pytest.raises(RequestError, match="gives cuda:0 1.00 GiB and 1KB"):
+        memory_limits(host, {"0": "1GiB", "cuda:0": "1KB"})
     with pytest.raises(RequestError, match="stays on the disk"):
         memory_limits(host, {"disk": "1TB"})
+
+
+def test_no_memory_is_a_limit_of_none() -> None:
+    host = describe("epyc-9554")
+    assert host.cpu is not None
+    assert memory_limits(host.changed(cpu=host.cpu.changed(free_memory_bytes=0)), None) == {CPU: 0}
+
+
+def test_what_is_not_known_is_said_so() -> None:
+    with pytest.raises(NothingFits, match="takes at least 5 B.* keys and values unknown"):
+        place([Unit(("layer",), 5, 5)], {CPU: 1}, Work(batch=1, sequence=8, cache=None))

@@ -78,6 +78,14 @@ def test_memory_and_how_the_run_ended(tmp_path: Path) -> None:
         examine_run(tmp_path / "checkpoint-2")
 
 
+def test_what_was_cut_off_is_left_out_and_said(tmp_path: Path) -> None:
+    (tmp_path / "upshift_out_of_memory.jsonl").write_bytes('{"step": 3, "verdict": "weights tür'.encode()[:-1])
+    (tmp_path / "upshift_run.json").write_text("[1]")
+    (found,) = examine_run(tmp_path)
+    assert (found.severity, found.subject) == ("unknown", "memory")
+    assert "line 1 of upshift_out_of_memory.jsonl, which says how, was cut off" in found.what
+
+
 def test_a_report_of_this_process(tmp_path: Path) -> None:
     waits = threading.Event()
     thread = threading.Thread(target=waits.wait, name="sleeper", daemon=True)

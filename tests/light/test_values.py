@@ -120,6 +120,9 @@ def of(annotation: Any, bounds: list[Any] | None = None) -> st.SearchStrategy[An
         return numbers(annotation, bounds or [])
     if origin in (Union, types.UnionType):
         return st.one_of([of(part, bounds if part in (int, float) else None) for part in arguments])
+    if origin is tuple and arguments[-1] is Ellipsis and all(isinstance(bound, annotated_types.MinLen) for bound in bounds or []):
+        fewest = max((bound.min_length for bound in bounds or []), default=0)
+        return st.lists(of(arguments[0]), min_size=fewest, max_size=fewest + MAX_ITEMS).map(tuple)
     if bounds:
         raise TypeError(f"no strategy for {annotation!r} with {bounds}")
     if annotation in PLAIN:
@@ -140,8 +143,6 @@ def container(origin: Any, arguments: tuple[Any, ...]) -> st.SearchStrategy[Any]
         return st.dictionaries(of(arguments[0]), of(arguments[1]), max_size=MAX_ITEMS)
     if origin is list:
         return st.lists(of(arguments[0]), max_size=MAX_ITEMS)
-    if arguments[-1] is Ellipsis:
-        return st.lists(of(arguments[0]), max_size=MAX_ITEMS).map(tuple)
     return st.tuples(*map(of, arguments))
 
 

@@ -14,21 +14,43 @@ import sys
 import time
 from collections.abc import Callable
 from importlib import import_module
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 SHORTEST, LONG_ENOUGH = 0.001, 0.15  # seconds of a sample, and of all samples
 
 
+NOT_FOUND = 64  # the exit code; sysexits.h has it for a command that is used wrongly
+
+
+class NotFound(Exception):
+    """There is no such function."""
+
+
 def find(name: str) -> Callable[[], Any]:
+    """Raises NotFound, and what the file or module itself raises."""
     home, _, attribute = name.rpartition(":")
     if home.endswith(".py"):
-        found: Any = runpy.run_path(home, run_name="__compared__")[attribute]
-        return found  # type: ignore[no-any-return]
-    sys.path.insert(0, os.getcwd())
-    found = import_module(home)
+        if not os.path.isfile(home):
+            raise NotFound(f"there is no file {home}")
+        found: Any = SimpleNamespace(**runpy.run_path(home, run_name="__compared__"))
+    else:
+        found = _import(home)
     for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise NotFound(f"{home} has no {attribute}")
         found = getattr(found, part)
     return found  # type: ignore[no-any-return]
+
+
+def _import(home: str) -> ModuleType:
+    sys.path.insert(0, os.getcwd())
+    try:
+        return import_module(home)
+    except ModuleNotFoundError as error:
+        if f"{home}.".startswith(f"{error.name}."):
+            raise NotFound(f"there is no module {home}") from None
+        raise  # of one that it imports
 
 
 def measure(call: Callable[[], Any]) -> dict[str, Any]:
@@ -54,6 +76,11 @@ def measure(call: Callable[[], Any]) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    answer = measure(find(sys.argv[1]))
+    try:
+        function = find(sys.argv[1])
+    except NotFound as problem:
+        sys.stderr.write(f"{problem}\n")
+        sys.exit(NOT_FOUND)
+    answer = measure(function)
     sys.stdout.flush()
     sys.stdout.write("\n" + json.dumps(answer) + "\n")

@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from upshift.benchmarking.called import NOT_FOUND
 from upshift.benchmarking.harness import LOG_TAIL, TreeWatcher
 from upshift.errors import JobFailed, RequestError
 
@@ -74,7 +75,7 @@ def _name_of(function: Callable[[], object]) -> str:
 
 
 def run_once(given: Contender, *, timeout_seconds: float) -> Sample:
-    """Raises JobFailed with the end of what it said."""
+    """Raises JobFailed with the end of what it said, RequestError for a function that is not there."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         start = time.perf_counter()
         process = subprocess.Popen(
@@ -82,7 +83,9 @@ def run_once(given: Contender, *, timeout_seconds: float) -> Sample:
         )  # fmt: skip
         usage, seconds, late = _wait(process, start, timeout_seconds)
         if late:
-            raise JobFailed(f"{given.label} took longer than {timeout_seconds:.0f} s; --timeout allows more")
+            raise JobFailed(f"{given.label} took longer than {timeout_seconds:g} s; --timeout allows more")
+        if given.is_function and process.returncode == NOT_FOUND:
+            raise RequestError(f"{given.label} is no function: {_end(errors)}; give module:function, or file.py:function")
         if process.returncode:
             raise JobFailed(f"{given.label} failed (exit code {process.returncode}): {_end(errors) or 'it said nothing'}")
         last = (_end(output).splitlines() or [""])[-1]

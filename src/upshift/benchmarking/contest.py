@@ -47,13 +47,16 @@ class Comparison(Value):
     rounds_to_settle: int | None = Field(None, description="more rounds that would decide; None: it is decided")
 
     def __str__(self) -> str:
-        said = f"A is {self.ratio:.3f} times as fast as B"
+        said, verdict = f"A is {self.ratio:.3f} times as fast as B", str(self.verdict)
+        if self.measure == "result":  # of any meaning
+            said = f"B's is {self.ratio:.3f} times A's"
+            verdict = {"faster": "A's is less", "slower": "A's is more"}.get(verdict, verdict)
         if self.low is None or self.high is None:
             return f"not decided: {said} in {self.rounds} rounds; {self._more()}"
         within = f"{said} ({self.low:.3f} to {self.high:.3f} at {100 * self.confidence:g} %, {self.rounds} rounds)"
         if self.verdict == "alike":
             return f"alike: {within}, which is a difference of less than {100 * decide.LEAST_EFFECT:g} %"
-        return f"{self.verdict}: {within}" + (f"; {self._more()}" if self.rounds_to_settle else "")
+        return f"{verdict}: {within}" + (f"; {self._more()}" if self.rounds_to_settle else "")
 
     def _more(self) -> str:
         if (self.rounds_to_settle or 0) >= decide.MOST_ROUNDS:

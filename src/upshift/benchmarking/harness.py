@@ -8,12 +8,13 @@ import signal
 import subprocess
 import threading
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from errno import EACCES
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 
-from upshift.errors import JobFailed
+from upshift.errors import JobFailed, RequestError
 from upshift.record import Record
 
 LOG_TAIL = 2000
@@ -47,7 +48,7 @@ def run_fresh(
     try:
         output, errors = process.communicate(timeout=timeout_seconds)
     except subprocess.TimeoutExpired:
-        raise JobFailed(f"{_short(command)} took longer than {timeout_seconds:.0f} s") from None
+        raise JobFailed(f"{_short(command)} took longer than {timeout_seconds:g} s") from None
     finally:
         watcher.stopping.set()
         if process.poll() is None:
@@ -91,6 +92,16 @@ def _tree_bytes(pid: int) -> int:
         except (psutil.NoSuchProcess, psutil.ZombieProcess):
             continue
     return total
+
+
+def check_results(folder: Path) -> None:
+    """Before anything is measured. Raises RequestError where rows cannot be appended to its files."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if not os.access(folder, os.W_OK | os.X_OK):
+            raise PermissionError(EACCES, os.strerror(EACCES))
+    except OSError as error:
+        raise RequestError(f"--results {folder} is no folder that can be written: {error.strerror}; give another") from None
 
 
 def append_rows(path: Path, records: Iterable[Record]) -> None:

@@ -6,7 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 from rich.text import Text
@@ -98,20 +98,26 @@ def compare(
 ) -> None:  # fmt: skip
     """Which of two commands or functions is faster, or how many more rounds would say it. Exit code 0 whatever it is."""
     from upshift.benchmarking import contest
-    from upshift.benchmarking.harness import append_rows
+    from upshift.benchmarking.harness import append_rows, check_results
 
+    if results is not None:
+        check_results(results)
     with show.bar("Rounds") as update:
         found = contest.compare(
             a, b, rounds=rounds, max_rounds=max_rounds, confidence=confidence, measure=measure,  # type: ignore[arg-type]
             timeout_seconds=timeout, on_sample=lambda number, *_: update(number + 1, max(rounds, number + 1)),
         )  # fmt: skip
+    if as_json:
+        print(found.to_json())
+    else:
+        _print_comparison(found)
     if results is not None:
         from upshift.hardware import detect
 
         append_rows(results / "compare.jsonl", found.records(detect()))
-    if as_json:
-        print(found.to_json())
-        return
+
+
+def _print_comparison(found: Any) -> None:
     columns = ("p20 s", "p50 s", "p80 s", "cpu s", "GiB", *(["result"] if found.a.result and found.b.result else []))
     table = show.new_table("", "", "command", numbers=columns)
     for letter, one in (("A", found.a), ("B", found.b)):

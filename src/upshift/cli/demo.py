@@ -10,6 +10,7 @@ import typer
 
 from upshift.cli import show
 from upshift.cli.train import RunDisplay
+from upshift.errors import RequestError
 from upshift.units import format_count, format_seconds
 
 
@@ -21,6 +22,10 @@ def command(
     from upshift.cli.demo_page import write_page
     from upshift.training.demo import Timing, prepare_demo, run_demo
 
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"--output {output} is no folder and cannot be made one: {error.strerror}; give another") from None
     start = time.perf_counter()
     share = 0.2 if quick else 1.0
     timing = Timing(trials=60 * share, baseline=60 * share, training=120 * share)

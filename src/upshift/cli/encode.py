@@ -68,7 +68,8 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     from upshift.inference.lines import blocks
     from upshift.inference.unfinished import made_of
 
-    made = made_of(texts, encoder.source.model_hash, encoder.race.chosen.to_json())
+    setup = encoder.race.chosen.changed(batch=1)  # however many at once, the rows are the same
+    made = made_of(texts, encoder.source, setup.to_json(), encoder.recipe.to_json())
     rows: Any
     if encoder.recipe.output == "token scores":
         rows, encode = TokenRows(output, total, made, encoder.labels), encoder.token_scores

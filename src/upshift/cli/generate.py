@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -25,6 +26,7 @@ MaxMemory = Annotated[
     list[str] | None, typer.Option("--max-memory", help="cpu=8GiB: a larger model runs partly from the disk; default: all")
 ]
 WIDE = 90  # columns that the whole race takes
+FLAGS = {"max_new_tokens": "--max-new-tokens", "seed": "--seed", "stop_strings": "--stop"}  # what --set can say, too
 
 
 def command(
@@ -39,7 +41,7 @@ def command(
         list[str] | None, typer.Option("--set", help="NAME=VALUE by its transformers name: temperature=0.7, top_p=0.9 ...")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="end a text behind this; may be given again")] = None,
-    seed: Annotated[int, typer.Option("--seed", min=0, help="of sampling")] = 0,
+    seed: Annotated[int | None, typer.Option("--seed", min=0, help="of sampling; default: 0")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="prompts are what a user says, by the model's chat template")] = False,
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine of logits to transformers in fp32: 0.999")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
@@ -59,7 +61,7 @@ def command(
         raise RequestError("generate takes either --prompt TEXT, or --prompts FILE with --output FILE.jsonl")
     if prompts is not None and output is not None:
         check_files(prompts, output, overwrite=overwrite)
-    asked = {**_options(options or []), "max_new_tokens": max_new_tokens, "seed": seed}
+    asked = _options(options or [], {"max_new_tokens": max_new_tokens, "seed": seed, "stop_strings": tuple(stop or ()) or None})
     races = {
         "quality": quality, "engine": engine, "max_ttft_ms": max_ttft_ms, "max_tpot_ms": max_tpot_ms, "max_memory": max_memory,
         "race_seconds": race_seconds,
@@ -68,7 +70,7 @@ def command(
         generate_xla.check(backend, {**races, "stop": stop})
         generate_xla.run(model, prompt=prompt, prompts=prompts, output=output, chat=chat, options=asked, as_json=as_json)
         return
-    generator, read = _prepare(model, races, {**asked, "stop_strings": tuple(stop or ()) or None}, chat=chat)
+    generator, read = _prepare(model, races, asked, chat=chat)
     if prompt is not None:
         _stream(generator, prompt, read, as_json=as_json)
         return
@@ -89,7 +91,8 @@ def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: 
     return generator, generator.options(**given)
 
 
-def _options(pairs: list[str]) -> dict[str, Any]:
+def _options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]:
+    """``flags``: what other options say of them."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
@@ -99,7 +102,17 @@ def _options(pairs: list[str]) -> dict[str, Any]:
             found[name] = json.loads(value.lower() if value in ("True", "False") else value)
         except ValueError:
             found[name] = value
-    return found
+    for name, value in flags.items():
+        said = found.get(name)
+        if value is not None and said is not None and _several(said) != _several(value):
+            told = " ".join(map(str, _several(value)))
+            raise RequestError(f"--set {name}={json.dumps(said)} and {FLAGS[name]} {told} say two things; leave out one of them")
+        found[name] = said if value is None else value
+    return {name: value for name, value in found.items() if value is not None}
+
+
+def _several(said: Any) -> tuple[Any, ...]:
+    return tuple(said) if isinstance(said, list | tuple) else (said,)
 
 
 def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None:
@@ -131,7 +144,8 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
         first = next(blocks(read_prompts(prompts), size=BLOCK_PROMPTS))
         generator.prepare(generator.read(first, options), options, total=total)
     chosen = generator.race.chosen
-    made = made_of(prompts, generator.source.model_hash, chosen.to_json(), options.to_json())
+    setup = chosen.changed(batch=1)  # however many at once, the texts are the same
+    made = made_of(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
     answers = UnfinishedLines(output, total, made)
     before, tokens, start = answers.done, 0, time.perf_counter()
     with show.bar("Generating") as update:

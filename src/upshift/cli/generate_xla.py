@@ -72,7 +72,7 @@ def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any
     from upshift.inference.unfinished_lines import UnfinishedLines
 
     total, tokens = sum(1 for _ in read_prompts(prompts)), 0
-    made = made_of(prompts, generator.model.source.model_hash, "xla", options.to_json())
+    made = made_of(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
     answers = UnfinishedLines(output, total, made)
     with show.bar("Generating") as update:
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):

@@ -22,6 +22,7 @@ FILES = {  # what is written where --output says nothing, and what submits it
     "mpi": (None, "bash {}"),
     "hosts": (None, "bash {}"),
 }
+ONLY = {"image": "kubernetes", "node-selector": "kubernetes", "kind": "kubernetes", "partition": "slurm", "hours": "slurm"}
 IMAGE_PYTHON = "python"  # of a container
 
 Train = Annotated[list[str] | None, typer.Argument(metavar="-- train MODEL ...", help="the command of the ranks")]
@@ -30,7 +31,7 @@ Slurm = Annotated[bool, typer.Option("--slurm", help="write a file for sbatch")]
 Kubernetes = Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob or TrainJob of Kubeflow")]
 Mpi = Annotated[bool, typer.Option("--mpi", help="run by Open MPI's mpirun, on --hosts or here")]
 Ray = Annotated[bool, typer.Option("--ray", help="write a Ray Train job")]
-Kind = Annotated[str, typer.Option("--kind", help=f"of the Kubernetes object: {', '.join(kubernetes.KINDS)}")]
+Kind = Annotated[str | None, typer.Option("--kind", help=f"of the Kubernetes object: {' (default), '.join(kubernetes.KINDS)}")]
 Nodes = Annotated[str | None, typer.Option("--nodes", help="hosts: N, or MIN:MAX where a run may go on with fewer")]
 Nproc = Annotated[
     int | None,
@@ -49,18 +50,22 @@ Name = Annotated[str, typer.Option("--name", help="of the job")]
 Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="where the hosts meet, on the first")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="print what would be run or written")]
 Output = Annotated[Path | None, typer.Option("--output", "-o", help="write the file, or the script, here")]
+Overwrite = Annotated[bool, typer.Option("--overwrite", help="an existing file that is not what would be written")]
 
 
 def command(
     train: Train = None, hosts_: Hosts = None, slurm_: Slurm = False, kubernetes_: Kubernetes = False, mpi_: Mpi = False,
-    ray_: Ray = False, kind: Kind = kubernetes.KINDS[0], nodes: Nodes = None, nproc: Nproc = None, cpus: Cpus = None,
+    ray_: Ray = False, kind: Kind = None, nodes: Nodes = None, nproc: Nproc = None, cpus: Cpus = None,
     memory: Memory = None, gpus: Gpus = 0, max_restarts: MaxRestarts = MAX_RESTARTS, env: Env = None, image: Image = None,
     node_selector: NodeSelector = None, partition: Partition = None, hours: Hours = None, name: Name = "upshift",
     port: Port = RENDEZVOUS_PORT, dry_run: DryRun = False, output: Output = None,
+    overwrite: Overwrite = False,
 ) -> None:  # fmt: skip
     """Start `upshift train` on several hosts, or write the job file that does; everything after -- is the ranks' command."""
     chosen = {"slurm": slurm_, "kubernetes": kubernetes_, "mpi": mpi_, "ray": ray_}
     how = _how([key for key, is_chosen in chosen.items() if is_chosen], hosts_)
+    given = {"image": image, "node-selector": node_selector, "kind": kind, "partition": partition, "hours": hours}
+    _check_used(how, [option for option, value in given.items() if value is not None])
     named = tuple(hosts_.split(",")) if hosts_ is not None else ()
     lowest, highest = _range(nodes, named)
     in_image = how == "kubernetes"
@@ -72,7 +77,7 @@ def command(
     )  # fmt: skip
     text = {
         "slurm": lambda: slurm.sbatch_file(launch, hours=hours, partition=partition),
-        "kubernetes": lambda: kubernetes.manifest(launch, kind),
+        "kubernetes": lambda: kubernetes.manifest(launch, kind or kubernetes.KINDS[0]),
         "mpi": lambda: mpi.mpi_script(launch),
         "ray": lambda: ray.ray_file(launch),
         "hosts": lambda: hosts.as_script(launch),
@@ -82,7 +87,7 @@ def command(
     if dry_run:
         sys.stdout.write(text)
     elif path is not None:
-        _write(path, text)
+        _write(path, text, overwrite=overwrite)
         show.out.print(f"Wrote {path}; submit it with: {submit.format(path)}", highlight=False, soft_wrap=True)
     elif how == "mpi":
         mpi.run(launch)
@@ -97,6 +102,12 @@ def _how(chosen: list[str], named: str | None) -> str:
         given = ", ".join(f"--{name}" for name in chosen) or "nothing"
         raise RequestError(f"one starts the ranks, got {given}; use one of --hosts a,b, --slurm, --kubernetes, --mpi, --ray")
     return chosen[0] if chosen else "hosts"
+
+
+def _check_used(how: str, given: list[str]) -> None:
+    unused = [option for option in given if ONLY[option] != how]
+    if unused:
+        raise RequestError(f"--{unused[0]} is of --{ONLY[unused[0]]}, and --{how} does not use it; leave it out")
 
 
 def _range(nodes: str | None, named: tuple[str, ...]) -> tuple[int, int]:
@@ -119,8 +130,10 @@ def _pairs(option: str, given: list[str] | None) -> tuple[tuple[str, str], ...]:
     return tuple((name, value) for name, _, value in pairs)
 
 
-def _write(path: Path, text: str) -> None:
+def _write(path: Path, text: str, *, overwrite: bool) -> None:
     try:
+        if path.is_file() and not overwrite and path.read_bytes() != text.encode():
+            raise RequestError(f"{path} exists, and is not what would be written; give another --output, or --overwrite")
         write_whole(path, text)
     except OSError as error:
         raise RequestError(f"--output {path} cannot be written: {error.strerror}; give another path") from None

@@ -10,6 +10,7 @@ import typer
 from rich.table import Table
 
 from upshift.cli import show
+from upshift.cli.number import number
 from upshift.cli.plan import Json
 from upshift.cli.race import dim
 from upshift.errors import MissingExtra, RequestError
@@ -19,7 +20,7 @@ from upshift.installed import installed_version
 def command(
     url: Annotated[str, typer.Argument(metavar="URL", help="such as http://127.0.0.1:8000")],
     rate: Annotated[str, typer.Option("--rate", help="requests a second; several, one after the other: 1,2,4")] = "1",
-    duration: Annotated[float, typer.Option("--duration", min=0.1, help="seconds a rate")] = 30.0,
+    duration: Annotated[float, number("--duration", "seconds a rate", least=0.1)] = 30.0,
     model: Annotated[str | None, typer.Option("--model", help="of several that are served")] = None,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="a prompt a line; unasked, made-up words")] = None,
     prompt_words: Annotated[int, typer.Option("--prompt-words", min=1, help="of made-up prompts, in the mean")] = 64,
@@ -33,6 +34,7 @@ def command(
     """Load a server of OpenAI's addresses (Upshift's or another) in open loop: answers that are late do not delay questions."""
     if installed_version("httpx2") is None:
         raise MissingExtra(library="httpx2", extra="serve", purpose="upshift load-test")
+    from upshift.inference.bounds import read_limit
     from upshift.serving.load.run import load_test
     from upshift.serving.load.traffic import Traffic
 
@@ -42,9 +44,9 @@ def command(
         check_page_path(html)
     made_up = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
     traffic = Traffic(rates=_rates(rate), seconds=duration, prompts=_prompts(prompts), **made_up)
-    key = _key(api_key_file)
+    key, promised = _key(api_key_file), read_limit("max-latency-ms", max_latency_ms)
     with show.step(f"Asking {url}"):
-        found = load_test(url, traffic, model=model, key=key, promised_ttft_ms=max_latency_ms)
+        found = load_test(url, traffic, model=model, key=key, promised_ttft_ms=promised)
     if html is not None:
         from upshift.serving.load.report import write_load_page
 

@@ -12,16 +12,22 @@ import typer
 from upshift.cli import plan_inference, plan_lengths, show
 from upshift.cli import plan_questions as questions
 from upshift.cli.layout_flags import with_layout_flags
+from upshift.cli.plan_options import refuse_unused
 from upshift.errors import RequestError
 from upshift.models.source import find_to_train
+from upshift.planning.cost.resident import unknown_memory
+from upshift.planning.cost.time import takes
 from upshift.planning.plan import changes_of_mathematics
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.space import check_allow
 from upshift.planning.workload import Workload
 
+LARGEST_BATCH = 10_000_000  # sequences; what is planned for the lengths of data draws so many
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="local Hugging Face directory, a config.json, or a hub id")]
 SequenceLength = Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of the longest sequence")]
-GlobalBatch = Annotated[int, typer.Option("--global-batch", min=1, help="sequences per optimizer step; no plan changes it")]
+GlobalBatch = Annotated[
+    int, typer.Option("--global-batch", min=1, max=LARGEST_BATCH, help="sequences per optimizer step; no plan changes it")
+]
 On = Annotated[str | None, typer.Option("--on", help="a described host such as 8x8xh100@ib-ndr; default: this machine")]
 Set = Annotated[list[str] | None, typer.Option("--set", help="fix a field of the plan: field=value (repeatable)")]
 Allow = Annotated[
@@ -46,9 +52,9 @@ FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --l
 
 @with_layout_flags
 def command(
-    model: Model, sequence_length: SequenceLength = 512, global_batch: GlobalBatch = 8, on: On = None, set_: Set = None,
-    allow: Allow = "", data: Data = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0, steps: Steps = 1000,
-    lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
+    context: typer.Context, model: Model, sequence_length: SequenceLength = 512, global_batch: GlobalBatch = 8, on: On = None,
+    set_: Set = None, allow: Allow = "", data: Data = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
+    steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
     train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: plan_inference.PromptLength = 512, output_length: plan_inference.OutputLength = 256,
     concurrency: plan_inference.Concurrency = None,
@@ -63,16 +69,17 @@ def command(
     if generate or encode:
         generation, limits = (prompt_length, output_length, concurrency), (max_ttft_ms, max_tpot_ms)
         sizes = (sequence_length, global_batch)
-        plan_inference.check_no_adapter(lora_rank, load_in_4bit)
         inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split(allow))
+        refuse_unused(context, "--generate" if generate else "--encode")
         plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
+    asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
+    refuse_unused(context, asked.instead[0] if asked.instead else "--train")
     if html is not None:
         from upshift.benchmarking.page_document import check_page_path  # a page's parts take a tenth of the start of a plan
 
         check_page_path(html)
     workload = _workload(model, data, sequence_length, global_batch, split(allow), steps, max_grad_norm > 0, risk)
-    asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     recut = plan_lengths.lengths_at(model, data) if data is not None else None
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     request = questions.Request(source, workload, on, fixed, as_json, recut)
@@ -93,7 +100,7 @@ def command(
     if lora_rank is not None:
         show.out.print(adapter_line(lora_rank, load_in_4bit), highlight=False)
     _print(planning, rows=rows)
-    answers.print()
+    answers.print(takes(planning.profile))
 
 
 def _workload(
@@ -116,7 +123,8 @@ def adapter_line(lora_rank: int, load_in_4bit: bool) -> str:
 
 def _print(planning: Planning, *, rows: int) -> None:
     host, workload = planning.host, planning.workload
-    size = f"global batch {workload.global_batch} x {workload.sequence_length} tokens"
+    images = takes(planning.profile) == "images"
+    size = f"global batch {workload.global_batch}" + (" images" if images else f" x {workload.sequence_length} tokens")
     show.out.print(f"[bold]{planning.profile.architecture}[/bold] on [bold]{host.name}[/bold], {size}")
     network = host.origin.get("inter_node")
     if host.num_nodes > 1 and network is not None:
@@ -130,7 +138,7 @@ def _print(planning: Planning, *, rows: int) -> None:
     rejected = show.rejected_table(planning)
     if rejected is not None:
         show.out.print(rejected)
-    show.out.print(planning.shadow_price)
+    show.out.print(unknown_memory(host) or planning.shadow_price, markup=False)
     for line in show.sureness(numbers):
         show.out.print(f"[dim]{line}[/dim]", highlight=False)
     for name, candidate in (("The best plan", best), ("The plain default", planning.default)):

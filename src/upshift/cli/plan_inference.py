@@ -12,6 +12,7 @@ from rich.table import Table
 from upshift.cli import show
 from upshift.errors import RequestError
 from upshift.models.source import find_model
+from upshift.planning.cost.resident import unknown_memory
 from upshift.planning.inference.formats import CHANGES_MATHEMATICS
 from upshift.planning.inference.numbers import InferenceNumbers
 from upshift.planning.inference.planner import InferencePlanning, plan_inference
@@ -52,11 +53,6 @@ def read_workload(
     )
 
 
-def check_no_adapter(lora_rank: int | None, load_in_4bit: bool) -> None:
-    if lora_rank is not None or load_in_4bit:
-        raise RequestError("--lora-rank and --load-in-4bit are for training; leave them out")
-
-
 def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple[str, ...], rows: int, as_json: bool) -> None:
     source = find_model(model)
     with show.step("Measuring this machine" if on is None else f"Looking up {on}"):
@@ -80,15 +76,19 @@ def run(model: str, workload: InferenceWorkload, *, on: str | None, fixed: tuple
     expect = "the error for such devices is unknown"
     if numbers.interval is not None:
         expect = f"expect {numbers.interval[0]:.2g}x to {numbers.interval[1]:.2g}x of the tokens/s"
+    unknown = unknown_memory(host)
+    if unknown is not None:
+        show.out.print(unknown, markup=False)
     show.out.print(f"[dim]Predicted, untried: {expect}.[/dim]")
 
 
 def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
     ranking = planning.ranking
-    title = f"Best of {len(ranking.candidates):,} plans that fit ({len(ranking.rejected):,} rejected)"
-    wide = show.out.width >= 100
+    title = show.plans_title(len(ranking.candidates), len(ranking.rejected), planning.host)
+    wide = show.out.width >= 110
     columns = ("tok/s", "per device", *(("req/s",) if wide else ()), "TTFT ms", "TPOT ms", "GiB")
     table = show.new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
+    table.padding, table.columns[1].min_width = (0, 0), show.PLAN_WIDTH
     for index, candidate in enumerate(ranking.candidates[:rows], start=1):
         numbers = planning.numbers(candidate)
         table.add_row(

@@ -14,6 +14,7 @@ import typer
 from rich.markup import escape
 
 from upshift.cli import show
+from upshift.cli.plan_options import Instead
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
@@ -21,6 +22,8 @@ from upshift.models.source import ModelSource
 from upshift.models.store import Variant, profile_model
 from upshift.planning.calibration import NO_RECORDS, read_calibration
 from upshift.planning.compare import ENERGY_NOTE, Comparison, Terms, compare, read_duration, read_hosts, read_prices, read_tokens
+from upshift.planning.cost.resident import unknown_memory
+from upshift.planning.cost.time import Takes
 from upshift.planning.counterfactual import Counterfactual, ShadowPrice, read_choice, shadow_prices, why
 from upshift.planning.largest import Largest, find_largest
 from upshift.planning.lengths import LengthHistogram
@@ -89,12 +92,17 @@ class Questions:
     lock: Path | None = None
     check: Path | None = None
 
+    @property
+    def instead(self) -> list[Instead]:
+        """What is asked in place of a ranking."""
+        asked: dict[Instead, object] = {"--largest": self.largest, "--compare": self.compare, "--check": self.check}
+        return [name for name, value in asked.items() if value is not None]
+
     def answered_instead(self, request: Request) -> bool:
         """Answers what needs no ranking of its own; False: nothing of that was asked. Raises typer.Exit(1) where a locked plan
         moved."""
-        instead = {"--largest": self.largest, "--compare": self.compare, "--check": self.check}
         beside = {"--why": self.why, "--shadow-prices": self.shadow_prices, "--lock": self.lock}
-        given = [name for name, value in instead.items() if value is not None]
+        given = self.instead
         clashing = [*given, *(name for name, value in beside.items() if value and given)]
         if len(clashing) > 1:
             raise RequestError(f"{' and '.join(clashing)} are questions of their own; ask one at a time")
@@ -138,13 +146,13 @@ class Answers:
             found["shadow_prices"] = [price.model_dump(mode="json") for price in self.shadow_prices]
         return found
 
-    def print(self) -> None:
+    def print(self, takes: Takes) -> None:
         for one in self.why:
-            speed = "" if one.gain is None or one.outcome == "chosen" else f", {one.gain:+.1%} tokens/s"
+            speed = "" if one.gain is None or one.outcome == "chosen" else f", {one.gain:+.1%} {takes}/s"
             memory = "" if one.gain is None or not one.more_gib else f", {one.more_gib:+.2f} GiB"
             show.out.print(f"[bold]Why not {one.asked}[/bold]: {one.outcome}{speed}{memory}; {escape(one.why)}", highlight=False)
         if self.shadow_prices is not None:
-            table = show.new_table("Shadow prices", "change", "with", numbers=("tokens/s",))
+            table = show.new_table("Shadow prices", "change", "with", numbers=(f"{takes}/s",))
             for price in self.shadow_prices:
                 table.add_row(price.change, escape(price.why), show.percent(price.gain))
             show.out.print(table)
@@ -165,11 +173,12 @@ def _answer_largest(request: Request, what: str) -> None:
 
 
 def _print_largest(found: Largest, host: Host) -> None:
-    units = {"sequence": "tokens", "batch": "sequences at once", "model": f"layers, {format_count(found.parameters)} parameters"}
+    batch = "images at once" if found.takes == "images" else "sequences at once"
+    units = {"sequence": "tokens", "batch": batch, "model": f"layers, {format_count(found.parameters)} parameters"}
     show.out.print(f"[bold]{found.value:,} {units[found.what]}[/bold] fit {host.name}: {found.plan.label()}", highlight=False)
     numbers = found.predicted
     held = f"{show.gib(numbers.peak_gib)}/{show.gib(numbers.resident_gib)} GiB peak/held"
-    show.out.print(f"{show.number(numbers.tokens_per_second)} tokens/s predicted, {held}", highlight=False)
+    show.out.print(f"{show.number(numbers.tokens_per_second)} {found.takes}/s predicted, {held}", highlight=False)
     show.out.print(f"[dim]Beyond it: {escape(found.limited_by)}[/dim]", highlight=False)
 
 
@@ -187,15 +196,15 @@ def _answer_compare(request: Request, asked: Questions) -> None:
 
     found = compare(hosts, request.workload, terms, plan_on=plan_on)
     document = {"workload": request.workload.model_dump(mode="json"), "comparison": found.model_dump(mode="json")}
-    request.print(document, lambda: _print_comparison(found))
+    request.print(document, lambda: _print_comparison(found, tuple(filter(None, map(unknown_memory, hosts)))))
 
 
-def _print_comparison(found: Comparison) -> None:
+def _print_comparison(found: Comparison, unknown: tuple[str, ...]) -> None:
     limit = "" if found.deadline_seconds is None else f", within {format_seconds(found.deadline_seconds)}"
-    title = f"{format_count(found.tokens)} tokens{limit}, by {found.sorted_by}"
+    title = f"{format_count(found.tokens)} {found.takes}{limit}, by {found.sorted_by}"
     money = any(row.money is not None for row in found.hosts)
     deadline = ["in time"] if limit else []
-    columns = ("tok/s", "time", "device h", "kWh*", *(["money"] if money else []), *deadline)
+    columns = (show.RATES[found.takes], "time", "device h", "kWh*", *(["money"] if money else []), *deadline)
     table = show.new_table(title, "host", numbers=columns)
     table.caption = f"* {ENERGY_NOTE}"
     said = []  # beneath the table, which is wide enough with the numbers
@@ -211,7 +220,7 @@ def _print_comparison(found: Comparison) -> None:
         cells += [show.number(row.money, 2)] if money else []
         table.add_row(*cells, *(["yes" if row.in_time else "no"] if deadline else []))
     show.out.print(table)
-    for line in said:
+    for line in (*said, *map(escape, unknown)):
         show.out.print(line, highlight=False)
 
 

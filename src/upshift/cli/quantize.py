@@ -54,8 +54,9 @@ def command(
     source = find_plain_weights(model)
     encodes = is_encoder(source)
     loads = choose_engine("encode" if encodes else generation_task(source), source, bits, engine)
-    taken = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
-    said = [text for text in taken if isinstance(text, str)]
+    said = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
+    if not all(isinstance(text, str) for text in said):
+        raise RequestError(f"--texts {texts} has chats; quantize rounds by texts: write a text a line")
     rounding_of = encoding.rounding_of if encodes else generation.rounding_of
     with show.step(f"Rounding weights to {bits} bits, and comparing what is computed"):
         found = quantize(source, rounding_of(source, said), output, bits=bits, engine=loads)

@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import show
+from upshift.cli.number import number
 from upshift.cli.race import RaceSeconds, dim
 from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
@@ -32,14 +33,15 @@ def command(
     max_waiting: Annotated[int, typer.Option("--max-waiting", min=1, help="requests that wait; more get 429")] = 256,
     quality: Annotated[str, typer.Option(help="exact, or the lowest cosine to transformers in fp32: 0.999")] = "exact",
     engine: Annotated[str | None, typer.Option(help="only this engine; unasked, all installed ones race")] = None,
-    max_memory: Annotated[float | None, typer.Option("--max-memory", min=0.1, help="GiB of all engines together")] = None,
-    request_seconds: Annotated[float, typer.Option("--request-seconds", min=0.1, help="longest that an answer takes")] = 600.0,
-    max_body_mb: Annotated[float, typer.Option("--max-body-mb", min=0.001, help="largest request")] = 4.0,
+    max_memory: Annotated[float | None, number("--max-memory", "GiB of all engines together", least=0.1)] = None,
+    request_seconds: Annotated[float, number("--request-seconds", "longest that an answer takes", least=0.1)] = 600.0,
+    max_body_mb: Annotated[float, number("--max-body-mb", "largest request", least=0.001)] = 4.0,
     api_key_file: Annotated[Path | None, typer.Option("--api-key-file", help="a key a line; none: everybody may ask")] = None,
     race_seconds: RaceSeconds = None,
 ) -> None:
     """Race the installed engines for each MODEL, prove what they hold, then serve until SIGTERM or Ctrl-C."""
     _check()
+    from upshift.inference.bounds import read_limit, read_seconds
     from upshift.serving.app import Limits
     from upshift.serving.door import Address, serve
     from upshift.serving.messages import EngineRequest
@@ -48,9 +50,10 @@ def command(
     names = _named(models)
     requests = {
         name: EngineRequest(
-            model=model, quality=quality, engine=engine, max_ttft_ms=max_latency_ms, max_tpot_ms=max_tpot_ms,
+            model=model, quality=quality, engine=engine,
+            max_ttft_ms=read_limit("max-latency-ms", max_latency_ms), max_tpot_ms=read_limit("max-tpot-ms", max_tpot_ms),
             concurrency=concurrency, prompts=None if prompts is None else str(prompts.resolve()), prompt_length=prompt_length,
-            output_length=output_length, max_waiting=max_waiting, race_seconds=race_seconds,
+            output_length=output_length, max_waiting=max_waiting, race_seconds=read_seconds(race_seconds),
         )
         for name, model in names.items()
     }  # fmt: skip
@@ -84,11 +87,14 @@ def _replicas(asked: int | None) -> int:
 
 
 def _named(models: list[str]) -> dict[str, str]:
-    """By the name that clients say: the directory's own, or what stands before an equals sign."""
+    """By the name that clients say: the directory's own, whose path may have an equals sign, or what stands before one."""
     found: dict[str, str] = {}
     for text in models:
         name, separator, model = text.partition("=")
-        name, model = (name, model) if separator else (Path(text).name if Path(text).is_dir() else text, text)
+        if text and Path(text).is_dir():
+            name, model = Path(text).resolve().name, text
+        elif not separator:
+            model = text
         if not name or not model:
             raise RequestError(f"{text!r} is no model; write MODEL or NAME=MODEL")
         if name in found:

@@ -13,7 +13,10 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from upshift.hardware.spec import Host
 from upshift.planning.cost.basis import Number
+from upshift.planning.cost.resident import unknown_memory
+from upshift.planning.cost.time import Takes, takes
 from upshift.planning.planner import Planning
 from upshift.planning.prove import Tried
 from upshift.planning.rank import COST_KEY, Candidate
@@ -26,6 +29,7 @@ PHASE_WIDTH, NUMBER_WIDTH = 18, 9  # of the memory table, with what stands betwe
 PLAN_WIDTH = 24  # at least, of a plan's label among seven columns of numbers
 NO_BREAK = "\N{NO-BREAK SPACE}"
 NUMBERS: tuple[Number, ...] = ("step", "allocated", "held")
+RATES: dict[Takes, str] = {"tokens": "tok/s", "images": "images/s"}
 TIERS = {"measured": "measured here", "transferred": "corrected by other runs here", "formula": "formula"}
 
 out = Console()
@@ -79,13 +83,19 @@ def new_table(title: str, *columns: str, numbers: tuple[str, ...] = ()) -> Table
     return table
 
 
+def plans_title(ranked: int, rejected: int, host: Host) -> str:
+    held = " that fit" if unknown_memory(host) is None else ""
+    return f"Best of {ranked:,} plans{held} ({rejected:,} rejected)"
+
+
 def plans_table(planning: Planning, *, rows: int) -> Table:
     ranking = planning.ranking
-    title = f"Best of {len(ranking.candidates):,} plans that fit ({ranking.num_rejected:,} rejected)"
+    title = plans_title(len(ranking.candidates), ranking.num_rejected, planning.host)
     wide = out.width >= 110
     on_gpu = planning.host.device == "cuda"  # its allocator holds whole segments
     memory = ("alloc.", *(["resv."] if on_gpu else []), "held")
-    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=("tok/s", "step ms", *memory, "tier"))
+    columns = (RATES[takes(planning.profile)], "step ms", *memory, "tier")
+    table = new_table(title, "#", "plan", *(["bound by"] if wide else []), numbers=columns)
     table.padding, table.caption_justify = (0, 0), "left"
     table.columns[1].min_width = PLAN_WIDTH
     folded = folded_rows(ranking.candidates, rows=rows)

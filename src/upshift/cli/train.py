@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -13,6 +14,7 @@ from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.record import Record
 from upshift.settings import read_ranks
+from upshift.training.arguments import SEEDS
 from upshift.units import GIB, format_bytes, format_seconds
 
 Data = Annotated[
@@ -24,6 +26,17 @@ MupBase = Annotated[
 Heal = Annotated[
     bool, typer.Option("--heal", help="of several processes (--nproc) one that is killed comes back, and the others go on")
 ]
+
+
+def _finite(value: float) -> float:
+    """No lower bound keeps infinity out."""
+    if not math.isfinite(value):
+        raise typer.BadParameter(f"{value} is no number to count with; give one such as 1.5")
+    return value
+
+
+Epochs = Annotated[float, typer.Option("--epochs", min=0.001, callback=_finite)]
+Seed = Annotated[int, typer.Option("--seed", min=0, max=SEEDS - 1)]
 TrialSeconds = Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")]
 
 
@@ -35,13 +48,13 @@ def command(
     sequence_length: SequenceLength = 512,
     global_batch: GlobalBatch = 8,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="optimizer steps; default: one epoch")] = None,
-    epochs: Annotated[float, typer.Option("--epochs", min=0.001)] = 1.0,
+    epochs: Epochs = 1.0,
     learning_rate: Annotated[float, typer.Option("--learning-rate", min=0.0)] = 5e-5,
     warmup_steps: Annotated[int, typer.Option("--warmup-steps", min=0)] = 0,
     weight_decay: Annotated[float, typer.Option("--weight-decay", min=0.0)] = 0.0,
     max_grad_norm: Annotated[float, typer.Option("--max-grad-norm", min=0.0)] = 1.0,
     lr_scheduler_type: Annotated[str, typer.Option("--lr-scheduler-type")] = "linear",
-    seed: Annotated[int, typer.Option("--seed")] = 42,
+    seed: Seed = 42,
     eval_steps: Annotated[int, typer.Option("--eval-steps", min=0)] = 0,
     save_steps: Annotated[int, typer.Option("--save-steps", min=0)] = 0,
     save_total_limit: Annotated[int, typer.Option("--save-total-limit", min=2, help="newest checkpoints that are kept")] = 2,

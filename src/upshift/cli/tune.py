@@ -12,8 +12,10 @@ from rich.table import Table
 from upshift.cli import show
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split
+from upshift.cli.train import Epochs
 from upshift.errors import MissingExtra
 from upshift.installed import installed_version
+from upshift.training.arguments import SEEDS
 from upshift.units import format_seconds
 
 ROWS = 10
@@ -24,6 +26,9 @@ WarmStart = Annotated[
 MupWidth = Annotated[
     int | None,
     typer.Option("--mup-width", min=1, help="search on a copy of MODEL of this hidden_size; muP carries the result over"),
+]
+Seed = Annotated[
+    int, typer.Option("--seed", min=0, max=SEEDS - 1, help="of the search, and of trials whose space has no seed")
 ]
 TRAIN_FLAGS = ("learning_rate", "warmup_steps", "weight_decay", "lr_scheduler_type", "global_batch", "sequence_length", "seed")
 
@@ -42,7 +47,7 @@ def command(
     sequence_length: SequenceLength = 512,
     global_batch: GlobalBatch = 8,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="of a trial; default: one epoch")] = None,
-    epochs: Annotated[float, typer.Option("--epochs", min=0.001)] = 1.0,
+    epochs: Epochs = 1.0,
     max_hours: Annotated[float | None, typer.Option("--max-hours", min=0.0, help="start no trial after so long")] = None,
     max_cost: Annotated[float | None, typer.Option("--max-cost", min=0.0, help="likewise, by --price-per-hour")] = None,
     price_per_hour: Annotated[float | None, typer.Option("--price-per-hour", min=0.000001, help="of the machine")] = None,
@@ -54,7 +59,7 @@ def command(
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
     text_column: Annotated[str | None, typer.Option("--text-column")] = None,
-    seed: Annotated[int, typer.Option("--seed", help="of the search, and of trials whose space has no seed")] = 42,
+    seed: Seed = 42,
     set_: Set = None,
     allow: Allow = "",
     trial_seconds: Annotated[float, typer.Option("--trial-seconds", min=0.0, help="to try plans, once a shape of run")] = 0.0,

@@ -6,23 +6,29 @@ Runs of Upshift and of transformers' Trainer. Losses come from the newest checkp
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from upshift.debugging.finding import Finding, error, ok, unknown, warning
 from upshift.errors import RequestError
 from upshift.units import format_count
 from upshift.value import Value
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 RUN_NAMES = ("upshift_run.json", "trainer_state.json")
 IGNORED = {"tokens", "evaluations", "finished", "output"}
 SHOWN = 3  # tensors
 RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # of one loss, by the coarser precision of the two; else the last
 LOOSE = 5e-3
+OF_RANK = "weights-"  # files of a checkpoint in parts, each beside its pieces-<rank>.json
 OF_WEIGHTS = 100  # times as much: Adam takes a whole step of a gradient near zero, whichever sign rounding gave it
+Part = tuple[Path, dict[str, Any] | None]  # its file; where in the whole it belongs, None: it is the whole
 
 
 class Difference(Value):
@@ -53,6 +59,8 @@ class Run:
 
 def compare_runs(one: Path, other: Path, *, tolerance: float | None = None) -> Comparison:
     """``tolerance`` of a loss, relative; None: by the precisions of the two."""
+    if tolerance is not None and not 0 <= tolerance < math.inf:
+        raise RequestError(f"tolerance {tolerance} is not possible; give 0 or more, such as 1e-5")
     pair = (read_run(one), read_run(other))
     limit = tolerance if tolerance is not None else _tolerance(pair)
     findings = list(_asked(*pair))
@@ -82,8 +90,8 @@ def read_run(folder: Path) -> Run:
         )
     plan = {f"plan.{name}": value for name, value in train.get("plan", {}).items()}
     flat = {name: value for name, value in asked.items() if name not in IGNORED and name != "arguments"}
-    with_weights = {step: path for step, path in checkpoints.items() if any(path.glob("*.safetensors"))}
-    if any(folder.glob("*.safetensors")) and losses:
+    with_weights = {step: path for step, path in checkpoints.items() if _weight_files(path)}
+    if _weight_files(folder) and losses:
         with_weights.setdefault(max(losses), folder)
     return Run(folder, flat | asked.get("arguments", {}) | plan, losses, with_weights)
 
@@ -92,9 +100,11 @@ def _json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError:
         raise RequestError(f"{path} is not JSON: it was cut off, or is another program's; give another run") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{path} is not a JSON object: it is another program's; give another run")
     return found
 
 
@@ -177,19 +187,13 @@ def _first_weights(one: Run, other: Run, limit: float) -> tuple[int | None, tupl
 
 def compare_weights(one: Path, other: Path) -> list[Difference]:
     """Every tensor of two folders, in the order of names, numbers by value."""
-    from safetensors import safe_open
-
     places = [_places(folder) for folder in (one, other)]
     missing = sorted(places[0].keys() ^ places[1].keys())
     if missing:
-        raise RequestError(
-            f"{missing[0]} is in one of {one} and {other} only: they are different models, or parts of ranks; "
-            "upshift merge makes one file of parts"
-        )
+        raise RequestError(f"{missing[0]} is in one of {one} and {other} only: they are different models")
     found = []
     for name in sorted(places[0], key=_by_number):
-        with safe_open(places[0][name], "pt") as first, safe_open(places[1][name], "pt") as second:
-            a, b = first.get_tensor(name), second.get_tensor(name)
+        a, b = (_whole(name, parts[name]) for parts in places)
         if a.shape != b.shape:
             raise RequestError(f"{name} is {tuple(a.shape)} in {one} and {tuple(b.shape)} in {other}: they are different models")
         largest = float(a.double().abs().max()) if a.numel() else 0.0
@@ -198,15 +202,48 @@ def compare_weights(one: Path, other: Path) -> list[Difference]:
     return found
 
 
-def _places(folder: Path) -> dict[str, Path]:
+def _weight_files(folder: Path) -> list[Path]:
+    """Of a whole model, or of each rank its parts."""
+    return sorted(path for path in folder.glob("*.safetensors") if path.name.startswith(("model", "adapter", OF_RANK)))
+
+
+def _places(folder: Path) -> dict[str, list[Part]]:
+    """By tensor."""
+    from safetensors import SafetensorError, safe_open
+
+    found: dict[str, list[Part]] = {}
+    for path in _weight_files(folder):
+        try:
+            with safe_open(path, "pt") as file:
+                names = list(file.keys())
+        except SafetensorError as error:
+            raise RequestError(f"{path} is not a whole safetensors file ({error}); compare other checkpoints") from None
+        said = _json(folder / f"pieces-{path.stem.removeprefix(OF_RANK)}.json") if path.name.startswith(OF_RANK) else None
+        for name in names:
+            piece = None if said is None else said.get("tensors", {}).get(f"weights/{name}")
+            if said is not None and piece is None:
+                raise RequestError(f"{path} has a part of {name}, and no pieces-*.json says which; compare other checkpoints")
+            found.setdefault(name, []).append((path, piece))
+    return found
+
+
+def _whole(name: str, parts: list[Part]) -> Tensor:
+    import torch
     from safetensors import safe_open
 
-    found: dict[str, Path] = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        if path.name.startswith(("model", "adapter")):
-            with safe_open(path, "pt") as file:
-                found |= dict.fromkeys(file.keys(), path)
-    return found
+    whole: Tensor | None = None
+    for path, piece in parts:
+        with safe_open(path, "pt") as file:
+            tensor: Tensor = file.get_tensor(name)
+        if piece is None:
+            return tensor
+        shape = piece["shape"]
+        whole = torch.zeros(shape, dtype=tensor.dtype) if whole is None else whole
+        kept = [piece["kept"].get(str(number), [(0, size)]) for number, size in enumerate(shape)]
+        rows = [torch.cat([torch.arange(begin, end) for begin, end in intervals]) for intervals in kept]
+        whole[tuple(torch.meshgrid(*rows, indexing="ij")) if rows else ()] = tensor
+    assert whole is not None, "a tensor is there because a file has it"
+    return whole
 
 
 def _by_number(name: str) -> list[tuple[int, str]]:

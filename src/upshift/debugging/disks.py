@@ -36,6 +36,9 @@ def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int,
     """``option``: how a user names another folder for it."""
     there = _existing(folder)
     subject, kind = f"{purpose} folder", _filesystem(there, root)
+    if not there.is_dir():
+        yield error(subject, what=f"{there} is not a folder", evidence=kind, fix=option)
+        return
     if not os.access(there, os.W_OK):
         yield error(subject, what=f"{there} cannot be written", evidence=f"{kind}", fix=option)
         return
@@ -122,7 +125,7 @@ def _files(folder: Path) -> Iterator[Path]:
 
 def _existing(folder: Path) -> Path:
     folder = folder.absolute()
-    while not folder.is_dir():
+    while not os.path.lexists(folder):
         folder = folder.parent
     return folder
 

@@ -103,9 +103,9 @@ def _left_findings(output: Path) -> list[Finding]:
 def examine_run(output: Path) -> list[Finding]:
     if not output.is_dir():
         raise RequestError(f"{output} is not a folder; give the output folder of a run, which has {RUN}")
-    run = _json(output / RUN)
+    run = _json(_text(output / RUN))
     reports = [RankReport.from_file(path) for path in sorted((output / FOLDER).glob("rank-*.json"), key=_rank_of)]
-    autopsies = (output / AUTOPSIES).read_text(encoding="utf-8").splitlines() if (output / AUTOPSIES).is_file() else []
+    autopsies = _text(output / AUTOPSIES).splitlines()
     left = _left_findings(output)
     if run is None and not reports and not autopsies and not left:
         raise RequestError(f"{output} has neither {RUN} nor {FOLDER}; give the output folder of a run")
@@ -117,12 +117,17 @@ def _rank_of(path: Path) -> int:
     return int(path.stem.rpartition("-")[2])
 
 
-def _json(path: Path) -> dict[str, Any] | None:
+def _text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def _json(text: str) -> dict[str, Any] | None:
+    """None: nothing, a part, or another program's."""
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+        found = json.loads(text)
+    except ValueError:
         return None
-    return found
+    return found if isinstance(found, dict) else None
 
 
 FIXES = (  # words in the error, and what to type
@@ -186,8 +191,11 @@ def _silent(reports: list[RankReport]) -> Iterator[Finding]:
 
 
 def _out_of_memory(lines: list[str]) -> Iterator[Finding]:
-    for line in lines:
-        autopsy = json.loads(line)
+    for number, line in enumerate(lines, start=1):
+        autopsy = _json(line)
+        if autopsy is None:
+            yield unknown("memory", what=f"ran out, and line {number} of {AUTOPSIES}, which says how, was cut off: left out")
+            continue
         parts = ", ".join(f"{part['part']} {part['measured_gib']:.2f} GiB" for part in autopsy["parts"])
         yield warning(
             "memory", what=f"ran out in step {autopsy['step']}: {autopsy['verdict']}",

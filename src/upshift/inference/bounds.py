@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from pydantic import Field
@@ -37,13 +38,13 @@ def read_quality(text: str) -> Quality:
 
 
 def read_limit(name: str, milliseconds: float | None) -> float | None:
-    if milliseconds is not None and not milliseconds > 0.0:
+    if milliseconds is not None and not 0.0 < milliseconds < math.inf:
         raise RequestError(f"--{name} {milliseconds:g} is not possible; give milliseconds above 0")
     return milliseconds
 
 
 def read_seconds(seconds: float | None) -> float | None:
     """Of a race."""
-    if seconds is not None and not seconds > 0.0:
+    if seconds is not None and not 0.0 < seconds < math.inf:
         raise RequestError(f"--race-seconds {seconds:g} is not possible; give seconds above 0")
     return seconds

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+import codecs
+import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
+SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 def read_lines(path: Path, read: Callable[[str, str], T]) -> Iterator[T | str]:
     """A .txt's lines as they are; of another file, what ``read`` makes of a line and of the words that say where it stands."""
-    with path.open(encoding="utf-8", errors="replace", newline="\n") as file:  # the lines that count_lines counts
+    with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:  # the lines that count_lines counts
         for number, line in enumerate(file, start=1):
             yield line.rstrip("\r\n") if path.suffix == ".txt" else read(line, f"{path} line {number}")
+
+
+def is_empty(path: Path) -> bool:
+    with path.open("rb") as file:
+        return file.read(len(codecs.BOM_UTF8) + 1) in (b"", codecs.BOM_UTF8)
+
+
+def is_text(value: object) -> bool:
+    """Half of a pair of surrogates, which JSON and a command line can hold, is no character, and no tokenizer takes it."""
+    return isinstance(value, str) and not SURROGATES.search(value)
 
 
 def count_lines(path: Path) -> int:

@@ -25,6 +25,7 @@ from upshift.inference.openvino_model import make
 from upshift.inference.sample import spread
 from upshift.inference.setup import EngineName, EngineSetup, Task
 from upshift.inference.standing import Standing
+from upshift.inference.unfinished import check_folder
 from upshift.inference.weights import engine_folder, find_weights, weights_size
 from upshift.models.source import ModelSource
 from upshift.value import Value
@@ -117,8 +118,7 @@ def choose_engine(task: Task, source: ModelSource, bits: Bits, asked: str | None
 
 
 def check_output(output: Path, *, overwrite: bool) -> None:
-    if not output.parent.is_dir():
-        raise RequestError(f"--output {output}: the folder {output.parent} does not exist; make it first")
+    check_folder(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir()) and not (overwrite and (output / REPORT).is_file())):
         raise RequestError(f"--output {output} exists; give another name, or --overwrite what an earlier upshift quantize wrote")
 

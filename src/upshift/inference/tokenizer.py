@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
 from upshift.models.build import read_config
 from upshift.models.describe import max_positions
 from upshift.models.source import ModelSource
+
+FILES = (
+    "tokenizer*.json", "special_tokens_map.json", "added_tokens.json", "chat_template*", "vocab.*", "merges.txt", "*.model",
+)  # fmt: skip
 
 
 def load_tokenizer(source: ModelSource) -> Any:
@@ -21,6 +26,12 @@ def load_tokenizer(source: ModelSource) -> Any:
     if not tokenizer.is_fast:
         raise RequestError(f"{source.reference!r} has no tokenizer.json; save its tokenizer with save_pretrained")
     return tokenizer
+
+
+def tokenizer_files(source: ModelSource) -> list[Path]:
+    """What transformers reads of a tokenizer and its chat template, where it is there."""
+    found = [] if source.directory is None else [path for pattern in FILES for path in source.directory.glob(pattern)]
+    return sorted({path for path in found if path.is_file()})
 
 
 def positions(source: ModelSource) -> int | None:

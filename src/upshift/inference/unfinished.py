@@ -3,9 +3,16 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from tempfile import TemporaryFile
 
-from upshift.errors import RequestError
+from upshift.errors import JobFailed, RequestError
+from upshift.inference.tokenizer import tokenizer_files
+from upshift.inference.weights import files_identity, weights_identity
+from upshift.loading.output_folder import FULL
+from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
@@ -18,10 +25,10 @@ class Progress(Value):
     made_of: str
 
 
-def made_of(given: Path, *by: str) -> str:
-    """Says what an output is made of: the same input, as it is now, by the same model and setup gives the same output."""
-    stat = given.stat()
-    return repr((given.name, stat.st_size, stat.st_mtime_ns, *by))
+def made_of(given: Path, source: ModelSource, *by: str) -> str:
+    """Says what an output is made of: the same input, weights and tokenizer, as they are now, by the same setup give the same."""
+    files = files_identity([given]), weights_identity(source), files_identity(tokenizer_files(source))
+    return repr((*files, source.model_hash, *by))
 
 
 class Unfinished:
@@ -32,6 +39,7 @@ class Unfinished:
         self.partial = output.with_name(f"{output.name}.partial")
         self._made_of = hashlib.sha256(made_of.encode()).hexdigest()[:16]
         self._said = output.with_name(f"{output.name}.progress.json")
+        self._safe = 0
 
     def noted(self) -> int:
         """Rows of an earlier run. Raises RequestError where they are of something else."""
@@ -43,10 +51,25 @@ class Unfinished:
                 f"{self.partial} is the unfinished output of another input, model or setup; "
                 f"finish that run, or remove it and {self._said.name}"
             )
+        self._safe = progress.rows
         return progress.rows
 
     def note(self, rows: int) -> None:
         write_whole(self._said, Progress(rows=rows, total=self.total, made_of=self._made_of).to_json())
+        self._safe = rows
+
+    @contextmanager
+    def writing(self) -> Iterator[None]:
+        """A failed write ends the run with a line on what is safe."""
+        try:
+            yield
+        except OSError as error:
+            reason = "the disk is full" if error.errno in FULL else error.strerror or str(error)
+            safe = f"its first {self._safe:,} rows are safe in {self.partial}, and the same command goes on behind them"
+            if not self._safe:
+                self.partial.unlink(missing_ok=True)
+                safe = "nothing is kept of it; free some space, or give another folder"
+            raise JobFailed(f"{self.output} could not be written: {reason}; {safe}") from error
 
     def finish(self, whole: Path | None = None) -> None:
         """Put the whole output in place, and remove what stood beside it. ``whole``: where it is, if not in ``partial``."""
@@ -55,10 +78,23 @@ class Unfinished:
         self._said.unlink(missing_ok=True)
 
 
-def check_output(output: Path, suffixes: tuple[str, ...], *, overwrite: bool) -> None:
+def check_output(output: Path, suffixes: tuple[str, ...], given: Path, *, overwrite: bool) -> None:
+    """``given``: what it is made of."""
     if output.suffix not in suffixes:
         raise RequestError(f"--output {output} must end with {' or '.join(suffixes)}")
-    if not output.parent.is_dir():
-        raise RequestError(f"--output {output}: the folder {output.parent} does not exist; make it first")
+    check_folder(output)
+    if output.exists() and output.samefile(given):
+        raise RequestError(f"--output {output} is the input itself, which would be lost; give another name")
     if output.exists() and not overwrite:
         raise RequestError(f"--output {output} exists; give another name, or --overwrite")
+
+
+def check_folder(output: Path) -> None:
+    """Raises RequestError where the folder around it is not there, or takes no files."""
+    if not output.parent.is_dir():
+        raise RequestError(f"--output {output}: the folder {output.parent} does not exist; make it first")
+    try:
+        with TemporaryFile(dir=output.parent):
+            pass
+    except OSError as error:
+        raise RequestError(f"--output {output}: {output.parent} takes no files ({error.strerror}); give another folder") from None

@@ -16,14 +16,15 @@ class UnfinishedLines(Unfinished):
     def __init__(self, output: Path, total: int, made_of: str) -> None:
         super().__init__(output, total, made_of)
         self.done = self.noted()
-        with self.partial.open("rb+" if self.done else "wb+") as file:
+        with self.writing(), self.partial.open("rb+" if self.done else "wb+") as file:
             for _ in range(self.done):
                 file.readline()
             file.truncate()  # lines of a block that was not noted
 
     def add(self, lines: Iterable[Mapping[str, Any]]) -> None:
         found = [json.dumps(line, ensure_ascii=False) + "\n" for line in lines]
-        with self.partial.open("a", encoding="utf-8", newline="\n") as file:
-            file.writelines(found)
+        with self.writing():
+            with self.partial.open("a", encoding="utf-8", newline="\n") as file:
+                file.writelines(found)
+            self.note(self.done + len(found))
         self.done += len(found)
-        self.note(self.done)

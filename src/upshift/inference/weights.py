@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 from math import prod
 from pathlib import Path
 
@@ -115,8 +116,12 @@ def _parameters(source: ModelSource) -> int:
 
 
 def weights_identity(source: ModelSource) -> str:
-    """Of files as they are now: names, sizes and times of change."""
-    said = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in weight_files(source)]
+    return files_identity(weight_files(source))
+
+
+def files_identity(files: Iterable[Path]) -> str:
+    """As they are now: names, sizes and times of change."""
+    said = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 
 

@@ -125,6 +125,7 @@ def inside(folder: Path, name: str) -> Path:
         raise RequestError(f"{file} is a link to {target}, outside its folder; give the folder that the weights are in")
     if not isfile(target):
         raise RequestError(
-            f"{folder} has no {shown(name)}; give a directory with safetensors weights, or --from-config for random weights"
+            f"{folder} has no {shown(name)}; give a directory with safetensors weights; only upshift train makes random ones, "
+            "with --from-config"
         )
     return file

@@ -22,6 +22,7 @@ from upshift.loading.place import CPU, Placement, Unit, Work, follow, place
 from upshift.loading.products import product_rate
 from upshift.loading.speed import predict
 from upshift.models.build import find_stacks
+from upshift.models.measure import fake_masks
 from upshift.settings import read_settings
 
 CACHED_TOKENS = 8  # enough to see what a token keeps
@@ -240,7 +241,7 @@ def _kept(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, int | Non
     """(bytes, how far it looks back) of each layer's cache."""
     ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
     given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
-    with torch.no_grad():
+    with fake_masks(masked=False), torch.no_grad():
         cache: Any = model(**given, use_cache=True).past_key_values
     both = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     found: dict[int, tuple[int, int | None]] = {}

@@ -28,7 +28,7 @@ from upshift.loading.names import map_names
 from upshift.loading.place import Placement
 from upshift.loading.placed import Where, check_not_quantized, fill_placed, placed
 from upshift.loading.tensors import COMPUTED, dtype_of
-from upshift.models.build import choose_class, named_class, read_config
+from upshift.models.build import building, choose_class, named_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
@@ -120,12 +120,18 @@ def place_source(source: ModelSource, *, dtype: str | None = None, where: Where)
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
     """On the meta device, untied, as from_pretrained builds it."""
-    with ExitStack() as contexts:
+    with building(kind.__name__), ExitStack() as contexts:
         for context in kind.get_init_context(dtype, False, False, None):
             contexts.enter_context(context)
         model = kind(config)
         patch_output_recorders(model)
     return model
+
+
+def empty_of(source: ModelSource) -> PreTrainedModel:
+    """In fp32, of the config alone."""
+    config = read_config(source)
+    return build_empty(class_of(config, source), config, torch.float32)
 
 
 def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Cpu, Gpu, Host
-from upshift.units import GIB, KIB, MIB
+from upshift.units import GIB, KIB, MIB, format_bytes
 
 UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 SIZE = re.compile(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", re.IGNORECASE)
@@ -42,7 +42,11 @@ def read_device(device: str | int, host: Host) -> str:
 def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
     """Bytes by device, fastest first. A device that ``max_memory`` leaves out is not used, but for the CPU, which is then as free
     as it is."""
-    said = {read_device(device, host): read_size(size) for device, size in (max_memory or {}).items()}
+    said: dict[str, int] = {}
+    for device, size in (max_memory or {}).items():
+        name = read_device(device, host)
+        if said.setdefault(name, read_size(size)) != read_size(size):
+            raise RequestError(f"max_memory gives {name} {format_bytes(said[name])} and {size}; give it one of them")
     if "disk" in said:
         raise RequestError("max_memory limits GPUs and the cpu; what they do not hold stays on the disk, where it is already")
     free = _free(host)
@@ -60,7 +64,9 @@ def _free(host: Host) -> dict[str, int | None]:
 
 
 def _usable(part: Gpu | Cpu | None) -> int | None:
-    num_bytes = None if part is None else part.free_memory_bytes or part.memory_bytes
+    if part is None:
+        return None
+    num_bytes = part.memory_bytes if part.free_memory_bytes is None else part.free_memory_bytes
     return None if num_bytes is None else int(USABLE_SHARE * num_bytes)
 
 
@@ -72,4 +78,8 @@ def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | N
     wrong = next((option for option, (_, equals, size) in zip(options, pairs, strict=True) if not equals or not size), None)
     if wrong is not None:
         raise RequestError(f"--max-memory {wrong!r} is not DEVICE=SIZE; write cpu=8GiB, or 0=20GiB for the first GPU")
-    return {device: size for device, _, size in pairs}
+    found: dict[str | int, str | int] = {}
+    for device, _, size in pairs:
+        if read_size(found.setdefault(device, size)) != read_size(size):
+            raise RequestError(f"--max-memory gives {device} {found[device]} and {size}; give it one of them")
+    return found

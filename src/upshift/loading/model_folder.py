@@ -17,6 +17,7 @@ WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data",
     ".tflite", ".npz", ".npy", ".mlmodel", ".engine",
 )  # fmt: skip
+TEMPLATES = "additional_chat_templates"  # a folder of those that are not the default
 MODULES = "modules.json"  # of Sentence Transformers: names folders with a small file or weights each
 
 
@@ -38,7 +39,7 @@ def small_files(folder: Path) -> dict[str, Path]:
         if any(file.suffix in WEIGHTS for file in (folder / name).iterdir()):
             raise RequestError(f"{folder} has weights in {name}, too ({MODULES}); only one set of weights can be rewritten")
         found |= {f"{name}/{file.name}": file for file in _files(folder / name)}
-    return found
+    return found | {f"{TEMPLATES}/{file.name}": file for file in sorted((folder / TEMPLATES).glob("*.jinja"))}
 
 
 def _files(folder: Path) -> Iterator[Path]:

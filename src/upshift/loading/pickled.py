@@ -32,7 +32,6 @@ def rewritten(folder: Path) -> Path:
     names = {PICKLED_WEIGHTS: None} if os.path.isfile(folder / PICKLED_WEIGHTS) else dict(read_index(folder / PICKLED_INDEX))
     files = {inside(folder, name): tensors for name, tensors in names.items()}
     place = read_settings().cache_dir / "checkpoints" / _identity(files)
-    place.parent.mkdir(parents=True, exist_ok=True)
     with _alone(place):
         if not place.is_dir():
             _check_room(place.parent, sum(file.stat().st_size for file in files))
@@ -102,6 +101,14 @@ def _alone(place: Path) -> Iterator[None]:
     """Another process that rewrites the same waits until this one has."""
     import fcntl
 
-    with place.with_name(f"{place.name}.lock").open("wb") as lock:
+    try:
+        place.parent.mkdir(parents=True, exist_ok=True)
+        opened = place.with_name(f"{place.name}.lock").open("wb")
+    except OSError as error:
+        raise RequestError(
+            f"pickled weights are rewritten into {place.parent}, which cannot be used: {error.strerror}; set UPSHIFT_CACHE to a "
+            "folder that can be written"
+        ) from None
+    with opened as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         yield

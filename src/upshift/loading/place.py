@@ -266,8 +266,9 @@ def _nothing_fits(units: Sequence[Unit], limits: Mapping[str, int], work: Work, 
     largest = max((unit.nbytes for unit in units if unit.streams and unit.read), default=smallest)
     cache = sum(unit.cache for unit in units)
     needed = work.everywhere + work.buffers + cache + largest
+    kept, least = ("unknown", "at least ") if work.cache is None else (format_bytes(cache), "")
     return NothingFits(
-        f"{main} is limited to {format_bytes(limits[main])}, and one layer at a time takes {format_bytes(needed)}: the largest "
-        f"{format_bytes(largest)}, activations {format_bytes(work.everywhere)}, keys and values {format_bytes(cache)}, buffers "
+        f"{main} is limited to {format_bytes(limits[main])}, and one layer at a time takes {least}{format_bytes(needed)}: the "
+        f"largest {format_bytes(largest)}, activations {format_bytes(work.everywhere)}, keys and values {kept}, buffers "
         f"{format_bytes(work.buffers)}; allow more with --max-memory, or shorten --sequence-length or --batch"
     )

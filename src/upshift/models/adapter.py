@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from upshift.errors import MissingExtra
+from upshift.errors import MissingExtra, RequestError
 from upshift.models.quantized import keep_trainable, quantize
 from upshift.models.source import ModelSource
 
@@ -38,7 +38,14 @@ def _attach(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Mo
         raise MissingExtra(library="peft", extra="peft", purpose=f"a model with a {adapter['peft_type']} adapter") from None
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # peft reads a property that transformers renamed, and knows few layer types by name
-        attached: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
+        try:
+            attached: nn.Module = get_peft_model(model, PeftConfig.from_peft_type(**adapter), adapter_name=name)
+        except ValueError as error:
+            reason = " ".join(str(error).split())
+            raise RequestError(
+                f"peft puts no such {adapter['peft_type']} adapter around {type(model).__name__}: {reason}; "
+                "save one with other target_modules by peft, and give its directory"
+            ) from None
     return attached
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -65,10 +67,24 @@ def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrai
         if fits and not decoder and config.model_type in table:
             return getattr(transformers, table[config.model_type]), objective
     named = ", ".join(config.architectures or ()) or config.model_type
+    placed = "" if named_class(config) is None else f"; upshift inspect {reference} --placement says what of it goes where"
     raise RequestError(
         f"{reference!r} ({named}) has no class with a loss that Upshift trains; the kinds are "
         + ", ".join(objective for objective, _ in OBJECTIVES)
+        + placed
     )
+
+
+@contextmanager
+def building(what: str) -> Iterator[None]:
+    """Raises RequestError for a config of which its class makes no model."""
+    try:
+        yield
+    except RequestError:
+        raise
+    except Exception as error:  # model and adapter classes raise their own kinds; every one means: no model of this config
+        reason = f"{type(error).__name__}: {_one_line(error)}"
+        raise RequestError(f"{what} cannot be built from its config: {reason}; check the config's sizes") from error
 
 
 def build_model(config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> PreTrainedModel:
@@ -174,8 +190,9 @@ def sample_inputs(model: PreTrainedModel, objective: Objective, *, batch: int, s
     """Inputs with labels for one training step, of the shapes and dtypes a real batch has."""
     config = model.config
     if objective == "image-classification":
-        size = config.image_size if isinstance(config.image_size, (list, tuple)) else (config.image_size, config.image_size)
-        pixels = torch.zeros((batch, config.num_channels, *size), dtype=model.dtype)
+        seen = getattr(config, "vision_config", config)  # of a model that has a part for text, too
+        size = seen.image_size if isinstance(seen.image_size, (list, tuple)) else (seen.image_size, seen.image_size)
+        pixels = torch.zeros((batch, seen.num_channels, *size), dtype=model.dtype)
         return {"pixel_values": pixels, "labels": _class_labels(config, batch)}
     ids = torch.zeros((batch, sequence), dtype=torch.long)
     inputs: dict[str, Any] = {"input_ids": ids}

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from upshift.errors import RequestError
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.models.profile import Declares, Experts, Parameters, ParameterShape
@@ -42,6 +43,13 @@ def _drops_attention(model: PreTrainedModel) -> bool:
     )
 
 
+def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
+    try:
+        return model.get_input_embeddings()
+    except NotImplementedError:  # of a model with none, or several: CLIP
+        return None
+
+
 def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_fp32: int) -> Parameters:
     """By part, of the whole model (which may be on the meta device); tied parameters once.
 
@@ -49,7 +57,7 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
     """
     named = dict(model.named_parameters())
     base = base_of(model)
-    embedding, head = base.get_input_embeddings(), base.get_output_embeddings()
+    embedding, head = _input_embeddings(base), base.get_output_embeddings()
     embedding_ids = {id(p) for p in embedding.parameters()} if embedding is not None else set()
     head_ids = {id(p) for p in head.parameters()} if head is not None else set()
     paths = tuple(path + "." for path in stack_paths)
@@ -135,12 +143,20 @@ def max_positions(model: PreTrainedModel) -> int | None:
     limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not isinstance(limit, int) or limit <= 0:
         return None
-    tokens = model.get_input_embeddings()
+    tokens = _input_embeddings(model)
     for module in model.modules():
         positions = isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings == limit
         if positions and module.padding_idx is not None:
             return limit - module.padding_idx - 1  # the positions of real tokens start behind that of padding
     return limit
+
+
+def check_length(model: PreTrainedModel, sequence_length: int) -> None:
+    """Raises RequestError for more tokens than positions."""
+    limit = max_positions(model)
+    if limit is not None and sequence_length > limit:
+        too_long = f"--sequence-length {sequence_length} is longer than the model's {limit} positions"
+        raise RequestError(f"{too_long}; use at most {limit}")
 
 
 def why_untraceable(source: ModelSource, error: BaseException) -> str:

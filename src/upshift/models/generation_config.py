@@ -34,17 +34,27 @@ def merge_options(
     asked = {name: value for name, value in given.items() if value is not None}
     ours = kind.model_fields.keys() - {*only_asked}
     known = {name: value for name, value in said.items() if name in ours and value is not None}
+    sampling = any(name in asked for name in WARPERS)
+    if not (sampling or (known | asked).get("do_sample")):  # what the file says of it beside is not used
+        known = {name: value for name, value in known.items() if name not in WARPERS or _is_possible(kind, name, value)}
     merged = {**known, **asked}
     for name in SEVERAL:
         wants_several = name in merged and "tuple" in str(kind.model_fields[name].annotation)
         if wants_several and isinstance(merged[name], int | str):
             merged[name] = (merged[name],)
-    sampling = any(name in asked for name in WARPERS)
     try:
         options = kind.model_validate(merged)
         return options.changed(do_sample=True) if sampling and "do_sample" not in asked else options
     except ValidationError as error:
         raise RequestError(f"generation cannot use {first_problem(kind, error)}") from None
+
+
+def _is_possible(kind: type[Value], name: str, value: Any) -> bool:
+    try:
+        kind.model_validate({name: value})
+    except ValidationError:
+        return False
+    return True
 
 
 def unused_options(kind: type[Value], source: ModelSource) -> dict[str, Any]:
@@ -73,7 +83,9 @@ def _config(source: ModelSource) -> dict[str, Any]:
     if path is None or not path.is_file():
         return {}
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        found: Any = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"cannot read {path} ({error}); save the model again, or remove it") from None
+    if not isinstance(found, dict):
+        raise RequestError(f"{path} is no JSON object; save the model again, or remove it")
     return found

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.models.adapter import base_of, complete_model, frozen_paths
-from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.build import build_model, building, choose_class, read_config
 from upshift.models.quantized import check_quantization, four_bit_layers
 from upshift.models.source import ADAPTER_HISTORY, ADAPTER_INITIAL, BaseDtype, ModelSource, QuantizedFrom
 
@@ -132,14 +132,8 @@ def _rebuild(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: 
     chosen, _ = choose_class(config, source.reference)
     if chosen is not model_class:
         raise RequestError(f"{model_class.__name__} has no loss that Upshift plans; the nearest class is {chosen.__name__}")
-    try:
-        with torch.device("meta"):
-            return complete_model(build_model(config, model_class, dtype=dtype), source)
-    except RequestError:
-        raise
-    except Exception as error:  # model and adapter classes raise their own kinds; every one means: no plan for this model
-        reason = " ".join(str(error).split())[:240]
-        raise RequestError(f"{source.reference} cannot be built from its config: {type(error).__name__}: {reason}") from error
+    with building(source.reference), torch.device("meta"):
+        return complete_model(build_model(config, model_class, dtype=dtype), source)
 
 
 def _check_modules(model: nn.Module, rebuilt: nn.Module) -> None:

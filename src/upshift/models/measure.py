@@ -21,7 +21,7 @@ from transformers.integrations import moe
 
 from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
-from upshift.models.build import LayerStack, build_model, choose_class, cut_stacks, read_config, sample_inputs
+from upshift.models.build import LayerStack, build_model, building, choose_class, cut_stacks, read_config, sample_inputs
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.compiled import Call
 from upshift.models.fit import Measurement
@@ -56,7 +56,7 @@ class Tracer:
         if self.objective == "sequence-classification" and config.problem_type is None:
             # What models set themselves when they first see labels of classes; DeBERTa looks at their values until then.
             config.problem_type = "regression" if config.num_labels == 1 else "single_label_classification"
-        with torch.device("meta"):
+        with building(repr(self.source.reference)), torch.device("meta"):
             return complete_model(build_model(config, self.model_class, dtype=dtype), self.source)
 
     def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,9 @@ QLORA = {  # its NF4 with scales that are quantized, too (arXiv:2305.14314), in 
     "quant_method": "bitsandbytes", "load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True,
     "bnb_4bit_compute_dtype": "bfloat16",
 }  # fmt: skip
+HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b(?<!\.git)", re.ASCII)  # by the hub's own rules
+MODELS = "give a Hugging Face directory, a config.json, or a hub id such as org/name"
+SHOWN = 100  # characters of a name
 HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weights, config and tokenizer; nothing pickled
 
 
@@ -72,7 +76,11 @@ class ModelSource(Value):
 def find_model(reference: str) -> ModelSource:
     """Resolve a local directory, a config.json, a written ModelSource or a hub id. Raises RequestError with the next step."""
     path = Path(reference)
-    if (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file():
+    try:
+        path.exists()
+    except OSError as error:  # too long a name, a closed folder
+        raise RequestError(f"model {_short(reference)} cannot be read: {error.strerror}; {MODELS}") from None
+    if _is_adapter(path):
         return _with_adapter(path)
     if path.is_dir():
         return ModelSource(reference=reference, directory=path, config=_read_config(path / "config.json", reference))
@@ -82,11 +90,17 @@ def find_model(reference: str) -> ModelSource:
             return ModelSource.from_file(path)
         directory = path.parent if path.name == "config.json" else None
         return ModelSource(reference=reference, directory=directory, config=_read_config(path, reference))
-    if path.suffix == ".json" or reference.startswith((".", "/", "~")) or reference.count("/") != 1:
-        raise RequestError(
-            f"model {reference!r} does not exist; give a Hugging Face directory, a config.json, or a hub id such as org/name"
-        )
+    if path.suffix == ".json" or not HUB_ID.fullmatch(reference):
+        raise RequestError(f"model {_short(reference)} does not exist; {MODELS}")
     return _from_hub(reference)
+
+
+def _short(reference: str) -> str:
+    return repr(reference if len(reference) <= SHOWN else f"{reference[:SHOWN]}...")
+
+
+def _is_adapter(path: Path) -> bool:
+    return (path / ADAPTER_FILE).is_file() and not (path / "config.json").is_file()
 
 
 def _with_adapter(directory: Path) -> ModelSource:
@@ -95,6 +109,11 @@ def _with_adapter(directory: Path) -> ModelSource:
     base = adapter.get("base_model_name_or_path")
     if not base or "peft_type" not in adapter:
         raise RequestError(f"{directory / ADAPTER_FILE} names no base_model_name_or_path; save the adapter around its model")
+    if _is_adapter(Path(str(base))):
+        raise RequestError(
+            f"{directory / ADAPTER_FILE} names {base!r} as its model, which is an adapter, too; make it for a whole model, as "
+            "upshift merge writes one"
+        )
     source = find_model(str(base))
     kept = {key: value for key, value in adapter.items() if key not in ADAPTER_HISTORY} | {"inference_mode": False}
     if isinstance(kept.get(ADAPTER_INITIAL), str):

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
@@ -17,6 +20,8 @@ from upshift.settings import read_settings
 from upshift.whole_file import write_whole
 
 FORMAT = "15"  # raise when the meaning of a stored profile changes
+
+logger = logging.getLogger(__name__)
 
 
 class Variant(NamedTuple):
@@ -41,16 +46,16 @@ def profile_model(
     """The profile from the cache, else traced now (seconds, imports torch) and stored."""
     versions = _versions(source)
     text = repr((FORMAT, source.model_hash, versions, sequence_length, sorted(variants)))
-    key, cache = _key(text), read_settings().cache_dir
-    path = cache / "profiles" / f"{key}.json"
+    key, folder = _key(text), read_settings().cache_dir
+    path = folder / "profiles" / f"{key}.json"
     if path.is_file():
         try:
             return ModelProfile.from_file(path)
         except RequestError:
-            path.unlink()  # written by another version, or cut short: trace again
+            _drop(path)  # written by another version, or cut short: trace again
     from upshift.models.trace import trace_model
 
-    kept = SegmentStore(cache / "segments" / _key(repr((FORMAT, source.model_hash, versions, sequence_length))))
+    kept = SegmentStore(folder / "segments" / _key(repr((FORMAT, source.model_hash, versions, sequence_length))))
     profile = trace_model(
         source, key=key, versions=versions, sequence_length=sequence_length, variants=variants, kept=kept, progress=progress
     )
@@ -68,10 +73,10 @@ class SegmentStore:
         path = self._path(name)
         try:
             return self._form.validate_json(path.read_bytes())
-        except FileNotFoundError:
+        except OSError:  # most often it was not traced yet
             return None
         except ValidationError:
-            path.unlink()  # cut short: trace again
+            _drop(path)  # cut short: trace again
             return None
 
     def put(self, name: str, segments: dict[str, list[Segment]]) -> None:
@@ -85,9 +90,23 @@ def _key(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:24]
 
 
+def _drop(path: Path) -> None:
+    with suppress(OSError):  # of a folder that can only be read
+        path.unlink()
+
+
 def _write(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, content)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(path, content)
+    except OSError as error:
+        _warn(read_settings().cache_dir, str(error.strerror))
+
+
+@cache
+def _warn(folder: Path, reason: str) -> None:
+    """Once, however many files there are."""
+    logger.warning("what was traced is not kept in %s: %s; UPSHIFT_CACHE names another folder", folder, reason)
 
 
 def _versions(source: ModelSource) -> dict[str, str]:

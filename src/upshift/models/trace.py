@@ -23,6 +23,7 @@ from upshift.models.compiled import load_partition
 from upshift.models.describe import (
     attention_heads,
     attention_kernels,
+    check_length,
     count_experts,
     count_parameters,
     declarations,
@@ -58,7 +59,7 @@ def trace_model(
         check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
     tracer = Tracer(source)
     if variants:
-        _check_length(sequence_length, max_positions(tracer.base))
+        check_length(tracer.base, sequence_length)  # before the minute that tracing takes
     points = trace_points(sequence_length)
     try:
         reason = _chunking(tracer)
@@ -93,13 +94,6 @@ def trace_model(
         forward_flops=flops[0],
         backward_flops=flops[1],
     )
-
-
-def _check_length(sequence_length: int, limit: int | None) -> None:
-    """Before the minute that tracing takes."""
-    if limit is not None and sequence_length > limit:
-        too_long = f"--sequence-length {sequence_length} is longer than the model's {limit} positions"
-        raise RequestError(f"{too_long}; use at most {limit}")
 
 
 def _run(

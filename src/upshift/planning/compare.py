@@ -12,7 +12,7 @@ from pydantic import Field
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware import describe
 from upshift.hardware.spec import Host
-from upshift.planning.cost.time import tokens_per_step
+from upshift.planning.cost.time import Takes, takes, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.workload import Workload
@@ -45,7 +45,8 @@ class Compared(Value):
 
 
 class Comparison(Value):
-    tokens: int
+    tokens: int = Field(description="or images, where the model takes these")
+    takes: Takes = Field("tokens", description="what the model is given")
     deadline_seconds: float | None
     sorted_by: str = Field(description="money, where every host that has a plan has a price; else time")
     hosts: tuple[Compared, ...]
@@ -136,7 +137,7 @@ def compare(
     check_prices(terms.prices, hosts)
     rows: list[Compared] = []
     problems: list[RequestError | NothingFits] = []
-    tokens = terms.tokens
+    tokens, given = terms.tokens, "tokens"
     if tokens is not None:  # one-time costs are spread over the run that this is
         mean = workload.lengths.mean if workload.lengths else workload.sequence_length
         steps = max(math.ceil(tokens / (workload.global_batch * mean)), 1)
@@ -148,6 +149,9 @@ def compare(
             problems.append(problem)
             rows.append(Compared(host=host.name, num_devices=host.num_devices, why=str(problem)))
             continue
+        given = takes(planning.profile)
+        if given == "images" and terms.tokens is not None:
+            raise RequestError(f"--tokens counts tokens, and {planning.profile.architecture} takes images; use --steps")
         tokens = tokens or round(workload.total_steps * tokens_per_step(planning.profile, workload))
         rows.append(_row(planning, tokens, terms))
     if tokens is None or len(problems) == len(hosts):
@@ -157,8 +161,9 @@ def compare(
     planned.sort(key=lambda row: (row.money if by_money else row.seconds) or 0.0)
     ordered = (*planned, *(row for row in rows if row.plan is None))
     return Comparison(
-        tokens=tokens, deadline_seconds=terms.deadline_seconds, sorted_by="money" if by_money else "time", hosts=ordered
-    )
+        tokens=tokens, takes=given, deadline_seconds=terms.deadline_seconds, sorted_by="money" if by_money else "time",
+        hosts=ordered,
+    )  # fmt: skip
 
 
 def _row(planning: Planning, tokens: int, terms: Terms) -> Compared:

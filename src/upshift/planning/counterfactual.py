@@ -14,6 +14,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.store import Variant
+from upshift.planning.assignments import split_assignment
 from upshift.planning.cost.resident import memory_limit
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import ASKED_LAYOUTS
@@ -94,11 +95,9 @@ def _here(planning: Planning, host: Host, profile: ModelProfile, workload: Workl
 
 def read_choice(asked: str) -> tuple[str, Any]:
     """Field and value of --why. Raises RequestError."""
-    name, equals, text = asked.partition("=")
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     known = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in FIXED_BY_REQUEST]
-    if not equals or name not in known:
-        raise RequestError(f"--why {asked!r} names no plan field; use field=value with one of {', '.join(known)}")
+    name, text = split_assignment(asked, known, option="--why")
     return name, parse_value(name, text, hints[name], option="--why")
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from upshift.hardware.spec import Host
-from upshift.planning.cost.resident import memory_limit
+from upshift.planning.cost.resident import memory_limit, unknown_memory
+from upshift.planning.cost.time import Takes
 from upshift.planning.plan import Plan
 from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig
 from upshift.units import format_bytes
@@ -70,9 +71,9 @@ def _cost(best: Candidate, other: Candidate) -> str:
     return f"{speed:+.1%}, {sign}{format_bytes(abs(memory))}"
 
 
-def shadow_price(ranking: Ranking, host: Host) -> str | None:
+def shadow_price(ranking: Ranking, host: Host, takes: Takes = "tokens") -> str | None:
     """What 8 GiB more would bring: the fastest plan that is too big by no more than that."""
-    if not ranking.candidates:
+    if not ranking.candidates or unknown_memory(host) is not None:
         return None
     best = ranking.candidates[0]
     reachable = []
@@ -84,7 +85,7 @@ def shadow_price(ranking: Ranking, host: Host) -> str | None:
     if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:
         return "8 GiB more memory would not make it faster"
     gain = fastest.tokens_per_second / best.tokens_per_second - 1
-    return f"8 GiB more memory would give {gain:+.1%} tokens/s ({fastest.plan.label()})"
+    return f"8 GiB more memory would give {gain:+.1%} {takes}/s ({fastest.plan.label()})"
 
 
 def representative(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:

@@ -10,8 +10,10 @@ from pydantic import Field
 from upshift.errors import NothingFits, RequestError
 from upshift.hardware.spec import Host
 from upshift.planning.calibration import NO_RECORDS, Calibration
-from upshift.planning.counterfactual import Trace, too_big
-from upshift.planning.growing import Batch, Depth, Sequence, Way, What
+from upshift.planning.cost.resident import stated_memory
+from upshift.planning.cost.time import Takes, takes
+from upshift.planning.counterfactual import Trace
+from upshift.planning.growing import Batch, Depth, Sequence, Way, What, why_none
 from upshift.planning.lengths import LengthHistogram
 from upshift.planning.plan import Plan
 from upshift.planning.variants import variants_for
@@ -22,6 +24,7 @@ from upshift.value import Value
 
 class Largest(Value):
     what: What
+    takes: Takes = Field("tokens", description="what the model is given: predicted.tokens_per_second counts these")
     value: int = Field(description="tokens of a sequence, sequences of a micro-batch, or layers of the deepest stack")
     parameters: int = Field(description="of the model; of the deepened one where that was asked for")
     plan: Plan
@@ -44,13 +47,16 @@ def find_largest(
     ways: dict[str, type[Way]] = {"sequence": Sequence, "batch": Batch, "model": Depth}
     if what not in ways:
         raise RequestError(f"--largest {what!r} is not known; use one of {', '.join(get_args(What))}, such as --largest sequence")
-    device = host.gpu or host.cpu
-    if device is None or (device.free_memory_bytes or device.memory_bytes) is None:
+    if stated_memory(host.gpu or host.cpu) is None:
         example = "describe it, as in --on epyc-9654-768gb"
         raise RequestError(f"--largest {what} needs the memory of {host.name}, which is unknown; {example}")
     if what == "sequence" and lengths_at is None:
         workload = workload.changed(lengths=None)
     profile = trace(workload.sequence_length, variants_for(host, workload, fixed))
+    if what == "sequence" and takes(profile) == "images":
+        raise RequestError(
+            f"--largest sequence asks for tokens, and {profile.architecture} takes images; use --largest batch or --largest model"
+        )
     way = ways[what](host, workload, fixed, trace, profile, lengths_at, calibration)
     first, *others = way.sharings()
     best, sharing = way.largest(first, above=way.step(first)), first
@@ -60,8 +66,7 @@ def find_largest(
             best, sharing = way.largest(other, above=larger), other
     if best == 0:
         smallest = way.ranking(way.step(sharing), sharing)
-        why = too_big(smallest.too_big[0], host) if smallest.too_big else "no plan is legal"
-        raise NothingFits(f"not even {way.step(sharing)} {way.unit} fit {host.name}: the smallest plan {why}")
+        raise NothingFits(f"not even {way.step(sharing)} {way.unit} fit {host.name}: {why_none(smallest, host)}")
     return _answer(way, best, sharing)
 
 
@@ -72,6 +77,7 @@ def _answer(way: Way, size: int, sharing: int | None) -> Largest:
     flops = profile.train_flops(1, workload.sequence_length) * workload.global_batch * mean
     return Largest(
         what=way.what,
+        takes=takes(profile),
         value=size,
         parameters=profile.parameters.total,
         plan=best.plan,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from math import isqrt
 from typing import Literal
 
 from pydantic import Field
@@ -77,7 +78,8 @@ class Layout(Value):
 
 def divisors(number: int) -> list[int]:
     """The degrees in which so many ranks, layers or experts can be shared."""
-    return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
+    small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
+    return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def reason_not_split(layout: Layout) -> str | None:

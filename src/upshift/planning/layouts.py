@@ -198,9 +198,11 @@ def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workl
         if valid_with_them := known(others, name):
             one_of = ", ".join(map(str, valid_with_them))
             raise RequestError(f"{together} is not possible on {host.name}; with the others {name} can be {one_of}, not {value}")
+    several = f"a --global-batch that is a multiple of {host.num_devices}, or fewer devices (--on)"
     raise RequestError(
         f"{together or _processes(fixed)} is not possible on {host.name}: ranks must divide the global batch of "
-        f"{workload.global_batch}{_divided(profile)}; use another number of processes (--nproc)"
+        f"{workload.global_batch}{_divided(profile)}; use "
+        f"{'another number of processes (--nproc)' if host.device == 'cpu' else several}"
     )
 
 

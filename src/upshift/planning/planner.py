@@ -16,6 +16,7 @@ from upshift.models.source import ModelSource, find_to_train
 from upshift.models.store import profile_model
 from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
 from upshift.planning.cost.resident import memory_limit
+from upshift.planning.cost.time import takes
 from upshift.planning.explain import Reason, reasons, representative, shadow_price
 from upshift.planning.offloading import (
     WEIGHT_OFFLOAD,
@@ -31,7 +32,7 @@ from upshift.planning.search import search
 from upshift.planning.space import check_allow, parse_fixed, read_fixed
 from upshift.planning.tpu_programs import compiled_so_far
 from upshift.planning.variants import variants_for
-from upshift.planning.whole_life import FITS_BUT, WholeLife
+from upshift.planning.whole_life import WholeLife
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
 from upshift.settings import read_settings
@@ -62,7 +63,7 @@ class Planning:
 
     @property
     def shadow_price(self) -> str | None:
-        return shadow_price(self.ranking, self.host)
+        return shadow_price(self.ranking, self.host, takes(self.profile))
 
     def numbers(self, candidate: Candidate) -> Numbers:
         """A candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
@@ -106,13 +107,12 @@ class Planning:
 
 def find_host(on: str | None, *, probe: bool = True) -> Host:
     """The described host, else this machine; probed (and the probe cached) where its rates are needed."""
-    if on is not None:
-        return describe(on)
-    host = detect(visible_devices=read_settings().cuda_visible_devices)
+    host = detect(visible_devices=read_settings().cuda_visible_devices) if on is None else describe(on)
     if host.mixed_gpus:
-        names = ", ".join(gpu.name for gpu in host.mixed_gpus)
-        raise RequestError(f"this machine has different GPUs ({names}); hide all but one kind with CUDA_VISIBLE_DEVICES")
-    if not probe:
+        names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
+        one_kind = "hide all but one kind with CUDA_VISIBLE_DEVICES" if on is None else "plan for one kind of them"
+        raise RequestError(f"{'this machine' if on is None else host.name} has different devices ({names}); {one_kind}")
+    if on is not None or not probe:
         return host
     from upshift.hardware.probe import measure
 
@@ -153,7 +153,7 @@ def plan_training(
         found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in unasked(host))
         ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
     if not ranking.candidates:
-        _refuse(ranking, host, workload.risk)
+        _refuse(ranking, host, profile, workload.risk)
     best = ranking.candidates[0].plan
     plain = plain_default(host, profile, workload).changed(weight_offload=best.weight_offload, mup_base=best.mup_base)
     default = cost_plan(plain, host=host, profile=profile, workload=workload)
@@ -194,10 +194,10 @@ def _search(
     return profile, as_here(ranking, host, profile, workload, calibration)
 
 
-def _refuse(ranking: Ranking, host: Host, risk: float | None) -> None:
-    in_another_phase = next((entry.reason for entry in ranking.rejected if FITS_BUT in entry.reason), None)
-    if in_another_phase is not None:
-        raise NothingFits(f"nothing fits on {host.name}: of the best plan {in_another_phase}; use a smaller --sequence-length")
+def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, risk: float | None) -> None:
+    roomier = "a shorter --sequence-length or a larger device" if takes(profile) == "tokens" else "a larger device"
+    if (phase := ranking.in_another_phase) is not None:
+        raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
     if not ranking.too_big:
         reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
         raise RequestError(f"no plan for {host.name}: {reason}")
@@ -205,8 +205,8 @@ def _refuse(ranking: Ranking, host: Host, risk: float | None) -> None:
     limit = memory_limit(nearest.plan, host, risk=risk) or 0.0
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
-        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use a shorter --sequence-length, "
-        "--allow bf16-weights,8bit-optimizer, --max-grad-norm 0 (updates in the backward pass), or a larger device"
+        f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use "
+        f"--allow bf16-weights,8bit-optimizer, --max-grad-norm 0 (updates in the backward pass), or {roomier}"
     )
 
 

@@ -13,7 +13,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.attention import PACKED_KERNELS
-from upshift.planning.layout import Layout
+from upshift.planning.layout import Layout, divisors
 from upshift.planning.layouts import layouts, rank_counts, shares_work
 from upshift.planning.legal import conflict, repeats
 from upshift.planning.plan import ALONE, Plan
@@ -75,7 +75,7 @@ class Plans:
         if "gradient_accumulation_steps" in self.fixed:
             steps = self.fixed["gradient_accumulation_steps"]
             return [each // steps] if each % steps == 0 else []
-        return [size for size in range(1, each + 1) if each % size == 0]
+        return divisors(each)
 
     def start(self, sharing: Sharing, micro_batch: int) -> Plan:
         """What the plans of one micro-batch have in common; every other choice is the plain one."""

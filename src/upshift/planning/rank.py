@@ -21,6 +21,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Basis, Numbers, Spread
 from upshift.units import GIB, format_bytes, gib
 
+FITS_BUT = "its step fits,"  # so begins the reason of a plan that is rejected for another phase
 EXTRA_MEMORY_BYTES = 8 * GIB  # beyond what is there: plans that so much more would let in are kept
 COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
@@ -105,6 +106,11 @@ class Ranking:
     def num_rejected(self) -> int:
         return len(self.rejected) + self.unseen
 
+    @property
+    def in_another_phase(self) -> str | None:
+        """Of the best of the plans whose step fits, where another phase does not; None: there is none such."""
+        return next((entry.reason for entry in self.rejected if FITS_BUT in entry.reason), None)
+
     def add(self, plan: Plan, coster: Coster) -> bool:
         """False where it is far too big: then its time was not asked for."""
         limit, held = memory_limit(plan, coster.host, risk=coster.workload.risk), coster.held(plan)
@@ -185,7 +191,7 @@ class Coster:
         try:
             time = predict_time(self.profile, held.trace, plan, self.workload, self.host, known=self._known)
         except UnknownLink as problem:
-            return Rejected(plan, f"{problem} of {self.host.name}; describe it with --on HOST@LINK, such as @ib-ndr")
+            return Rejected(plan, f"{problem} of {self.host.name}; name the host with its link, as HOST@LINK, such as @ib-ndr")
         if time is None:
             return Rejected(plan, f"this host's rate in {plan.precision} is unknown")
         amortised = time.total + time.one_time / self.workload.total_steps

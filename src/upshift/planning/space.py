@@ -12,9 +12,10 @@ from pydantic import ValidationError
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
+from upshift.planning.assignments import read_assignments
 from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
-from upshift.planning.layout import Layout
+from upshift.planning.layout import Layout, divisors
 from upshift.planning.layouts import check_layout, check_processes, shares_work
 from upshift.planning.mup import read_base
 from upshift.planning.offloading import WEIGHT_OFFLOAD, has_frozen_layers, places
@@ -70,18 +71,14 @@ def _granularities(profile: ModelProfile) -> list[Granularity]:
 def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, quantized: bool) -> dict[str, Any]:
     """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here, as far as that can be
     said before a model is traced. ``quantized``: its weights are stored in 4 bits."""
-    fixed: dict[str, Any] = {}
     settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
     hints = get_type_hints(Plan) | get_type_hints(Layout)
+    shares = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
     if host.num_devices > 1 or host.device == "cpu":
         settable += Layout.model_fields
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if equals and name in Layout.model_fields and name not in settable:
-            raise RequestError(f"--set {assignment} is for several ranks, and {host.name} has one GPU; leave it out")
-        if not equals or name not in settable:
-            raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
-        fixed[name] = parse_value(name, text, hints[name])
+    elif shares is not None:
+        raise RequestError(f"--set {shares} is for several ranks, and {host.name} has one GPU; leave it out")
+    fixed = read_assignments(assignments, settable, lambda name, text: parse_value(name, text, hints[name]))
     check_processes(fixed, host)
     _check_batches(fixed, host, workload)
     read_optim_args(fixed.get("optim", "adamw_torch_fused"), fixed.get("optim_args", ""))
@@ -174,10 +171,9 @@ def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> Non
     factors = {name: fixed[name] for name in counted if name in fixed}
     total = workload.global_batch
     if total % prod(factors.values()):
-        divisors = [size for size in range(1, total + 1) if total % size == 0]
         raise RequestError(
             f"{' x '.join(f'{name}={value}' for name, value in factors.items())} does not divide the global batch of {total} "
-            f"sequences; use divisors of it: {', '.join(map(str, divisors[:16]))}"
+            f"sequences; use divisors of it: {', '.join(map(str, divisors(total)[:16]))}"
         )
     if set(factors) == set(BATCH_FACTORS) and prod(factors.values()) != total:
         product = " x ".join(map(str, factors.values()))

@@ -16,12 +16,11 @@ from upshift.planning.cost.memory import Peak
 from upshift.planning.cost.resident import CUDA_SLACK, base_bytes, memory_limit, predict_reserved
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.time import largest_micro_batch
-from upshift.planning.rank import Candidate, Ranking, Rejected
+from upshift.planning.rank import FITS_BUT, Candidate, Ranking, Rejected
 from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 
 MAX_WORDS = 3  # parts of memory that are named
-FITS_BUT = "its step fits,"
 
 
 @dataclass(frozen=True)

@@ -75,7 +75,8 @@ class Answer:
 
     @property
     def usage(self) -> Usage:
-        return Usage.of([piece.changed(tokens=self._tokens[index]) for index, piece in self._last.items()])
+        prompts = {index // self.asked.n: self._last[index] for index in sorted(self._last, reverse=True)}
+        return Usage.of(list(prompts.values()), sum(self._tokens.values()))
 
     def whole(self) -> dict[str, Any]:
         chat = isinstance(self.asked, ChatRequest)

@@ -7,8 +7,9 @@ import base64
 import itertools
 import logging
 import struct
+import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import aclosing, asynccontextmanager
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager
 from dataclasses import dataclass, field
 from importlib.resources import files
 from typing import Any
@@ -17,6 +18,7 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import HTMLResponse, JSONResponse, Response, StreamingResponse
 from starlette.exceptions import HTTPException
+from starlette.routing import Route
 
 from upshift.errors import UpshiftError
 from upshift.serving.answers import Answer, Asked, Choice, error_event, together
@@ -58,9 +60,12 @@ class Server:
 
     async def embed(self, asked: EmbeddingRequest) -> Response:
         self._check_model(asked.model, "encode")
-        async with asyncio.timeout(self.limits.request_seconds), self.served.using(asked.model) as engine:
+        start = time.monotonic()
+        async with AsyncExitStack() as using:
+            engine = await self._loaded(asked.model, using)
             self._check_task(engine, asked.model, "encode")
-            found = await engine.vectors(asked.texts())
+            async with asyncio.timeout(self.limits.request_seconds - (time.monotonic() - start)):
+                found = await engine.vectors(asked.texts())
         self.metrics.tokens.labels(asked.model, "prompt").inc(found.tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(row, asked.encoding_format)}
@@ -121,18 +126,31 @@ class Server:
             self._count(answer)
 
     async def _choices(self, asked: Asked) -> AsyncGenerator[Choice]:
-        async with self.served.using(asked.model) as engine:
+        start = time.monotonic()
+        async with AsyncExitStack() as using:
+            engine = await self._loaded(asked.model, using)
             self._check_task(engine, asked.model, "generate")
             seed = asked.seed if asked.seed is not None else next(self.seeds)
             prompts = asked.prompts()
+            self._check_count(engine, len(prompts))
             texts = [
                 engine.pieces(prompt, asked.options(seed=(seed + index) % 2**63, most=asked.most))
                 for index, prompt in enumerate(prompts)
             ]
             timings = [timed(pieces, self.metrics, asked.model) for pieces in texts]
-            async with aclosing(together(timings, self.limits.request_seconds)) as choices:
+            left = self.limits.request_seconds - (time.monotonic() - start)
+            async with aclosing(together(timings, left)) as choices:
                 async for choice in choices:
                     yield choice
+
+    async def _loaded(self, name: str, using: AsyncExitStack) -> Replicas:
+        """In use until the stack is closed."""
+        try:
+            async with asyncio.timeout(self.limits.request_seconds):
+                return await using.enter_async_context(self.served.using(name))
+        except TimeoutError:
+            why = f"{name} was still being loaded after {self.limits.request_seconds:g} s; try again"
+            raise HTTPException(504, why) from None
 
     def _count(self, answer: Answer) -> None:
         usage, model = answer.usage, answer.asked.model
@@ -144,6 +162,13 @@ class Server:
         if name not in self.served.engines:
             known = ", ".join(self.served.engines)
             raise HTTPException(404, f"the model {name!r} is not served here; ask for one of {known}")
+
+    def _check_count(self, engine: Replicas, count: int) -> None:
+        assert engine.ready is not None
+        most = engine.ready.rows + engine.ready.replicas * engine.request.max_waiting
+        if count > most:
+            why = f"{engine.ready.rows:,} are computed at once, and more wait only as far as --max-waiting allows"
+            raise HTTPException(400, f"{count:,} choices are more than this server takes: {why}; ask for at most {most:,}")
 
     def _check_task(self, engine: Replicas, name: str, task: str) -> None:
         assert engine.ready is not None
@@ -178,7 +203,8 @@ def make_app(server: Server) -> FastAPI:
 
     for kind in (RequestValidationError, HTTPException, UpshiftError, TimeoutError, Exception):
         app.add_exception_handler(kind, _refuse)
-    app.add_middleware(Guard, server=server)
+    paths = frozenset(route.path for route in app.routes if isinstance(route, Route))
+    app.add_middleware(Guard, server=server, paths=paths)
     return app
 
 
@@ -189,7 +215,8 @@ async def _refuse(request: Request, error: Exception) -> Response:
     return answer_of(found)
 
 
-def _encoded(row: tuple[float, ...], form: str) -> Any:
-    if form == "float":
+def _encoded(row: str, form: str) -> Any:
+    if form == "base64":
         return row
-    return base64.b64encode(struct.pack(f"<{len(row)}f", *row)).decode()
+    numbers = base64.b64decode(row)
+    return struct.unpack(f"<{len(numbers) // 4}f", numbers)

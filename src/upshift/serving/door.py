@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import logging
 import signal
 import socket
@@ -12,6 +13,8 @@ from dataclasses import dataclass
 import uvicorn
 
 from upshift.errors import RequestError
+from upshift.inference.weights import weights_size
+from upshift.models.source import find_model
 from upshift.serving.app import Limits, Server, make_app
 from upshift.serving.messages import EngineRequest, Ready
 from upshift.serving.metrics import Metrics
@@ -20,6 +23,7 @@ from upshift.serving.served import Served
 
 DRAIN_SECONDS = 30
 MOST_CONNECTIONS = 1024
+OF_PORTS = (errno.EADDRINUSE, errno.EACCES)
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ def serve(
     listening = _listen(address)  # a port that is taken is told before minutes of racing
     metrics = Metrics()
     engines = {name: Replicas(one, replicas) for name, one in requests.items()}
-    server = Server(Served(engines, metrics, memory_bytes=memory_bytes), metrics, limits)
+    limited = {} if memory_bytes is None else requests
+    sizes = {name: replicas * _least_bytes(one) for name, one in limited.items()}
+    server = Server(Served(engines, metrics, sizes, memory_bytes), metrics, limits)
     logging.getLogger("upshift.serving").setLevel(logging.INFO)
     config = uvicorn.Config(
         make_app(server), access_log=False, log_config=None, timeout_graceful_shutdown=DRAIN_SECONDS,
@@ -72,12 +78,16 @@ async def _serve(
         for name, engine in server.served.engines.items():
             if engine.ready is not None:
                 on_ready(name, engine.ready)
-        host, port = listening.getsockname()[:2]
-        on_open(f"http://{host}:{port}")
+        on_open(f"http://{_said(*listening.getsockname()[:2])}")
         await uvicorn.Server(config).serve(sockets=[listening])
     finally:
         ending.cancel()
         await server.served.stop()
+
+
+def _least_bytes(request: EngineRequest) -> int:
+    """That an engine of it takes: its files' size, or a quarter where fp32 may become 8 bits."""
+    return weights_size(find_model(request.model)) // (1 if request.quality == "exact" else 4)
 
 
 def _end_by_signals(ended: asyncio.Event) -> None:
@@ -88,10 +98,17 @@ def _end_by_signals(ended: asyncio.Event) -> None:
 
 
 def _listen(address: Address) -> socket.socket:
+    family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     try:
-        listening = socket.create_server((address.host, address.port), backlog=2048)
-    except (OSError, OverflowError) as error:
+        listening = socket.create_server((address.host, address.port), family=family, backlog=2048)
+    except (OSError, UnicodeError) as error:
         why = getattr(error, "strerror", None) or str(error)
-        raise RequestError(f"cannot listen on {address.host}:{address.port}: {why}; choose another --port") from None
+        host = "--host: an address of this machine, such as 127.0.0.1, or 0.0.0.0 for all"
+        option = "--port" if getattr(error, "errno", None) in OF_PORTS else host
+        raise RequestError(f"cannot listen on {_said(address.host, address.port)}: {why}; choose another {option}") from None
     listening.setblocking(False)
     return listening
+
+
+def _said(host: str, port: int) -> str:
+    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import logging
 import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.messages import (
@@ -24,15 +25,17 @@ from upshift.serving.messages import (
     Prompt,
     Ready,
     Refused,
-    Vectors,
+    Vector,
 )
 from upshift.value import Value
 
+logger = logging.getLogger(__name__)
 State = Literal["asleep", "starting", "ready", "failed"]
-LINE_BYTES = 64 * 2**20  # of vectors, at most
+LINE_BYTES = 2**20  # of a vector, or of the text of a few tokens
 END_SECONDS = 5.0
 MOST_DEATHS = 3  # one after the other, before it was ready
 KEPT_LINES = 20  # of its standard error
+IDLE = Beat(live=0, waiting=0, resident_bytes=0)  # until it says
 
 
 class EngineDied(JobFailed):
@@ -45,6 +48,13 @@ class RequestRefused(RequestError):
         self.status, self.retry_after = refused.status, refused.retry_after
 
 
+class Vectors(NamedTuple):
+    """``rows``: of each text, fp32 in base64."""
+
+    rows: list[str]
+    tokens: int
+
+
 class EngineProcess:
     """One model. ``on_death``: told after each, with the seconds until it was ready again."""
 
@@ -52,11 +62,11 @@ class EngineProcess:
         self.request, self.on_restart = request, on_restart
         self.state: State = "asleep"
         self.ready: Ready | None = None
-        self.beat = Beat(live=0, waiting=0, resident_bytes=0)
+        self.beat = IDLE
         self.failure: Failed | None = None
         self._process: asyncio.subprocess.Process | None = None
         self._numbers = itertools.count(1)
-        self._open: dict[int, asyncio.Queue[Piece | Vectors | Refused | None]] = {}
+        self._open: dict[int, asyncio.Queue[Piece | Vector | Refused | None]] = {}
         self._changed = asyncio.Event()
         self._runner: asyncio.Task[None] | None = None
         self._last_words: deque[str] = deque(maxlen=KEPT_LINES)
@@ -87,8 +97,7 @@ class EngineProcess:
         """What is in its hands is lost: ask ``in_flight`` before."""
         if self._runner is not None:
             self._runner.cancel()
-            with suppress(asyncio.CancelledError):
-                await self._runner
+            await asyncio.wait({self._runner})
         await self._end()
         self.state, self.ready, self._runner = "asleep", None, None
         self._lose()
@@ -108,22 +117,32 @@ class EngineProcess:
                     return
                 yield piece
         finally:
-            if self._open.pop(number, None) is not None and (self._process and self._process.returncode is None):
-                with suppress(EngineDied):
-                    await self._send(Cancel(id=number))
+            await self._leave(number)
 
     async def vectors(self, texts: tuple[str, ...]) -> Vectors:
+        """As ``pieces``."""
         number = next(self._numbers)
         inbox = self._listen(number)
+        rows, tokens = list[str](), 0
         try:
             await self._send(Embed(id=number, texts=texts))
-            found = _checked(await inbox.get())
-            assert isinstance(found, Vectors)
-            return found
+            while True:
+                vector = _checked(await inbox.get())
+                assert isinstance(vector, Vector)
+                rows.append(vector.row)
+                tokens += vector.tokens
+                if vector.last:
+                    self._open.pop(number, None)
+                    return Vectors(rows, tokens)
         finally:
-            self._open.pop(number, None)
+            await self._leave(number)
 
-    def _listen(self, number: int) -> asyncio.Queue[Piece | Vectors | Refused | None]:
+    async def _leave(self, number: int) -> None:
+        if self._open.pop(number, None) is not None and (self._process and self._process.returncode is None):
+            with suppress(EngineDied):
+                await self._send(Cancel(id=number))
+
+    def _listen(self, number: int) -> asyncio.Queue[Piece | Vector | Refused | None]:
         return self._open.setdefault(number, asyncio.Queue())
 
     async def _send(self, value: Value) -> None:
@@ -135,7 +154,20 @@ class EngineProcess:
 
     async def _run(self) -> None:
         deaths, died = 0, 0.0
-        while deaths < MOST_DEATHS:
+        while self.failure is None and deaths < MOST_DEATHS:
+            self._become("starting")
+            if await self._live(died):
+                deaths = 0
+            deaths, died = deaths + 1, time.monotonic()
+        if self.failure is None:
+            last = self._last_words[-1] if self._last_words else "it said nothing"
+            self.failure = Failed(why=f"the engine of {self.request.model} died {deaths} times: {last}", exit_code=1)
+        self._become("failed")
+
+    async def _live(self, died: float) -> bool:
+        """From a process's start to its end, which all who wait are told -> whether it was ready. ``died``: when another did."""
+        was_ready, self.beat = False, IDLE
+        try:
             self._process = await asyncio.create_subprocess_exec(
                 sys.executable, "-m", "upshift.serving.engine_process", stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LINE_BYTES,
@@ -146,7 +178,7 @@ class EngineProcess:
             async for line in self._process.stdout:
                 said = FROM_ENGINE.validate_json(line)
                 if isinstance(said, Ready):
-                    self.ready, deaths = said, 0
+                    self.ready, was_ready = said, True
                     self._become("ready")
                     if died:
                         self.on_restart(time.monotonic() - died)
@@ -154,19 +186,22 @@ class EngineProcess:
                     self.failure = said
                 elif isinstance(said, Beat):
                     self.beat = said
-                elif said.id in self._open:
-                    self._open[said.id].put_nowait(said)
+                else:
+                    self._pass_on(said)
             await self._process.wait()
             await listening
-            self._lose()
-            if self.failure is not None:
-                break
-            deaths, died = deaths + 1, time.monotonic()
-            self._become("starting")
-        else:
-            last = self._last_words[-1] if self._last_words else "it said nothing"
-            self.failure = Failed(why=f"the engine of {self.request.model} died {deaths} times: {last}", exit_code=1)
-        self._become("failed")
+        except Exception as error:  # whatever it said, nobody can go on with it
+            self._last_words.append(f"its answer was not understood ({type(error).__name__})")
+            logger.error("the engine of %s is ended: %s", self.request.model, self._last_words[-1])
+            await self._kill()
+        self._lose()
+        return was_ready
+
+    def _pass_on(self, said: Piece | Vector | Refused) -> None:
+        if isinstance(said, Refused) and said.failure is not None:
+            logger.error("a request failed in the engine of %s: %s", self.request.model, said.failure)
+        if said.id in self._open:
+            self._open[said.id].put_nowait(said)
 
     async def _hear_errors(self) -> None:
         assert self._process is not None and self._process.stderr is not None
@@ -192,11 +227,18 @@ class EngineProcess:
         try:
             await asyncio.wait_for(process.wait(), END_SECONDS)
         except TimeoutError:
+            await self._kill()
+
+    async def _kill(self) -> None:
+        process = self._process
+        if process is not None and process.returncode is None:
             process.kill()
+            while process.stdout is not None and await process.stdout.read(2**16):  # its end is not seen while a pipe is full
+                pass
             await process.wait()
 
 
-def _checked(said: Piece | Vectors | Refused | None) -> Piece | Vectors:
+def _checked(said: Piece | Vector | Refused | None) -> Piece | Vector:
     if said is None:
         raise EngineDied("the engine died while it computed this; it is started again: try again in a moment")
     if isinstance(said, Refused):

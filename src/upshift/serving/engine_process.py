@@ -79,9 +79,11 @@ def _serving(source: Any) -> Any:
 
 
 def _read(inbox: queue.Queue[Any]) -> None:
-    for line in sys.stdin:
-        inbox.put(TO_ENGINE.validate_json(line))
-    inbox.put(None)
+    try:
+        for line in sys.stdin:
+            inbox.put(TO_ENGINE.validate_json(line))
+    finally:
+        inbox.put(None)  # whatever ends it: nobody hears any more
 
 
 def _tell(said: TextIO, values: list[Value], start: float) -> None:

@@ -24,6 +24,7 @@ from upshift.serving.pace import Pace
 from upshift.serving.proof import PROOF_TOKENS, prove
 from upshift.serving.scheduler import Scheduler, Ticket
 from upshift.serving.text_stream import TextStream
+from upshift.serving.vocabulary import check_ids
 from upshift.value import Value
 
 SAMPLED = 64  # prompts of a file
@@ -50,7 +51,7 @@ class NewToken(NamedTuple):
         return self.first or self.ending is not None
 
 
-def pieces(new: list[NewToken]) -> list[Piece]:
+def pieces(new: list[NewToken]) -> list[Piece | Refused]:
     """One of each request, in the order of their first tokens."""
     found: dict[int, list[NewToken]] = {}
     for one in new:
@@ -58,9 +59,12 @@ def pieces(new: list[NewToken]) -> list[Piece]:
     return [_piece(tokens) for tokens in found.values()]
 
 
-def _piece(new: list[NewToken]) -> Piece:
+def _piece(new: list[NewToken]) -> Piece | Refused:
     (ticket, stream), ending = new[-1].of, new[-1].ending
-    text = stream.add([one.token for one in new], last=ending is not None)
+    try:
+        text = stream.add([one.token for one in new], last=ending is not None)
+    except Exception as error:  # of the tokenizer at these tokens: the server cancels this request alone
+        return Refused.failed(ticket.id, error)
     how: Ending | None = None if ending is None else "length" if ending == "length" else "stop"
     prompt = len(ticket.sequence.prompt)
     return Piece(id=ticket.id, text=text, tokens=len(new), prompt_tokens=prompt, cached_tokens=ticket.known, ending=how)
@@ -122,13 +126,14 @@ class Generating:
         """Into the queue; what is refused is answered at once."""
         if isinstance(asked, Cancel):
             self.scheduler.cancel(asked.id)
-            self._open.pop(asked.id, None)
-            self._silent.discard(asked.id)
+            self._close(asked.id)
             return None
         try:
             sequence = self._sequence(asked)
         except RequestError as error:
             return Refused(id=asked.id, status=400, why=str(error))
+        except Exception as error:  # of a template, a tokenizer, an option: of this request alone
+            return Refused.failed(asked.id, error)
         goes_on = not isinstance(asked.prompt, str) and not _is_ids(asked.prompt)
         ticket = Ticket(asked.id, sequence, time.perf_counter(), goes_on=goes_on)
         refused = self.scheduler.add(ticket)
@@ -149,6 +154,17 @@ class Generating:
                     del self._open[ticket.id]
         return found
 
+    def failures(self) -> list[Refused]:
+        """Of the last pass: those whose token could not be chosen."""
+        failed, self.scheduler.failed = self.scheduler.failed, []
+        for ticket, _ in failed:
+            self._close(ticket.id)
+        return [Refused.failed(ticket.id, error) for ticket, error in failed]
+
+    def _close(self, id: int) -> None:
+        self._open.pop(id, None)
+        self._silent.discard(id)
+
     @property
     def busy(self) -> bool:
         return self.scheduler.busy
@@ -160,8 +176,7 @@ class Generating:
         generator = self.generator
         said: Any = asked.prompt
         ids: list[int] = list(said) if _is_ids(said) else generator.prompts.of([said])[0]
-        if max(ids) >= generator.vocabulary:
-            raise RequestError(f"token {max(ids)} is not one of the model's {generator.vocabulary:,}")
+        check_ids(ids, generator.vocabulary)
         given = dict(asked.options)
         if given.get("max_new_tokens") is None:
             room = None if generator.longest is None else generator.longest - len(ids)
@@ -173,12 +188,14 @@ class Generating:
     def _expected(self) -> list[list[int]]:
         """Prompts as they are to be expected, at least as many as may run at once, cut to what it has positions for. No two
         are the same: what all begin with would be computed once."""
-        chance, vocabulary = random.Random(0), len(self.generator.prompts.tokenizer)
+        chance, vocabulary = random.Random(0), min(len(self.generator.prompts.tokenizer), self.generator.vocabulary)
         found: list[list[int]] = []
         if self.request.prompts is not None:
             path = Path(self.request.prompts)
             check_prompts(path, "--prompts")
             found = self.generator.prompts.of(list(islice(read_prompts(path), SAMPLED)))
+            for ids in found:
+                check_ids(ids, self.generator.vocabulary)
         lengths = [len(prompt) for prompt in found] or [self.request.prompt_length]
         for place in range(len(found), self.request.concurrency):
             found.append([chance.randrange(vocabulary) for _ in range(lengths[place % len(lengths)])])
@@ -214,6 +231,7 @@ def generate(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[li
                     return
                 said += filter(None, [engine.take(asked)])
             new += engine.work()
+            said += engine.failures()
             now = time.monotonic()
             if now - beat > BEAT_SECONDS:
                 said.append(engine.beat())

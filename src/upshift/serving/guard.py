@@ -7,6 +7,7 @@ import hmac
 import logging
 import time
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 from upshift.serving.refusals import Refusal, answer_of
 
@@ -15,7 +16,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 OPEN = ("/", "/health", "/docs", "/openapi.json")  # without a key
-KNOWN = ("/", "/health", "/metrics", "/docs", "/openapi.json")  # beside those below /v1
 
 
 class TooLarge(Exception):
@@ -23,10 +23,10 @@ class TooLarge(Exception):
 
 
 class Guard:
-    """ASGI."""
+    """ASGI. ``paths``: that are counted by their names; others are one."""
 
-    def __init__(self, app: Any, server: Server) -> None:
-        self._app, self._server = app, server
+    def __init__(self, app: Any, server: Server, paths: frozenset[str]) -> None:
+        self._app, self._server, self._paths = app, server, paths
 
     async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
         if scope["type"] != "http":
@@ -46,15 +46,16 @@ class Guard:
         else:
             await self._pass(scope, receive, sent)
         seconds = time.perf_counter() - start
-        logger.info("%s %s %s %.3f s", scope["method"], scope["path"], status, seconds)
-        known = scope["path"] in KNOWN or scope["path"].startswith("/v1/") and status != 404
-        self._server.metrics.requests.labels(scope["path"] if known else "other", str(status)).inc()
+        logger.info("%s %s %s %.3f s", scope["method"], quote(scope["path"]), status, seconds)
+        path = scope["path"] if scope["path"] in self._paths else "other"
+        self._server.metrics.requests.labels(path, str(status)).inc()
 
     def _refused(self, scope: Any) -> Refusal | None:
         limits, headers = self._server.limits, dict(scope["headers"])
         if limits.keys and scope["path"] not in OPEN:
-            given = headers.get(b"authorization", b"").decode("latin-1").removeprefix("Bearer ").strip()
-            if not any([hmac.compare_digest(given.encode(), key.encode()) for key in limits.keys]):
+            scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
+            same = [hmac.compare_digest(given.strip(), key.encode()) for key in limits.keys]
+            if scheme.lower() != b"bearer" or not any(same):
                 return Refusal(401, "send a key that this server knows: Authorization: Bearer KEY")
         size = headers.get(b"content-length", b"0")
         if size.isdigit() and int(size) > limits.body_bytes:

@@ -10,6 +10,7 @@ from upshift.value import Value
 
 Task = Literal["generate", "encode"]
 Ending = Literal["stop", "length"]  # as OpenAI's finish_reason
+MOST_WORDS = 1000  # of an error that is passed on
 Prompt = str | tuple[int, ...] | tuple[dict[str, str], ...]  # a text, token ids, or the messages of a chat
 
 
@@ -93,21 +94,32 @@ class Piece(Value):
     ending: Ending | None = None
 
 
-class Vectors(Value):
-    kind: Literal["vectors"] = "vectors"
+class Vector(Value):
+    """Of one text, in the order of the request's. ``row``: fp32 in base64, as clients may ask for it; ``tokens``: of the text."""
+
+    kind: Literal["vector"] = "vector"
     id: int
-    rows: tuple[tuple[float, ...], ...]
+    row: str
     tokens: int
+    last: bool
 
 
 class Refused(Value):
-    """A request that is not done, by the status of HTTP that says so: 400, 413 or 429."""
+    """A request that is not done, by the status of HTTP that says so: 400, 413, 429 or 500. ``failure``: the type of what it
+    raised, which is all that a log may say."""
 
     kind: Literal["refused"] = "refused"
     id: int
     status: int
     why: str
     retry_after: float | None = Field(None, description="seconds")
+    failure: str | None = None
+
+    @classmethod
+    def failed(cls, id: int, error: Exception) -> Refused:
+        """By its own doing: the others go on."""
+        name = type(error).__name__
+        return cls(id=id, status=500, why=f"the engine failed at this request alone: {name}: {error}"[:MOST_WORDS], failure=name)
 
 
 class Beat(Value):
@@ -120,6 +132,6 @@ class Beat(Value):
 
 
 ToEngine = Annotated[Generate | Embed | Cancel, Field(discriminator="kind")]
-FromEngine = Annotated[Ready | Failed | Piece | Vectors | Refused | Beat, Field(discriminator="kind")]
+FromEngine = Annotated[Ready | Failed | Piece | Vector | Refused | Beat, Field(discriminator="kind")]
 TO_ENGINE: TypeAdapter[Generate | Embed | Cancel] = TypeAdapter(ToEngine)
-FROM_ENGINE: TypeAdapter[Ready | Failed | Piece | Vectors | Refused | Beat] = TypeAdapter(FromEngine)
+FROM_ENGINE: TypeAdapter[Ready | Failed | Piece | Vector | Refused | Beat] = TypeAdapter(FromEngine)

@@ -21,6 +21,7 @@ WORDS = {
     408: "the body came too slowly",
     413: "the body, or prompt and answer, are too long",
     429: "it would wait too long",
+    500: "the engine failed at this request alone",
     503: "the engine died, or starts again",
     504: "it took longer than a request may",
 }
@@ -67,10 +68,11 @@ def answer_of(found: Refusal | None) -> JSONResponse:
 
 
 def _invalid(error: RequestValidationError) -> Refusal:
-    """The first problem, without what was sent."""
-    problem = error.errors()[0]
+    """The first problem, without what was sent; of a field that takes several types one that is of more than the type."""
+    problems = error.errors()
+    problem = next((one for one in problems if not one["type"].endswith(("_type", "_parsing"))), problems[0])
     where = [str(part) for part in problem["loc"] if part != "body"]
-    name = ".".join(where)
+    name = ".".join(where).encode(errors="backslashreplace").decode()
     if problem["type"] == "extra_forbidden":
         return Refusal(400, f"{name} is not possible here; leave it out", name)
     if problem["type"] == "json_invalid":

@@ -10,8 +10,8 @@ import zlib
 from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
-from upshift.serving.engine import EngineProcess, RequestRefused, State
-from upshift.serving.messages import Beat, EngineRequest, Piece, Prompt, Ready, Vectors
+from upshift.serving.engine import EngineProcess, RequestRefused, State, Vectors
+from upshift.serving.messages import Beat, EngineRequest, Piece, Prompt, Ready
 
 ALIKE = 256  # characters, or tokens, that prompts begin with
 BUSY = 429
@@ -95,7 +95,15 @@ class Replicas:
                 yield piece
 
     async def vectors(self, texts: tuple[str, ...]) -> Vectors:
-        return await self._order("")[0].vectors(texts)
+        """Likewise."""
+        *others, last = self._order("")
+        for engine in others:
+            try:
+                return await engine.vectors(texts)
+            except RequestRefused as refused:
+                if refused.status != BUSY:
+                    raise
+        return await last.vectors(texts)
 
     def _order(self, beginning: str) -> list[EngineProcess]:
         """Who is asked first. One that starts again is asked where there is no other: it says so itself."""

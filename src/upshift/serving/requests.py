@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StringConstraints
+from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
+from pydantic_core import PydanticCustomError
 
+from upshift.inference.generation.options import LEAST
 from upshift.serving.messages import Piece
 
-MOST_CHOICES = 16
+MOST_CHOICES, MOST_PROMPTS = 16, 256
 Role = Literal["system", "developer", "user", "assistant"]
-Seed = Annotated[int, Field(ge=-(2**63), lt=2**63)]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
 
@@ -20,6 +22,17 @@ class Body(BaseModel):
 
     model: str = Field(description="one of GET /v1/models")
     user: str | None = Field(None, description="taken, and not kept")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_characters(cls, said: Any) -> Any:
+        """JSON can say half of a UTF-16 pair, which no tokenizer takes."""
+        try:
+            json.dumps(said, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise PydanticCustomError("half_a_pair", f"\\u{ord(half):04x} alone is no character; send whole ones") from None
+        return said
 
 
 class StreamOptions(BaseModel):
@@ -37,12 +50,19 @@ class Sampled(Body):
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
     min_p: float | None = Field(None, ge=0, le=1, description="likewise")
-    repetition_penalty: float | None = Field(None, gt=0, description="likewise")
-    seed: Seed | None = None
+    repetition_penalty: float | None = Field(None, ge=LEAST, description="likewise")
+    seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
     stream: bool = False
     stream_options: StreamOptions | None = None
+
+    @field_validator("temperature")
+    @classmethod
+    def _check_temperature(cls, said: float | None) -> float | None:
+        if said is not None and 0 < said < LEAST:
+            raise PydanticCustomError("too_small", f"{said:g} is too small; give 0, or {LEAST:g} to 2")
+        return said
 
     def options(self, *, seed: int, most: int | None) -> dict[str, Any]:
         """GenerationOptions, those that are asked for."""
@@ -68,7 +88,6 @@ class Message(BaseModel):
 
     role: Role
     content: str | Annotated[list[TextPart], Field(min_length=1)]
-    name: str | None = None
 
     def plain(self) -> dict[str, str]:
         text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
@@ -90,9 +109,9 @@ class ChatRequest(Sampled):
 class CompletionRequest(Sampled):
     prompt: (
         str
-        | Annotated[list[str], Field(min_length=1, max_length=256)]
+        | Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS)]
         | TokenIds
-        | Annotated[list[TokenIds], Field(min_length=1)]
+        | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     echo: Literal[False] = False
 
@@ -130,10 +149,10 @@ class Usage(BaseModel):
     total_tokens: int
 
     @classmethod
-    def of(cls, pieces: list[Piece]) -> Usage:
-        """Of the last piece of each choice; ``tokens`` summed before."""
-        prompt, made = sum(piece.prompt_tokens for piece in pieces), sum(piece.tokens for piece in pieces)
-        known = PromptTokens(cached_tokens=sum(piece.cached_tokens for piece in pieces))
+    def of(cls, prompts: list[Piece], made: int) -> Usage:
+        """``prompts``: a piece of each, whatever number of choices it has; ``made``: tokens of all choices."""
+        prompt = sum(piece.prompt_tokens for piece in prompts)
+        known = PromptTokens(cached_tokens=sum(piece.cached_tokens for piece in prompts))
         return cls(
             prompt_tokens=prompt, prompt_tokens_details=known, completion_tokens=made, total_tokens=prompt + made
         )  # fmt: skip

@@ -64,6 +64,7 @@ class Scheduler:
     clock: Callable[[], float] = time.perf_counter
     live: list[Ticket] = field(default_factory=list)
     waiting: deque[Ticket] = field(default_factory=deque)
+    failed: list[tuple[Ticket, Exception]] = field(default_factory=list)  # until somebody takes them out
     _gone: set[int] = field(default_factory=set)
     _cache: PromptCache = field(init=False)
 
@@ -92,7 +93,7 @@ class Scheduler:
         if self.max_ttft is not None and wait > self.max_ttft and self.busy:
             why = f"its first token would come after about {wait:.1f} s, and {self.max_ttft:g} s are promised; try again later"
             return Refused(id=ticket.id, status=429, why=why, retry_after=wait - self.max_ttft)
-        if len(self.waiting) >= self.max_waiting:
+        if len(self.live) + len(self.waiting) >= self.rows + self.max_waiting:  # a row that is free is not waited for
             return Refused(id=ticket.id, status=429, why=f"{len(self.waiting):,} requests wait already", retry_after=wait)
         self.waiting.append(ticket)
         return None
@@ -111,17 +112,29 @@ class Scheduler:
         if not (coming or self.live):
             return []
         told, logits = self._pass(coming)
-        tokens = next_tokens(logits, [ticket.sequence for ticket in told])
-        found = list(zip(told, tokens, strict=True))
-        for ticket, token in found:
-            if not ticket.sequence.tokens:
+        failed, found = len(self.failed), self._told(told, logits)
+        for ticket, _ in found:
+            if len(ticket.sequence.tokens) == 1:
                 self.pace.came(ticket.expected, self.clock() - ticket.came)
-            ticket.sequence.add(token)
             if ticket.sequence.ending is not None:
                 self.pace.ended(len(ticket.sequence.tokens))
                 if ticket.keep:
                     self._cache.add(ticket.sequence.prompt + ticket.sequence.tokens, self.decoder.of_row(self.live.index(ticket)))
-        self._keep([ticket for ticket in self.live if ticket.sequence.ending is None])
+        lost = [ticket for ticket, _ in self.failed[failed:]]
+        self._keep([ticket for ticket in self.live if ticket.sequence.ending is None and ticket not in lost])
+        return found
+
+    def _told(self, told: list[Ticket], logits: np.ndarray) -> list[tuple[Ticket, int]]:
+        """Each with its next token, which it has from now on."""
+        found = []
+        for row, ticket in enumerate(told):
+            try:
+                (token,) = next_tokens(logits[row : row + 1], [ticket.sequence])
+                ticket.sequence.add(token)
+            except Exception as error:  # its own options, or what became of its row: the others go on
+                self.failed.append((ticket, error))
+            else:
+                found.append((ticket, token))
         return found
 
     def _pass(self, coming: list[Coming]) -> tuple[list[Ticket], np.ndarray]:

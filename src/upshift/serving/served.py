@@ -6,15 +6,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
 
-from upshift.errors import JobFailed
+from upshift.errors import JobFailed, RequestError, UpshiftError
 from upshift.serving.messages import Ready
 from upshift.serving.metrics import Metrics
 from upshift.serving.replicas import Replicas
-from upshift.units import format_seconds
+from upshift.units import format_bytes, format_seconds
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +25,8 @@ class NoRoom(JobFailed):
 
 @dataclass
 class Served:
-    """``memory_bytes``: of all engines together; None: no limit. A model that was never loaded is expected to take ``sizes``."""
+    """``memory_bytes``: of all engines together; None: no limit. A model that was never loaded is expected to take ``sizes``, at
+    least; what it took then is known."""
 
     engines: dict[str, Replicas]
     metrics: Metrics
@@ -54,8 +55,11 @@ class Served:
     async def start(self) -> None:
         """As many as have room, in their order. Raises what keeps one from starting."""
         for name in self.engines:
-            if self._has_room(name):
-                await self._load(name)
+            self._check_size(name)
+        async with AsyncExitStack() as started:  # in use, so that none makes room for a later one
+            for name in self.engines:
+                with suppress(NoRoom):
+                    await started.enter_async_context(self.using(name))
 
     async def stop(self) -> None:
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
@@ -71,27 +75,52 @@ class Served:
     async def _load(self, name: str) -> None:
         async with self._loading:
             engine = self.engines[name]
-            if engine.state == "asleep":
-                while not self._has_room(name):
-                    idle = [one for one, other in self.engines.items() if other.state == "ready" and not self._users.get(one)]
-                    if not idle:
-                        raise NoRoom(f"{name} has no room beside the models that are answering now; try again later")
-                    await self.engines[min(idle, key=lambda one: self.engines[one].last_used)].stop()
             asleep, start = engine.state == "asleep", time.monotonic()
+            if asleep:
+                await self._make_room(name)
             ready = await engine.start()
             self.sizes[name] = ready.resident_bytes
-            if asleep:
-                self._started(name, time.monotonic() - start, ready)
+            if not asleep:
+                return
+            self._started(name, time.monotonic() - start, ready)
+            try:
+                await self._make_room(name)
+            except UpshiftError:  # it takes more than was expected
+                await engine.stop()
+                raise
 
-    def _has_room(self, name: str) -> bool:
+    async def _make_room(self, name: str) -> None:
+        """Raises where it is too large, or has no room beside those that are answering; then nobody is unloaded for it."""
+        self._check_size(name)
+        while (excess := self._excess(name)) > 0:
+            others = {one: engine for one, engine in self.engines.items() if one != name}
+            idle = [one for one, engine in others.items() if engine.state == "ready" and not self._users.get(one)]
+            if excess > sum(map(self._held, idle)):
+                raise NoRoom(f"{name} has no room beside the models that are answering now; try again later")
+            await self.engines[min(idle, key=lambda one: self.engines[one].last_used)].stop()
+
+    def _excess(self, name: str) -> int:
+        """Bytes above the limit, with this model."""
         if self.memory_bytes is None:
-            return True
-        return sum(map(self._held, self.engines)) + self.sizes.get(name, 0) <= self.memory_bytes
+            return 0
+        return self._size(name) + sum(self._held(one) for one in self.engines if one != name) - self.memory_bytes
+
+    def _check_size(self, name: str) -> None:
+        if self.memory_bytes is not None and self._size(name) > self.memory_bytes:
+            raise RequestError(
+                f"{name} takes {format_bytes(self._size(name))} of memory or more, and --max-memory allows "
+                f"{format_bytes(self.memory_bytes)}; allow more, or serve it elsewhere"
+            )
+
+    def _size(self, name: str) -> int:
+        return self._held(name) or self.sizes.get(name, 0)
 
     def _held(self, name: str) -> int:
         engine = self.engines[name]
-        if engine.state not in ("ready", "starting") or engine.ready is None:
+        if engine.state not in ("ready", "starting"):
             return 0
+        if engine.ready is None:
+            return self.sizes.get(name, 0)
         return max(engine.beat.resident_bytes, engine.ready.resident_bytes)
 
     def _restarted(self, name: str, seconds: float) -> None:

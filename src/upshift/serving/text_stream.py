@@ -17,9 +17,12 @@ class TextStream:
             0  # tokens that are shown; those before them that the next ones are read together with start here
         )
         self._held = ""
+        self._stopped = False
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
         """What more can be shown. ``last``: nothing more comes."""
+        if self._stopped:
+            return ""
         self._tokens += tokens
         before, now = self._decode(self._tokens[self._read : self._said]), self._decode(self._tokens[self._read :])
         if len(now) > len(before) and (last or not now.endswith(BROKEN)):
@@ -27,8 +30,8 @@ class TextStream:
             self._read, self._said = self._said, len(self._tokens)
         places = [place for stop in self._stops if (place := self._held.find(stop)) >= 0]
         if places:
-            self._held, shown = "", self._held[: min(places)]
-            return shown
+            self._stopped = True
+            return self._held[: min(places)]
         kept = 0 if last else max((_begun(self._held, stop) for stop in self._stops), default=0)
         shown, self._held = self._held[: len(self._held) - kept], self._held[len(self._held) - kept :]
         return shown

@@ -22,7 +22,7 @@ from upshift.planning.trial import TrialRequest
 from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
-from upshift.training.arguments import Arguments
+from upshift.training.arguments import Arguments, RunNumbers
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
 from upshift.training.heal.heal import fixed_to_heal
@@ -111,6 +111,8 @@ def prepare_run(
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
     ``host``: that of a launcher's ranks; this machine where not given. ``mup_base``: a narrower model whose rates hold."""
     watcher = watcher or Watcher()
+    numbers = {"epochs": epochs, "global_batch": global_batch, "sequence_length": sequence_length, "lora_rank": lora_rank}
+    RunNumbers.from_fields(numbers | {"trial_seconds": trial_seconds})
     check_allow(allow)
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     _check_trainable(source, from_config=from_config)
@@ -127,8 +129,6 @@ def prepare_run(
     )  # fmt: skip
     planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
-    if given is not None:
-        check_given_plan(given, workload)
     proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher) if given is None and trial_seconds > 0 else None
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
@@ -263,6 +263,7 @@ def _prove(
 
 def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:
     if given is not None:
+        check_given_plan(given, planning.workload)
         candidate = cost_plan(given, host=planning.host, profile=planning.profile, workload=planning.workload)
         if not isinstance(candidate, Candidate):
             raise RequestError(f"the given plan cannot run here: {candidate.reason}")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -17,6 +16,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.job.server import JobServer, job_server
 from upshift.training.loop.events import Evaluated, Event
 from upshift.training.run import Prepared, prepare_run
+from upshift.tuning.folder import trial_folder
 from upshift.tuning.servers import Servers
 from upshift.tuning.space import OF_RUN
 from upshift.tuning.study import Asked
@@ -50,9 +50,9 @@ class Jobs:
         arguments = self.arguments | {name: value for name, value in values.items() if name not in OF_RUN}
         prepared, steps = self._prepare(of_run, arguments)
         arguments |= {"max_steps": steps, "eval_steps": 0}
-        folder = self.folder(asked.number)
-        shutil.rmtree(folder, ignore_errors=True)
-        job = prepared.job(Arguments.from_fields(arguments), output=folder, evaluate_at_steps=self._evaluate_at(steps))
+        job = prepared.job(
+            Arguments.from_fields(arguments), output=self.folder(asked.number), evaluate_at_steps=self._evaluate_at(steps)
+        )
         with self._servers.one() as server:
             return server.run(job, prepared.data, self._reporting(asked, steps))
 
@@ -63,7 +63,7 @@ class Jobs:
         self._servers.__exit__()
 
     def folder(self, number: int) -> Path:
-        return self.output / f"trial-{number}"
+        return trial_folder(self.output, number)
 
     def _prepare(self, of_run: dict[str, Any], arguments: dict[str, Any]) -> tuple[Prepared, int]:
         """Trials of one shape share a plan, and a refusal."""

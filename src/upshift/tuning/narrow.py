@@ -37,6 +37,8 @@ def write_narrow(source: ModelSource, width: int, folder: Path) -> Path:
     config = read_config(source)
     fields = fields_at(config, width)
     check_base(source, base_text(fields))
+    if (folder / "config.json").exists() and own_widths(read_config(find_model(str(folder)))) != fields:
+        raise RequestError(f"{folder} is another model than {source.reference} of --mup-width {width}; give another --output")
     folder.mkdir(parents=True, exist_ok=True)
     narrowed(config, fields).save_pretrained(folder)
     for path in [] if source.directory is None else source.directory.iterdir():

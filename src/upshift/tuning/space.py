@@ -18,13 +18,15 @@ from typing import Any, Self
 from pydantic import Field, model_validator
 
 from upshift.errors import RequestError
-from upshift.training.arguments import Arguments
+from upshift.training.arguments import Arguments, RunNumbers
 from upshift.value import Value
 
 Choice = bool | int | float | str
 OF_RUN = ("epochs", "global_batch", "lora_rank", "sequence_length")  # beside the fields of Arguments
 NAMES = tuple(sorted({*Arguments.model_fields, *OF_RUN}))
-_FLOATS = {name for name, field in Arguments.model_fields.items() if field.annotation is float} | {"epochs"}
+_KINDS: dict[str, Any] = {name: Arguments for name in Arguments.model_fields} | dict.fromkeys(OF_RUN, RunNumbers)
+_FLOATS = {name for name, kind in _KINDS.items() if kind.model_fields[name].annotation is float}
+_WHOLE = {name for name, kind in _KINDS.items() if kind.model_fields[name].annotation in (int, int | None)}
 PLANNED = {  # what transformers' users search, and the planner decides
     "per_device_train_batch_size": "search global_batch: its micro-batch is planned",
     "gradient_accumulation_steps": "search global_batch: its accumulation is planned",
@@ -115,7 +117,7 @@ def make_space(written: dict[str, Any], *, origin: str = "the space", names: tup
             raise RequestError(f"{origin}: {name!r} is not a hyper-parameter that is searched; {hint}")
         found = _parameter(what, f"{origin}: {name}")
         parameters[name] = _as_floats(found, f"{origin}: {name}") if name in _FLOATS else found
-        if name in Arguments.model_fields and names is not None:
+        if names is not None:
             _check_values(name, parameters[name], origin)
     return Space(parameters=parameters)
 
@@ -131,18 +133,29 @@ def _parameter(what: Any, origin: str) -> Range | Choices:
 
 def _check_values(name: str, one: Range | Choices, origin: str) -> None:
     """A range's ends, or every choice, against what a run takes."""
-    for value in one.choices if isinstance(one, Choices) else (one.low, one.high):
+    values = one.choices if isinstance(one, Choices) else (one.low, one.high)
+    for value in values:
         try:
-            Arguments.from_fields({"max_steps": 1, name: value})
+            _KINDS[name].from_fields(({"max_steps": 1} if _KINDS[name] is Arguments else {}) | {name: value})
         except RequestError as error:
             raise RequestError(f"{origin}: {error}") from None
+    steps = (one.step or 1,) if isinstance(one, Range) else ()
+    broken = [value for value in (*values, *steps) if type(value) is not int] if name in _WHOLE else []
+    if broken:
+        raise RequestError(f"{origin}: {name} takes whole numbers, not {json.dumps(broken[0])}; write numbers such as 16")
 
 
 def _as_floats(one: Range | Choices, origin: str) -> Range | Choices:
     """{low: 0, high: 1} of a learning rate is not whole numbers, and YAML reads 1e-3 as a word."""
     try:
         if isinstance(one, Choices):
-            return Choices(choices=tuple(float(value) for value in one.choices))
+            return Choices(choices=tuple(_number(value) for value in one.choices))
         return one.changed(low=float(one.low), high=float(one.high))
     except ValueError:
         raise RequestError(f"{origin}: {one.to_json()} is not of numbers; write numbers such as 1.0e-4") from None
+
+
+def _number(value: Choice) -> float:
+    if isinstance(value, bool):
+        raise ValueError("true and false are 1 and 0 to float")
+    return float(value)

@@ -51,20 +51,20 @@ def open_study(
             study_name=name, storage=persistent(storage, folder), directions=list(directions), load_if_exists=True,
             sampler=ByNumber(seed), pruner=ends_early,
         )  # fmt: skip
-    _check_identity(study, identity)
+    check_identity(study, identity, other="another --output")
     return study
 
 
-def _check_identity(study: optuna.Study, identity: dict[str, Any]) -> None:
+def check_identity(study: optuna.Study, identity: dict[str, Any], *, other: str) -> None:
+    """Raises RequestError where its trials are of something else, and so no better or worse than those to come."""
     written = json.loads(json.dumps(identity, default=str))
     known = study.user_attrs.get(IDENTITY)
     if known is None:
         study.set_user_attr(IDENTITY, written)
     elif known != written:
-        other = next(key for key in written if known.get(key) != written[key])
+        key = next(key for key in written if known.get(key) != written[key])
         raise RequestError(
-            f"the study {study.study_name!r} has {other} {known.get(other)!r}, not {written[other]!r}; use the same, or another "
-            "--output"
+            f"the study {study.study_name!r} has {key} {known.get(key)!r}, not {written[key]!r}; use the same, or {other}"
         )
 
 
@@ -77,7 +77,7 @@ def run_study(
     Raises JobFailed where not one of them gave a result."""
 
     def objective(trial: optuna.Trial) -> Sequence[float]:
-        return _judged(study, trial, run_trial)
+        return _judged(study, trial, run_trial, catch)
 
     ran: list[int] = []
 
@@ -122,8 +122,11 @@ def was_killed(trial: optuna.trial.FrozenTrial) -> bool:
     return trial.state is TrialState.FAIL and REASON not in trial.user_attrs
 
 
-def _judged(study: optuna.Study, trial: optuna.Trial, run_trial: RunTrial) -> Sequence[float]:
+def _judged(
+    study: optuna.Study, trial: optuna.Trial, run_trial: RunTrial, catch: tuple[type[Exception], ...]
+) -> Sequence[float]:  # fmt: skip
     single = len(study.directions) == 1
+    expected: tuple[type[Exception], ...] = (UpshiftError, *catch)
 
     def report(value: float, number: int) -> None:
         if single:  # of several objectives Optuna ends no trial early
@@ -133,13 +136,24 @@ def _judged(study: optuna.Study, trial: optuna.Trial, run_trial: RunTrial) -> Se
                 raise optuna.TrialPruned
 
     try:
-        return run_trial(Asked(trial.number, trial, report))
+        return _checked(run_trial(Asked(trial.number, trial, report)), len(study.directions))
     except NothingFits as error:
         trial.set_user_attr(REASON, f"not started: {error}")
         raise optuna.TrialPruned from None
-    except UpshiftError as error:
-        trial.set_user_attr(REASON, str(error))
+    except optuna.TrialPruned:
         raise
+    except expected as error:
+        trial.set_user_attr(REASON, str(error) or type(error).__name__)
+        raise
+
+
+def _checked(values: Sequence[float], wanted: int) -> Sequence[float]:
+    """Optuna lets a trial of other values fail without an error, which nobody could tell from a killed one."""
+    if len(values) != wanted:
+        raise JobFailed(f"its objective gave {len(values)} values, and the study has {wanted} directions")
+    if any(math.isnan(value) for value in values):
+        raise JobFailed("its objective is not a number (NaN)")
+    return values
 
 
 def reason_of(trial: optuna.trial.FrozenTrial) -> str:

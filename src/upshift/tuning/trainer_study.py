@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from upshift.tuning.backends.wandb_space import space_of
 from upshift.tuning.servers import Servers
 from upshift.tuning.space import Space
 from upshift.tuning.storage import persistent, without_warnings
-from upshift.tuning.study import Asked, run_study
+from upshift.tuning.study import Asked, check_identity, run_study
 from upshift.tuning.trainer_trial import RESULT, Recipe, Request
 
 WORKER = "upshift.tuning.trainer_trial"
@@ -49,15 +50,44 @@ def search(
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with without_warnings():
         study = optuna.create_study(directions=list(directions), **named)
+    catch = tuple(running.get("catch", ()))
+    searched = space.model_dump() if isinstance(space, Space) else _drawn_by(of_trial, catch)
+    _check_same(study, directions, {"hp_space": searched, "compute_objective": _words_of(objective)})
     with Servers(partial(fork_server, WORKER)) as servers:
         run_study(
             study, partial(_run, recipe, servers), trials=trials, jobs=running.get("n_jobs", 1), seconds=running.get("timeout"),
-            catch=tuple(running.get("catch", ())),
+            catch=catch,
         )  # fmt: skip
     best = [
         BestRun(str(one.number), one.values if len(directions) > 1 else one.values[0], one.params) for one in study.best_trials
     ]
     return best if len(directions) > 1 else best[0]
+
+
+def _check_same(study: optuna.Study, directions: Sequence[str], identity: dict[str, Any]) -> None:
+    """What Optuna does not look at in a study that goes on. Raises RequestError."""
+    there = [one.name.lower() for one in study.directions]
+    if there != list(directions):
+        raise RequestError(
+            f"the study {study.study_name!r} has direction {', '.join(there)}, not {', '.join(directions)}; use the same, or "
+            "another study_name="
+        )
+    check_identity(study, identity, other="another study_name=")
+
+
+def _drawn_by(hp_space: Callable[[Any], dict[str, Any]], catch: tuple[type[Exception], ...]) -> dict[str, str]:
+    """The distributions that a draw meets. It is the same draw each time: others may meet other ones."""
+    trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
+    with suppress(optuna.TrialPruned, *catch):
+        hp_space(trial)
+    return {name: str(one) for name, one in trial.distributions.items()}
+
+
+def _words_of(objective: Callable[..., Any]) -> str:
+    """Its name and the strings in its code: by these two lambdas that read other metrics differ."""
+    code = getattr(objective, "__code__", None)
+    strings = [one for one in code.co_consts if isinstance(one, str) and one != objective.__doc__] if code else []
+    return f"{getattr(objective, '__qualname__', type(objective).__qualname__)}({', '.join(strings)})"
 
 
 def _sweep(given: Any, options: dict[str, Any]) -> tuple[Space, dict[str, Any]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
+import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -16,8 +16,10 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.training.arguments import Arguments, RunNumbers
 from upshift.training.loop.events import Event
 from upshift.tuning.backends.optuna_space import distributions, draw
+from upshift.tuning.folder import claim, owner_of, remove
 from upshift.tuning.jobs import STEPS, Jobs
 from upshift.tuning.mup_check import Growth, checked
 from upshift.tuning.narrow import copy_to_search
@@ -101,19 +103,19 @@ def tune(
     share; ``request``: of ``prepare_run``; ``host``: what trials may take, by default this machine; ``warm_start``: folders or
     databases of earlier searches, whose best values go first; ``mup_width``: search on a copy of the model of this hidden_size,
     for ``mup_base`` of the model's own training. A study that is there goes on: ``trials`` is of all its calls.
-
     Raises RequestError for what is asked wrongly, JobFailed where no trial came to its end."""
     began, progress, output = time.monotonic(), progress or Progress(), Path(output)
     wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
     objectives = find_objectives(tuple(objective))
+    fixed, seconds = _given(arguments, seed, jobs, request), _seconds(max_hours, max_cost, price_per_hour)
+    owner = owner_of(output, storage=storage, study_name=study_name)
     whole, model = model, model if mup_width is None else str(copy_to_search(model, mup_width, output / NARROW, request))
-    fixed, seconds = _given(arguments), _seconds(max_hours, max_cost, price_per_hour)
-    _check_at_once(jobs, request)
     study = open_study(
         name=study_name, storage=storage, folder=output, directions=[one.direction for one in objectives], pruner=pruner,
         evaluations=evaluations, seed=seed,
         identity=_identity(request, objectives, model=model, data=data, space=wanted.model_dump(), arguments=fixed),
     )  # fmt: skip
+    claim(output, owner, study)
     check = None if whole == model else checked(study, model, whole)
     start_from(study, warm_start, distributions(wanted))
     deciding = rungs(study.pruner, evaluations) if len(objectives) == 1 else ()  # of several objectives none ends a trial
@@ -140,8 +142,14 @@ def _identity(request: dict[str, Any], objectives: tuple[Objective, ...], **what
     return {**what, "request": shared, "objectives": [one.name for one in objectives]}
 
 
-def _given(arguments: dict[str, Any] | None) -> dict[str, Any]:
-    return {name: value for name, value in (arguments or {}).items() if value is not None}
+def _given(arguments: dict[str, Any] | None, seed: int, jobs: int, request: dict[str, Any]) -> dict[str, Any]:
+    """The arguments that all trials share. They and the request are checked here: in a trial it would be each trial's failure."""
+    _check_at_once(jobs, request)
+    given = {name: value for name, value in (arguments or {}).items() if value is not None}
+    for one in (given, {"seed": seed}):
+        Arguments.from_fields({"max_steps": 1} | one)
+    RunNumbers.from_fields({name: request[name] for name in RunNumbers.model_fields if name in request})
+    return given
 
 
 def found_in(study: optuna.Study, objectives: tuple[Objective, ...], *, seconds: float, runs: Jobs, storage: str | None) -> Found:
@@ -177,7 +185,7 @@ def _keep_best(study: optuna.Study, ended: FrozenTrial, runs: Jobs) -> None:
     best = {trial.number for trial in study.best_trials} if done else set()
     for number in {trial.number for trial in done} | {ended.number}:
         if number not in best:
-            shutil.rmtree(runs.folder(number), ignore_errors=True)
+            remove(runs.folder(number))
 
 
 def _check_at_once(jobs: int, request: dict[str, Any]) -> None:
@@ -188,6 +196,9 @@ def _check_at_once(jobs: int, request: dict[str, Any]) -> None:
 
 def _seconds(max_hours: float | None, max_cost: float | None, price_per_hour: float | None) -> float | None:
     """The budget, in money or hours or both."""
+    for name, value in (("max-hours", max_hours), ("max-cost", max_cost), ("price-per-hour", price_per_hour)):
+        if value is not None and not 0 <= value < math.inf:
+            raise RequestError(f"--{name} {value} is not possible; give 0 or more, such as 2.5")
     if max_cost is not None and price_per_hour is None:
         raise RequestError("--max-cost needs the machine's price: add --price-per-hour, or give --max-hours")
     hours = [max_hours, max_cost / price_per_hour if max_cost is not None and price_per_hour else None]

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.installed import installed_version
 from upshift.settings import keep_xla_programs, read_settings
 
 
 def keep_programs() -> Path:
-    """TensorFlow reads it at its first compilation: call this before."""
+    """TensorFlow reads it at its first compilation: call this before. Raises RequestError where the cache takes no files."""
     versions = (installed_version(name) for name in ("tensorflow", "tensorflow-cpu"))
     version = next((version for version in versions if version is not None), "unknown")
     folder = read_settings().cache_dir / "xla" / f"{version}-{detect().fingerprint}"
-    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        why = f"the cache folder {folder} cannot be used: {error.strerror}"
+        raise RequestError(f"{why}; name another with UPSHIFT_CACHE") from None
     keep_xla_programs(folder)
     return folder

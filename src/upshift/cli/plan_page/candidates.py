@@ -23,7 +23,7 @@ from upshift.benchmarking.page_plots import (
     log_axis_if_wide,
     shown,
 )
-from upshift.cli.plan_page.words import held_gib, layout_kind, limit_gib, memory_words, time_words
+from upshift.cli.plan_page.words import held_gib, layout_kind, limit_gib, memory_words, speed_words, time_words
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate
@@ -95,7 +95,7 @@ def picture(planning: Planning) -> Picture:
 
     traces = group_traces(drawn, by_group | {OTHERS: GREY}, texts) + best_traces(drawn, front, texts)
     x = axis("held memory per device, GiB (further left is smaller)", **log_axis_if_wide(all_peaks(drawn, limit)))
-    y = axis("tokens per second (further up is faster)", rangemode="tozero", tickformat=",~r")
+    y = axis(f"{speed_words(planning)} (further up is faster)", rangemode="tozero", tickformat=",~r")
     more = limit_marks(limit, is_log=x.get("type") == "log")
     return Picture(
         figure={"data": traces, "layout": layout(x=x, y=y, height=560, hovermode="closest", **more)},

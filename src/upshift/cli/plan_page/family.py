@@ -8,12 +8,13 @@ from typing import Any
 
 from upshift.benchmarking import page_content
 from upshift.benchmarking.page_candidates import Placed, all_peaks, frontier, limit_marks, marks, placed
-from upshift.benchmarking.page_html import empty, paragraph, plot, slider, spoken
+from upshift.benchmarking.page_html import empty, paragraph, plot, slider, spoken, text
 from upshift.benchmarking.page_plots import BLUE, GREY, RED, Figure, axis, chosen_by, layout, log_axis_if_wide
 from upshift.cli.plan_page.bars import Selected, memory_figure
 from upshift.cli.plan_page.candidates import FARTHEST
 from upshift.cli.plan_page.grid import Cell, Grid, family_grid, fits
-from upshift.cli.plan_page.words import costs, full_memory_words, held_gib, limit_gib
+from upshift.cli.plan_page.words import costs, full_memory_words, held_gib, limit_gib, speed_words
+from upshift.planning.cost.time import takes
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate
 
@@ -47,7 +48,7 @@ def family_figure(grid: Grid, planning: Planning) -> Figure:
     ends = [math.log10(low / 1.1), math.log10(high * 1.1)] if "type" in scale else [0.0, high * 1.05]
     x = axis("held memory per device, GiB", **scale, range=ends)
     fastest = max((dot.speed for dot in every), default=1.0)
-    y = axis("tokens per second", range=[0.0, 1.05 * fastest], tickformat=",~r")
+    y = axis(speed_words(planning), range=[0.0, 1.05 * fastest], tickformat=",~r")
 
     def every_length(of: Any) -> Figure:
         return chosen_by(LENGTH, [of(row) for row in rows])
@@ -86,13 +87,15 @@ def cell_words(cell: Cell, planning: Planning) -> str:
     limit, plan = limit_gib(planning), cell.shown.plan
     ending = "fits" if cell.fits else f"does not fit in the {limit:.2f} GiB that may be held, nor does any other of the family"
     return (
-        f"{plan.activation_checkpointing} of {planning.profile.num_layers} layers recomputed: {costs(cell.shown)}. It {ending}. "
-        f"Memory by phase: {full_memory_words(planning, cell.shown)}."
+        f"{plan.activation_checkpointing} of {planning.profile.num_layers} layers recomputed: {costs(planning, cell.shown)}. "
+        f"It {ending}. Memory by phase: {full_memory_words(planning, cell.shown)}."
     )
 
 
 def family_parts(planning: Planning) -> tuple[list[str], dict[str, Figure], dict[str, Any]]:
     """The section, its figures and its words."""
+    if takes(planning.profile) == "images":
+        return [empty(f"{text(planning.profile.architecture)} takes images: there is no sequence length to vary.")], {}, {}
     grid = family_grid(planning)
     if grid is None:
         return [empty("The best plan's family cannot be predicted for full sequences.")], {}, {}

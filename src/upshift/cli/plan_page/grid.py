@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from upshift.planning.cost.resident import memory_limit
+from upshift.planning.layout import divisors
 from upshift.planning.legal import conflict
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate, Coster
@@ -69,7 +70,7 @@ def sequence_lengths(planning: Planning) -> tuple[int, ...]:
 def micro_batches(planning: Planning) -> tuple[int, ...]:
     """Those that divide what a data-parallel rank has of the global batch; of many, a few, the ends and the best plan's own."""
     mine = planning.workload.global_batch // planning.best.data_parallel
-    sizes = [size for size in range(1, mine + 1) if mine % size == 0]
+    sizes = divisors(mine)
     own, step = planning.best.per_device_train_batch_size, -(-len(sizes) // MAX_MICRO_BATCHES)
     return tuple(sorted({*sizes[::step], sizes[-1], own}))
 

@@ -11,7 +11,7 @@ from upshift.cli.plan_page.candidates import picture
 from upshift.cli.plan_page.family import family_parts
 from upshift.cli.plan_page.pipeline import PLOT as SCHEDULE_PLOT
 from upshift.cli.plan_page.pipeline import pipeline_parts
-from upshift.cli.plan_page.words import TIERS, held_gib, limit_gib, sentence
+from upshift.cli.plan_page.words import TIERS, held_gib, limit_gib, sentence, speed_words
 from upshift.planning.planner import Planning
 from upshift.units import format_seconds
 
@@ -61,7 +61,7 @@ def summary(planning: Planning) -> str:
     short = f" The probability of running out of memory is {risk:.1%}." if risk is not None else ""
     return (
         f"The best plan: {sentence(best.plan, planning.profile.num_layers)}. "
-        f"Predicted: {best.tokens_per_second:,.0f} tokens per second, {format_seconds(best.time.total)} a step, "
+        f"Predicted: {best.tokens_per_second:,.0f} {speed_words(planning)}, {format_seconds(best.time.total)} a step, "
         f"{held_gib(best):.2f} GiB{room}; bound by {best.time.binding_term}. This is {TIERS[numbers.tier]}.{sure}{short}"
     )
 
@@ -73,7 +73,7 @@ def tiles(planning: Planning) -> str:
     low, high = numbers.interval or (None, None)
     limit = limit_gib(planning)
     return tile_list([
-        ("Tokens per second", number(best.tokens_per_second, digits=0), text(speed)),
+        (speed_words(planning).capitalize(), number(best.tokens_per_second, digits=0), text(speed)),
         ("Step", text(format_seconds(total)), text(f"bound by {best.time.binding_term}")),
         ("Memory held", f"{held_gib(best):.2f} GiB", "limit unknown" if limit is None else f"of {limit:.2f} GiB"),
         ("Step, range", f"{low:.1f} to {high:.1f} \N{MULTIPLICATION SIGN}" if low and high else "",

@@ -20,8 +20,11 @@ from upshift.cli.plan_page.words import (
     memory_by_phase,
     parts_of,
     sentence,
+    speed_words,
     time_words,
 )
+from upshift.planning.cost.resident import unknown_memory
+from upshift.planning.cost.time import takes
 from upshift.planning.explain import representative
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate
@@ -37,11 +40,11 @@ def request(planning: Planning, model: str) -> list[str]:
     profile, host, workload = planning.profile, planning.host, planning.workload
     device = host.gpu.name if host.gpu else host.cpu.model_name if host.cpu else None
     lengths = f", {workload.lengths.mean:,.0f} on average" if workload.lengths else ""
+    size = "images" if takes(profile) == "images" else f"sequences of {workload.sequence_length:,} tokens"
     pairs = [
         ("model", f"{model} ({profile.architecture}, {format_count(profile.parameters.total)} parameters)"),
         ("host", f"{host.name}: {host.num_devices:,} x {device or 'unknown'}"),
-        ("workload", f"{workload.task}: global batch {workload.global_batch:,} sequences of {workload.sequence_length:,} tokens"
-                     f"{lengths}, {workload.total_steps:,} steps"),
+        ("workload", f"{workload.task}: global batch {workload.global_batch:,} {size}{lengths}, {workload.total_steps:,} steps"),
         ("allowed to change", ", ".join(workload.allow) or "nothing of the mathematics"),
         ("best plan", sentence(planning.best, profile.num_layers)),
         ("its label", planning.best.label()),
@@ -68,7 +71,9 @@ def selectable(planning: Planning, front: Sequence[Candidate]) -> Selectable:
 
 def plans(planning: Planning, drawing: Picture, listed: Selectable) -> list[str]:
     ranking = planning.ranking
-    words = f"{len(ranking.candidates):,} plans fit, {ranking.num_rejected:,} were rejected. "
+    unknown = unknown_memory(planning.host)
+    fit = "plans fit" if unknown is None else "plans are possible"
+    words = f"{len(ranking.candidates):,} {fit}, {ranking.num_rejected:,} were rejected. {text(unknown + '.') if unknown else ''}"
     caption = f"Each dot is one plan, coloured by {drawing.grouping}; point at it to read it. Hollow dots do not fit. "
     caption += "On the line are the fastest plans for their memory; the star is the best."
     if drawing.num_too_far:
@@ -76,16 +81,16 @@ def plans(planning: Planning, drawing: Picture, listed: Selectable) -> list[str]
     if drawing.num_drawn < drawing.num_known:
         caption += f" Of {drawing.num_known:,} plans {drawing.num_drawn:,} are drawn: of those of one colour at nearly the "
         caption += "same place only the fastest, but all on the line."
-    label = f"Scatter plot of {drawing.num_drawn} plans: tokens per second over held GiB; the table below lists the best."
+    label = f"Scatter plot of {drawing.num_drawn} plans: {speed_words(planning)} over held GiB; the table below lists the best."
     return [paragraph(words), plot(PLANS_PLOT, label=label, caption=caption), plans_table(planning, listed)]
 
 
 def plans_table(planning: Planning, listed: Selectable) -> str:
     predicted = [(label, one, planning.numbers(one)) for label, one in listed]
     reserved = any(numbers.reserved_gib is not None for _, _, numbers in predicted)  # of devices: their allocator holds segments
-    heads = [("Plan", "long"), ("Tokens per second", "number"), ("Step, ms", "number"), ("Allocated, GiB", "number"),
-             *([("Reserved, GiB", "number")] if reserved else []), ("Held, GiB", "number"), ("Bound by", ""),
-             ("Known from", "long")]  # fmt: skip
+    heads = [("Plan", "long"), (speed_words(planning).capitalize(), "number"), ("Step, ms", "number"),
+             ("Allocated, GiB", "number"), *([("Reserved, GiB", "number")] if reserved else []), ("Held, GiB", "number"),
+             ("Bound by", ""), ("Known from", "long")]  # fmt: skip
     rows = [
         [text(label), number(one.tokens_per_second, digits=0), number(1000 * one.time.total, digits=0),
          number(numbers.peak_gib, digits=2), *([number(numbers.reserved_gib, digits=2)] if reserved else []),
@@ -124,7 +129,7 @@ def step_words(planning: Planning, candidate: Candidate) -> str:
     once = f" Once, before the first step: {candidate.time.one_time:,.0f} s." if candidate.time.one_time >= 1 else ""
     short = "".join(f" {words[0].upper()}{words[1:]}." for words in planning.life.does_not_fit(candidate))
     memory = full_memory_words(planning, candidate)
-    return f"{costs(candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {memory}.{short}"
+    return f"{costs(planning, candidate)}. Bound by {time_words(candidate)}.{once} Memory by phase: {memory}.{short}"
 
 
 def memory_table(planning: Planning) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from upshift.planning.cost.basis import Number
 from upshift.planning.cost.resident import memory_limit
+from upshift.planning.cost.time import takes
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, HOW_RECOMPUTED, Plan
 from upshift.planning.planner import Planning
@@ -132,10 +133,14 @@ def known_words(candidate: Candidate) -> str:
     return "; ".join(found)
 
 
-def costs(candidate: Candidate) -> str:
+def speed_words(planning: Planning) -> str:
+    return f"{takes(planning.profile)} per second"
+
+
+def costs(planning: Planning, candidate: Candidate) -> str:
     """Speed, step and memory of a plan as one sentence."""
     return (
-        f"{candidate.tokens_per_second:,.0f} tokens per second, {format_seconds(candidate.time.total)} a step, "
+        f"{candidate.tokens_per_second:,.0f} {speed_words(planning)}, {format_seconds(candidate.time.total)} a step, "
         f"{gib(candidate.memory.peak):.2f} GiB allocated at most (in the {candidate.memory.peak_phase} phase), "
         f"{gib(candidate.resident):.2f} GiB held by each {place_of_memory(candidate.plan)}"
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 
 import numpy as np
@@ -17,6 +17,7 @@ from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_scores import TokenScores, token_counts
 from upshift.inference.encoding.tokens import Tokens
 from upshift.inference.forecast import forecast_encoding
+from upshift.inference.lines import is_text
 from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
 from upshift.inference.setup import Hint
@@ -108,7 +109,7 @@ class Encoder:
             asked = self.recipe.to_json()
             hint: Hint = "latency" if self.limits else "throughput"
             budgets = BUDGETS_CPU if self.host.device == "cpu" else BUDGETS_GPU
-            budgets = BUDGETS_LATENCY if self.limits else budgets
+            budgets = (1,) if self.tokens.alone else BUDGETS_LATENCY if self.limits else budgets
             sample = self._sample(take, total, 0 if self.limits else SAMPLE_BATCHES * budgets[-1])
             contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=budgets, hint=hint)
             forecast = partial(forecast_encoding, self.source, self.host, [len(row) for row in sample])
@@ -128,5 +129,9 @@ class Encoder:
 
 
 def _check_list(texts: Sequence[str]) -> None:
-    if isinstance(texts, str):
-        raise RequestError("encode() takes a list of texts and was given one text; use encode([text])")
+    if isinstance(texts, str | Mapping) or not isinstance(texts, Collection):
+        said = "one text" if isinstance(texts, str) else f"{texts!r:.80}"
+        raise RequestError(f"encode() takes a list of texts and was given {said}; use encode([text])")
+    for number, text in enumerate(texts, start=1):
+        if not is_text(text):
+            raise RequestError(f"text {number} is {text!r:.80}; give a text of Unicode characters")

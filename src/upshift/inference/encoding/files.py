@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -12,12 +14,14 @@ import numpy as np
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.inference.encoding.recipe import Output
-from upshift.inference.lines import read_lines
+from upshift.inference.lines import is_empty, is_text, read_lines
 from upshift.inference.unfinished import Unfinished, check_output
 
 INPUTS = (".txt", ".jsonl")
 VECTORS, LISTS = (".npy", ".parquet"), (".parquet", ".jsonl")  # what rows of one length are written as, and rows of several
 PARQUET_ROWS = 65_536  # of a row group
+NO_SUCH_CALL = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP)  # of a file system that cannot reserve room
+ZEROS = bytes(2**20)
 
 
 def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
@@ -25,9 +29,9 @@ def check_files(texts: Path, output: Path, *, overwrite: bool = False) -> None:
         raise RequestError(f'--input {texts} does not exist; give a file with a text a line, or JSON lines with a "text"')
     if texts.suffix not in INPUTS:
         raise RequestError(f'--input {texts} must end with {" or ".join(INPUTS)}: a text a line, or JSON lines with a "text"')
-    if not texts.stat().st_size:
+    if is_empty(texts):
         raise RequestError(f"--input {texts} is empty; write a text a line")
-    check_output(output, tuple(dict.fromkeys(VECTORS + LISTS)), overwrite=overwrite)
+    check_output(output, tuple(dict.fromkeys(VECTORS + LISTS)), texts, overwrite=overwrite)
     if output.suffix == ".parquet" and find_spec("pyarrow") is None:
         raise MissingExtra(library="pyarrow", extra="data", purpose="writing parquet")
 
@@ -46,10 +50,10 @@ def read_texts(path: Path) -> Iterator[str]:
 def _text(line: str, where: str) -> str:
     try:
         text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         text = None
-    if not isinstance(text, str):
-        raise RequestError(f'{where} is no JSON object with a "text"; write {{"text": "..."}} on every line')
+    if not is_text(text):
+        raise RequestError(f'{where} is no JSON object with a "text" of Unicode characters; write {{"text": "..."}} on each line')
     return text
 
 
@@ -64,21 +68,39 @@ class Rows:
         self._rows: Any = np.lib.format.open_memmap(self._file.partial, mode="r+") if self.done else None
 
     def add(self, rows: np.ndarray) -> None:
-        if self._rows is None:
-            shape = (self._file.total, rows.shape[1])
-            self._rows = np.lib.format.open_memmap(self._file.partial, mode="w+", dtype=np.float32, shape=shape)
-        self._rows[self.done : self.done + len(rows)] = rows
-        self._rows.flush()
+        with self._file.writing():
+            if self._rows is None:
+                shape = (self._file.total, rows.shape[1])
+                self._rows = np.lib.format.open_memmap(self._file.partial, mode="w+", dtype=np.float32, shape=shape)
+                _reserve(self._file.partial, self._rows.offset)
+            self._rows[self.done : self.done + len(rows)] = rows
+            self._rows.flush()
+            self._file.note(self.done + len(rows))
         self.done += len(rows)
-        self._file.note(self.done)
 
     def finish(self) -> None:
         """Put the whole output in place."""
         whole = self._file.partial
         if self._file.output.suffix == ".parquet":
             whole = whole.with_name(f"{self._file.output.name}.writing")
-            _write_parquet(self._rows, whole)
+            with self._file.writing():
+                _write_parquet(self._rows, whole)
         self._file.finish(whole)
+
+
+def _reserve(path: Path, start: int) -> None:
+    """Room on the disk for all of a file that is empty from ``start`` on: a disk that is full under a mapped file ends the
+    process with SIGBUS. Raises OSError."""
+    size = path.stat().st_size
+    with path.open("rb+") as file:
+        try:
+            os.posix_fallocate(file.fileno(), 0, size)
+        except (AttributeError, OSError) as error:
+            if getattr(error, "errno", errno.ENOSYS) not in NO_SUCH_CALL:
+                raise
+            file.seek(start)
+            for place in range(start, size, len(ZEROS)):
+                file.write(ZEROS[: size - place])
 
 
 def _write_parquet(rows: np.ndarray, path: Path) -> None:

@@ -10,7 +10,7 @@ Array = np.ndarray
 
 
 def pool(states: Array, mask: Array, recipe: Recipe) -> Array:
-    """states [B, S, H] fp32, mask [B, S] of 0 and 1 -> [B, H] fp32. Texts are padded on the right."""
+    """states [B, S, H] fp32, mask [B, S] of 0 and 1 -> [B, H] fp32, 0 without tokens. Texts are padded on the right."""
     if recipe.pooling == "cls":
         found = states[:, 0]
     elif recipe.pooling == "last":
@@ -20,6 +20,7 @@ def pool(states: Array, mask: Array, recipe: Recipe) -> Array:
     else:
         weights = mask.astype(np.float32)
         found = np.einsum("bsh,bs->bh", states, weights) / np.maximum(weights.sum(1, keepdims=True), 1e-9)
+    found = np.where(mask.any(1, keepdims=True), found, 0.0)
     if recipe.normalize:
         found = found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12)
     return found.astype(np.float32, copy=False)

@@ -27,11 +27,12 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     if recipe.output == "token scores":
         recipe = recipe.changed(special=tokens.special())
     ids = tokens.of(texts)
-    setup = EngineSetup(engine="openvino", precision="fp32", threads=1, batch=BATCH_TOKENS)
+    batch = 1 if tokens.alone else BATCH_TOKENS
+    setup = EngineSetup(engine="openvino", precision="fp32", threads=1, batch=batch)
     build = Build(source, recipe, setup, engine_folder("encode", source, "openvino"), examples(ids, tokens.pad))
     part = Part(OPENVINO_FILE, partial(export, build), partial(_rounded, tokens.pad))
     return Rounding(
-        task="encode", ids=ids, held_out_tokens=HELD_OUT_TOKENS, asked=recipe.to_json(), pad=tokens.pad, batch=BATCH_TOKENS,
+        task="encode", ids=ids, held_out_tokens=HELD_OUT_TOKENS, asked=recipe.to_json(), pad=tokens.pad, batch=batch,
         run=run, model_class=model_class(recipe), parts=(part,), fitted=(4, 8),
     )  # fmt: skip
 

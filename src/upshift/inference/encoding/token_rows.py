@@ -40,7 +40,7 @@ class TokenRows:
             self._lines.finish()
             return
         whole = partial.with_name(f"{output.name}.writing")
-        with partial.open("rb") as lines:
+        with self._lines.writing(), partial.open("rb") as lines:
             _write_parquet(blocks(lines, size=self.block), whole)
         self._lines.finish(whole)
 

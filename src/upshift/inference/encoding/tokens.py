@@ -7,17 +7,21 @@ from typing import Any
 
 from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.tokenizer import load_tokenizer, positions
+from upshift.models.build import read_config
 from upshift.models.source import ModelSource
 
 UNSET_LENGTH = 10**9  # transformers' "very large integer" of a tokenizer that does not know is above it
 
 
 class Tokens:
-    """``longest``: tokens that are kept of a text; None: all."""
+    """``longest``: tokens that are kept of a text; None: all. ``alone``: a text must be a batch of its own."""
 
     def __init__(self, source: ModelSource, recipe: Recipe) -> None:
         tokenizer = load_tokenizer(source)
-        self.pad = tokenizer.pad_token_id or 0
+        self.pad, self.alone = tokenizer.pad_token_id or 0, False
+        if recipe.output == "class scores":  # a decoder's are those of the last token that is not the config's own padding
+            known = _padding(source)
+            self.pad, self.alone = (self.pad, True) if known is None else (known, False)
         self.longest = _longest(tokenizer, source, recipe)
         self._backend = tokenizer.backend_tokenizer
         self._backend.no_padding()
@@ -37,6 +41,12 @@ class Tokens:
         mask = self._backend.encode("a").special_tokens_mask
         own = [place for place, is_special in enumerate(mask) if not is_special] or [len(mask)]
         return own[0], max(len(mask) - 1 - own[-1], 0)
+
+
+def _padding(source: ModelSource) -> int | None:
+    text: Any = read_config(source).get_text_config()
+    pad = getattr(text, "pad_token_id", None)
+    return pad if pad is not None and 0 <= pad < text.vocab_size else None
 
 
 def _longest(tokenizer: Any, source: ModelSource, recipe: Recipe) -> int | None:

@@ -16,6 +16,7 @@ from upshift.loading.placed import Where
 from upshift.models.source import ModelSource
 from upshift.units import format_bytes
 
+UNMEASURED = 0.99  # the highest cosine that may be asked of 16 bits where there is no room for fp32 to compare them with
 STORED: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
@@ -37,16 +38,16 @@ def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int,
 def divide(
     source: ModelSource, host: Host, quality: Quality, max_memory: Mapping[str | int, str | int] | None, *, rows: int, tokens: int
 ) -> tuple[EngineSetup, Where, str]:
-    """The setup, where its weights go, and why. Raises NothingFits where not even one layer at a time fits, or where the files'
-    dtype is not exact and that was asked for."""
+    """The setup, where its weights go, and why. Raises NothingFits where not even one layer at a time fits, or where a quality is
+    asked for that the files' dtype may not have."""
     assert source.directory is not None
     stored = {STORED.get(tensor.dtype) for tensor in find_checkpoint(source.directory).tensors.values()} - {None}
     precision = next((name for name in ("fp16", "bf16", "fp32") if name in stored), "fp32")
     free = room(host, max_memory)
-    if quality == "exact" and precision != "fp32":
+    if precision != "fp32" and (quality == "exact" or quality > UNMEASURED):
         raise NothingFits(
             f"{source.reference!r} in fp32 does not fit into {format_bytes(free or 0)}; in {precision}, as it is stored, it runs "
-            "partly from the disk, which is not exact: allow it with --quality 0.99, or free some memory"
+            f"partly from the disk, and how near that is was not measured: allow it with --quality {UNMEASURED}, or free memory"
         )
     limits = max_memory or {"cpu": int(USABLE_SHARE * free) if free is not None else 0}
     where = Where("auto", limits, batch=rows, sequence_length=tokens)

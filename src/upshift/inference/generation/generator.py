@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ from upshift.inference.generation.divided import divide, is_too_large, room
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.lookup import Lookup
 from upshift.inference.generation.model import cache_bytes, generation_task
-from upshift.inference.generation.options import GenerationOptions, read_options
+from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.prompts import Prompt, Prompts
 from upshift.inference.generation.sequence import Ending, Sequence
@@ -82,14 +82,18 @@ class Generator:
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
+        self._reading: object | None = None  # the one call whose rows the decoder has
 
     def options(self, **given: Any) -> GenerationOptions:
-        return read_options(self.source, given)
+        found = read_options(self.source, given)
+        check_tokens(found, given, self.vocabulary)
+        return found
 
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
         """In the order of the prompts. ``options``: GenerationOptions by their transformers names."""
-        if isinstance(prompts, str):
-            raise RequestError("generate() takes a list of prompts and was given one text; use generate([text]), or stream(text)")
+        if isinstance(prompts, str | Mapping) or not isinstance(prompts, Collection):
+            said = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
+            raise RequestError(f"generate() takes a list of prompts and was given {said}; use generate([text]), or stream(text)")
         return self.complete(prompts, self.options(**options))
 
     def complete(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[Completion]:
@@ -120,13 +124,18 @@ class Generator:
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
         prompts there are, where these are some of them."""
-        asked = self.race is None and self._engine in (None, "torch")
-        too_large = asked and is_too_large(self.source, self.host, self._max_memory)
-        if too_large and self._max_memory is not None:
+        beyond = self.race is None and is_too_large(self.source, self.host, self._max_memory)
+        too_large = beyond and self._engine in (None, "torch")
+        if beyond and self._max_memory is not None:
+            if not too_large:
+                raise RequestError(
+                    f"--engine {self._engine} runs {self.source.reference!r} in memory alone, and its race takes more than "
+                    "--max-memory; leave out --engine, which then runs partly from the disk, or give more"
+                )
             self.race = self._divide(ids, options)
         if self.race is None:
             sample = spread(ids, max(min(SAMPLE_PROMPTS, PASS_TOKENS // max(len(prompt) for prompt in ids)), 1))
-            task = GenerationTask.of(options)
+            task = GenerationTask.of(options, self._positions_left(ids))
             contest = Contest(
                 task=self.task, source=self.source, asked=task.to_json(), pad=0,
                 batches=self._batches(len(sample), self._room(ids, options)), hint="latency",
@@ -151,6 +160,11 @@ class Generator:
         return self.race
 
     def _divide(self, ids: list[list[int]], options: GenerationOptions) -> Race:
+        if self.limits:
+            raise RequestError(
+                f"{self.source.reference!r} has no room in memory, and where it runs partly from the disk nothing is raced, so "
+                "--max-ttft-ms and --max-tpot-ms cannot be held; leave them out, or give more --max-memory"
+            )
         tokens = max(len(prompt) for prompt in ids) + options.max_new_tokens
         rows = self._room(ids, options)
         chosen, where, reason = divide(self.source, self.host, self.quality, self._max_memory, rows=rows, tokens=tokens)
@@ -164,9 +178,17 @@ class Generator:
         return tuple(sorted({sampled, room} | doubled))
 
     def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
-        """Sequences whose cache fits beside the model."""
+        """Sequences whose cache fits beside the model; a power of two of them where memory is short, so that the race which is
+        remembered stays the same while free memory goes a little up and down."""
         tokens, one = self.cache_tokens(), max(len(prompt) for prompt in ids) + options.max_new_tokens
-        return max(min(len(ids), MANY if tokens is None else tokens // one, MANY), 1)
+        most = MANY if tokens is None else max(min(tokens // one, MANY), 1)
+        return min(len(ids), 2 ** (most.bit_length() - 1))
+
+    def _positions_left(self, ids: list[list[int]]) -> int | None:
+        """For new tokens of each of them."""
+        if self.longest is None:
+            return None
+        return self.longest - (max(len(prompt) for prompt in ids) if self.start is None else 1)
 
     def cache_tokens(self) -> int | None:
         """Of all sequences together, that have room beside the model; None where nothing says how much memory there is."""
@@ -211,5 +233,12 @@ class Generator:
             Sequence(place, prompt, options, tokenizer, start=self.start) for place, prompt in enumerate(ids, start=first)
         ]
         self._decoder.keep([])
+        self._reading = reading = object()
         lookup = Lookup(options.prompt_lookup_num_tokens) if options.prompt_lookup_num_tokens else None
-        yield from decode(self._decoder, waiting, rows=min(chosen.batch, self._room(ids, options)), lookup=lookup)
+        for found in decode(self._decoder, waiting, rows=min(chosen.batch, self._room(ids, options)), lookup=lookup):
+            yield found
+            if self._reading is not reading:  # what it has computed is gone
+                raise RequestError(
+                    "this Generator began another text before this stream had ended; read one after the other, or give each a "
+                    "Generator of its own"
+                )

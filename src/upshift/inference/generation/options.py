@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any
 
 from pydantic import Field
 
+from upshift.errors import RequestError
 from upshift.models.generation_config import merge_options, unused_options
 from upshift.models.source import ModelSource
 from upshift.value import Value
 
 ONLY_ASKED = ("prompt_lookup_num_tokens",)  # changes speed alone, and one engine has it
+LEAST = 1e-6  # of what logits are divided by, which files of models say for 0: less gives numbers that fp32 does not have
+TOKENS = ("bad_words_ids", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id")
 
 
 class GenerationOptions(Value):
@@ -20,16 +23,16 @@ class GenerationOptions(Value):
     max_new_tokens: int = Field(128, gt=0)
     min_new_tokens: int = Field(0, ge=0)
     do_sample: bool = False
-    temperature: float = Field(1.0, gt=0)
+    temperature: float = Field(1.0, ge=LEAST)
     top_k: int = Field(50, ge=0)  # transformers' own default of sampling; 0: all
     top_p: float = Field(1.0, gt=0, le=1)
     min_p: float | None = Field(None, ge=0, le=1)
     typical_p: float = Field(1.0, gt=0, le=1)
     epsilon_cutoff: float = Field(0.0, ge=0, lt=1)
     eta_cutoff: float = Field(0.0, ge=0, lt=1)
-    repetition_penalty: float = Field(1.0, gt=0)
+    repetition_penalty: float = Field(1.0, ge=LEAST)
     no_repeat_ngram_size: int = Field(0, ge=0)
-    bad_words_ids: tuple[tuple[int, ...], ...] = ()
+    bad_words_ids: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...] = ()
     suppress_tokens: tuple[int, ...] = ()
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
@@ -42,6 +45,25 @@ class GenerationOptions(Value):
 def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOptions:
     """Raises RequestError for a name or a value that is not possible, with what is."""
     return merge_options(GenerationOptions, source, given, only_asked=ONLY_ASKED)
+
+
+def check_tokens(options: GenerationOptions, given: Mapping[str, Any], vocabulary: int) -> None:
+    """Raises RequestError for tokens that the model does not have; files of models may name such ends. ``given``: by the user."""
+    for name in TOKENS:
+        wrong = [token for token in _tokens(getattr(options, name)) if not 0 <= token < vocabulary]
+        if wrong and (name in given or name != "eos_token_id"):
+            raise RequestError(f"{name} has {wrong[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
+    if options.bad_words_ids and {*options.bad_words_ids} <= {(end,) for end in options.eos_token_id}:
+        raise RequestError("bad_words_ids has nothing but the token that ends a text; ask for min_new_tokens, or for other words")
+
+
+def _tokens(said: Any) -> Iterator[int]:
+    """Of one, of several, or of several words."""
+    if isinstance(said, tuple):
+        for part in said:
+            yield from _tokens(part)
+    elif said is not None:
+        yield said
 
 
 def unused(source: ModelSource) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from transformers.generation import logits_process as process
 from upshift.inference.generation.options import GenerationOptions
 
 Ending = Literal["eos", "stop", "length"]
-STOP_TOKENS = 8  # beside those of the longest stop string: tokens are decoded together with some before them
+STOP_TOKENS = 8  # beside the bytes of the longest stop string, a token each at most: tokens are decoded with some before them
 
 
 class Sequence:
@@ -30,7 +30,7 @@ class Sequence:
         self._tokenizer = tokenizer
         self._processors = processors(options, len(self._before))
         self._generator = _generator(options.seed, place) if options.do_sample else None
-        self._stop_tokens = max((len(stop) for stop in options.stop_strings), default=0) + STOP_TOKENS
+        self._stop_tokens = max((len(stop.encode()) for stop in options.stop_strings), default=0) + STOP_TOKENS
 
     @property
     def plain(self) -> bool:
@@ -53,7 +53,10 @@ class Sequence:
         scores: torch.Tensor = self._processors(ids, torch.from_numpy(logits[None].copy()))
         if self._generator is None:
             return int(scores.argmax())
-        return int(torch.multinomial(scores.softmax(-1), 1, generator=self._generator))
+        shares = scores.softmax(-1)
+        if not shares.isfinite().all():  # nothing is left to draw from, or a number is beyond fp32
+            return int(logits.argmax())
+        return int(torch.multinomial(shares, 1, generator=self._generator))
 
     def add(self, token: int) -> None:
         self.tokens.append(token)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import NormalDist
 
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import Cpu, Gpu, Host
 from upshift.planning.cost.memory import StepMemory
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan
@@ -96,11 +96,26 @@ def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: f
     return free * USABLE_SHARE if risk is None else free / _truth(plan, spread).inv_cdf(1.0 - risk)
 
 
+def stated_memory(part: Cpu | Gpu | None) -> int | None:
+    """Bytes that are free, else all there are; None where the host does not say."""
+    if part is None:
+        return None
+    return part.memory_bytes if part.free_memory_bytes is None else part.free_memory_bytes
+
+
+def unknown_memory(host: Host) -> str | None:
+    """For a host that does not say how much it has: that plans were held against nothing. None where it does."""
+    if stated_memory(host.cpu if host.device == "cpu" else host.gpu) is not None:
+        return None
+    stated = "state it behind the name, as in epyc-9654-768gb, or as memory_bytes in a Host JSON file"
+    return f"The memory of {host.name} is unknown and no plan was held against it: any may be too big; {stated}"
+
+
 def free_memory(plan: Plan, host: Host) -> float | None:
     """Bytes for one process of the plan; None where the host does not say."""
     part, sharing = (host.gpu, 1) if plan.device == "cuda" else (host.cpu, host.ranks_per_node(plan.num_processes))
-    free = (part.free_memory_bytes or part.memory_bytes) if part else None
-    return free / sharing if free else None
+    free = stated_memory(part)
+    return None if free is None else free / sharing
 
 
 def out_of_memory_probability(resident: float, plan: Plan, host: Host, *, spread: float | None = None) -> float | None:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import log2
+from typing import Literal
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import BLOCK_QUERIES, ModelProfile, StepTrace, labelled_share, num_sides
@@ -31,6 +32,7 @@ from upshift.planning.cost.share import Stage, shares
 from upshift.planning.plan import ALONE, Plan
 from upshift.planning.workload import Workload
 
+Takes = Literal["tokens", "images"]
 COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
 LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.md), as is the next
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
@@ -255,7 +257,14 @@ def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
     return 1, workload.lengths.longest_flat_row(batch, global_batch=workload.global_batch, processes=plan.data_parallel)
 
 
+def takes(profile: ModelProfile) -> Takes:
+    """What the model is given, and what its speed counts."""
+    return "images" if profile.objective == "image-classification" else "tokens"
+
+
 def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:
-    """Real tokens of a global batch."""
+    """Real tokens of a global batch; an image is one."""
+    if takes(profile) == "images":
+        return workload.global_batch
     mean = workload.lengths.mean if workload.lengths else workload.sequence_length * num_sides(profile.objective)
     return workload.global_batch * mean

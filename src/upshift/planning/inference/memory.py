@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.resident import CUDA_CONTEXT_BYTES, DEFAULT_BASE_BYTES, USABLE_SHARE
+from upshift.planning.cost.resident import CUDA_CONTEXT_BYTES, DEFAULT_BASE_BYTES, USABLE_SHARE, stated_memory
 from upshift.planning.inference.cache import cached_bytes
 from upshift.planning.inference.formats import WEIGHTS, WeightPrecision, plain_bytes
 from upshift.planning.inference.plan import ReplicaShape
@@ -110,9 +110,8 @@ def activation_bytes(profile: ModelProfile, *, size: int, tensor_parallel: int) 
 
 def memory_limit(host: Host) -> float | None:
     """Bytes that one process may hold on a device; None where the host does not say."""
-    part = host.gpu if host.device != "cpu" else host.cpu
-    free = (part.free_memory_bytes or part.memory_bytes) if part is not None else None
-    return free * USABLE_SHARE if free else None
+    free = stated_memory(host.gpu if host.device != "cpu" else host.cpu)
+    return None if free is None else free * USABLE_SHARE
 
 
 def _base_bytes(host: Host) -> float:

@@ -11,6 +11,7 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
+from upshift.planning.cost.time import takes
 from upshift.planning.explain import Reason
 from upshift.planning.inference.explain import reasons, representative
 from upshift.planning.inference.numbers import InferenceNumbers, numbers_of
@@ -100,6 +101,9 @@ def _check(profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed
             f"{what} {workload.longest} is longer than the model's {profile.max_positions} positions; "
             f"use at most {profile.max_positions}"
         )
+    if takes(profile) == "images":
+        asked = f"--{workload.task}"
+        raise RequestError(f"{profile.architecture} takes images, and {asked} plans for tokens; leave {asked} out")
     if workload.task == "encode":
         return
     if workload.output_length < 1:

@@ -12,7 +12,7 @@ from upshift.planning.inference.engine import Engine, build_engine
 from upshift.planning.inference.memory import ReplicaMemory, replica_memory
 from upshift.planning.inference.plan import DEFAULT_GROUP, InferencePlan, ReplicaShape
 from upshift.planning.inference.serving import Service, serve
-from upshift.planning.inference.space import choices, chunks, concurrencies, layouts, plain_cache
+from upshift.planning.inference.space import choices, chunks, concurrencies, layouts, occupied, plain_cache
 from upshift.planning.inference.workload import InferenceWorkload
 from upshift.units import format_bytes
 
@@ -21,19 +21,21 @@ MILLISECONDS = 1000.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its predicted costs; ``tokens_per_second`` and ``requests_per_second`` are of all replicas."""
+    """A plan with its predicted costs; ``tokens_per_second`` and ``requests_per_second`` are of all replicas. ``occupied``: the
+    share of what they have room for that the workload's requests fill."""
 
     plan: InferencePlan
     memory: ReplicaMemory
     service: Service
+    occupied: float
 
     @property
     def tokens_per_second(self) -> float:
-        return self.service.tokens_per_second * self.plan.replicas
+        return self.service.tokens_per_second * self.plan.replicas * self.occupied
 
     @property
     def requests_per_second(self) -> float:
-        return self.service.requests_per_second * self.plan.replicas
+        return self.service.requests_per_second * self.plan.replicas * self.occupied
 
     @property
     def resident(self) -> float:
@@ -109,9 +111,10 @@ def _add(
         return
     service = serve(engine, workload, plan.max_concurrency, plan.prefill_chunk_tokens)
     if service is None:
-        ranking.rejected.append(Rejected(plan, "the link between its devices is unknown; describe it with --on HOST@LINK"))
+        unknown = "the link between its devices is unknown; name the host with its link, as HOST@LINK"
+        ranking.rejected.append(Rejected(plan, unknown))
         return
-    candidate = Candidate(plan, memory, service)
+    candidate = Candidate(plan, memory, service, occupied(workload, plan.replicas, plan.max_concurrency))
     slow = too_slow(candidate, workload)
     if not candidate.fits:
         ranking.too_big.append(candidate)

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
+from upshift.planning.assignments import read_assignments
 from upshift.planning.inference.formats import CACHE_ALLOW, CHANGES_MATHEMATICS, WEIGHTS, CachePrecision, WeightPrecision
 from upshift.planning.inference.plan import Execution, InferencePlan
 from upshift.planning.inference.rates import beside_rounded
@@ -74,6 +75,14 @@ def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | Non
     return sorted({*fitting, *([largest] if largest else []), steps[len(fitting)]})
 
 
+def occupied(workload: InferenceWorkload, replicas: int, rows: int) -> float:
+    """The share of the replicas' rows that requests fill, where the workload says how many there are: some replicas have one
+    request less than the fullest, or none. Encoding, a replica takes its share of the batch in several steps."""
+    if workload.concurrency is None:
+        return 1.0
+    return workload.concurrency / (replicas * max(rows, ceil(workload.concurrency / replicas)))
+
+
 def layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, int, int]]:
     """(tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
     found = []
@@ -98,12 +107,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWork
     """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here, as far as that can be
     said before a model is traced."""
     settable = [name for name in InferencePlan.model_fields if name not in FIXED_BY_REQUEST]
-    fixed: dict[str, Any] = {}
-    for assignment in assignments:
-        name, equals, text = assignment.partition("=")
-        if not equals or name not in settable:
-            raise RequestError(f"--set {assignment!r} names no plan field; use field=value with one of {', '.join(settable)}")
-        fixed[name] = _parse_value(name, text)
+    fixed = read_assignments(assignments, settable, _parse_value)
     _check(fixed, _legal_here(host, workload), lambda name: _why_here(name, fixed[name], host, workload))
     return fixed
 

@@ -7,8 +7,24 @@ import time
 from typing import Any
 
 import httpx2
+from pydantic import BaseModel, ValidationError
 
 from upshift.value import Value
+
+MOST_WORDS = 200  # of what a server says
+
+
+class Counts(BaseModel):
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Event(BaseModel):
+    """Of an answer that comes in parts; what else servers say in one is their own."""
+
+    choices: list[Any] | None = None
+    usage: Counts | None = None
+    error: Any = None
 
 
 class Asked(Value):
@@ -59,22 +75,27 @@ async def _follow(answer: httpx2.Response, told: dict[str, Any], start: float) -
         data = line[5:].strip()
         if data == "[DONE]":
             break
-        said = json.loads(data)
-        if "error" in said:
-            told["why"] = said["error"].get("message", "")
+        try:
+            said = Event.model_validate_json(data)
+        except ValidationError:
+            told["why"] = f"an event is not of OpenAI's form: {data[:MOST_WORDS]}"
             return
-        if said.get("choices"):
+        if said.error is not None:
+            told["why"] = _reason(data.encode())
+            return
+        if said.choices:
             events += 1
             told.setdefault("first_seconds", time.perf_counter() - start)
-        usage = said.get("usage") or {}
-        told |= {"tokens": usage.get("completion_tokens", told.get("tokens", 0)),
-                 "prompt_tokens": usage.get("prompt_tokens", told.get("prompt_tokens", 0))}  # fmt: skip
+        if said.usage is not None:
+            counted = said.usage.model_dump(exclude_none=True)
+            told |= {"tokens": counted.get("completion_tokens", 0), "prompt_tokens": counted.get("prompt_tokens", 0)}
     told["tokens"] = told.get("tokens") or events  # servers that do not count send a token an event
 
 
 def _reason(body: bytes) -> str:
+    """As OpenAI's servers say it, or as it is."""
     try:
-        said = json.loads(body)
-        return str(said["error"]["message"] if isinstance(said.get("error"), dict) else said)[:200]
-    except (ValueError, KeyError, AttributeError):
-        return body[:200].decode(errors="replace")
+        said = json.loads(body)["error"]
+        return str(said["message"] if isinstance(said, dict) else said)[:MOST_WORDS]
+    except (ValueError, KeyError, TypeError):
+        return body[:MOST_WORDS].decode(errors="replace") or "it says nothing"

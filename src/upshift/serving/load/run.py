@@ -18,6 +18,7 @@ from upshift.value import Value
 SHARES = {"p50": 0.5, "p95": 0.95, "p99": 0.99}
 MOST_CONNECTIONS = 512
 TIMEOUT_SECONDS = 120.0
+MOST_PORT = 2**16 - 1
 
 
 class Phase(Value):
@@ -54,13 +55,29 @@ def load_test(
 ) -> LoadTest:  # fmt: skip
     """``model``: of several. ``promised_ttft_ms``: else what the server itself promises. Raises RequestError where nobody answers
     at ``url``, JobFailed where no request was answered."""
-    return asyncio.run(_load_test(url.rstrip("/").removesuffix("/v1"), traffic, model, key, promised_ttft_ms, on_phase))
+    if not any(next(arrivals(traffic, rate), None) for rate in traffic.rates):
+        rates = ", ".join(f"{rate:g}" for rate in traffic.rates)
+        said = f"--rate {rates} asks nothing within --duration {traffic.seconds:g}"
+        raise RequestError(f"{said}; give a higher rate or a longer time")
+    return asyncio.run(_load_test(_address(url), traffic, model, key, promised_ttft_ms, on_phase))
+
+
+def _address(url: str) -> str:
+    """What stands before /v1."""
+    try:
+        found = httpx2.URL(url)
+        whole = found.scheme in ("http", "https") and bool(found.host) and (found.port or 0) <= MOST_PORT
+    except httpx2.InvalidURL:
+        whole = False
+    if not whole:
+        raise RequestError(f"{url!r} is no address; give one such as http://127.0.0.1:8000")
+    return url.rstrip("/").removesuffix("/v1")
 
 
 async def _load_test(
     url: str, traffic: Traffic, model: str | None, key: str | None, promised: float | None, on_phase: Callable[[Phase], None]
 ) -> LoadTest:
-    headers = {} if key is None else {"Authorization": f"Bearer {key}"}
+    headers = {} if key is None else {b"Authorization": f"Bearer {key}".encode()}
     limits = httpx2.Limits(max_connections=MOST_CONNECTIONS, max_keepalive_connections=MOST_CONNECTIONS)
     async with httpx2.AsyncClient(base_url=url, headers=headers, limits=limits, timeout=TIMEOUT_SECONDS) as client:
         name = await _model(client, url, model)
@@ -71,7 +88,7 @@ async def _load_test(
             answers, seconds = await _ask_all(client, name, traffic, rate)
             phases.append(phase_of(rate, seconds, answers, promised))
             on_phase(phases[-1])
-    if not any(phase.statuses.get("200") for phase in phases):
+    if not any(phase.answered_per_second for phase in phases):
         why = next((reason for phase in phases for reason in phase.reasons), "")
         raise JobFailed(f"no request was answered by {url}: {why}")
     return LoadTest(
@@ -83,24 +100,29 @@ async def _load_test(
 async def _model(client: httpx2.AsyncClient, url: str, model: str | None) -> str:
     try:
         answer = await client.get("/v1/models")
-        names = [one["id"] for one in answer.raise_for_status().json()["data"]]
-    except (httpx2.HTTPError, httpx2.InvalidURL, ValueError, KeyError) as error:
+        names = [str(one["id"]) for one in answer.raise_for_status().json()["data"]]
+    except httpx2.HTTPError as error:
         raise RequestError(f"no server of OpenAI's addresses answers at {url}: {error or type(error).__name__}") from None
+    except (ValueError, KeyError, TypeError):
+        raise RequestError(f"{url}/v1/models is no list of models; give the address of a server of OpenAI's addresses") from None
+    if not names:
+        raise RequestError(f"no model is served at {url}; start its server with one")
     if model is None and len(names) == 1:
-        return str(names[0])
+        return names[0]
     if model not in names:
-        raise RequestError(f"--model {model} is not served at {url}; give one of {', '.join(names)}")
-    return str(model)
+        said = "several models are served" if model is None else f"--model {model} is not served"
+        raise RequestError(f"{said} at {url}; give --model one of {', '.join(names)}")
+    return model
 
 
 async def _promise(client: httpx2.AsyncClient, model: str) -> dict[str, Any]:
     """Of an Upshift server; of another one nothing."""
     try:
         answer = await client.get("/health")
-        found = answer.json().get("models", {}).get(model, {})
-    except (httpx2.HTTPError, ValueError, AttributeError):
+        found = answer.json()["models"][model].items()
+    except (httpx2.HTTPError, ValueError, LookupError, TypeError, AttributeError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return {name: value for name, value in found if isinstance(value, int | float)}
 
 
 async def _ask_all(client: httpx2.AsyncClient, model: str, traffic: Traffic, rate: float) -> tuple[list[Asked], float]:

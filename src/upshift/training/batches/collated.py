@@ -115,11 +115,24 @@ class CollatedRows:
         found: list[int] = []
         for batch in self.batches:
             labels = batch.get("labels")
-            if labels is None or labels.ndim == 1 or labels.is_floating_point():
+            if labels is None or labels.is_floating_point():
                 found += [1] * len(next(iter(batch.values())))
                 continue
-            counted = labels[:, 1:] if self.shifts_labels else labels
-            found += (counted != IGNORED).flatten(1).sum(1).tolist()
+            counted = labels[:, 1:] if self.shifts_labels and labels.ndim > 1 else labels
+            found += (counted != IGNORED).reshape(len(labels), -1).sum(1).tolist()
+        return found
+
+    @cached_property
+    def label_values(self) -> list[set[tuple[str, int]]]:
+        """The different labels of each row that count, with the entry's name: of "labels"; where there are none, of all entries
+        with one integer a row."""
+        found: list[set[tuple[str, int]]] = []
+        for batch in self.batches:
+            names = ["labels"] if "labels" in batch else [name for name, value in batch.items() if value.ndim == 1]
+            whole = {name: batch[name] for name in names if not batch[name].is_floating_point()}
+            for row in range(len(next(iter(batch.values())))):
+                values = {(name, value) for name, rows in whole.items() for value in rows[row].flatten().tolist()}
+                found.append(values - {(name, IGNORED) for name in names})
         return found
 
     def weights(self, *, by_labels: bool) -> list[tuple[float, int]]:

@@ -7,6 +7,7 @@ only column of strings. Anything else is an error that names the columns.
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -70,27 +71,47 @@ def read_json_lines(files: Sequence[Path], *, text_column: str | None) -> Docume
         if not isinstance(record, dict):
             shown = json.dumps(record)[:60]
             raise RequestError(f'{place} is not a JSON object: {shown}; write one object per line, as {{"text": ".."}}')
-        if column is None:
-            texts = [name for name, value in record.items() if isinstance(value, str)]
-            tokens = [name for name, value in record.items() if _is_token_list(value)]
-            column = choose_column(list(record), texts, tokens, asked=text_column, origin=place)
-        value = record.get(column)
+        column = column or _column_of(record, text_column, place)
+        value = None if column is None else record.get(column)
         if value is None or isinstance(value, str):
-            documents.add_text(value)
+            documents.add_text(_encodable(value, place))
         elif _is_token_list(value):
             documents.add_tokens(np.array(value, np.int64))
         else:
             shown = json.dumps(value)[:60]
             raise RequestError(f"{place}: column {column!r} holds {shown}; it must be text or a list of token ids")
+    if column is None and documents.num_skipped_empty:
+        raise RequestError(f"{files[0]} has no text in any record; name the column that holds it with text_column")
     _refuse_mixture(documents, files[0])
     return documents
+
+
+def _column_of(record: dict[str, Any], asked: str | None, place: str) -> str | None:
+    """None: what would be the column is empty here, and a later record says what is in it."""
+    texts = [name for name, value in record.items() if isinstance(value, str)]
+    tokens = [name for name, value in record.items() if _is_token_list(value)]
+    known = (TOKEN_COLUMN, "text") if asked is None else (asked,)
+    there = [name for name in known if name in record] or list(record)
+    if any(record[name] is None for name in there) and not {*there} & {*texts, *tokens}:
+        return None
+    return choose_column(list(record), texts, tokens, asked=asked, origin=place)
+
+
+def _encodable(text: str | None, place: str) -> str | None:
+    """JSON can name half of a UTF-16 pair, which is no character and which no tokenizer takes."""
+    try:
+        (text or "").encode()
+    except UnicodeEncodeError as error:
+        half = f"\\u{ord(error.object[error.start]):04x}"
+        raise RequestError(f"{place} holds {half}, half of a surrogate pair, which is no text; write the file again") from None
+    return text
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:
     for file in files:
         with file.open("rb") as lines:
             for number, line in enumerate(lines, start=1):
-                if number == 1 and file.suffix.lower() == ".json" and line.lstrip().startswith(b"["):
+                if number == 1 and file.suffix.lower() == ".json" and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                     yield from _records_of_array(file)
                     break
                 if line.strip():
@@ -187,7 +208,10 @@ def add_arrow(documents: Documents, array: pyarrow.Array) -> None:
     import pyarrow.types as kinds
 
     if not kinds.is_nested(array.type):
-        _each(documents.add_text, array.to_pylist())
+        try:
+            _each(documents.add_text, array.to_pylist())
+        except UnicodeDecodeError:  # Arrow's files are read without a look at their bytes
+            raise RequestError("a text column in the data holds bytes that are not UTF-8; write them again as text") from None
         return
     tokens = array.flatten().to_numpy(zero_copy_only=False)
     lengths = np.array(array.value_lengths().fill_null(0), np.int64)

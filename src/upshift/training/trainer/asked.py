@@ -67,6 +67,13 @@ def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimize
             raise RequestError(f"fixed {assignment!r} {reason}")
 
 
+def check_limits(*, memory_limit_gib: float | None, trial_seconds: float | None) -> None:
+    if memory_limit_gib is not None and not memory_limit_gib > 0:
+        raise RequestError(f"memory_limit_gib={memory_limit_gib:g} leaves no memory; give GiB above 0, or leave it out")
+    if trial_seconds is not None and not trial_seconds >= 0:
+        raise RequestError(f"trial_seconds={trial_seconds:g} is no time; give seconds, 0 for no trials, or leave it out")
+
+
 def fields_of(plan: Plan) -> tuple[str, ...]:
     """What a given plan asks for that is only taken when asked for."""
     switched = (f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))

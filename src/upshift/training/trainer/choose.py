@@ -198,7 +198,7 @@ def _prove(
             model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
             seconds=seconds, limit_seconds=seconds, rows=str(rows),
         )  # fmt: skip
-        limit = request.memory_limit_gib * GIB if request.memory_limit_gib else None
+        limit = request.memory_limit_gib * GIB if request.memory_limit_gib is not None else None
         return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit, fixed=fixed)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -38,6 +40,7 @@ class Choosing:
     optimizer: Any
     optimizer_cls_and_kwargs: Any
     _is_divided: bool
+    _steps_by_batch: bool
     _library_class: type
     _chosen: tuple[Choice, Split] | None = None  # by the last training
     _asked_layout: Layout
@@ -59,7 +62,7 @@ class Choosing:
         return self._chosen
 
     def _choose_here(self) -> tuple[Choice, Split]:
-        demanded = bool(self._fixed or self._allow or self._memory_limit_gib)
+        demanded = bool(self._fixed or self._allow or self._memory_limit_gib is not None)
         host = self._host(probe=False)
         device, batch = torch.device(self.args.device).type, self._train_batch_size
         accumulation = self.args.gradient_accumulation_steps
@@ -68,13 +71,16 @@ class Choosing:
             layout=self._asked_layout,
         )  # fmt: skip
         whole = Split(None)
-        if optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS:
+        if self._updates_in_backward:
             return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), whole
+        if self._steps_by_batch:
+            reason = "the script's own training_step runs for each batch that is accumulated, and a plan's for all of them"
+            return self._without_plan(plain, reason, demanded or self._given_plan is not None), whole
         loader = self.get_train_dataloader()
         try:
             sample = draw_sample(loader, accumulation=accumulation)
             rows = self._rows(sample, len(sample.batches))
-            split, forward_seconds = self._measure_split(sample)
+            split, forward_seconds = self._measure_split(sample, rows)
         except (NoSample, NotRows) as error:
             return self._without_plan(plain, str(error), demanded), whole
         if self._given_plan is not None:
@@ -102,31 +108,49 @@ class Choosing:
 
     def _without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
         if demanded:
-            raise RequestError(f"no plan can be made here ({reason}); leave out fixed, allow and memory_limit_gib")
+            raise RequestError(f"no plan can be made here ({reason}); leave out plan, fixed, allow and memory_limit_gib")
         return Choice(plain, reason)
 
     def _rows(self, sample: Sample, num_batches: int) -> CollatedRows:
         decoder, shifts = self._is_encoder_decoder, self._shifts_labels
         return sample.rows(num_batches, encoder_decoder=decoder, shifts_labels=shifts)
 
-    def _measure_split(self, sample: Sample) -> tuple[Split, float]:
-        """(how the loss splits, seconds of one row's forward pass)"""
-        rows = self._rows(sample, self.args.gradient_accumulation_steps)
+    def _measure_split(self, sample: Sample, rows: CollatedRows) -> tuple[Split, float]:
+        """(how the loss splits, seconds of one row's forward pass). ``rows``: of the whole sample."""
+        first = self._rows(sample, self.args.gradient_accumulation_steps)
         counts = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         times: list[float] = []
 
         def compute(inputs: dict[str, Tensor], items: int | None) -> Tensor:
             start = time.perf_counter()
-            loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=items)
+            told = None if items is None else torch.tensor(items, device=self.args.device)
+            with self.compute_loss_context_manager():
+                loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=told)
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
             return loss
 
-        split = measure_split(rows, evaluating_loss(self.model, compute), model=self.model, counts_items=counts)
+        with self._logging_nothing():
+            split = measure_split(
+                rows, evaluating_loss(self.model, compute), model=self.model, counts_items=counts, num_first=len(first),
+                is_known=self._loss_is_known,
+            )  # fmt: skip
         # The two rows measured are short ones: time goes with tokens.
-        widths = [anatomy.width for anatomy in rows.anatomies]
-        shortest = sorted(rows.lengths)[:2]
+        widths = [anatomy.width for anatomy in first.anatomies]
+        shortest = sorted(first.lengths)[:2]
         scale = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
         return split, (min(times) if times else math.inf) * scale
+
+    @contextmanager
+    def _logging_nothing(self) -> Iterator[None]:
+        """A loss that is measured is not of the training: neither its log nor callbacks hear of it."""
+        own = vars(self).get("log")
+        self.log = lambda *arguments, **named: None
+        try:
+            yield
+        finally:
+            del self.log
+            if own is not None:
+                self.log = own
 
     def _total_steps(self, loader: Any) -> int:
         if self.args.max_steps > 0:
@@ -169,12 +193,24 @@ class Choosing:
         return self._chosen is None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None)
 
     @property
+    def _updates_in_backward(self) -> bool:
+        return optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS
+
+    @property
     def _is_encoder_decoder(self) -> bool:
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
     @property
     def _shifts_labels(self) -> bool:
         return bool(self._loss_shifts_labels)
+
+    @property
+    def _loss_is_known(self) -> bool:
+        """Whether it is code of transformers: means over labels."""
+        base = base_of(self.model)
+        function = getattr(base, "_loss_function", None)  # one that the user set
+        codes = (type(base), function) if function is not None else (type(base),)
+        return not self._loss_is_own and all(getattr(code, "__module__", "").startswith("transformers.") for code in codes)
 
     @property
     def _loss_is_own(self) -> bool:

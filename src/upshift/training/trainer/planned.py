@@ -34,14 +34,7 @@ from upshift.training.optimizers.on_parts import OnParts
 from upshift.training.out_of_memory import Halving
 from upshift.training.parallel.place import Place
 from upshift.training.prepare import autocast, compile_layers, computing, losses_in_fp32, set_process
-from upshift.training.trainer.asked import (
-    OWN_LOOP_OPTIMIZERS,
-    check_devices,
-    check_fixed,
-    fields_of,
-    optimizer_name,
-    recomputes,
-)
+from upshift.training.trainer.asked import check_devices, check_fixed, check_limits, fields_of, recomputes
 from upshift.training.trainer.asked_layout import local_ranks
 from upshift.training.trainer.choose import Choice, correct
 from upshift.training.trainer.choosing import Choosing
@@ -51,7 +44,7 @@ from upshift.training.trainer.report import report, tell
 from upshift.training.trainer.separable import Split
 from upshift.training.trainer.sharing import SharedTraining
 from upshift.training.trainer.signs import NotedSteps
-from upshift.training.trainer.step import BatchStep, Shape, fewest_rows, halve_part
+from upshift.training.trainer.step import BatchStep, Shape, fewest_rows, halve_part, zero_gradients
 from upshift.training.trainer.step_of_ranks import StepOfRanks
 
 SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2", "adam_epsilon", "seed")
@@ -67,8 +60,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         self,
         *arguments: Any,
         plan: Plan | None = None,
-        fixed: Sequence[str] = (),
-        allow: Sequence[str] = (),
+        fixed: str | Sequence[str] = (),
+        allow: str | Sequence[str] = (),
         trial_seconds: float | None = None,
         memory_limit_gib: float | None = None,
         **named: Any,
@@ -77,10 +70,12 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         refuse_unsupported(self.args)
         check_devices(self.args)
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
+        fixed, allow = ((given,) if isinstance(given, str) else tuple(given) for given in (fixed, allow))
+        check_limits(memory_limit_gib=memory_limit_gib, trial_seconds=trial_seconds)
         asked = (*fixed, *(fields_of(plan) if plan is not None else ()))
         check_fixed(asked, self.args, device=torch.device(self.args.device).type, optimizer_given=given)
         keep_trainable(self.model)
-        self._given_plan, self._fixed, self._allow, self._trial_seconds = plan, tuple(fixed), tuple(allow), trial_seconds
+        self._given_plan, self._fixed, self._allow, self._trial_seconds = plan, fixed, allow, trial_seconds
         self._memory_limit_gib = memory_limit_gib
         self.choice: Choice | None = None
         self._batch_step: BatchStep | None = None
@@ -95,6 +90,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             return super().train(*arguments, **named)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
+        self.choice = None  # an earlier training's says nothing of how the loss is measured for this one
         self.choice, split = self._choose()
         if self.args.should_log:
             for line in report(self.choice):
@@ -131,6 +127,13 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         self._sum_gradients(summed=self._batch_step.ranks.summed)
         return loss
 
+    @property
+    def _steps_by_batch(self) -> bool:
+        """Whether the user's training_step, called for each of several batches, is to find the gradients of each. Several ranks
+        sum theirs after the last."""
+        is_own = getattr(self.training_step, "__func__", None) is not PlannedTraining.training_step
+        return is_own and self.args.gradient_accumulation_steps > 1 and not self._is_shared
+
     def _is_scaled(self, num_items: Any) -> bool:
         """transformers' own rule (Trainer.training_step)."""
         said = getattr(self, "loss_is_scaled_for_ga", None)
@@ -158,6 +161,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
         optim, workers = self.args.optim, self.args.dataloader_num_workers
         attention = base_of(self.model).config._attn_implementation
+        plain = [module for module in self.model.modules() if module._compiled_call_impl is None]
         set_process(plan)
         self._prepare_model(plan)
         if not was_set(self.args, "optim") and plan.optim in {*type(optim)}:
@@ -172,6 +176,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(products)
             self.args.optim, self.args.dataloader_num_workers = optim, workers
+            for module in plain if plan.torch_compile != "off" else ():
+                module._compiled_call_impl = None
             if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
             if not recomputes(self.args):
@@ -208,7 +214,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         self._shard_model()
 
     def _make_step(self, choice: Choice, split: Split) -> BatchStep | None:
-        if optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS:
+        if self._updates_in_backward or self._steps_by_batch:
             return None
         planned = choice.planning is not None or self._given_plan is not None
         smoothing = self.args.label_smoothing_factor
@@ -229,6 +235,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             backward=self.accelerator.backward,
             computing=head,
             ranks=ranks,
+            zero_gradients=partial(zero_gradients, self.model),
             halvings=Halving(
                 halve=halve if halves else lambda pair: None,
                 size=lambda pair: pair[0].group.num_padded_tokens,
@@ -238,7 +245,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             ),
         )
 
-    def _loss_of(self, inputs: dict[str, Any], num_items: Any) -> Tensor:
+    def _loss_of(self, inputs: Any, num_items: Any) -> Tensor:
         """``compute_loss``; but transformers smooths labels over logits, which a chunked head never has: it smooths itself."""
         inputs, model = self._prepare_inputs(inputs), self.model_wrapped
         assert self.choice is not None
@@ -276,8 +283,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             predicted=self.choice.predicted, free_when_planned=self.choice.free_bytes,
             shape=largest, smaller=smaller, words=words,
         )  # fmt: skip
+        self.choice = correct(self.choice, rows=max(smaller[0], 1))
         if not self.args.should_log:
-            self.choice = correct(self.choice, rows=max(smaller[0], 1))
             return
         path = autopsy.write(Path(self.args.output_dir))
         old, new = (f"{rows} x {width} tokens" for rows, width in (largest, smaller))
@@ -285,4 +292,3 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         tell(f"it is done again, and so are all after it, with at most {new} at once, to the same gradients; see {path}")
         for line in as_lines(autopsy):
             tell(line)
-        self.choice = correct(self.choice, rows=max(smaller[0], 1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -34,20 +34,27 @@ class Sample:
 
 
 class NoSample(ValueError):
-    """The data cannot be looked at without using it up; the words say why."""
+    """The data cannot be looked at, or not without using it up; the words say why."""
 
 
 def draw_sample(loader: Any, *, accumulation: int) -> Sample:
-    """From ``trainer.get_train_dataloader()``. Raises NoSample for data that can be read once only."""
-    dataset, collate = loader.dataset, loader.collate_fn
-    size = loader.batch_size or getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 1
+    """From ``trainer.get_train_dataloader()``. Raises NoSample for data that can be read once only, and for batches that are not
+    made of examples and a collator."""
+    dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
+    batch_size, sampler = getattr(loader, "batch_size", None), getattr(loader, "batch_sampler", None)
+    if dataset is None or collate is None or batch_size is sampler is None:
+        raise NoSample("the data loader does not make its batches of examples with a collator")
+    size = batch_size or getattr(sampler, "batch_size", None) or 1
     wanted = min(max(MIN_GLOBAL_BATCHES * accumulation * size, MAX_EXAMPLES // 2), max(MAX_EXAMPLES, accumulation * size))
     batches: list[Batch] = []
     start = time.perf_counter()
     with undisturbed_rng():
         examples = _examples(dataset, wanted)
         while chunk := list(islice(examples, size)):
-            batches.append(dict(collate(chunk)))
+            batch = collate(chunk)
+            if not isinstance(batch, Mapping):
+                raise NoSample(f"the collator gives a {type(batch).__name__}, and no names to its tensors")
+            batches.append(dict(batch))
             if time.perf_counter() - start > MAX_SECONDS and len(batches) >= accumulation:
                 break
     if not batches:
@@ -60,9 +67,10 @@ def _examples(dataset: Any, count: int) -> Iterator[Any]:
         chosen = np.linspace(0, len(dataset) - 1, num=min(count, len(dataset))).astype(int).tolist()
         random.Random(0).shuffle(chosen)  # data may be sorted by length
         return (dataset[index] for index in chosen)
-    if isinstance(dataset, Iterator):
-        raise NoSample("the training data is an iterator, which can be read once only")
-    return islice(iter(dataset), count)
+    examples = iter(dataset)
+    if examples is iter(dataset):
+        raise NoSample("the training data gives one iterator, which can be read once only")
+    return islice(examples, count)
 
 
 def histogram(rows: CollatedRows) -> LengthHistogram:

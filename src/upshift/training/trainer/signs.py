@@ -20,14 +20,14 @@ class Fetched:
     """The Trainer's iterator over batches; the wait for each is noted."""
 
     def __init__(self, batches: Iterator[Any], signs: RunSigns) -> None:
-        self._batches, self._signs = batches, signs
+        self.batches, self._signs = batches, signs
 
     def __iter__(self) -> Fetched:
         return self
 
     def __next__(self) -> Any:
         with self._signs.fetching():
-            return next(self._batches)
+            return next(self.batches)
 
 
 class NotedSteps:
@@ -36,6 +36,7 @@ class NotedSteps:
     args: Any
     callback_handler: Any
     _signs: RunSigns | None = None
+    _fetched: Fetched | None = None  # one for each of the loader's iterators, which BatchRng tells apart
     _wrapped: tuple[Any, ...] = ()  # callbacks whose methods are timed, while it is looked for who keeps memory
 
     @contextmanager
@@ -48,7 +49,7 @@ class NotedSteps:
             yield
         finally:
             self._unwrap()
-            self._signs = None
+            self._signs = self._fetched = None
 
     def _tell_finding(self, finding: Finding) -> None:
         if self.args.should_log:
@@ -62,7 +63,9 @@ class NotedSteps:
             self._wrap(self._signs)
         elif self._wrapped and not self._signs.attributes:
             self._unwrap()
-        return super().get_batch_samples(Fetched(epoch_iterator, self._signs), num_batches, device)  # type: ignore[misc]
+        if self._fetched is None or self._fetched.batches is not epoch_iterator:
+            self._fetched = Fetched(epoch_iterator, self._signs)
+        return super().get_batch_samples(self._fetched, num_batches, device)  # type: ignore[misc]
 
     def _wrap(self, signs: RunSigns) -> None:
         self._wrapped = tuple(self.callback_handler.callbacks)

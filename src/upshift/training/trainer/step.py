@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from upshift.errors import JobFailed
 from upshift.planning.plan import Plan
@@ -21,7 +21,7 @@ from upshift.training.out_of_memory import Halving
 from upshift.training.trainer.separable import Split
 from upshift.training.trainer.step_of_ranks import StepOfRanks
 
-Loss = Callable[[dict[str, Any], Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
+Loss = Callable[[Any, Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
 Shape = tuple[int, ...]
 
 
@@ -53,6 +53,7 @@ class BatchStep:
     computing: Callable[[], AbstractContextManager[Any]]  # open around each try
     halvings: Halving[Pair]
     ranks: StepOfRanks
+    zero_gradients: Callable[[], None]  # instead of none
 
     def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:
         """Sums the gradients of the global batch; returns its loss as transformers.Trainer would report it.
@@ -89,6 +90,8 @@ class BatchStep:
             return total
 
         parts = self._parts(batches, rows, weights)
+        if not parts:
+            self.zero_gradients()  # no row has a label, and the optimizer steps all the same
         if self.plan.optimizer_in_backward and len(parts) > 1:
             raise JobFailed(f"optimizer_in_backward needs a batch at once, and its rows make {len(parts)} parts; leave it out")
         total = self.halvings.run([(part, rows) for part in parts], work)
@@ -99,13 +102,16 @@ class BatchStep:
         if self.split.unit is None:
             return None
         try:
-            return CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
+            rows = CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
         except NotRows:
             return None  # this one is not like the sample: it stays as the user's collator made it
+        return None if self.split.even and len({*rows.num_labels}) > 1 else rows  # nor is this one
 
     def _parts(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[Part]:
         if rows is None:
             return [Part(number, RowGroup((), 0)) for number in range(len(batches))]
+        if not any(rows.num_labels) and self.plan.num_processes == 1:  # other ranks may wait in it
+            return []
         if not self.cuts:
             firsts = [rows.places.index((number, 0)) for number in range(len(batches))]
             return [
@@ -127,9 +133,9 @@ class BatchStep:
         """Whether there is a label in it: a mean over no labels is not a number."""
         return any(rows.num_labels[member] for row in group.rows for member in row)
 
-    def _whole(self, batches: list[Batch], part: Part) -> dict[str, Any]:
-        inputs = dict(batches[part.batch or 0])
-        if not part.stands_in:
+    def _whole(self, batches: list[Batch], part: Part) -> Any:
+        inputs = batches[part.batch or 0]
+        if not part.stands_in or not isinstance(inputs, Mapping):
             return inputs
         row = slice(_labelled_row(inputs.get("labels")), None)
         return {name: value[row][:1] if isinstance(value, Tensor) and value.ndim else value for name, value in inputs.items()}
@@ -143,6 +149,12 @@ class BatchStep:
         if self.split.unit == "items":
             return 1.0
         return sum(weights[member][0] for row in part.group.rows for member in row)
+
+
+def zero_gradients(model: nn.Module) -> None:
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.grad = torch.zeros_like(parameter)
 
 
 def check_finite(loss: float) -> None:

@@ -49,11 +49,15 @@ def in_order(
 def load_forward(source: ModelSource, recipe: Recipe) -> Any:
     """The model in fp32, or as it is quantized: a module from (ids, mask) to token states, class scores or logits of tokens."""
     import torch
+    from transformers import PreTrainedModel
 
     from upshift.loading.load import load_source
 
     dtype: Any = torch.float32 if stored_for(source) is None else "auto"
     model = load_source(source, dtype=dtype, model_class=model_class(recipe))
+    encoder = model.get_encoder()  # of an encoder-decoder a model itself: its decoder's states are those of another text
+    if recipe.output == "embeddings" and isinstance(encoder, PreTrainedModel):
+        model = encoder
 
     class Forward(torch.nn.Module):
         def __init__(self) -> None:

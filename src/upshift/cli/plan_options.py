@@ -1,0 +1,43 @@
+"""Which options of ``upshift plan`` each of its questions uses. One that is given and not used is refused, never ignored."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import typer
+
+from upshift.errors import RequestError
+
+Instead = Literal["--largest", "--compare", "--check"]  # of a ranking
+Question = Literal["--train", "--generate", "--encode", Instead]
+OF_TRAINING = (
+    "train", "data", "risk", "max_grad_norm", "steps", "lora_rank", "load_in_4bit", "why", "shadow_prices", "largest", "compare",
+    "price", "tokens", "deadline", "lock", "check", "html",
+)  # fmt: skip
+OF_SEQUENCES = ("sequence_length", "global_batch")
+OF_PROMPTS = ("prompt_length", "output_length", "concurrency")
+LIMITS = ("max_ttft_ms", "max_tpot_ms")
+OF_A_RANKING = ("html", "rows")
+UNUSED: dict[Question, tuple[str, ...]] = {
+    "--train": (*OF_PROMPTS, *LIMITS),
+    "--generate": (*OF_TRAINING, *OF_SEQUENCES),
+    "--encode": (*OF_TRAINING, *OF_PROMPTS),
+    "--largest": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+    "--compare": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+    "--check": (*OF_PROMPTS, *LIMITS, *OF_A_RANKING),
+}
+
+
+def refuse_unused(context: typer.Context, question: Question) -> None:
+    """Raises RequestError with every option of the command line that the question does not use."""
+    names = {option.name: option.opts[0] for option in context.command.params}
+    given = [names[name] for name in UNUSED[question] if _source(context, name) == "COMMANDLINE"]
+    if given:
+        asked = "a training plan" if question == "--train" else question
+        instead = ", or ask with --generate or --encode" if question == "--train" else ""
+        raise RequestError(f"{asked} does not use {', '.join(given)}; leave {'them' if given[1:] else 'it'} out{instead}")
+
+
+def _source(context: typer.Context, name: str) -> str | None:
+    source = context.get_parameter_source(name)
+    return None if source is None else source.name

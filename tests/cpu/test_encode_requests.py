@@ -1,0 +1,195 @@
+"""Encoding that is asked for what cannot be, or for what would be lost: one line each, and never other rows."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from command import Command
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+import upshift
+from upshift.errors import JobFailed, RequestError
+from upshift.inference import engines
+from upshift.inference.encoding.encoding import Encoding
+from upshift.inference.encoding.files import Rows, check_files, read_texts
+from upshift.inference.encoding.recipe import read_recipe
+from upshift.inference.encoding.tokens import Tokens
+from upshift.inference.setup import EngineSetup
+from upshift.inference.unfinished import Unfinished
+from upshift.inference.unfinished_lines import UnfinishedLines
+from upshift.models.source import find_model
+
+SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
+TEXTS = ["one", "two words", "", "three of them", "x"]
+
+
+def save(folder: Path, model: Any, **tokens: str) -> str:
+    vocabulary = {character: place for place, character in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **tokens).save_pretrained(folder)
+    model.save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture
+def no_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = engines.ENGINES["torch"]._replace(doors={"encode": engines.Door("torch_engine:TorchEngine", ("fp32",))})
+    monkeypatch.setattr(engines, "ENGINES", {"torch": alone})
+
+
+@pytest.mark.usefixtures("no_race")
+@pytest.mark.parametrize("tokens", [{}, {"pad_token": "<pad>"}])
+@pytest.mark.parametrize("pad", [258, None, -1])
+def test_scores_of_a_decoder_are_those_of_its_last_token(tmp_path: Path, pad: int | None, tokens: dict[str, str]) -> None:
+    """It finds the last token by the config's padding, whatever the tokenizer's is; without one it takes a text at a time."""
+    torch.manual_seed(0)
+    config = transformers.LlamaConfig(**SMALL, pad_token_id=None, num_labels=3, initializer_range=0.3)
+    model = transformers.LlamaForSequenceClassification(config).eval()
+    model.config.pad_token_id = pad
+    encoder = upshift.Encoder(save(tmp_path, model, **tokens))
+    texts = [text for text in TEXTS if text]
+    with torch.inference_mode():
+        expected = np.concatenate([model(torch.tensor([ids])).logits for ids in encoder.tokens.of(texts)])
+    assert np.abs(encoder.encode(texts) - expected).max() < 1e-5
+
+
+@pytest.mark.parametrize("kind", ["T5Model", "T5EncoderModel", "BartModel"])
+def test_an_encoder_decoder_gives_its_encoders_states(tmp_path: Path, kind: str) -> None:
+    torch.manual_seed(0)
+    sizes = {"d_kv": 16, "d_ff": 48, "num_layers": 2, "num_heads": 2}
+    config: Any = transformers.T5Config(vocab_size=260, d_model=32, **sizes)
+    if kind == "BartModel":
+        config = transformers.BartConfig(
+            vocab_size=260, d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2, decoder_attention_heads=2
+        )
+    model = getattr(transformers, kind)(config).eval()
+    source = find_model(save(tmp_path, model))
+    recipe = read_recipe(source)
+    ids = Tokens(source, recipe).of(TEXTS)
+    found = Encoding(source, recipe, EngineSetup(engine="torch", threads=1, batch=32, precision="fp32"), ids, pad=0).rows(ids)
+    with torch.inference_mode():
+        expected = [model.get_encoder()(torch.tensor([row]))[0][0].mean(0).numpy() if row else np.zeros(32) for row in ids]
+    assert np.abs(found - np.stack(expected)).max() < 1e-5
+
+
+@contextmanager
+def files_of_at_most(size: int) -> Iterator[None]:
+    """As on a full disk."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, before[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+@pytest.mark.parametrize("can_reserve", [True, False])
+def test_rows_have_their_room_before_they_are_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, can_reserve: bool) -> None:
+    """Where a file system has no call for it, too."""
+
+    def refuse(*_: int) -> None:
+        raise OSError(errno.EOPNOTSUPP, "Operation not supported")
+
+    if not can_reserve:
+        monkeypatch.setattr(os, "posix_fallocate", refuse, raising=False)
+    rows = Rows(tmp_path / "rows.npy", 100_000, "this")
+    rows.add(np.ones((2, 8), dtype=np.float32))
+    partial = tmp_path / "rows.npy.partial"
+    assert partial.stat().st_blocks * 512 >= partial.stat().st_size > 3_200_000
+    assert np.load(partial)[:3, 0].tolist() == [1, 1, 0]
+    with files_of_at_most(1_000_000), pytest.raises(JobFailed, match="more.npy could not be written: .*; nothing is kept of it"):
+        Rows(tmp_path / "more.npy", 100_000, "this").add(np.ones((2, 8), dtype=np.float32))
+    assert not (tmp_path / "more.npy.partial").exists()
+
+
+def test_answers_on_a_full_disk(tmp_path: Path) -> None:
+    answers = UnfinishedLines(tmp_path / "answers.jsonl", 9, "this")
+    answers.add([{"text": "one"}])
+    with files_of_at_most(1000), pytest.raises(JobFailed, match=r"its first 1 rows are safe in .*partial, and the same command"):
+        answers.add([{"text": "a" * 2000}])
+    assert UnfinishedLines(tmp_path / "answers.jsonl", 9, "this").done == 1
+
+
+@pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody writes to")
+def test_a_folder_that_takes_no_files(tmp_path: Path) -> None:
+    (tmp_path / "texts.txt").write_text("a")
+    with pytest.raises(RequestError, match="--output /proc/rows.npy: /proc takes no files"):
+        check_files(tmp_path / "texts.txt", Path("/proc/rows.npy"))
+
+
+def test_an_input_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "texts.jsonl").write_text('{"text": "a"}\n')
+    with pytest.raises(RequestError, match="is the input itself, which would be lost; give another name"):
+        check_files(tmp_path / "texts.jsonl", tmp_path / "texts.jsonl", overwrite=True)
+
+
+@pytest.mark.parametrize(("name", "content"), [("t.txt", "one\ntwo\n"), ("t.jsonl", '{"text": "one"}\n{"text": "two"}\n')])
+def test_a_byte_order_mark_is_no_text(tmp_path: Path, name: str, content: str) -> None:
+    (tmp_path / name).write_text(content, encoding="utf-8-sig")
+    assert list(read_texts(tmp_path / name)) == ["one", "two"]
+    (tmp_path / name).write_text("", encoding="utf-8-sig")
+    with pytest.raises(RequestError, match="is empty; write a text a line"):
+        check_files(tmp_path / name, tmp_path / "rows.npy")
+
+
+@pytest.mark.parametrize("line", ['{"text": "a\\ud800b"}', "[" * 200_000])
+def test_lines_that_no_tokenizer_takes(tmp_path: Path, line: str) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n' + line + "\n")
+    with pytest.raises(RequestError, match='line 2 is no JSON object with a "text" of Unicode characters'):
+        list(read_texts(tmp_path / "t.jsonl"))
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    torch.manual_seed(0)
+    return save(tmp_path_factory.mktemp("model"), transformers.BertModel(transformers.BertConfig(**SMALL)), pad_token="<pad>")
+
+
+@pytest.mark.parametrize(
+    ("texts", "said"), [([None], "text 1 is None"), (["a", "\ud800"], "text 2 is "), (None, "given None"), ({"a": 1}, "given {")]
+)
+def test_what_are_no_texts(model: str, texts: Any, said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        upshift.Encoder(model).encode(texts)
+
+
+@pytest.mark.parametrize("limit", ["max_latency_ms", "race_seconds"])
+@pytest.mark.parametrize("value", [np.inf, np.nan])
+def test_limits_are_finite(model: str, limit: str, value: float) -> None:
+    with pytest.raises(RequestError, match=f"--{limit.replace('_', '-')} {value:g} is not possible"):
+        upshift.Encoder(model, **{limit: value})
+
+
+@pytest.mark.usefixtures("no_race")
+def test_rows_go_on_with_the_same_recipe_alone(model: str, tmp_path: Path, upshift: Command, monkeypatch: Any) -> None:
+    (tmp_path / "texts.txt").write_text("one\ntwo\n")
+    command = ("encode", model, "-i", tmp_path / "texts.txt", "-o", tmp_path / "rows.npy", "--json")
+
+    def stop(*_: Any) -> None:
+        raise RequestError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Unfinished, "finish", stop)
+        assert "stopped" in upshift(*command).err
+    said = [{"path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
+    (Path(model) / "1_Pooling").mkdir()
+    (Path(model) / "1_Pooling" / "config.json").write_text('{"pooling_mode_max_tokens": true}')
+    (Path(model) / "modules.json").write_text(json.dumps(said))
+    wrong = upshift(*command)
+    assert wrong.code == 2 and "unfinished output of another input, model or setup" in " ".join(wrong.err.split())
+    (Path(model) / "modules.json").unlink()
+    done = upshift(*command)
+    assert done.code == 0 and json.loads(done.out)["encoded"] == 0, done.err

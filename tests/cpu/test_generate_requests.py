@@ -1,0 +1,249 @@
+"""Generation that is asked for what cannot be, or for what would be lost: one line each, and never another text."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from command import Command
+from test_generate import CONFIGS, SMALL, save
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+
+import upshift
+from upshift.errors import NothingFits, RequestError
+from upshift.inference.contestant import Contest
+from upshift.inference.generation import generator as generator_module
+from upshift.inference.generation.files import check_files, read_prompts
+from upshift.inference.generation.options import GenerationOptions, read_options
+from upshift.inference.generation.prompts import Prompts
+from upshift.inference.generation.sequence import Sequence
+from upshift.inference.generation.task import GenerationTask
+from upshift.inference.unfinished_lines import UnfinishedLines
+from upshift.inference.weights import find_weights
+
+FEW = ("--engine", "torch", "--max-new-tokens", 4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return save(tmp_path_factory.mktemp("model"), CONFIGS["llama"])
+
+
+@pytest.fixture(scope="module")
+def generator(model: str) -> upshift.Generator:
+    return upshift.Generator(model, engine="torch")
+
+
+@pytest.mark.parametrize(
+    ("template", "said"),
+    [
+        ("{{ raise_exception('System role not supported') }}", "System role not supported"),
+        ("{{ messages[0].name.first }}", "has no attribute 'name'"),
+        ("{{ messages[0].content + 1 }}", "can only concatenate str"),
+    ],
+)
+def test_a_chat_template_says_what_it_does_not_take(model: str, template: str, said: str) -> None:
+    prompts = Prompts(find_weights(model))
+    prompts.tokenizer.chat_template = template
+    with pytest.raises(RequestError, match=f"prompt 2 is not what the chat template of .* takes .*{said}"):
+        prompts.of(["a text", [{"role": "system", "content": "s"}]])
+
+
+@pytest.mark.parametrize("prompts", [[{"role": "user", "content": "hi"}], [None], [3], [[]], [["hi"]], ["\ud800"]])
+def test_what_is_no_prompt(generator: upshift.Generator, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="prompt 1 is .*; give a text of Unicode characters, or the messages of a chat"):
+        generator.generate(prompts)
+
+
+@pytest.mark.parametrize("prompts", [5, None, {"role": "user", "content": "hi"}])
+def test_what_are_no_prompts(generator: upshift.Generator, prompts: Any) -> None:
+    with pytest.raises(RequestError, match="takes a list of prompts and was given"):
+        generator.generate(prompts)
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"temperature": 1e-40}, "temperature: .* greater than or equal to 0.000001"),
+        ({"repetition_penalty": 1e-40}, "repetition_penalty: .* greater than or equal to 0.000001"),
+        ({"bad_words_ids": [[]]}, "bad_words_ids.0: .* at least 1 item"),
+        ({"bad_words_ids": [[1], [2, 260]]}, "bad_words_ids has 260, which is no token of the model; give some of 0 to 259"),
+        ({"bad_words_ids": [[9]], "eos_token_id": 9}, "nothing but the token that ends a text"),
+        ({"suppress_tokens": [-1]}, "suppress_tokens has -1"),
+        ({"forced_bos_token_id": 99999}, "forced_bos_token_id has 99999"),
+        ({"forced_eos_token_id": 260}, "forced_eos_token_id has 260"),
+        ({"eos_token_id": 260}, "eos_token_id has 260"),
+    ],
+)
+def test_options_that_no_text_can_have(generator: upshift.Generator, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(RequestError, match=said):
+        generator.generate(["a text"], **options)
+
+
+@pytest.mark.parametrize("logits", [[1.0, 3.0, 2.0], [-np.inf, np.inf, 0.0], [1e38, 3e38, 0.0]])
+def test_where_nothing_can_be_drawn_the_likeliest_comes(logits: list[float]) -> None:
+    options = GenerationOptions(do_sample=True, temperature=1e-6, suppress_tokens=(0, 1, 2) if logits[0] == 1.0 else ())
+    assert Sequence(0, [1], options, None).choose(np.array(logits, dtype=np.float32)) == 1
+
+
+@pytest.mark.parametrize("stop", ["END", "\u65e5\u672c\u8a9e\u65e5\u672c\u8a9e", "\U0001f642" * 3])
+def test_stop_strings_of_characters_that_are_several_tokens(model: str, stop: str) -> None:
+    tokenizer = Prompts(find_weights(model)).tokenizer
+    ids = tokenizer(f"x {stop} and more").input_ids
+    sequence = Sequence(0, [1], GenerationOptions(stop_strings=(stop,)), tokenizer)
+    while sequence.ending is None:
+        sequence.add(ids[len(sequence.tokens)])
+    assert sequence.ending == "stop" and tokenizer.decode(sequence.tokens) == f"x {stop}"
+
+
+def test_what_a_file_says_of_sampling_counts_where_it_samples(tmp_path: Path) -> None:
+    source = find_weights(save(tmp_path, CONFIGS["llama"], temperature=0.0, do_sample=False, top_k=7))
+    assert read_options(source, {}) == GenerationOptions(top_k=7)
+    assert read_options(source, {"temperature": 0.5}).top_k == 7
+    with pytest.raises(RequestError, match="temperature: .* greater than or equal to"):
+        read_options(source, {"top_p": 0.5})
+    (tmp_path / "generation_config.json").write_text("[]")
+    with pytest.raises(RequestError, match="is no JSON object; save the model again, or remove it"):
+        read_options(source, {})
+
+
+def test_two_streams_of_one_generator(generator: upshift.Generator) -> None:
+    first, other = (generator.stream(text, max_new_tokens=9) for text in ("one", "two"))
+    next(first), next(other)
+    with pytest.raises(RequestError, match="began another text before this stream had ended"):
+        list(first)
+    rest = "".join(other)
+    assert rest and "".join(generator.stream("two", max_new_tokens=9)).endswith(rest)
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, generator: upshift.Generator, prompts: list[str], new_tokens: int) -> Contest:
+    """What would be raced."""
+    found: list[Contest] = []
+
+    def race(contest: Contest, *_: Any, **__: Any) -> None:
+        found.append(contest)
+        raise InterruptedError
+
+    monkeypatch.setattr(generator_module, "race", race)
+    with pytest.raises(InterruptedError):
+        generator.generate(prompts, max_new_tokens=new_tokens)
+    return found[0]
+
+
+def test_a_race_is_the_same_while_free_memory_goes_up_and_down(model: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"1050KiB": 8, "1100KiB": 8, "1700KiB": 8, "2MiB": 16}  # a prompt and its answer keep 32 KiB
+    generators = {size: upshift.Generator(model, max_memory={"cpu": size}) for size in sizes}
+    found = {size: asked(monkeypatch, one, ["a" * 24] * 40, 40).batches for size, one in generators.items()}
+    assert found == {size: tuple(sorted({8, rows})) for size, rows in sizes.items()}
+
+
+@pytest.mark.parametrize(("new_tokens", "raced"), [(3, 4), (12, 8), (13, 8)])
+def test_a_race_follows_as_many_tokens_as_there_are_positions(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, new_tokens: int, raced: int
+) -> None:
+    model = save(tmp_path, GPT2Config(vocab_size=260, n_embd=32, n_layer=1, n_head=2, n_positions=32))
+    contest = asked(monkeypatch, upshift.Generator(model), ["a" * 19], new_tokens)
+    assert GenerationTask.from_json(contest.asked).new_tokens == raced
+
+
+@pytest.mark.parametrize(
+    ("options", "error", "said"),
+    [
+        ({"max_tpot_ms": 1e6}, RequestError, "--max-ttft-ms and --max-tpot-ms cannot be held; .* give more --max-memory"),
+        ({"engine": "openvino"}, RequestError, "--engine openvino runs .* its race takes more than --max-memory"),
+        ({"quality": 0.999}, NothingFits, "as it is stored, .* was not measured: allow it with --quality 0.99"),
+    ],
+)
+def test_what_runs_partly_from_the_disk_holds_no_bounds(
+    tmp_path: Path, options: dict[str, Any], error: type[Exception], said: str
+) -> None:
+    model = save(tmp_path, LlamaConfig(**{**SMALL, "hidden_size": 128, "num_hidden_layers": 8}, intermediate_size=512))
+    AutoModelForCausalLM.from_pretrained(model, dtype=torch.bfloat16).save_pretrained(model)
+    with pytest.raises(error, match=said):
+        upshift.Generator(model, **{"quality": 0.99, "max_memory": {"cpu": "2500KiB"}, **options}).generate(["a"])
+
+
+@pytest.mark.parametrize("limit", ["max_ttft_ms", "max_tpot_ms", "race_seconds"])
+@pytest.mark.parametrize("value", [np.inf, np.nan, -1.0])
+def test_limits_are_finite(model: str, limit: str, value: float) -> None:
+    with pytest.raises(RequestError, match=f"--{limit.replace('_', '-')} {value:g} is not possible"):
+        upshift.Generator(model, **{limit: value})
+
+
+@pytest.mark.parametrize(
+    "line", ['{"prompt": "a\\ud800b"}', '{"messages": [{"role": "user", "content": "\\udfff"}]}', "[" * 200_000]
+)
+def test_lines_that_no_tokenizer_takes(tmp_path: Path, line: str) -> None:
+    (tmp_path / "p.jsonl").write_text('\ufeff{"prompt": "a"}\n' + line + "\n", encoding="utf-8")
+    read = read_prompts(tmp_path / "p.jsonl")
+    assert next(read) == "a"  # behind a byte order mark
+    with pytest.raises(RequestError, match="line 2 is no prompt"):
+        next(read)
+
+
+def test_an_input_is_not_written_over(tmp_path: Path) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n')
+    (tmp_path / "other.jsonl").hardlink_to(tmp_path / "p.jsonl")
+    with pytest.raises(RequestError, match=r"other.jsonl is the input itself, which would be lost"):
+        check_files(tmp_path / "p.jsonl", tmp_path / "other.jsonl", overwrite=True)
+
+
+def test_what_set_says_counts(model: str, upshift: Command) -> None:
+    command = ("generate", model, "--prompt", "fox", "--engine", "torch", "--json")
+    plain = json.loads(upshift(*command, "--max-new-tokens", 6).out)
+    assert json.loads(upshift(*command, "--set", "max_new_tokens=6").out)["text"] == plain["text"]
+    stopped = json.loads(upshift(*command, "--set", f'stop_strings=["{plain["text"][1]}"]', "--stop", plain["text"][1]).out)
+    assert stopped["ending"] == "stop"
+    drawn = [
+        json.loads(upshift(*command, "--set", "max_new_tokens=6", "--set", "temperature=5.0", *seed).out)["text"]
+        for seed in (("--set", "seed=7"), ("--seed", 7), ("--seed", 7, "--set", "seed=7"), ("--seed", 8))
+    ]
+    assert drawn[0] == drawn[1] == drawn[2] != drawn[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--set", "max_new_tokens=5", "--max-new-tokens", 4), "--set max_new_tokens=5 and --max-new-tokens 4 say two things"),
+        (("--set", "seed=5", "--seed", 0), "--set seed=5 and --seed 0"),
+        (("--set", 'stop_strings="a"', "--stop", "b"), '--set stop_strings="a" and --stop b'),
+    ],
+)
+def test_two_values_of_one_option(model: str, upshift: Command, options: tuple[Any, ...], said: str) -> None:
+    wrong = upshift("generate", model, "--prompt", "fox", *options)
+    assert wrong.code == 2 and said in " ".join(wrong.err.split())
+
+
+def test_answers_go_on_with_the_same_model_alone(tmp_path: Path, upshift: Command, monkeypatch: pytest.MonkeyPatch) -> None:
+    """However much memory is free; not of other weights, another tokenizer, or as a chat."""
+    model = save(tmp_path / "model", CONFIGS["llama"])
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("a\n" * 20)
+    command = ("generate", model, "--prompts", prompts, "-o", tmp_path / "answers.jsonl", *FEW)
+
+    def stop(lines: UnfinishedLines) -> None:
+        raise RequestError("stopped")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(UnfinishedLines, "finish", stop)
+        assert "stopped" in upshift(*command, "--max-memory", "cpu=1MiB").err
+    for file in ((tmp_path / "model" / name) for name in ("model.safetensors", "tokenizer.json")):
+        before = file.stat()
+        os.utime(file)
+        wrong = upshift(*command)
+        assert wrong.code == 2 and "unfinished output of another input, model or setup" in " ".join(wrong.err.split())
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert upshift(*command, "--chat").code == 2
+    done = upshift(*command, "--max-memory", "cpu=2MiB", "--json")
+    assert done.code == 0 and json.loads(done.out)["generated"] == 0, done.err
+
+
+def test_quantize_takes_no_chats(model: str, tmp_path: Path, upshift: Command) -> None:
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}\n' * 3)
+    wrong = upshift("quantize", model, "--bits", 8, "--texts", tmp_path / "chats.jsonl", "-o", tmp_path / "new")
+    assert wrong.code == 2 and "has chats; quantize rounds by texts" in " ".join(wrong.err.split())

@@ -1,0 +1,218 @@
+"""Engines of the server one by one: what each process does with requests, and the server with a process that goes wrong."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import queue
+import stat
+import sys
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from running_server import write_models
+
+from upshift.errors import JobFailed, RequestError
+from upshift.inference.generation.generator import Generator
+from upshift.models.source import ModelSource
+from upshift.serving import embedding
+from upshift.serving.embedding import embed
+from upshift.serving.engine import EngineDied, EngineProcess, RequestRefused
+from upshift.serving.generating import Generating
+from upshift.serving.messages import Beat, Cancel, Embed, EngineRequest, Ready, Refused, Vector
+
+VOCABULARY = 100
+
+
+class Letters:
+    """An encoder whose tokens are letters. It fails at a text with an exclamation mark; without a token nothing is finite."""
+
+    def __init__(self, model: str, **more: Any) -> None:
+        self.source = ModelSource(reference=model, directory=None, config={"model_type": "bert", "vocab_size": VOCABULARY})
+        self.tokens = self.encoding = self.setup = self
+        self.passes: list[int] = []
+
+    def label(self) -> str:
+        return "letters"
+
+    def prepare(self, texts: Any) -> Letters:
+        return self
+
+    def of(self, texts: Any) -> list[list[int]]:
+        return [[ord(letter) - ord("!") for letter in text if letter != " "] for text in texts]
+
+    def rows(self, ids: list[list[int]]) -> np.ndarray:
+        self.passes.append(len(ids))
+        if any(0 in row for row in ids):
+            raise ValueError("no exclamation marks")
+        return np.array([[max(row, default=-np.inf), len(row)] for row in ids], dtype=np.float32)
+
+
+def embedded(monkeypatch: pytest.MonkeyPatch, *asked: Embed | Cancel, **more: Any) -> tuple[list[Any], Letters]:
+    """What is said of these, which come at once, behind that it is ready."""
+    inbox, said, made = queue.Queue[Any](), list[Any](), list[Letters]()
+
+    def tell(values: list[Any]) -> None:
+        said.extend(values)
+        if inbox.empty():
+            inbox.put(None)
+
+    def encoder(model: str, **options: Any) -> Letters:
+        made.append(Letters(model))
+        for one in asked:
+            inbox.put(one)
+        return made[0]
+
+    monkeypatch.setattr(embedding, "Encoder", encoder)
+    embed(EngineRequest(model="m", prompt_length=2, **more), inbox, tell)
+    assert isinstance(said[0], Ready)
+    return [one for one in said[1:] if not isinstance(one, Beat)], made[0]
+
+
+def test_a_vector_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = embedded(monkeypatch, Embed(id=1, texts=("abc", "d")), Embed(id=2, texts=("e f",)))
+    rows = [np.frombuffer(base64.b64decode(one.row), dtype="<f4").tolist() for one in said]
+    assert rows == [[66.0, 3.0], [67.0, 1.0], [69.0, 2.0]]
+    assert [(one.id, one.tokens, one.last) for one in said] == [(1, 3, False), (1, 1, True), (2, 2, True)]
+
+
+@pytest.mark.parametrize(
+    ("text", "status", "words"),
+    [
+        ("", 500, "input 1 has no vector of finite numbers"),
+        ("é", 400, "token 200 is not one of the model's 100"),
+        ("wow!", 500, "ValueError: no exclamation marks"),
+    ],
+)
+def test_a_text_that_cannot_be_encoded_ends_its_own_request(
+    text: str, status: int, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said, _ = embedded(monkeypatch, Embed(id=1, texts=("a",)), Embed(id=2, texts=("a", text)), Embed(id=3, texts=("b",)))
+    refused = {one.id: one for one in said if isinstance(one, Refused)}
+    assert list(refused) == [2] and refused[2].status == status and words in refused[2].why
+    assert {one.id for one in said if isinstance(one, Vector)} == {1, 3}
+
+
+def test_texts_of_who_left_are_not_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, encoder = embedded(monkeypatch, Embed(id=1, texts=("a",) * 600), Embed(id=2, texts=("b",) * 600), Cancel(id=2))
+    assert len(said) == 600 and encoder.passes[1:] == [600]
+
+
+def test_embeddings_wait_as_many_as_may(monkeypatch: pytest.MonkeyPatch) -> None:
+    said, _ = embedded(monkeypatch, *(Embed(id=number, texts=("a",)) for number in range(5)), max_waiting=2)
+    assert [one.id for one in said if isinstance(one, Vector)] == [0, 1, 2]
+    refused = [one for one in said if isinstance(one, Refused)]
+    assert [(one.id, one.status) for one in refused] == [(3, 429), (4, 429)] and refused[0].retry_after is not None
+
+
+def test_chats_are_nothing_to_encode(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text('{"messages": [{"role": "user", "content": "hi"}]}\n')
+    with pytest.raises(RequestError, match="has chats alone, and 'm' encodes texts"):
+        embedded(monkeypatch, prompts=str(chats))
+
+
+class Prepared(Exception):
+    pass
+
+
+def test_made_up_prompts_are_of_the_models_tokens(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Its tokenizer knows more of them than it has vectors for."""
+    write_models(tmp_path)
+    monkeypatch.setattr(Generator, "vocabulary", 10)
+    found: list[list[int]] = []
+
+    def prepare(self: Generator, ids: list[list[int]], options: Any) -> None:
+        found.extend(ids)
+        raise Prepared
+
+    monkeypatch.setattr(Generator, "prepare", prepare)
+    with pytest.raises(Prepared):
+        Generating(EngineRequest(model=str(tmp_path / "tiny"), engine="torch")).prepare()
+    assert len(found) == 8 and {token for ids in found for token in ids} == set(range(10))
+    (tmp_path / "prompts.txt").write_text("the quick fox\n")
+    with pytest.raises(RequestError, match="is not one of the model's 10"):
+        Generating(EngineRequest(model=str(tmp_path / "tiny"), engine="torch", prompts=str(tmp_path / "prompts.txt"))).prepare()
+
+
+PROCESS = """#!{python}
+import json, sys
+
+def say(**said):
+    print(json.dumps(said), flush=True)
+
+sys.stdin.readline()
+say(kind="ready", task="encode", setup="", rows=1, cache_tokens=None, positions=None, resident_bytes=1, seconds={{}})
+for line in sys.stdin:
+    asked = json.loads(line)
+    text = asked.get("texts", [None])[0]
+    if asked["kind"] == "cancel":
+        say(kind="beat", live=0, waiting=asked["id"], resident_bytes=1)
+    elif text == "long":
+        print("x" * 2**23, flush=True)
+    elif text == "odd":
+        print("no JSON", flush=True)
+    elif text == "failing":
+        say(kind="refused", id=asked["id"], status=500, why="secret", failure="ValueError")
+    elif text != "silent":
+        say(kind="vector", id=asked["id"], row="AACAPw==", tokens=1, last=True)
+"""
+
+
+def with_process(monkeypatch: pytest.MonkeyPatch, folder: Path, use: Callable[[EngineProcess], Awaitable[None]]) -> None:
+    program = folder / "process"
+    program.write_text(PROCESS.format(python=sys.executable))
+    program.chmod(program.stat().st_mode | stat.S_IXUSR)
+    monkeypatch.setattr(sys, "executable", str(program))
+
+    async def run() -> None:
+        engine = EngineProcess(EngineRequest(model="m"))
+        await engine.start()
+        await use(engine)
+        await engine.stop()
+        assert engine.state == "asleep" and engine.in_flight == 0
+
+    asyncio.run(asyncio.wait_for(run(), 60))
+
+
+async def until(said: Callable[[], bool]) -> None:
+    while not said():
+        await asyncio.sleep(0.01)
+
+
+@pytest.mark.parametrize("answer", ["long", "odd"])
+def test_an_answer_that_is_not_understood(answer: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Who waited is told, and the engine starts again."""
+
+    async def use(engine: EngineProcess) -> None:
+        before = engine.pid
+        found = await asyncio.gather(engine.vectors(("silent",)), engine.vectors((answer,)), return_exceptions=True)
+        assert all(isinstance(one, EngineDied) for one in found)
+        await until(lambda: engine.state == "ready" and engine.pid != before)
+        assert await engine.vectors(("fox",)) == (["AACAPw=="], 1)
+
+    with_process(monkeypatch, tmp_path, use)
+
+
+def test_an_engine_that_never_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "executable", "/nowhere")
+    with pytest.raises(JobFailed, match="died 3 times"):
+        asyncio.run(EngineProcess(EngineRequest(model="m")).start())
+
+
+def test_who_leaves_is_told_to_the_engine(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def use(engine: EngineProcess) -> None:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(engine.vectors(("silent",)), 0.1)
+        await until(lambda: engine.beat.waiting == 1)  # the number of the request that it was told of
+        with pytest.raises(RequestRefused) as refused:
+            await engine.vectors(("failing",))
+        assert refused.value.status == 500
+
+    with_process(monkeypatch, tmp_path, use)
+    assert "ValueError" in caplog.text and "secret" not in caplog.text

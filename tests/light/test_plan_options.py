@@ -1,0 +1,56 @@
+"""No option of ``upshift plan`` is ignored: what a question does not use is refused by name, before a model is looked for."""
+
+from __future__ import annotations
+
+import pytest
+
+from upshift.cli.main import UsageError, app
+from upshift.errors import RequestError
+
+MODEL = "/no/such/model"
+OF_TRAINING = (
+    "--html p.html", "--lock l.json", "--why precision=bf16", "--shadow-prices", "--largest batch", "--compare 1xh100",
+    "--price h100=1/h", "--data d", "--risk 0.01", "--tokens 1e9", "--deadline 3d", "--steps 5", "--max-grad-norm 0",
+    "--check c.json", "--train", "--lora-rank 4", "--load-in-4bit",
+)  # fmt: skip
+OF_SEQUENCES = ("--sequence-length 64", "--global-batch 4")
+OF_PROMPTS = ("--prompt-length 8", "--output-length 8", "--concurrency 1")
+INSTEAD = ("--largest batch", "--compare 1xh100", "--check c.json")
+REFUSED = [
+    *(("--generate", option) for option in (*OF_TRAINING, *OF_SEQUENCES)),
+    *(("--encode", option) for option in (*OF_TRAINING, *OF_PROMPTS)),
+    *((question, option) for question in INSTEAD for option in ("--html p.html", "--rows 3", *OF_PROMPTS)),
+    *(("", option) for option in (*OF_PROMPTS, "--max-ttft-ms 5", "--max-tpot-ms 5")),
+]
+
+
+@pytest.mark.parametrize(("question", "option"), REFUSED)
+def test_what_is_not_used_is_refused(question: str, option: str) -> None:
+    with pytest.raises(RequestError) as problem:
+        app(["plan", MODEL, *question.split(), *option.split()], standalone_mode=False)
+    asked = question.split()[0] if question else "a training plan"
+    assert str(problem.value).startswith(f"{asked} does not use {option.split()[0]}; leave it out")
+
+
+def test_all_of_them_are_named_at_once() -> None:
+    with pytest.raises(RequestError, match="does not use --steps, --html, --sequence-length; leave them out"):
+        app(["plan", MODEL, "--generate", "--html=p", "--steps=5", "--sequence-length=8"], standalone_mode=False)
+
+
+@pytest.mark.parametrize(
+    "used",
+    [
+        "--generate --prompt-length 8 --output-length 8 --concurrency 1 --max-ttft-ms 5 --rows 3 --json --set weights=bf16",
+        "--encode --sequence-length 64 --global-batch 4 --max-ttft-ms 5 --rows 3 --on 1xh100",
+        "--html p.html --rows 3 --sequence-length 64 --global-batch 4 --steps 5 --lora-rank 4 --on 1xh100",
+        "--largest batch --sequence-length 64 --json --on 1xh100", "--compare 1xh100 --steps 5 --global-batch 4",
+    ],
+)
+def test_what_is_used_is_not(used: str) -> None:
+    with pytest.raises(RequestError, match=MODEL):  # which is looked for next
+        app(["plan", MODEL, *used.split()], standalone_mode=False)
+
+
+def test_a_batch_that_nobody_trains_with() -> None:
+    with pytest.raises(UsageError, match="10000000"):
+        app(["plan", MODEL, "--global-batch", "1000000000000"], standalone_mode=False)
