@@ -161,12 +161,13 @@ class Choosing:
     def _fixed_fields(self) -> tuple[str, ...]:
         layers = sum(len(stack) for _, stack in find_stacks(self.model))
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        by_arguments = fixed_fields(self.args, num_layers=layers, optimizer_given=given)
-        fixed = [*by_arguments, *layout_fields(self._asked_layout), *self._fixed]
+        by_arguments = (*fixed_fields(self.args, num_layers=layers, optimizer_given=given), *layout_fields(self._asked_layout))
+        named = {assignment.partition("=")[0] for assignment in self._fixed}  # what is fixed by hand stands for itself
+        fixed = [*(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named), *self._fixed]
         if self._loss_is_own:
             fixed.append("loss_chunk_tokens=0")
         own = getattr(getattr(base_of(self.model), "config", None), "_attn_implementation", None)
-        if own in PACKED_KERNELS and not any(assignment.startswith("attention=") for assignment in self._fixed):
+        if own in PACKED_KERNELS and "attention" not in named:
             fixed.append(f"attention={own}")
         return tuple(fixed)
 
