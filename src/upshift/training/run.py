@@ -111,8 +111,8 @@ def prepare_run(
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
     ``host``: that of a launcher's ranks; this machine where not given. ``mup_base``: a narrower model whose rates hold."""
     watcher = watcher or Watcher()
-    numbers = {"epochs": epochs, "global_batch": global_batch, "sequence_length": sequence_length, "lora_rank": lora_rank}
-    RunNumbers.from_fields(numbers | {"trial_seconds": trial_seconds})
+    numbers = {"epochs": epochs, "global_batch": global_batch, "sequence_length": sequence_length}
+    RunNumbers.from_fields(numbers | {"trial_seconds": trial_seconds})  # the rank is checked with the source
     check_allow(allow)
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     _check_trainable(source, from_config=from_config)
