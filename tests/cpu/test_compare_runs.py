@@ -12,8 +12,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from upshift.debugging.compare_runs import compare_runs
 from upshift.errors import RequestError
+from upshift.training.compare_runs import compare_runs
 
 NAMES = ("model.layers.0.w", "model.layers.2.w", "model.layers.10.w")
 

@@ -18,8 +18,6 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 SHORTEST, LONG_ENOUGH = 0.001, 0.15  # seconds of a sample, and of all samples
-
-
 NOT_FOUND = 64  # the exit code; sysexits.h has it for a command that is used wrongly
 
 

@@ -19,7 +19,7 @@ Tolerance = Annotated[
 
 def command(one: One, other: Other, tolerance: Tolerance = None, as_json: Json = False) -> None:
     """The first step, checkpoint and tensors in which two runs differ, and by how much. Exit code 1: they differ."""
-    from upshift.debugging.compare_runs import compare_runs
+    from upshift.training.compare_runs import compare_runs
 
     with show.step("Comparing the runs"):
         comparison = compare_runs(one, other, tolerance=tolerance)

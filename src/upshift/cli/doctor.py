@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Mapping
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from upshift.cli import show
+from upshift.cli.given import given_options
 from upshift.cli.plan import Json
 from upshift.debugging.finding import Finding, worst_first
 from upshift.errors import RequestError
@@ -23,7 +24,7 @@ USED = {  # by what is looked at: the options that say more of it
     "RUN_DIR": (), "--hosts": ("--network", "--port", "--wait"), "--network": (), "--tpu": ("--data",),
     MACHINE: ("--quick", "--psu", "--plan", "--output"),
 }  # fmt: skip
-WAIT_SECONDS = 30.0
+OF_ALL = ("--json",)
 MARKS = {
     "error": "[bold red]ERROR[/]", "warning": "[yellow]WARN [/]", "hint": "[cyan]HINT [/]", "ok": "[green]ok   [/]",
     "unknown": "[dim]?    [/]",
@@ -35,33 +36,25 @@ Psu = Annotated[float | None, typer.Option("--psu", min=1, metavar="WATTS", help
 PlanFile = Annotated[Path | None, typer.Option("--plan", help="a file of upshift plan --json: has its best plan room here?")]
 Network = Annotated[bool, typer.Option("--network", help="do hosts, or the ranks of a launcher, reach each other?")]
 Hosts = Annotated[str | None, typer.Option("--hosts", help="a,b,c: start the same command on each at the same time")]
-Port = Annotated[
-    int | None, typer.Option("--port", min=1, max=65535, help=f"with --hosts: where ranks would meet; {RENDEZVOUS_PORT}")
-]
-Wait = Annotated[
-    float | None, typer.Option("--wait", min=0.0, help=f"with --hosts: seconds for the other hosts to start; {WAIT_SECONDS:g}")
-]
+Port = Annotated[int, typer.Option("--port", min=1, max=65535, help="with --hosts: where ranks would meet")]
+Wait = Annotated[float, typer.Option("--wait", min=0.0, help="with --hosts: seconds for the other hosts to start")]
 Tpu = Annotated[bool, typer.Option("--tpu", help="is all ready to train on a TPU? The nine steps, in order")]
 Data = Annotated[str | None, typer.Option("--data", help="of --tpu: where the training data is, a path or gs://...")]
-Output = Annotated[Path | None, typer.Option("--output", "-o", help="the folder that runs are to write to; upshift-output")]
+Output = Annotated[Path, typer.Option("--output", "-o", help="the folder that runs are to write to")]
 
 
 def command(
-    run_dir: RunDir = None, quick: Quick = False, psu: Psu = None, plan: PlanFile = None,
-    tpu: Tpu = False, data: Data = None, output: Output = None, network: Network = False, hosts: Hosts = None,
-    port: Port = None, wait: Wait = None, as_json: Json = False,
+    context: typer.Context, run_dir: RunDir = None, quick: Quick = False, psu: Psu = None, plan: PlanFile = None,
+    tpu: Tpu = False, data: Data = None, output: Output = Path("upshift-output"), network: Network = False, hosts: Hosts = None,
+    port: Port = RENDEZVOUS_PORT, wait: Wait = 30.0, as_json: Json = False,
 ) -> None:  # fmt: skip
     """What is wrong with this machine and its software, each line with what to type. Exit code 1: an error was found."""
-    _check_used({
-        "RUN_DIR": run_dir, "--hosts": hosts, "--network": network, "--tpu": tpu, "--port": port, "--wait": wait, "--data": data,
-        "--quick": quick, "--psu": psu, "--plan": plan, "--output": output,
-    })  # fmt: skip
+    _check_used([option for option in given_options(context).values() if option not in OF_ALL])
     if run_dir is not None:
         _tell_run(run_dir, as_json=as_json)
         return
     if network or hosts is not None:
-        meeting, seconds = port or RENDEZVOUS_PORT, WAIT_SECONDS if wait is None else wait
-        _tell_network(hosts, port=meeting, wait=seconds, as_json=as_json)
+        _tell_network(hosts, port=port, wait=wait, as_json=as_json)
         return
     if tpu:
         _tell_tpu(data, as_json=as_json)
@@ -70,15 +63,14 @@ def command(
 
     needed = None if plan is None else _held(plan)
     with show.step("Looking at this machine" + ("" if quick else " and measuring it")):
-        diagnosis = examine(quick=quick, output=output or Path("upshift-output"), psu_watts=psu, needed_bytes=needed)
+        diagnosis = examine(quick=quick, output=output, psu_watts=psu, needed_bytes=needed)
     tell(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
 
 
-def _check_used(given: Mapping[str, object]) -> None:
+def _check_used(given: Sequence[str]) -> None:
     """Raises RequestError for an option that would be ignored."""
-    named = [option for option, value in given.items() if value is not None and value is not False]
-    look = next((look for look in USED if look in named), MACHINE)
-    unused = next((option for option in named if option not in (look, *USED[look])), None)
+    look = next((look for look in USED if look in given), MACHINE)
+    unused = next((option for option in given if option not in (look, *USED[look])), None)
     if unused is not None:
         of = next((of for of, options in USED.items() if unused in options), "another look")
         raise RequestError(f"{look} does not use {unused}, which is for {of}; leave one of them out")

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import re
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from upshift.cli import show
+from upshift.cli.given import given_options
 from upshift.errors import RequestError
 from upshift.launching import hosts, kubernetes, mpi, ray, slurm
 from upshift.launching.request import MAX_RESTARTS, RENDEZVOUS_PORT, Launch, here
@@ -22,7 +24,7 @@ FILES = {  # what is written where --output says nothing, and what submits it
     "mpi": (None, "bash {}"),
     "hosts": (None, "bash {}"),
 }
-ONLY = {"image": "kubernetes", "node-selector": "kubernetes", "kind": "kubernetes", "partition": "slurm", "hours": "slurm"}
+ONLY = {"image": "kubernetes", "node_selector": "kubernetes", "kind": "kubernetes", "partition": "slurm", "hours": "slurm"}
 IMAGE_PYTHON = "python"  # of a container
 
 Train = Annotated[list[str] | None, typer.Argument(metavar="-- train MODEL ...", help="the command of the ranks")]
@@ -31,7 +33,7 @@ Slurm = Annotated[bool, typer.Option("--slurm", help="write a file for sbatch")]
 Kubernetes = Annotated[bool, typer.Option("--kubernetes", help="write a PyTorchJob or TrainJob of Kubeflow")]
 Mpi = Annotated[bool, typer.Option("--mpi", help="run by Open MPI's mpirun, on --hosts or here")]
 Ray = Annotated[bool, typer.Option("--ray", help="write a Ray Train job")]
-Kind = Annotated[str | None, typer.Option("--kind", help=f"of the Kubernetes object: {' (default), '.join(kubernetes.KINDS)}")]
+Kind = Annotated[str, typer.Option("--kind", help=f"of the Kubernetes object: {', '.join(kubernetes.KINDS)}")]
 Nodes = Annotated[str | None, typer.Option("--nodes", help="hosts: N, or MIN:MAX where a run may go on with fewer")]
 Nproc = Annotated[
     int | None,
@@ -54,18 +56,17 @@ Overwrite = Annotated[bool, typer.Option("--overwrite", help="an existing file t
 
 
 def command(
-    train: Train = None, hosts_: Hosts = None, slurm_: Slurm = False, kubernetes_: Kubernetes = False, mpi_: Mpi = False,
-    ray_: Ray = False, kind: Kind = None, nodes: Nodes = None, nproc: Nproc = None, cpus: Cpus = None,
-    memory: Memory = None, gpus: Gpus = 0, max_restarts: MaxRestarts = MAX_RESTARTS, env: Env = None, image: Image = None,
-    node_selector: NodeSelector = None, partition: Partition = None, hours: Hours = None, name: Name = "upshift",
-    port: Port = RENDEZVOUS_PORT, dry_run: DryRun = False, output: Output = None,
+    context: typer.Context, train: Train = None, hosts_: Hosts = None, slurm_: Slurm = False, kubernetes_: Kubernetes = False,
+    mpi_: Mpi = False, ray_: Ray = False, kind: Kind = kubernetes.KINDS[0], nodes: Nodes = None, nproc: Nproc = None,
+    cpus: Cpus = None, memory: Memory = None, gpus: Gpus = 0, max_restarts: MaxRestarts = MAX_RESTARTS, env: Env = None,
+    image: Image = None, node_selector: NodeSelector = None, partition: Partition = None, hours: Hours = None,
+    name: Name = "upshift", port: Port = RENDEZVOUS_PORT, dry_run: DryRun = False, output: Output = None,
     overwrite: Overwrite = False,
 ) -> None:  # fmt: skip
     """Start `upshift train` on several hosts, or write the job file that does; everything after -- is the ranks' command."""
     chosen = {"slurm": slurm_, "kubernetes": kubernetes_, "mpi": mpi_, "ray": ray_}
     how = _how([key for key, is_chosen in chosen.items() if is_chosen], hosts_)
-    given = {"image": image, "node-selector": node_selector, "kind": kind, "partition": partition, "hours": hours}
-    _check_used(how, [option for option, value in given.items() if value is not None])
+    _check_used(how, given_options(context))
     named = tuple(hosts_.split(",")) if hosts_ is not None else ()
     lowest, highest = _range(nodes, named)
     in_image = how == "kubernetes"
@@ -77,7 +78,7 @@ def command(
     )  # fmt: skip
     text = {
         "slurm": lambda: slurm.sbatch_file(launch, hours=hours, partition=partition),
-        "kubernetes": lambda: kubernetes.manifest(launch, kind or kubernetes.KINDS[0]),
+        "kubernetes": lambda: kubernetes.manifest(launch, kind),
         "mpi": lambda: mpi.mpi_script(launch),
         "ray": lambda: ray.ray_file(launch),
         "hosts": lambda: hosts.as_script(launch),
@@ -104,10 +105,10 @@ def _how(chosen: list[str], named: str | None) -> str:
     return chosen[0] if chosen else "hosts"
 
 
-def _check_used(how: str, given: list[str]) -> None:
-    unused = [option for option in given if ONLY[option] != how]
-    if unused:
-        raise RequestError(f"--{unused[0]} is of --{ONLY[unused[0]]}, and --{how} does not use it; leave it out")
+def _check_used(how: str, given: Mapping[str, str]) -> None:
+    unused = next((name for name in ONLY if name in given and ONLY[name] != how), None)
+    if unused is not None:
+        raise RequestError(f"{given[unused]} is of --{ONLY[unused]}, and --{how} does not use it; leave it out")
 
 
 def _range(nodes: str | None, named: tuple[str, ...]) -> tuple[int, int]:

@@ -8,8 +8,8 @@ from typing import Any
 import typer
 
 
-def number(name: str, what: str, *, least: float) -> Any:
-    """An option."""
+def number(name: str, what: str | None, *, least: float) -> Any:
+    """An option; ``what``: its help."""
     return typer.Option(name, help=what, callback=_finite, min=least)
 
 

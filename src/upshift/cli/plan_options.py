@@ -6,6 +6,7 @@ from typing import Literal
 
 import typer
 
+from upshift.cli.given import given_options
 from upshift.errors import RequestError
 
 Instead = Literal["--largest", "--compare", "--check"]  # of a ranking
@@ -30,14 +31,9 @@ UNUSED: dict[Question, tuple[str, ...]] = {
 
 def refuse_unused(context: typer.Context, question: Question) -> None:
     """Raises RequestError with every option of the command line that the question does not use."""
-    names = {option.name: option.opts[0] for option in context.command.params}
-    given = [names[name] for name in UNUSED[question] if _source(context, name) == "COMMANDLINE"]
+    written = given_options(context)
+    given = [written[name] for name in UNUSED[question] if name in written]
     if given:
         asked = "a training plan" if question == "--train" else question
         instead = ", or ask with --generate or --encode" if question == "--train" else ""
         raise RequestError(f"{asked} does not use {', '.join(given)}; leave {'them' if given[1:] else 'it'} out{instead}")
-
-
-def _source(context: typer.Context, name: str) -> str | None:
-    source = context.get_parameter_source(name)
-    return None if source is None else source.name

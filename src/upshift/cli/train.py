@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Annotated, Any
@@ -11,6 +10,7 @@ import typer
 
 from upshift.cli import show, train_xla
 from upshift.cli.layout_flags import with_layout_flags
+from upshift.cli.number import number
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
 from upshift.record import Record
 from upshift.settings import read_ranks
@@ -26,16 +26,7 @@ MupBase = Annotated[
 Heal = Annotated[
     bool, typer.Option("--heal", help="of several processes (--nproc) one that is killed comes back, and the others go on")
 ]
-
-
-def _finite(value: float) -> float:
-    """No lower bound keeps infinity out."""
-    if not math.isfinite(value):
-        raise typer.BadParameter(f"{value} is no number to count with; give one such as 1.5")
-    return value
-
-
-Epochs = Annotated[float, typer.Option("--epochs", min=0.001, callback=_finite)]
+Epochs = Annotated[float, number("--epochs", None, least=0.001)]
 Seed = Annotated[int, typer.Option("--seed", min=0, max=SEEDS - 1)]
 TrialSeconds = Annotated[float, typer.Option("--trial-seconds", min=0.0, help="budget for trials; 0: trust the prediction")]
 

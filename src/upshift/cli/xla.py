@@ -9,12 +9,11 @@ import typer
 from rich.table import Table
 
 from upshift.cli import show
+from upshift.cli.given import given_options
 from upshift.cli.plan import Json, Model
 from upshift.cli.race import dim
 from upshift.errors import RequestError
 from upshift.units import GIB, format_count, format_seconds
-
-NEW_TOKENS = 128
 
 app = typer.Typer(help="Programs of XLA: compiled ahead of time for TPUs.", no_args_is_help=True)
 
@@ -26,26 +25,29 @@ def _of_all() -> None:
 
 @app.command("compile")
 def compile_command(
+    context: typer.Context,
     model: Model,
     topology: Annotated[str, typer.Option("--topology", help="a slice by Google's name: v5e-4, v6e-8, v5p-8, v4-8")],
     generate: Annotated[bool, typer.Option("--generate", help="all of generation; default: a training step")] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="sequences of all chips; default: one a chip")] = None,
     sequence_length: Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of a sequence, or of a prompt")] = 512,
-    max_new_tokens: Annotated[int | None, typer.Option("--max-new-tokens", min=1, help="of --generate; 128")] = None,
+    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="of --generate")] = 128,
     dtype: Annotated[str, typer.Option("--dtype", help="computed in: bfloat16 or float32; trained weights: fp32")] = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Does it compile for this TPU, how much of its memory does it take, and how fast can it be? Needs no TPU, and makes no
     weights: MODEL may be a config.json. Exit code 3: it does not fit, in the compiler's words."""
+    from upshift.loading.load import empty_of
+    from upshift.models.describe import check_length
+    from upshift.models.source import find_model
     from upshift.xla.tpu.compile import compile_for_tpu
 
-    if max_new_tokens is not None and not generate:
+    if not generate and "max_new_tokens" in given_options(context):
         raise RequestError(f"--max-new-tokens {max_new_tokens} is of --generate; add it, or leave this out")
-    new_tokens = max_new_tokens or NEW_TOKENS
-    _check_positions(model, sequence_length, new_tokens if generate else 0)
+    check_length(empty_of(find_model(model)), sequence_length, new_tokens=max_new_tokens if generate else 0)
     program = compile_for_tpu(
         model, topology, kind="generate" if generate else "train", rows=batch, length=sequence_length,
-        max_new_tokens=new_tokens, dtype=dtype, on_step=lambda text: dim(text, show.err),
+        max_new_tokens=max_new_tokens, dtype=dtype, on_step=lambda text: dim(text, show.err),
     )  # fmt: skip
     if as_json:
         sys.stdout.write(program.to_json() + "\n")
@@ -59,17 +61,6 @@ def compile_command(
         f"{answer.num_custom_calls} custom calls"
     )
     dim(f"Compiled in {format_seconds(answer.compile_seconds)} by libtpu {program.versions['libtpu']}; not run on a TPU")
-
-
-def _check_positions(model: str, length: int, new_tokens: int) -> None:
-    from upshift.loading.load import empty_of
-    from upshift.models.describe import max_positions
-    from upshift.models.source import find_model
-
-    limit = max_positions(empty_of(find_model(model)))
-    if limit is not None and length + new_tokens > limit:
-        more = f" and --max-new-tokens {new_tokens} are" if new_tokens else " is"
-        raise RequestError(f"--sequence-length {length}{more} longer than the model's {limit} positions; use at most {limit}")
 
 
 def _table(program: Any) -> Table:

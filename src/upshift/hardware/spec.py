@@ -233,5 +233,12 @@ class Host(Value):
         return hashlib.sha256(json.dumps(identity, sort_keys=True).encode()).hexdigest()[:16]
 
 
+def stated_memory(part: Cpu | Gpu | None) -> int | None:
+    """Bytes that are free, else all there are; None where the host does not say."""
+    if part is None:
+        return None
+    return part.memory_bytes if part.free_memory_bytes is None else part.free_memory_bytes
+
+
 def _coarse(num_bytes: int | None) -> int | None:
     return None if num_bytes is None else round(num_bytes / FINGERPRINT_MEMORY_STEP)

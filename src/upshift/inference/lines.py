@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import codecs
-import re
 from collections.abc import Callable, Iterator
 from itertools import islice
 from pathlib import Path
 from typing import TypeVar
 
+from upshift.characters import half_of_pair
+
 T = TypeVar("T")
-SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 def read_lines(path: Path, read: Callable[[str, str], T]) -> Iterator[T | str]:
@@ -26,8 +26,8 @@ def is_empty(path: Path) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """Half of a pair of surrogates, which JSON and a command line can hold, is no character, and no tokenizer takes it."""
-    return isinstance(value, str) and not SURROGATES.search(value)
+    """That tokenizers take."""
+    return isinstance(value, str) and half_of_pair(value) is None
 
 
 def count_lines(path: Path) -> int:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping
 
 from upshift.errors import RequestError
-from upshift.hardware.spec import Cpu, Gpu, Host
+from upshift.hardware.spec import Cpu, Gpu, Host, stated_memory
 from upshift.units import GIB, KIB, MIB, format_bytes
 
 UNITS = {"": 1, "b": 1, "kib": KIB, "mib": MIB, "gib": GIB, "tib": 2**40, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
@@ -64,9 +64,7 @@ def _free(host: Host) -> dict[str, int | None]:
 
 
 def _usable(part: Gpu | Cpu | None) -> int | None:
-    if part is None:
-        return None
-    num_bytes = part.memory_bytes if part.free_memory_bytes is None else part.free_memory_bytes
+    num_bytes = stated_memory(part)
     return None if num_bytes is None else int(USABLE_SHARE * num_bytes)
 
 

@@ -151,11 +151,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return limit
 
 
-def check_length(model: PreTrainedModel, sequence_length: int) -> None:
-    """Raises RequestError for more tokens than positions."""
+def check_length(model: PreTrainedModel, sequence_length: int, *, new_tokens: int = 0) -> None:
+    """Raises RequestError for more tokens than positions. ``new_tokens``: that are generated behind them."""
     limit = max_positions(model)
-    if limit is not None and sequence_length > limit:
-        too_long = f"--sequence-length {sequence_length} is longer than the model's {limit} positions"
+    if limit is not None and sequence_length + new_tokens > limit:
+        longer = f"and --max-new-tokens {new_tokens} are longer" if new_tokens else "is longer"
+        too_long = f"--sequence-length {sequence_length} {longer} than the model's {limit} positions"
         raise RequestError(f"{too_long}; use at most {limit}")
 
 

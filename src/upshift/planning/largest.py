@@ -8,9 +8,8 @@ from typing import get_args
 from pydantic import Field
 
 from upshift.errors import NothingFits, RequestError
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import Host, stated_memory
 from upshift.planning.calibration import NO_RECORDS, Calibration
-from upshift.planning.cost.resident import stated_memory
 from upshift.planning.cost.time import Takes, takes
 from upshift.planning.counterfactual import Trace
 from upshift.planning.growing import Batch, Depth, Sequence, Way, What, why_none

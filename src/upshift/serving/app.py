@@ -60,12 +60,8 @@ class Server:
 
     async def embed(self, asked: EmbeddingRequest) -> Response:
         self._check_model(asked.model, "encode")
-        start = time.monotonic()
-        async with AsyncExitStack() as using:
-            engine = await self._loaded(asked.model, using)
-            self._check_task(engine, asked.model, "encode")
-            async with asyncio.timeout(self.limits.request_seconds - (time.monotonic() - start)):
-                found = await engine.vectors(asked.texts())
+        async with self._using(asked.model, "encode") as (engine, left), asyncio.timeout(left):
+            found = await engine.vectors(asked.texts())
         self.metrics.tokens.labels(asked.model, "prompt").inc(found.tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(row, asked.encoding_format)}
@@ -126,10 +122,7 @@ class Server:
             self._count(answer)
 
     async def _choices(self, asked: Asked) -> AsyncGenerator[Choice]:
-        start = time.monotonic()
-        async with AsyncExitStack() as using:
-            engine = await self._loaded(asked.model, using)
-            self._check_task(engine, asked.model, "generate")
+        async with self._using(asked.model, "generate") as (engine, left):
             seed = asked.seed if asked.seed is not None else next(self.seeds)
             prompts = asked.prompts()
             self._check_count(engine, len(prompts))
@@ -138,19 +131,22 @@ class Server:
                 for index, prompt in enumerate(prompts)
             ]
             timings = [timed(pieces, self.metrics, asked.model) for pieces in texts]
-            left = self.limits.request_seconds - (time.monotonic() - start)
             async with aclosing(together(timings, left)) as choices:
                 async for choice in choices:
                     yield choice
 
-    async def _loaded(self, name: str, using: AsyncExitStack) -> Replicas:
-        """In use until the stack is closed."""
-        try:
-            async with asyncio.timeout(self.limits.request_seconds):
-                return await using.enter_async_context(self.served.using(name))
-        except TimeoutError:
-            why = f"{name} was still being loaded after {self.limits.request_seconds:g} s; try again"
-            raise HTTPException(504, why) from None
+    @asynccontextmanager
+    async def _using(self, name: str, task: str) -> AsyncIterator[tuple[Replicas, float]]:
+        """The engine, loaded, and the seconds that are left of what a request may take."""
+        start, most = time.monotonic(), self.limits.request_seconds
+        async with AsyncExitStack() as using:
+            try:
+                async with asyncio.timeout(most):
+                    engine = await using.enter_async_context(self.served.using(name))
+            except TimeoutError:
+                raise HTTPException(504, f"{name} was still being loaded after {most:g} s; try again") from None
+            self._check_task(engine, name, task)
+            yield engine, most - (time.monotonic() - start)
 
     def _count(self, answer: Answer) -> None:
         usage, model = answer.usage, answer.asked.model

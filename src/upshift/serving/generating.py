@@ -81,7 +81,6 @@ class Generating:
         )  # fmt: skip
         self.seconds = {"reading": time.perf_counter() - start}
         self._open: dict[int, Open] = {}
-        self._silent: set[int] = set()  # of them, those without a token
         self._text = deepcopy(self.generator.prompts).text  # a tokenizer is not for two threads at once
 
     def prepare(self) -> Ready:
@@ -126,7 +125,7 @@ class Generating:
         """Into the queue; what is refused is answered at once."""
         if isinstance(asked, Cancel):
             self.scheduler.cancel(asked.id)
-            self._close(asked.id)
+            self._open.pop(asked.id, None)
             return None
         try:
             sequence = self._sequence(asked)
@@ -140,7 +139,6 @@ class Generating:
         if refused is None:
             stream = TextStream(self._text, sequence.options.stop_strings)
             self._open[asked.id] = Open(ticket, stream)
-            self._silent.add(asked.id)
         return refused
 
     def work(self) -> list[NewToken]:
@@ -148,8 +146,7 @@ class Generating:
         found: list[NewToken] = []
         for ticket, token in self.scheduler.step():
             if (open_ := self._open.get(ticket.id)) is not None:
-                found.append(NewToken(open_, token, ticket.sequence.ending, ticket.id in self._silent))
-                self._silent.discard(ticket.id)
+                found.append(NewToken(open_, token, ticket.sequence.ending, first=len(ticket.sequence.tokens) == 1))
                 if ticket.sequence.ending is not None:
                     del self._open[ticket.id]
         return found
@@ -158,12 +155,8 @@ class Generating:
         """Of the last pass: those whose token could not be chosen."""
         failed, self.scheduler.failed = self.scheduler.failed, []
         for ticket, _ in failed:
-            self._close(ticket.id)
+            self._open.pop(ticket.id, None)
         return [Refused.failed(ticket.id, error) for ticket, error in failed]
-
-    def _close(self, id: int) -> None:
-        self._open.pop(id, None)
-        self._silent.discard(id)
 
     @property
     def busy(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, field_validator, model_validator
 from pydantic_core import PydanticCustomError
 
+from upshift.characters import half_of_pair
 from upshift.inference.generation.options import LEAST
 from upshift.serving.messages import Piece
 
@@ -26,12 +27,9 @@ class Body(BaseModel):
     @model_validator(mode="before")
     @classmethod
     def _check_characters(cls, said: Any) -> Any:
-        """JSON can say half of a UTF-16 pair, which no tokenizer takes."""
-        try:
-            json.dumps(said, ensure_ascii=False).encode()
-        except UnicodeEncodeError as error:
-            half = error.object[error.start]
-            raise PydanticCustomError("half_a_pair", f"\\u{ord(half):04x} alone is no character; send whole ones") from None
+        half = half_of_pair(json.dumps(said, ensure_ascii=False))
+        if half is not None:
+            raise PydanticCustomError("half_a_pair", f"{half} alone is no character; send whole ones")
         return said
 
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from upshift.inference.generation.decode import advance, join, next_tokens
+from upshift.inference.generation.decode import advance, join, next_token
 from upshift.inference.generation.engines.decoder import Decoder, Prefix
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.sequence import Sequence
@@ -127,9 +127,9 @@ class Scheduler:
     def _told(self, told: list[Ticket], logits: np.ndarray) -> list[tuple[Ticket, int]]:
         """Each with its next token, which it has from now on."""
         found = []
-        for row, ticket in enumerate(told):
+        for ticket, row, likeliest in zip(told, logits, logits.argmax(1).tolist(), strict=True):
             try:
-                (token,) = next_tokens(logits[row : row + 1], [ticket.sequence])
+                token = next_token(row, likeliest, ticket.sequence)
                 ticket.sequence.add(token)
             except Exception as error:  # its own options, or what became of its row: the others go on
                 self.failed.append((ticket, error))

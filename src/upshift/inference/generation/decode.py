@@ -104,5 +104,9 @@ def _looked_up(decoder: Decoder, sequence: Sequence, lookup: Lookup) -> Iterator
 
 
 def next_tokens(logits: np.ndarray, sequences: list[Sequence]) -> list[int]:
-    likeliest = logits.argmax(1)
-    return [int(likeliest[row]) if sequence.plain else sequence.choose(logits[row]) for row, sequence in enumerate(sequences)]
+    likeliest = logits.argmax(1).tolist()
+    return [next_token(row, token, sequence) for row, token, sequence in zip(logits, likeliest, sequences, strict=True)]
+
+
+def next_token(logits: np.ndarray, likeliest: int, sequence: Sequence) -> int:
+    return likeliest if sequence.plain else sequence.choose(logits)

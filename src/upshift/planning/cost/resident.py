@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from statistics import NormalDist
 
-from upshift.hardware.spec import Cpu, Gpu, Host
+from upshift.hardware.spec import Host, stated_memory
 from upshift.planning.cost.memory import StepMemory
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import Plan
@@ -94,13 +94,6 @@ def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: f
     if free is None:
         return None
     return free * USABLE_SHARE if risk is None else free / _truth(plan, spread).inv_cdf(1.0 - risk)
-
-
-def stated_memory(part: Cpu | Gpu | None) -> int | None:
-    """Bytes that are free, else all there are; None where the host does not say."""
-    if part is None:
-        return None
-    return part.memory_bytes if part.free_memory_bytes is None else part.free_memory_bytes
 
 
 def unknown_memory(host: Host) -> str | None:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from upshift.hardware.spec import Host
+from upshift.hardware.spec import Host, stated_memory
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.resident import CUDA_CONTEXT_BYTES, DEFAULT_BASE_BYTES, USABLE_SHARE, stated_memory
+from upshift.planning.cost.resident import CUDA_CONTEXT_BYTES, DEFAULT_BASE_BYTES, USABLE_SHARE
 from upshift.planning.inference.cache import cached_bytes
 from upshift.planning.inference.formats import WEIGHTS, WeightPrecision, plain_bytes
 from upshift.planning.inference.plan import ReplicaShape

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from upshift.characters import half_of_pair
 from upshift.errors import MissingExtra, RequestError
 
 if TYPE_CHECKING:
@@ -74,7 +75,9 @@ def read_json_lines(files: Sequence[Path], *, text_column: str | None) -> Docume
         column = column or _column_of(record, text_column, place)
         value = None if column is None else record.get(column)
         if value is None or isinstance(value, str):
-            documents.add_text(_encodable(value, place))
+            if (half := half_of_pair(value or "")) is not None:
+                raise RequestError(f"{place} holds {half}, half of a surrogate pair, which is no text; write the file again")
+            documents.add_text(value)
         elif _is_token_list(value):
             documents.add_tokens(np.array(value, np.int64))
         else:
@@ -95,16 +98,6 @@ def _column_of(record: dict[str, Any], asked: str | None, place: str) -> str | N
     if any(record[name] is None for name in there) and not {*there} & {*texts, *tokens}:
         return None
     return choose_column(list(record), texts, tokens, asked=asked, origin=place)
-
-
-def _encodable(text: str | None, place: str) -> str | None:
-    """JSON can name half of a UTF-16 pair, which is no character and which no tokenizer takes."""
-    try:
-        (text or "").encode()
-    except UnicodeEncodeError as error:
-        half = f"\\u{ord(error.object[error.start]):04x}"
-        raise RequestError(f"{place} holds {half}, half of a surrogate pair, which is no text; write the file again") from None
-    return text
 
 
 def _records(files: Sequence[Path]) -> Iterator[tuple[str, Any]]:

@@ -11,15 +11,17 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
 
 from upshift.debugging.finding import Finding, error, ok, unknown, warning
 from upshift.errors import RequestError
+from upshift.training.checkpoint.pieces import Piece, Pieces, copy_shared
 from upshift.units import format_count
 from upshift.value import Value
-
-if TYPE_CHECKING:
-    from torch import Tensor
 
 RUN_NAMES = ("upshift_run.json", "trainer_state.json")
 IGNORED = {"tokens", "evaluations", "finished", "output"}
@@ -28,7 +30,7 @@ RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # of one loss, by the coa
 LOOSE = 5e-3
 OF_RANK = "weights-"  # files of a checkpoint in parts, each beside its pieces-<rank>.json
 OF_WEIGHTS = 100  # times as much: Adam takes a whole step of a gradient near zero, whichever sign rounding gave it
-Part = tuple[Path, dict[str, Any] | None]  # its file; where in the whole it belongs, None: it is the whole
+Part = tuple[Path, Piece | None]  # its file; where in the whole it belongs, None: it is the whole
 
 
 class Difference(Value):
@@ -209,8 +211,6 @@ def _weight_files(folder: Path) -> list[Path]:
 
 def _places(folder: Path) -> dict[str, list[Part]]:
     """By tensor."""
-    from safetensors import SafetensorError, safe_open
-
     found: dict[str, list[Part]] = {}
     for path in _weight_files(folder):
         try:
@@ -218,30 +218,30 @@ def _places(folder: Path) -> dict[str, list[Part]]:
                 names = list(file.keys())
         except SafetensorError as error:
             raise RequestError(f"{path} is not a whole safetensors file ({error}); compare other checkpoints") from None
-        said = _json(folder / f"pieces-{path.stem.removeprefix(OF_RANK)}.json") if path.name.startswith(OF_RANK) else None
+        said = _pieces(path) if path.name.startswith(OF_RANK) else None
         for name in names:
-            piece = None if said is None else said.get("tensors", {}).get(f"weights/{name}")
+            piece = None if said is None else said.get(f"weights/{name}")
             if said is not None and piece is None:
                 raise RequestError(f"{path} has a part of {name}, and no pieces-*.json says which; compare other checkpoints")
             found.setdefault(name, []).append((path, piece))
     return found
 
 
-def _whole(name: str, parts: list[Part]) -> Tensor:
-    import torch
-    from safetensors import safe_open
+def _pieces(weights: Path) -> Mapping[str, Piece]:
+    """Of the parts in a rank's file."""
+    path = weights.with_name(weights.name.replace(OF_RANK, "pieces-", 1)).with_suffix(".json")
+    return Pieces.from_file(path).tensors if path.is_file() else {}
 
+
+def _whole(name: str, parts: list[Part]) -> Tensor:
     whole: Tensor | None = None
     for path, piece in parts:
         with safe_open(path, "pt") as file:
             tensor: Tensor = file.get_tensor(name)
         if piece is None:
             return tensor
-        shape = piece["shape"]
-        whole = torch.zeros(shape, dtype=tensor.dtype) if whole is None else whole
-        kept = [piece["kept"].get(str(number), [(0, size)]) for number, size in enumerate(shape)]
-        rows = [torch.cat([torch.arange(begin, end) for begin, end in intervals]) for intervals in kept]
-        whole[tuple(torch.meshgrid(*rows, indexing="ij")) if rows else ()] = tensor
+        whole = torch.zeros(piece.shape, dtype=tensor.dtype) if whole is None else whole
+        copy_shared(whole, Piece(shape=piece.shape), tensor, piece)
     assert whole is not None, "a tensor is there because a file has it"
     return whole
 
