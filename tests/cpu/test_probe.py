@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -43,6 +45,7 @@ def test_everything_is_measured_in_time(probed: Host) -> None:
     assert 0 <= (measured.first_touch_seconds_per_byte or 0) < 1e-7
     assert 100 * MIB < (measured.base_resident_bytes or 0) < 2048 * MIB
     assert measured.compiler is not None
+    assert 0 < (measured.core_share or 0) <= 1.01
     assert measured.torch_version == torch.__version__
     assert probed.cpu is not None
     assert measured.num_threads == probed.cpu.usable_cores
@@ -74,6 +77,23 @@ def test_the_cache_is_used_and_mended(probed: Host, cache: Path, monkeypatch: py
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
     measure(detect())
     assert len(calls) == 2
+
+
+@pytest.mark.parametrize(
+    ("share", "age", "again"), [(0.4, 3600.0, True), (0.4, 60.0, False), (0.95, 3600.0, False), (None, 3600.0, False)]
+)
+def test_what_was_measured_beside_others_is_soon_measured_again(
+    share: float | None, age: float, again: bool, probed: Host, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path))
+    assert probed.measured is not None
+    shared = probed.model_copy(update={"measured": probed.measured.changed(core_share=share)})
+    monkeypatch.setattr(probe_module, "probe", lambda host, *, budget_seconds: shared)
+    measure(detect())
+    (path,) = (tmp_path / "probe").iterdir()
+    os.utime(path, (time.time() - age,) * 2)
+    monkeypatch.setattr(probe_module, "probe", lambda host, *, budget_seconds: probed)
+    assert measure(detect()).measured == (probed.measured if again else shared.measured)
 
 
 def test_torch_settings_are_restored(monkeypatch: pytest.MonkeyPatch) -> None:

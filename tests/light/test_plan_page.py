@@ -101,6 +101,14 @@ def test_the_heading_says_what_was_found(planning: Planning, elements: Elements)
     assert planning.shadow_price[1:] in elements.words
 
 
+def test_no_reason_is_given_for_what_trials_have_put_aside(planning: Planning) -> None:
+    assert planning.reasons_for(planning.best) == planning.reasons
+    other = next(one.plan for one in planning.ranking.candidates if one.plan.optim != planning.best.optim)
+    kept = {reason.choice: reason.value for reason in planning.reasons_for(other)}
+    assert "optim" not in kept and kept
+    assert all(str(getattr(other, name)) == value for name, value in kept.items())
+
+
 def test_the_picture_holds_the_front_the_best_and_what_is_too_big(planning: Planning, figures: dict[str, Any]) -> None:
     drawing, limit = picture(planning), limit_gib(planning)
     assert limit is not None and planning.ranking.too_big

@@ -43,7 +43,7 @@ def write_page(result: Any, path: Path) -> Path:
             PredictionRow(quantity=name, predicted=predicted, measured=measured)
             for name, predicted, measured in prediction_rows(chosen.predicted, chosen.measured)
         ),
-        reasons=tuple(Reason(**reason.model_dump()) for reason in planning.reasons),
+        reasons=tuple(Reason(**reason.model_dump()) for reason in planning.reasons_for(prepared.plan)),
         candidates=_candidates(prepared),
         memory_limit_gib=limit / GIB if limit else None,
         memory=_memory(chosen),

@@ -1,7 +1,8 @@
 """Measures what the cost model needs of this machine: matrix and memory rates, and the fixed costs of torch.
 
 Every number is a median after warm-up, on the host's usable cores, at one training-like shape; small shapes reach less.
-Exchanges are gloo's between processes; collectives of GPUs, fp8 and int8 are not measured. Other load lowers the result.
+Exchanges are gloo's between processes; collectives of GPUs, fp8 and int8 are not measured. Other load lowers the result, and a
+result that had to share the cores is soon measured again.
 """
 
 from __future__ import annotations
@@ -39,18 +40,23 @@ MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
 FORMAT = "2"  # raise when more is measured
 PINNED_BYTES = 256 * MIB
+SHARED = 0.75  # of the cores' time, what a measuring alone always has: beside six busy processes rates were a twentieth
+SHARED_SECONDS = 600.0  # for which one that had less counts
 IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a minute on a busy machine with cold files
 
 
 def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) -> Host:
-    """`host` with `measured` filled, from the cache if this hardware and these library versions were probed before.
+    """`host` with `measured` filled, from the cache if this hardware and these library versions were probed before, alone or
+    just now.
 
     The cache is `probe/` in the cache folder, safe to delete. Raises as `probe` does.
     """
     path = _cache_path(host)
     if not refresh and path.is_file():
         try:
-            return _with(host, Measured.from_file(path))
+            kept = Measured.from_file(path)
+            if kept.core_share is None or kept.core_share >= SHARED or time.time() - path.stat().st_mtime < SHARED_SECONDS:
+                return _with(host, kept)
         except RequestError as error:
             logger.warning("probing again: %s", error)
     probed = probe(host, budget_seconds=budget_seconds)
@@ -78,7 +84,7 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
     base = _base_process(cpu.usable_cores, timeout_seconds=max(IMPORT_PATIENCE_SECONDS, budget_seconds))
     with _torch_settings(cpu.usable_cores):
         left = max(1.0, budget_seconds - (time.perf_counter() - start))
-        cpu_rates = _cpu_rates(cpu, limit_seconds=0.7 * left)
+        cpu_rates, core_share = _cpu_rates(cpu, limit_seconds=0.7 * left)
         dispatch = _dispatch_seconds("cpu")
         touch = _first_touch_seconds_per_byte(cpu)
         gpu = _gpu_numbers(0.5 * left) if host.device == "cuda" else {}
@@ -96,6 +102,7 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
         base_resident_bytes=base["resident_bytes"],
         compiler=base["compiler"],
         probe_seconds=time.perf_counter() - start,
+        core_share=core_share,
         **gpu,
     )
     return _with(host, measured)
@@ -156,21 +163,25 @@ def _median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: f
     return statistics.median(samples)
 
 
-def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> Rates:
+def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> tuple[Rates, float]:
+    """With the share of the cores' time that products in fp32 had, which use all of them."""
     import torch
 
     each = limit_seconds / 5
     torch.set_float32_matmul_precision("highest")
+    start, worked = time.perf_counter(), time.process_time()
     fp32 = _cpu_matrix_rate(torch.float32, limit_seconds=each)
+    share = (time.process_time() - worked) / (time.perf_counter() - start) / cpu.usable_cores
     torch.set_float32_matmul_precision("medium")
     medium = _cpu_matrix_rate(torch.float32, limit_seconds=each)
-    return Rates(
+    rates = Rates(
         fp32=fp32,
         fp32_medium=medium,
         bf16=_cpu_matrix_rate(torch.bfloat16, limit_seconds=each),
         fp16=_cpu_matrix_rate(torch.float16, limit_seconds=each),
         memory_bytes_per_second=_triad_rate("cpu", _stream_bytes(cpu), limit_seconds=each),
     )
+    return rates, share
 
 
 def _cpu_matrix_rate(dtype: torch.dtype, *, limit_seconds: float) -> float:

@@ -151,6 +151,7 @@ class Measured(Value):
     base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
     compiler: bool | None  # a C++ compiler and the headers torch.compile needs on the CPU work
     probe_seconds: Seconds
+    core_share: float | None = None  # of its cores' time, what the measuring had: other programs had the rest
 
 
 class Host(Value):

@@ -61,6 +61,10 @@ class Planning:
     def reasons(self) -> tuple[Reason, ...]:
         return reasons(self.ranking)
 
+    def reasons_for(self, plan: Plan) -> tuple[Reason, ...]:
+        """Of the best plan's choices those that ``plan``, which trials may have put in its place, has as well."""
+        return tuple(reason for reason in self.reasons if str(getattr(plan, reason.choice)) == reason.value)
+
     @property
     def shadow_price(self) -> str | None:
         return shadow_price(self.ranking, self.host, takes(self.profile))
