@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from upshift.errors import RequestError
-from upshift.hardware import Host, describe, detect
+from upshift.hardware import Host, describe, detect, kept_probe
 from upshift.hardware import probe as probe_module
-from upshift.hardware.probe import measure, probe
+from upshift.hardware.kept_probe import measure
+from upshift.hardware.probe import probe
 from upshift.units import MIB
 
 
@@ -64,7 +65,7 @@ def test_the_cache_is_used_and_mended(probed: Host, cache: Path, monkeypatch: py
         calls.append(host)
         return probed
 
-    monkeypatch.setattr(probe_module, "probe", counted)
+    monkeypatch.setattr(kept_probe, "probe", counted)
     assert measure(detect()).measured == probed.measured
     assert not calls
     measure(detect(), refresh=True)
@@ -88,11 +89,11 @@ def test_what_was_measured_beside_others_is_soon_measured_again(
     monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path))
     assert probed.measured is not None
     shared = probed.model_copy(update={"measured": probed.measured.changed(core_share=share)})
-    monkeypatch.setattr(probe_module, "probe", lambda host, *, budget_seconds: shared)
+    monkeypatch.setattr(kept_probe, "probe", lambda host, *, budget_seconds: shared)
     measure(detect())
     (path,) = (tmp_path / "probe").iterdir()
     os.utime(path, (time.time() - age,) * 2)
-    monkeypatch.setattr(probe_module, "probe", lambda host, *, budget_seconds: probed)
+    monkeypatch.setattr(kept_probe, "probe", lambda host, *, budget_seconds: probed)
     assert measure(detect()).measured == (probed.measured if again else shared.measured)
 
 

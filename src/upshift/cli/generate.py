@@ -182,7 +182,7 @@ def _answer(found: Any) -> dict[str, Any]:
 
 def _bound(generator: Any) -> None:
     """How near the chosen setup's step is to what memory allows: no step is faster than reading its weights once."""
-    from upshift.hardware.probe import measure
+    from upshift.hardware.kept_probe import measure
 
     (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)
     with show.step("Measuring this machine"):

@@ -1,8 +1,7 @@
 """Measures what the cost model needs of this machine: matrix and memory rates, and the fixed costs of torch.
 
 Every number is a median after warm-up, on the host's usable cores, at one training-like shape; small shapes reach less.
-Exchanges are gloo's between processes; collectives of GPUs, fp8 and int8 are not measured. Other load lowers the result, and a
-result that had to share the cores is soon measured again.
+Exchanges are gloo's between processes; collectives of GPUs, fp8 and int8 are not measured. Other load lowers the result.
 """
 
 from __future__ import annotations
@@ -24,9 +23,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
 from upshift.installed import installed_version
-from upshift.settings import read_settings
 from upshift.units import MIB
-from upshift.whole_file import write_whole
 
 if TYPE_CHECKING:
     import torch
@@ -38,31 +35,8 @@ GPU_SHAPE = (8192, 8192, 8192)
 MIN_STREAM_BYTES = 64 * MIB  # per array, where the last-level cache is small or unknown
 MAX_STREAM_BYTES = 2048 * MIB
 DISPATCHES = 2000
-FORMAT = "2"  # raise when more is measured
 PINNED_BYTES = 256 * MIB
-SHARED = 0.75  # of the cores' time, what a measuring alone always has: beside six busy processes rates were a twentieth
-SHARED_SECONDS = 600.0  # for which one that had less counts
 IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a minute on a busy machine with cold files
-
-
-def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) -> Host:
-    """`host` with `measured` filled, from the cache if this hardware and these library versions were probed before, alone or
-    just now.
-
-    The cache is `probe/` in the cache folder, safe to delete. Raises as `probe` does.
-    """
-    path = _cache_path(host)
-    if not refresh and path.is_file():
-        try:
-            kept = Measured.from_file(path)
-            if kept.core_share is None or kept.core_share >= SHARED or time.time() - path.stat().st_mtime < SHARED_SECONDS:
-                return _with(host, kept)
-        except RequestError as error:
-            logger.warning("probing again: %s", error)
-    probed = probe(host, budget_seconds=budget_seconds)
-    if probed.measured is not None:
-        _store(path, probed.measured)
-    return probed
 
 
 def memory_rate(host: Host) -> float:
@@ -105,10 +79,10 @@ def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
         core_share=core_share,
         **gpu,
     )
-    return _with(host, measured)
+    return with_measured(host, measured)
 
 
-def _with(host: Host, measured: Measured) -> Host:
+def with_measured(host: Host, measured: Measured) -> Host:
     return host.model_copy(update={"measured": measured, "origin": host.origin | {"measured": "probe"}})
 
 
@@ -174,14 +148,9 @@ def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> tuple[Rates, float]:
     share = (time.process_time() - worked) / (time.perf_counter() - start) / cpu.usable_cores
     torch.set_float32_matmul_precision("medium")
     medium = _cpu_matrix_rate(torch.float32, limit_seconds=each)
-    rates = Rates(
-        fp32=fp32,
-        fp32_medium=medium,
-        bf16=_cpu_matrix_rate(torch.bfloat16, limit_seconds=each),
-        fp16=_cpu_matrix_rate(torch.float16, limit_seconds=each),
-        memory_bytes_per_second=_triad_rate("cpu", _stream_bytes(cpu), limit_seconds=each),
-    )
-    return rates, share
+    bf16, fp16 = (_cpu_matrix_rate(dtype, limit_seconds=each) for dtype in (torch.bfloat16, torch.float16))
+    triad = _triad_rate("cpu", _stream_bytes(cpu), limit_seconds=each)
+    return Rates(fp32=fp32, fp32_medium=medium, bf16=bf16, fp16=fp16, memory_bytes_per_second=triad), share
 
 
 def _cpu_matrix_rate(dtype: torch.dtype, *, limit_seconds: float) -> float:
@@ -296,16 +265,3 @@ def _gpu_numbers(limit_seconds: float) -> dict[str, Any]:
         "gpu_dispatch_seconds": _dispatch_seconds("cuda"),
         "host_to_device_bytes_per_second": PINNED_BYTES / copy_seconds,
     }
-
-
-def _cache_path(host: Host) -> Path:
-    name = f"{FORMAT}-{host.fingerprint}-torch-{installed_version('torch')}-transformers-{installed_version('transformers')}.json"
-    return read_settings().cache_dir / "probe" / name
-
-
-def _store(path: Path, measured: Measured) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, measured.to_json(indent=1))
-    except OSError as error:
-        logger.warning("the probe's result is not cached: %s", error)

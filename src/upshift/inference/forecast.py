@@ -72,7 +72,7 @@ def _mean(lengths: Sequence[int]) -> int:
 def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Callable[[EngineSetup], Engine | None]:
     """``host``: measured now where it was not, so call it while nothing else runs; the model is traced for the first setup.
     Nothing is forecast of a model that cannot be traced."""
-    from upshift.hardware.probe import measure
+    from upshift.hardware.kept_probe import measure
 
     measured = host if host.measured is not None else measure(host)
     traced = cache(partial(_profile, source))

@@ -118,7 +118,7 @@ def find_host(on: str | None, *, probe: bool = True) -> Host:
         raise RequestError(f"{'this machine' if on is None else host.name} has different devices ({names}); {one_kind}")
     if on is not None or not probe:
         return host
-    from upshift.hardware.probe import measure
+    from upshift.hardware.kept_probe import measure
 
     return measure(host)
 
