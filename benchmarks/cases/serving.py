@@ -21,6 +21,7 @@ import itertools
 import json
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -143,7 +144,6 @@ WORDS = 12  # of about five letters: a token each here
 INSTRUCTED, INSTRUCTION_WORDS = 5, 120
 START_SECONDS = 600.0
 PROMISE_MS = 2000.0
-PORT = 18_200
 CONTENDERS = (
     "upshift exact", "upshift 0.99", "upshift 0.98", "genai fp32", "genai int8", "llama.cpp f16", "llama.cpp q8_0",
     "transformers", "transformers batched",
@@ -163,6 +163,13 @@ def command_of(contender: str, model: Path, port: int, concurrency: int, promise
     expected = ["--prompt-length", "72", "--output-length", str(MAX_TOKENS), "--concurrency", str(concurrency)]
     serve = [sys.executable, "-m", "upshift.cli.main", "serve", str(model), "--port", str(port), "--quality", how]
     return [*serve, *expected, *limits]
+
+
+def free_port() -> int:
+    """One of its own for each server: what an ended run left behind would answer at a fixed one."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port: int = listening.getsockname()[1]
+    return port
 
 
 @contextmanager
@@ -234,8 +241,9 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
                 export_genai(model, contender.partition(" ")[2])
             name = str(model) if contender.startswith("transformers") else model.name
             for count in counts:
-                command = command_of(contender, model, PORT, count, None)
-                with running(command, PORT, scratch / "log") as (url, started):
+                port = free_port()
+                command = command_of(contender, model, port, count, None)
+                with running(command, port, scratch / "log") as (url, started):
                     asyncio.run(closed(url, name, 2, 1.0, options.seed))  # warm
                     if count == max(counts):
                         instructed.setdefault(contender, []).append(asyncio.run(again(url, name, options.seed)))
@@ -274,8 +282,9 @@ def _row(name: str, found: list[dict[str, Any]]) -> list[str]:
 def promise(case: Case, model: Path, scratch: Path, options: Any) -> dict[str, Any]:
     """Capacity, then twice as much."""
     quality = options.contenders.split(",")[0].partition(" ")[2]
-    command = command_of(f"upshift {quality}", model, PORT, 8, options.promise_ms)
-    with running(command, PORT, scratch / "log") as (url, _):
+    port = free_port()
+    command = command_of(f"upshift {quality}", model, port, 8, options.promise_ms)
+    with running(command, port, scratch / "log") as (url, _):
         said = httpx2.get(f"{url}/health").json()["models"][model.name]
         answers, seconds = asyncio.run(closed(url, model.name, said["rows"], options.seconds, options.seed))
         peak = sum(one.done for one in answers) / seconds
