@@ -22,11 +22,15 @@ from running_server import KEY, Running, serving, wait, write_models
 
 GOOD = json.dumps({"model": "tiny", "prompt": "fox", "max_tokens": 2, "seed": 1}).encode()
 WRONG_VALUES: list[Any] = [None, [], {}, -1, 1e308, "x" * 1000, [[[]]], True, {"a": [1] * 50}]
-FIELDS = ("model", "prompt", "max_tokens", "seed", "stop", "stream", "n", "\x00")
+FIELDS = ("model", "prompt", "max_tokens", "seed", "stop", "stream", "n", "logprobs", "logit_bias", "frequency_penalty", "\x00")
+SCHEMAS: list[Any] = [
+    *WRONG_VALUES, {"type": "object"}, {"$ref": "#"}, {"enum": []}, {"type": "string", "pattern": "(a*)*b{9999}"},
+    {"anyOf": [{"maxItems": 10**9}] * 50}, {"type": "integer", "minimum": 5, "maximum": 1},
+]  # fmt: skip
 PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings", "/v1/x", "/health")
 EXPECTED = {200, 400, 404, 405, 413}
 LARGEST = 100_000  # bytes, as the server is started
-SETTLED = 60  # requests after which it has loaded what it needs
+SETTLED = 1000  # requests after which it has loaded what it needs
 
 
 def broken(server: Running, chance: random.Random, count: int) -> list[int]:
@@ -34,7 +38,7 @@ def broken(server: Running, chance: random.Random, count: int) -> list[int]:
     found = []
     with httpx2.Client(base_url=server.url, timeout=30, headers=KEY) as client:
         for _ in range(count):
-            kind = chance.randrange(6)
+            kind = chance.randrange(7)
             if kind == 0:
                 leave(server, chance)
                 continue
@@ -53,6 +57,10 @@ def spoiled(kind: int, chance: random.Random) -> bytes:
         del body[chance.randrange(len(body)) :]
     elif kind == 3:
         body = bytearray(json.dumps({**json.loads(GOOD), chance.choice(FIELDS): chance.choice(WRONG_VALUES)}).encode())
+    elif kind == 6:
+        form = {"type": "json_schema", "json_schema": {"name": "x", "schema": chance.choice(SCHEMAS)}}
+        said = [{"role": "user", "content": "fox"}]
+        body = bytearray(json.dumps({"model": "tiny", "messages": said, "max_tokens": 2, "response_format": form}).encode())
     elif kind == 4 and chance.random() < 0.1:
         body = bytearray(GOOD[:-1] + b" " * LARGEST + b"}")
     return bytes(body)

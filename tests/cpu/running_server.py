@@ -57,7 +57,8 @@ def write_models(folder: Path) -> None:
     torch.manual_seed(0)
     small = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "num_hidden_layers": 2, "vocab_size": 320}
     tokenizer.save_pretrained(folder / "tiny")
-    LlamaForCausalLM(LlamaConfig(**small, max_position_embeddings=256)).save_pretrained(folder / "tiny")
+    config = LlamaConfig(**small, eos_token_id=tokenizer.eos_token_id, max_position_embeddings=256)
+    LlamaForCausalLM(config).save_pretrained(folder / "tiny")
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder / "enc")
     BertModel(BertConfig(**small, max_position_embeddings=64)).save_pretrained(folder / "enc")

@@ -157,6 +157,8 @@ def test_embeddings(server: Running, models: Path) -> None:
     expected = [mean_of_tokens(models, text) for text in texts]
     np.testing.assert_allclose(rows[0], expected, atol=1e-5)
     np.testing.assert_allclose(rows[1], rows[0], atol=1e-7)
+    short = server.client.embeddings.create(model="enc", input=texts, dimensions=5)
+    np.testing.assert_allclose([one.embedding for one in short.data], rows[0][:, :5], atol=1e-7)
 
 
 FAILED = 500  # at this request alone
@@ -164,7 +166,9 @@ WRONG: list[tuple[str, Any, int, str]] = [
     ("/v1/completions", {"model": "none", "prompt": "x"}, 404, "ask for one of tiny, enc"),
     ("/v1/completions", {"model": "enc", "prompt": "x"}, 400, "answers at /v1/embeddings"),
     ("/v1/embeddings", {"model": "tiny", "input": "x"}, 400, "answers at /v1/chat/completions"),
-    ("/v1/completions", {"model": "tiny", "prompt": "x", "logprobs": 3}, 400, "logprobs is not possible here"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "logprobs": 21}, 400, "logprobs"),
+    ("/v1/completions", {"model": "tiny", "prompt": "x", "suffix": "y"}, 400, "suffix is not possible here"),
+    ("/v1/embeddings", {"model": "enc", "input": "x", "dimensions": 33}, 400, "vectors of 32"),
     ("/v1/completions", {"model": "tiny", "prompt": ""}, 400, "is empty"),
     ("/v1/completions", {"model": "tiny", "prompt": [[1], [99999]], "max_tokens": 1}, 400, "99999"),
     ("/v1/completions", {"model": "tiny", "prompt": "x", "max_tokens": 1000}, 400, "more than the 256 positions"),

@@ -79,6 +79,12 @@ def test_a_vector_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
     assert [(one.id, one.tokens, one.last) for one in said] == [(1, 3, False), (1, 1, True), (2, 2, True)]
 
 
+def test_vectors_are_shortened() -> None:
+    rows = np.array([[0.6, 0.8, 0.0], [0.0, 0.6, 0.8]], dtype=np.float32)
+    assert embedding.shortened(rows, 2, normalize=False).tolist() == rows[:, :2].tolist()
+    np.testing.assert_allclose(embedding.shortened(rows, 2, normalize=True), [[0.6, 0.8], [0.0, 1.0]], atol=1e-6)
+
+
 @pytest.mark.parametrize(
     ("text", "status", "words"),
     [
@@ -189,10 +195,12 @@ def test_an_answer_that_is_not_understood(answer: str, monkeypatch: pytest.Monke
 
     async def use(engine: EngineProcess) -> None:
         before = engine.pid
-        found = await asyncio.gather(engine.vectors(("silent",)), engine.vectors((answer,)), return_exceptions=True)
+        found = await asyncio.gather(
+            engine.vectors(Embed(texts=("silent",))), engine.vectors(Embed(texts=(answer,))), return_exceptions=True
+        )
         assert all(isinstance(one, EngineDied) for one in found)
         await until(lambda: engine.state == "ready" and engine.pid != before)
-        assert await engine.vectors(("fox",)) == (["AACAPw=="], 1)
+        assert await engine.vectors(Embed(texts=("fox",))) == (["AACAPw=="], 1)
 
     with_process(monkeypatch, tmp_path, use)
 
@@ -208,10 +216,10 @@ def test_who_leaves_is_told_to_the_engine(
 ) -> None:
     async def use(engine: EngineProcess) -> None:
         with pytest.raises(TimeoutError):
-            await asyncio.wait_for(engine.vectors(("silent",)), 0.1)
+            await asyncio.wait_for(engine.vectors(Embed(texts=("silent",))), 0.1)
         await until(lambda: engine.beat.waiting == 1)  # the number of the request that it was told of
         with pytest.raises(RequestRefused) as refused:
-            await engine.vectors(("failing",))
+            await engine.vectors(Embed(texts=("failing",)))
         assert refused.value.status == 500
 
     with_process(monkeypatch, tmp_path, use)

@@ -26,7 +26,7 @@ from upshift.serving.engine import RequestRefused
 from upshift.serving.load.client import Asked
 from upshift.serving.load.run import phase_of
 from upshift.serving.load.traffic import Traffic, arrivals
-from upshift.serving.messages import EngineRequest, Piece, Ready, Refused
+from upshift.serving.messages import EngineRequest, Generate, Piece, Ready, Refused
 from upshift.serving.metrics import Metrics
 from upshift.serving.pace import Pace
 from upshift.serving.prompt_cache import PromptCache
@@ -385,10 +385,10 @@ class Counted:
         self.state, self.in_flight, self.refuses, self.asked = "ready", in_flight, refuses, list[Any]()
         self.ready = Ready(task="generate", setup="", rows=4, cache_tokens=None, positions=None, resident_bytes=5, seconds={})
 
-    async def pieces(self, prompt: Any, options: dict[str, object]) -> AsyncGenerator[Piece]:
+    async def pieces(self, asked: Generate) -> AsyncGenerator[Piece]:
         if self.refuses:
             raise RequestRefused(Refused(id=1, status=self.refuses, why="no"))
-        self.asked.append(prompt)
+        self.asked.append(asked.prompt)
         yield Piece(id=1, text="yes", tokens=1, prompt_tokens=1, ending="stop")
 
 
@@ -400,7 +400,7 @@ def of_several(*engines: Any) -> Replicas:
 
 def ask_all(replicas: Replicas, prompts: Listed[Any]) -> list[str]:
     async def ask() -> list[str]:
-        return [piece.text for prompt in prompts async for piece in replicas.pieces(prompt, {})]
+        return [piece.text for prompt in prompts async for piece in replicas.pieces(Generate(prompt=prompt))]
 
     return asyncio.run(ask())
 

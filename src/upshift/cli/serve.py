@@ -67,7 +67,7 @@ def command(
 
 
 def _check() -> None:
-    for library in ("fastapi", "uvicorn", "prometheus-client"):
+    for library in ("fastapi", "uvicorn", "prometheus-client", "llguidance"):
         if installed_version(library) is None:
             raise MissingExtra(library=library, extra="serve", purpose="upshift serve")
 

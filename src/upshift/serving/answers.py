@@ -6,10 +6,11 @@ import asyncio
 import json
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
-from upshift.serving.messages import Piece
+from upshift.serving.log_probabilities import Places, of_chat, of_completion
+from upshift.serving.messages import Piece, TokenScore
 from upshift.serving.requests import ChatRequest, CompletionRequest, Usage
 
 Asked = ChatRequest | CompletionRequest
@@ -66,12 +67,18 @@ class Answer:
         self._texts: dict[int, list[str]] = {}
         self._last: dict[int, Piece] = {}
         self._tokens: dict[int, int] = {}
+        self._scores: dict[int, list[TokenScore]] = {}
+        self._places: dict[int, Places] = {}
 
     def add(self, choice: Choice) -> None:
         index, piece = choice
         self._texts.setdefault(index, []).append(piece.text)
         self._last[index] = piece
         self._tokens[index] = self._tokens.get(index, 0) + piece.tokens
+        self._scores.setdefault(index, []).extend(piece.scores)
+        places = self._places.setdefault(index, Places())
+        for score in piece.scores:
+            places.add(score)
 
     @property
     def usage(self) -> Usage:
@@ -84,7 +91,8 @@ class Answer:
         for index in sorted(self._texts):
             text = "".join(self._texts[index])
             said: dict[str, Any] = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
-            choices.append({"index": index, **said, "logprobs": None, "finish_reason": self._last[index].ending})
+            told = self._likely(index, self._scores[index])
+            choices.append({"index": index, **said, "logprobs": told, "finish_reason": self._last[index].ending})
         return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump()}
 
     def event(self, choice: Choice, *, first: bool) -> bytes:
@@ -95,7 +103,8 @@ class Answer:
             said: dict[str, Any] = {"delta": delta}
         else:
             said = {"text": piece.text}
-        one = {"index": index, **said, "logprobs": None, "finish_reason": piece.ending}
+        told = self._likely(index, piece.scores)
+        one = {"index": index, **said, "logprobs": told, "finish_reason": piece.ending}
         return _event(self._head(self._chunk) | {"choices": [one]})
 
     def end(self) -> bytes:
@@ -104,6 +113,15 @@ class Answer:
         if asked is not None and asked.include_usage:
             usage = _event(self._head(self._chunk) | {"choices": [], "usage": self.usage.model_dump()})
         return usage + b"data: [DONE]\n\n"
+
+    def _likely(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
+        """Of a choice's last tokens; None: nobody asked."""
+        if self.asked.top is None:
+            return None
+        if isinstance(self.asked, ChatRequest):
+            return of_chat(scores)
+        places = self._places[index].found
+        return of_completion(scores, places[len(places) - len(scores) :])
 
     @property
     def _chunk(self) -> str:

@@ -23,6 +23,7 @@ from starlette.routing import Route
 from upshift.errors import UpshiftError
 from upshift.serving.answers import Answer, Asked, Choice, error_event, together
 from upshift.serving.guard import Guard
+from upshift.serving.messages import Embed
 from upshift.serving.metrics import Metrics
 from upshift.serving.refusals import RESPONSES, answer_of, refusal
 from upshift.serving.replicas import Replicas
@@ -61,7 +62,7 @@ class Server:
     async def embed(self, asked: EmbeddingRequest) -> Response:
         self._check_model(asked.model, "encode")
         async with self._using(asked.model, "encode") as (engine, left), asyncio.timeout(left):
-            found = await engine.vectors(asked.texts())
+            found = await engine.vectors(Embed(texts=asked.texts(), dimensions=asked.dimensions))
         self.metrics.tokens.labels(asked.model, "prompt").inc(found.tokens)
         data = [
             {"object": "embedding", "index": index, "embedding": _encoded(row, asked.encoding_format)}
@@ -126,10 +127,7 @@ class Server:
             seed = asked.seed if asked.seed is not None else next(self.seeds)
             prompts = asked.prompts()
             self._check_count(engine, len(prompts))
-            texts = [
-                engine.pieces(prompt, asked.options(seed=(seed + index) % 2**63, most=asked.most))
-                for index, prompt in enumerate(prompts)
-            ]
+            texts = [engine.pieces(asked.of_engine(prompt, seed=(seed + index) % 2**63)) for index, prompt in enumerate(prompts)]
             timings = [timed(pieces, self.metrics, asked.model) for pieces in texts]
             async with aclosing(together(timings, left)) as choices:
                 async for choice in choices:

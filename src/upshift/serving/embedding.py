@@ -71,8 +71,6 @@ class Embedding:
         for one in asked:
             try:
                 read.append((one, self._read(one.texts)))
-            except RequestError as error:
-                said.append(Refused(id=one.id, status=400, why=str(error)))
             except Exception as error:  # of the tokenizer: of this request alone
                 said.append(Refused.failed(one.id, error))
         return said + self._answers(read)
@@ -88,9 +86,27 @@ class Embedding:
             return [value for one in asked for value in self._answers([one])]
         start = 0
         for one, all_ids in asked:
-            said += _told(one, rows[start : start + len(all_ids)], all_ids)
+            said += self._told(one, rows[start : start + len(all_ids)], all_ids)
             start += len(all_ids)
         return said
+
+    def _told(self, asked: Embed, rows: np.ndarray, all_ids: list[list[int]]) -> list[Value]:
+        """A message a text: together they may be longer than any line."""
+        finite = np.isfinite(rows).all(1)
+        if not finite.all():
+            place = int(finite.argmin())
+            why = f"input {place} has no vector of finite numbers: those of the model are too large for its precision"
+            return [Refused(id=asked.id, status=500, why=why, failure="OverflowError")]
+        if asked.dimensions is not None:
+            if asked.dimensions > rows.shape[1]:
+                why = f"dimensions is {asked.dimensions:,}, and the model gives vectors of {rows.shape[1]:,}; ask for fewer"
+                return [Refused(id=asked.id, status=400, why=why)]
+            rows = shortened(rows, asked.dimensions, normalize=self.encoder.recipe.normalize)
+        last = len(rows) - 1
+        return [
+            Vector(id=asked.id, row=base64.b64encode(row.astype("<f4").tobytes()).decode(), tokens=len(ids), last=place == last)
+            for place, (row, ids) in enumerate(zip(rows, all_ids, strict=True))
+        ]
 
     def _read(self, texts: Any) -> list[list[int]]:
         found = self.encoder.tokens.of(texts)
@@ -126,15 +142,7 @@ def _expected(request: EngineRequest) -> list[str]:
     return [" ".join(WORDS[(place + word) % len(WORDS)] for word in size) for place in range(len(WORDS))]
 
 
-def _told(asked: Embed, rows: np.ndarray, all_ids: list[list[int]]) -> list[Value]:
-    """A message a text: together they may be longer than any line."""
-    finite = np.isfinite(rows).all(1)
-    if not finite.all():
-        place = int(finite.argmin())
-        why = f"input {place} has no vector of finite numbers: those of the model are too large for its precision"
-        return [Refused(id=asked.id, status=500, why=why, failure="OverflowError")]
-    last = len(rows) - 1
-    return [
-        Vector(id=asked.id, row=base64.b64encode(row.astype("<f4").tobytes()).decode(), tokens=len(ids), last=place == last)
-        for place, (row, ids) in enumerate(zip(rows, all_ids, strict=True))
-    ]
+def shortened(rows: np.ndarray, dimensions: int, *, normalize: bool) -> np.ndarray:
+    """rows [N, D] -> [N, dimensions], of length one again where they were (Kusupati and others 2022, arXiv:2205.13147)."""
+    found = rows[:, :dimensions]
+    return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12) if normalize else found

@@ -22,7 +22,6 @@ from upshift.serving.messages import (
     Failed,
     Generate,
     Piece,
-    Prompt,
     Ready,
     Refused,
     Vector,
@@ -102,12 +101,12 @@ class EngineProcess:
         self.state, self.ready, self._runner = "asleep", None, None
         self._lose()
 
-    async def pieces(self, prompt: Prompt, options: dict[str, object]) -> AsyncGenerator[Piece]:
+    async def pieces(self, asked: Generate) -> AsyncGenerator[Piece]:
         """Who stops listening cancels it. Raises RequestRefused, or EngineDied."""
         number = next(self._numbers)
         inbox = self._listen(number)
         try:
-            await self._send(Generate(id=number, prompt=prompt, options=options))
+            await self._send(asked.changed(id=number))
             while True:
                 piece = _checked(await inbox.get())
                 assert isinstance(piece, Piece)
@@ -119,13 +118,13 @@ class EngineProcess:
         finally:
             await self._leave(number)
 
-    async def vectors(self, texts: tuple[str, ...]) -> Vectors:
+    async def vectors(self, asked: Embed) -> Vectors:
         """As ``pieces``."""
         number = next(self._numbers)
         inbox = self._listen(number)
         rows, tokens = list[str](), 0
         try:
-            await self._send(Embed(id=number, texts=texts))
+            await self._send(asked.changed(id=number))
             while True:
                 vector = _checked(await inbox.get())
                 assert isinstance(vector, Vector)

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from upshift.benchmarking.meters import resident_bytes
-from upshift.errors import RequestError
 from upshift.inference.generation.files import check_prompts, read_prompts
 from upshift.inference.generation.generator import Generator
+from upshift.inference.generation.grammar import Grammars
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import Sequence
 from upshift.loading.memory_limits import read_max_memory
-from upshift.serving.messages import Beat, Cancel, Ending, EngineRequest, Generate, Piece, Ready, Refused
+from upshift.serving.likely import Likely
+from upshift.serving.messages import Beat, Cancel, Ending, EngineRequest, Generate, Piece, Ready, Refused, TokenScore
 from upshift.serving.pace import Pace
 from upshift.serving.proof import PROOF_TOKENS, prove
 from upshift.serving.scheduler import Scheduler, Ticket
@@ -34,10 +35,11 @@ DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has 
 
 
 class Open(NamedTuple):
-    """A request that is being answered."""
+    """A request that is being answered. ``spelled``: a token's bytes."""
 
     ticket: Ticket
     stream: TextStream
+    spelled: Callable[[int], bytes]
 
 
 class NewToken(NamedTuple):
@@ -45,6 +47,7 @@ class NewToken(NamedTuple):
     token: int
     ending: str | None
     first: bool  # of its text
+    likely: Likely | None
 
     @property
     def is_awaited(self) -> bool:
@@ -60,14 +63,22 @@ def pieces(new: list[NewToken]) -> list[Piece | Refused]:
 
 
 def _piece(new: list[NewToken]) -> Piece | Refused:
-    (ticket, stream), ending = new[-1].of, new[-1].ending
+    (ticket, stream, spelled), ending = new[-1].of, new[-1].ending
     try:
         text = stream.add([one.token for one in new], last=ending is not None)
+        scores = tuple(_score(one.likely, spelled) for one in new if one.likely is not None and one.ending != "eos")
     except Exception as error:  # of the tokenizer at these tokens: the server cancels this request alone
         return Refused.failed(ticket.id, error)
     how: Ending | None = None if ending is None else "length" if ending == "length" else "stop"
     prompt = len(ticket.sequence.prompt)
-    return Piece(id=ticket.id, text=text, tokens=len(new), prompt_tokens=prompt, cached_tokens=ticket.known, ending=how)
+    return Piece(
+        id=ticket.id, text=text, tokens=len(new), prompt_tokens=prompt, cached_tokens=ticket.known, scores=scores, ending=how
+    )
+
+
+def _score(likely: Likely, spelled: Callable[[int], bytes]) -> TokenScore:
+    top = tuple(TokenScore(spelled=tuple(spelled(token)), logprob=logprob) for token, logprob in likely.top)
+    return TokenScore(spelled=tuple(spelled(likely.token)), logprob=likely.logprob, top=top)
 
 
 class Generating:
@@ -82,6 +93,8 @@ class Generating:
         self.seconds = {"reading": time.perf_counter() - start}
         self._open: dict[int, Open] = {}
         self._text = deepcopy(self.generator.prompts).text  # a tokenizer is not for two threads at once
+        ends = self.generator.options().eos_token_id
+        self._grammars = Grammars(self.generator.prompts.tokenizer, self.generator.vocabulary, ends)
 
     def prepare(self) -> Ready:
         start = time.perf_counter()
@@ -129,16 +142,14 @@ class Generating:
             return None
         try:
             sequence = self._sequence(asked)
-        except RequestError as error:
-            return Refused(id=asked.id, status=400, why=str(error))
         except Exception as error:  # of a template, a tokenizer, an option: of this request alone
             return Refused.failed(asked.id, error)
         goes_on = not isinstance(asked.prompt, str) and not _is_ids(asked.prompt)
-        ticket = Ticket(asked.id, sequence, time.perf_counter(), goes_on=goes_on)
+        ticket = Ticket(asked.id, sequence, time.perf_counter(), goes_on=goes_on, top=asked.top)
         refused = self.scheduler.add(ticket)
         if refused is None:
             stream = TextStream(self._text, sequence.options.stop_strings)
-            self._open[asked.id] = Open(ticket, stream)
+            self._open[asked.id] = Open(ticket, stream, self._grammars.spelled)
         return refused
 
     def work(self) -> list[NewToken]:
@@ -146,7 +157,8 @@ class Generating:
         found: list[NewToken] = []
         for ticket, token in self.scheduler.step():
             if (open_ := self._open.get(ticket.id)) is not None:
-                found.append(NewToken(open_, token, ticket.sequence.ending, first=len(ticket.sequence.tokens) == 1))
+                first = len(ticket.sequence.tokens) == 1
+                found.append(NewToken(open_, token, ticket.sequence.ending, first, ticket.likely))
                 if ticket.sequence.ending is not None:
                     del self._open[ticket.id]
         return found
@@ -176,7 +188,10 @@ class Generating:
             given["max_new_tokens"] = max(min(DEFAULT_ANSWER, room if room is not None else DEFAULT_ANSWER), 1)
         options: GenerationOptions = generator.options(**given)
         generator.check_positions(ids, options, "the prompt")
-        return Sequence(0, ids, options, generator.prompts.tokenizer, start=generator.start)
+        if asked.top is not None:
+            self._grammars.check()
+        grammar = None if asked.json_schema is None else self._grammars.of_json(asked.json_schema)
+        return Sequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
 
     def _expected(self) -> list[list[int]]:
         """Prompts as they are to be expected, at least as many as may run at once, cut to what it has positions for. No two

@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, TypeAdapter
 
+from upshift.errors import RequestError
 from upshift.value import Value
 
 Task = Literal["generate", "encode"]
@@ -34,18 +35,24 @@ class EngineRequest(Value):
 
 
 class Generate(Value):
-    """``options``: GenerationOptions by their names."""
+    """``options``: GenerationOptions by their names. ``json_schema``: the answer is JSON that it allows. ``top``: so many of the
+    likeliest tokens are told of beside each token that is chosen; None: nothing is told of either."""
 
     kind: Literal["generate"] = "generate"
-    id: int
+    id: int = 0  # the engine numbers them
     prompt: Prompt
     options: dict[str, Any] = {}
+    json_schema: dict[str, Any] | None = None
+    top: int | None = None
 
 
 class Embed(Value):
+    """``dimensions``: of each vector, the first ones; None: all."""
+
     kind: Literal["embed"] = "embed"
-    id: int
+    id: int = 0  # the engine numbers them
     texts: tuple[str, ...]
+    dimensions: int | None = None
 
 
 class Cancel(Value):
@@ -81,9 +88,25 @@ class Failed(Value):
     exit_code: int
 
 
+class TokenScore(Value):
+    """``logprob``: by the model's own logits, before temperature, penalties and forms. ``top``: the likeliest in its place."""
+
+    spelled: tuple[int, ...] = Field(description="its bytes, which may be a part of a character")
+    logprob: float
+    top: tuple[TokenScore, ...] = ()
+
+    @property
+    def text(self) -> str:
+        """A part of a character as OpenAI writes it: bytes:\\xe2\\x80."""
+        try:
+            return bytes(self.spelled).decode()
+        except UnicodeDecodeError:
+            return "bytes:" + "".join(f"\\x{byte:02x}" for byte in self.spelled)
+
+
 class Piece(Value):
-    """More of a text. ``tokens``: of this piece; ``cached_tokens``: of the prompt, that were not computed for it; ``ending``: it
-    is the last one."""
+    """More of a text. ``tokens``: of this piece; ``cached_tokens``: of the prompt, that were not computed for it; ``scores``: of
+    the tokens, where they were asked for, that which ends a text left out; ``ending``: it is the last one."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -91,6 +114,7 @@ class Piece(Value):
     tokens: int
     prompt_tokens: int
     cached_tokens: int = 0
+    scores: tuple[TokenScore, ...] = ()
     ending: Ending | None = None
 
 
@@ -118,6 +142,8 @@ class Refused(Value):
     @classmethod
     def failed(cls, id: int, error: Exception) -> Refused:
         """By its own doing: the others go on."""
+        if isinstance(error, RequestError):
+            return cls(id=id, status=400, why=str(error))
         name = type(error).__name__
         return cls(id=id, status=500, why=f"the engine failed at this request alone: {name}: {error}"[:MOST_WORDS], failure=name)
 

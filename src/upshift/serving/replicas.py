@@ -11,7 +11,7 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing
 
 from upshift.serving.engine import EngineProcess, RequestRefused, State, Vectors
-from upshift.serving.messages import Beat, EngineRequest, Piece, Prompt, Ready
+from upshift.serving.messages import Beat, Embed, EngineRequest, Generate, Piece, Ready
 
 ALIKE = 256  # characters, or tokens, that prompts begin with
 BUSY = 429
@@ -78,32 +78,33 @@ class Replicas:
     async def stop(self) -> None:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
-    async def pieces(self, prompt: Prompt, options: dict[str, object]) -> AsyncIterator[Piece]:
+    async def pieces(self, asked: Generate) -> AsyncIterator[Piece]:
         """As of one engine."""
+        prompt = asked.prompt
         *others, last = self._order(prompt if isinstance(prompt, str) else repr(prompt[:ALIKE]))
         for engine in others:
             try:
-                async with aclosing(engine.pieces(prompt, options)) as pieces:
+                async with aclosing(engine.pieces(asked)) as pieces:
                     async for piece in pieces:
                         yield piece
                 return
             except RequestRefused as refused:
                 if refused.status != BUSY:
                     raise
-        async with aclosing(last.pieces(prompt, options)) as pieces:
+        async with aclosing(last.pieces(asked)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def vectors(self, texts: tuple[str, ...]) -> Vectors:
+    async def vectors(self, asked: Embed) -> Vectors:
         """Likewise."""
         *others, last = self._order("")
         for engine in others:
             try:
-                return await engine.vectors(texts)
+                return await engine.vectors(asked)
             except RequestRefused as refused:
                 if refused.status != BUSY:
                     raise
-        return await last.vectors(texts)
+        return await last.vectors(asked)
 
     def _order(self, beginning: str) -> list[EngineProcess]:
         """Who is asked first. One that starts again is asked where there is no other: it says so itself."""

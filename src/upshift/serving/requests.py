@@ -10,12 +10,16 @@ from pydantic_core import PydanticCustomError
 
 from upshift.characters import half_of_pair
 from upshift.inference.generation.options import LEAST
-from upshift.serving.messages import Piece
+from upshift.serving.forms import TEXT, ResponseFormat
+from upshift.serving.messages import Generate, Piece, Prompt
 
 MOST_CHOICES, MOST_PROMPTS = 16, 256
+MOST_LIKELY = 20  # tokens that are told of in one place
+MOST_BIASED = 1024
 Role = Literal["system", "developer", "user", "assistant"]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
-TokenIds = Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1)]
+TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
 class Body(BaseModel):
@@ -49,6 +53,11 @@ class Sampled(Body):
     top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
     min_p: float | None = Field(None, ge=0, le=1, description="likewise")
     repetition_penalty: float | None = Field(None, ge=LEAST, description="likewise")
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASED)] | None = Field(
+        None, description="by token ids of the model"
+    )
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
     n: int = Field(1, ge=1, le=MOST_CHOICES)
@@ -62,16 +71,36 @@ class Sampled(Body):
             raise PydanticCustomError("too_small", f"{said:g} is too small; give 0, or {LEAST:g} to 2")
         return said
 
-    def options(self, *, seed: int, most: int | None) -> dict[str, Any]:
+    @property
+    def most(self) -> int | None:
+        """Tokens of an answer."""
+        return self.max_tokens
+
+    @property
+    def top(self) -> int | None:
+        """Of the likeliest tokens, that are told of; None: nor is the one that was chosen."""
+        return None
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        """That the answer keeps to."""
+        return None
+
+    def of_engine(self, prompt: Prompt, *, seed: int) -> Generate:
+        return Generate(prompt=prompt, options=self._options(seed), json_schema=self.json_schema, top=self.top)
+
+    def _options(self, seed: int) -> dict[str, Any]:
         """GenerationOptions, those that are asked for."""
-        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
         found: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.temperature == 0:
             found |= {"do_sample": False, "temperature": None}
         elif self.temperature is not None or self.top_p is not None:
             found["do_sample"] = True
+        if self.logit_bias:
+            found["sequence_bias"] = [((token,), bias) for token, bias in self.logit_bias.items()]
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        return found | {"seed": seed, "stop_strings": stops, "max_new_tokens": most}
+        return found | {"seed": seed, "stop_strings": stops, "max_new_tokens": self.most}
 
 
 class TextPart(BaseModel):
@@ -95,6 +124,23 @@ class Message(BaseModel):
 class ChatRequest(Sampled):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens")
+    response_format: ResponseFormat = TEXT
+    logprobs: bool | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+
+    @model_validator(mode="after")
+    def _check_top(self) -> ChatRequest:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise PydanticCustomError("not_told", "top_logprobs is told of beside log-probabilities; ask for logprobs: true, too")
+        return self
+
+    @property
+    def top(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+    @property
+    def json_schema(self) -> dict[str, Any] | None:
+        return self.response_format.schema_of_answer
 
     @property
     def most(self) -> int | None:
@@ -112,6 +158,11 @@ class CompletionRequest(Sampled):
         | Annotated[list[TokenIds], Field(min_length=1, max_length=MOST_PROMPTS)]
     )
     echo: Literal[False] = False
+    logprobs: int | None = Field(None, ge=0, le=MOST_LIKELY)
+
+    @property
+    def top(self) -> int | None:
+        return self.logprobs
 
     @property
     def most(self) -> int | None:
@@ -131,6 +182,7 @@ class CompletionRequest(Sampled):
 class EmbeddingRequest(Body):
     input: str | Annotated[list[str], Field(min_length=1, max_length=2048)]
     encoding_format: Literal["float", "base64"] = "float"
+    dimensions: int | None = Field(None, ge=1, description="the first ones alone, for models that are trained for it")
 
     def texts(self) -> tuple[str, ...]:
         return (self.input,) if isinstance(self.input, str) else tuple(self.input)

@@ -15,6 +15,7 @@ from upshift.inference.generation.decode import advance, join, next_token
 from upshift.inference.generation.engines.decoder import Decoder, Prefix
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.sequence import Sequence
+from upshift.serving.likely import Likely
 from upshift.serving.messages import Refused
 from upshift.serving.pace import Pace
 from upshift.serving.prompt_cache import PromptCache
@@ -26,17 +27,20 @@ UNLIMITED_TOKENS = 65_536  # of earlier prompts, where nothing says how much mem
 
 @dataclass(eq=False)
 class Ticket:
-    """A request. ``goes_on``: a conversation, whose next prompt begins as this one and its answer. ``expected``: seconds to its
-    first token when it was admitted, the factor left out. ``known``: tokens of its prompt that are not computed for it. ``keep``:
-    its keys and values are worth it."""
+    """A request. ``goes_on``: a conversation, whose next prompt begins as this one and its answer. ``top``: likeliest tokens that
+    are told of; None: no score is. ``expected``: seconds to its first token when it was admitted, the factor left out.
+    ``known``: tokens of its prompt that are not computed for it. ``keep``: its keys and values are worth it. ``likely``: of its
+    last token."""
 
     id: int
     sequence: Sequence
     came: float
     goes_on: bool = False
+    top: int | None = None
     expected: float = 0.0
     known: int = 0
     keep: bool = False
+    likely: Likely | None = None
 
     @property
     def tokens(self) -> int:
@@ -130,6 +134,7 @@ class Scheduler:
         for ticket, row, likeliest in zip(told, logits, logits.argmax(1).tolist(), strict=True):
             try:
                 token = next_token(row, likeliest, ticket.sequence)
+                ticket.likely = None if ticket.top is None else Likely.of(row, token, ticket.top)
                 ticket.sequence.add(token)
             except Exception as error:  # its own options, or what became of its row: the others go on
                 self.failed.append((ticket, error))

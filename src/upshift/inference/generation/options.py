@@ -15,6 +15,8 @@ from upshift.value import Value
 ONLY_ASKED = ("prompt_lookup_num_tokens",)  # changes speed alone, and one engine has it
 LEAST = 1e-6  # of what logits are divided by, which files of models say for 0: less gives numbers that fp32 does not have
 TOKENS = ("bad_words_ids", "suppress_tokens", "forced_bos_token_id", "forced_eos_token_id", "eos_token_id")
+Words = Annotated[tuple[int, ...], Field(min_length=1)]
+Bias = tuple[Words, float]
 
 
 class GenerationOptions(Value):
@@ -31,8 +33,11 @@ class GenerationOptions(Value):
     epsilon_cutoff: float = Field(0.0, ge=0, lt=1)
     eta_cutoff: float = Field(0.0, ge=0, lt=1)
     repetition_penalty: float = Field(1.0, ge=LEAST)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)  # OpenAI's, as the next one
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    sequence_bias: tuple[Bias, ...] = ()  # of tokens, or of the last one of several, behind the others
     no_repeat_ngram_size: int = Field(0, ge=0)
-    bad_words_ids: tuple[Annotated[tuple[int, ...], Field(min_length=1)], ...] = ()
+    bad_words_ids: tuple[Words, ...] = ()
     suppress_tokens: tuple[int, ...] = ()
     forced_bos_token_id: int | None = None
     forced_eos_token_id: int | None = None
@@ -49,8 +54,9 @@ def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOpt
 
 def check_tokens(options: GenerationOptions, given: Mapping[str, Any], vocabulary: int) -> None:
     """Raises RequestError for tokens that the model does not have; files of models may name such ends. ``given``: by the user."""
-    for name in TOKENS:
-        wrong = [token for token in _tokens(getattr(options, name)) if not 0 <= token < vocabulary]
+    biased = tuple(words for words, _ in options.sequence_bias)
+    for name, said in (("sequence_bias", biased), *((name, getattr(options, name)) for name in TOKENS)):
+        wrong = [token for token in _tokens(said) if not 0 <= token < vocabulary]
         if wrong and (name in given or name != "eos_token_id"):
             raise RequestError(f"{name} has {wrong[0]}, which is no token of the model; give some of 0 to {vocabulary - 1:,}")
     if options.bad_words_ids and {*options.bad_words_ids} <= {(end,) for end in options.eos_token_id}:

@@ -9,7 +9,9 @@ import torch
 from transformers import LogitsProcessorList
 from transformers.generation import logits_process as process
 
+from upshift.inference.generation.grammar import Grammar
 from upshift.inference.generation.options import GenerationOptions
+from upshift.inference.generation.penalties import SaidPenalty
 
 Ending = Literal["eos", "stop", "length"]
 STOP_TOKENS = 8  # beside the bytes of the longest stop string, a token each at most: tokens are decoded with some before them
@@ -17,17 +19,24 @@ STOP_TOKENS = 8  # beside the bytes of the longest stop string, a token each at 
 
 class Sequence:
     """``place``: of the prompt in the order that it came in. ``tokenizer``: to look for stop strings in the text. ``start``: what
-    a decoder beside an encoder begins with; None: the text goes on from the prompt."""
+    a decoder beside an encoder begins with; None: the text goes on from the prompt. ``grammar``: that the text keeps to."""
 
     def __init__(
-        self, place: int, prompt: list[int], options: GenerationOptions, tokenizer: Any, *, start: int | None = None
+        self,
+        place: int,
+        prompt: list[int],
+        options: GenerationOptions,
+        tokenizer: Any,
+        *,
+        start: int | None = None,
+        grammar: Grammar | None = None,
     ) -> None:
         self.place, self.prompt, self.options = place, prompt, options
         self._before = prompt if start is None else [start]
         self.tokens: list[int] = []
         self.computed = 0  # tokens of the prompt, of an engine that mixes
         self.ending: Ending | None = None
-        self._tokenizer = tokenizer
+        self._tokenizer, self._grammar = tokenizer, grammar
         self._processors = processors(options, len(self._before))
         self._generator = _generator(options.seed, place) if options.do_sample else None
         self._stop_tokens = max((len(stop.encode()) for stop in options.stop_strings), default=0) + STOP_TOKENS
@@ -35,7 +44,7 @@ class Sequence:
     @property
     def plain(self) -> bool:
         """Its next token is the likeliest one."""
-        return not self._processors and self._generator is None
+        return not self._processors and self._generator is None and self._grammar is None
 
     @property
     def left(self) -> int:
@@ -49,10 +58,12 @@ class Sequence:
 
     def choose(self, logits: np.ndarray) -> int:
         """logits [V] fp32 -> the next token."""
+        if self._grammar is not None:
+            logits = self._grammar.allowed(logits)
         ids: Any = torch.tensor([self._before + self.tokens])
         scores: torch.Tensor = self._processors(ids, torch.from_numpy(logits[None].copy()))
         if self._generator is None:
-            return int(scores.argmax())
+            return int(scores.argmax() if scores.max().isfinite() else logits.argmax())
         shares = scores.softmax(-1)
         if not shares.isfinite().all():  # nothing is left to draw from, or a number is beyond fp32
             return int(logits.argmax())
@@ -62,10 +73,13 @@ class Sequence:
         self.tokens.append(token)
         if token in self.options.eos_token_id:
             self.ending = "eos"
-        elif self.options.stop_strings and self._stops():
+        elif self._grammar_ends(token) or (self.options.stop_strings and self._stops()):
             self.ending = "stop"
         elif len(self.tokens) >= self.options.max_new_tokens:
             self.ending = "length"
+
+    def _grammar_ends(self, token: int) -> bool:
+        return self._grammar is not None and self._grammar.ends_with(token)
 
     def _stops(self) -> bool:
         tail = self._tokenizer.decode(self.tokens[-self._stop_tokens :])
@@ -80,8 +94,12 @@ def _generator(seed: int, place: int) -> torch.Generator:
 def processors(options: GenerationOptions, prompt_length: int) -> LogitsProcessorList:
     """In transformers' own order (GenerationMixin._get_logits_processor and, for sampling, its warpers)."""
     found = LogitsProcessorList()
+    if options.sequence_bias:
+        found.append(process.SequenceBiasLogitsProcessor([[list(words), bias] for words, bias in options.sequence_bias]))
     if options.repetition_penalty != 1.0:
         found.append(process.RepetitionPenaltyLogitsProcessor(options.repetition_penalty))
+    if options.frequency_penalty or options.presence_penalty:
+        found.append(SaidPenalty(options.frequency_penalty, options.presence_penalty, prompt_length))
     if options.no_repeat_ngram_size:
         found.append(process.NoRepeatNGramLogitsProcessor(options.no_repeat_ngram_size))
     if options.bad_words_ids:

@@ -1,0 +1,91 @@
+"""Texts that keep to a form: before each token those that would break it are excluded (llguidance, which knows for every state of
+the grammar which tokens may follow; Moskal, Musuvathi and others, github.com/guidance-ai/llguidance)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from upshift.errors import RequestError
+
+# Between the parts of a JSON value. Without an end to it, small models write spaces for ever.
+WHITESPACE = r"[ \n]{0,16}"
+
+
+class Grammars:
+    """Of one model's tokens. ``vocabulary``: of its logits; ``ends``: tokens that end its texts."""
+
+    def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
+        self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
+
+    def of_json(self, schema: Mapping[str, Any]) -> Grammar:
+        """Values that the schema allows; {"type": "object"}: all objects. Raises RequestError for a schema that is none, or says
+        what is not supported."""
+        import llguidance
+
+        try:
+            said = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), {"whitespace_pattern": WHITESPACE})
+        except ValueError as error:
+            raise RequestError(f"the JSON schema is not possible ({error}); give one that is") from None
+        return Grammar(self._matcher(said), self._ends)
+
+    def check(self) -> None:
+        """Raises RequestError where its tokens are not to be told apart."""
+        _ = self.tokens
+
+    def spelled(self, token: int) -> bytes:
+        """What a token adds to a text, which may be a part of a character; nothing where a model has more tokens than words."""
+        found: bytes = self.tokens.decode_bytes([token]) if token < len(self._tokenizer) else b""
+        return found
+
+    @cached_property
+    def tokens(self) -> Any:
+        """Takes a second for 100,000 tokens."""
+        import llguidance.hf
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self._tokenizer, PreTrainedTokenizerFast):
+            kind = type(self._tokenizer).__name__
+            raise RequestError(f"forms and log-probabilities want a tokenizer.json; this model has a {kind}: ask without them")
+        return llguidance.hf.from_tokenizer(self._tokenizer, n_vocab=self._vocabulary, eos_token=self._ends or None)
+
+    def _matcher(self, grammar: str) -> Any:
+        import llguidance
+
+        found = llguidance.LLMatcher(self.tokens, grammar, log_level=0)
+        if found.is_error():
+            raise RequestError(f"the JSON schema is not possible ({_first_line(found)}); leave that out of it")
+        return found
+
+
+class Grammar:
+    """Where a text stands in its form. ``ends``: tokens that end it, which some models have words among."""
+
+    def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
+        self._matcher, self._ends = matcher, list(ends)
+
+    def allowed(self, logits: np.ndarray) -> np.ndarray:
+        """logits [V] -> logits [V], those of tokens that would break the form are -inf. Raises RequestError where all would."""
+        bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
+        may = np.zeros(len(logits), dtype=bool)
+        may[: len(bits)] = bits[: len(logits)]
+        may[self._ends] &= self._matcher.is_accepting()
+        if not may.any():
+            raise RequestError("the form cannot go on with any of the model's tokens; ask for another one")
+        found: np.ndarray = np.where(may, logits, -np.inf).astype(logits.dtype)
+        return found
+
+    def ends_with(self, token: int) -> bool:
+        """Take a token -> whether nothing can follow it. Raises RuntimeError where the form does not allow it."""
+        if not self._matcher.consume_token(token):
+            raise RuntimeError(f"token {token} does not keep to the form of the answer: {_first_line(self._matcher)}")
+        return bool(self._matcher.is_stopped())
+
+
+def _first_line(matcher: Any) -> str:
+    """Of what went wrong: a dump of its states follows."""
+    said: str = matcher.get_error()
+    return said.partition("\n")[0]

@@ -1,0 +1,20 @@
+"""What a text has said already is said less often: OpenAI's two penalties, which transformers does not have."""
+
+from __future__ import annotations
+
+import torch
+from transformers import LogitsProcessor
+
+
+class SaidPenalty(LogitsProcessor):
+    """Less for every token of the answer so far: ``frequency`` for each time that it came, ``presence`` once (OpenAI, "Frequency
+    and presence penalties"). ``prompt_length``: tokens before the answer, which do not count."""
+
+    def __init__(self, frequency: float, presence: float, prompt_length: int) -> None:
+        self._frequency, self._presence, self._before = frequency, presence, prompt_length
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """input_ids [1, T], scores [1, V] -> scores [1, V]."""
+        counts = torch.bincount(input_ids[0, self._before :], minlength=scores.shape[-1])
+        found: torch.FloatTensor = scores - self._frequency * counts - self._presence * (counts > 0)
+        return found
