@@ -56,6 +56,13 @@ def chat(server: Running, **asked: Any) -> httpx2.Response:
     return server.post("/v1/chat/completions", body)
 
 
+def nested(depth: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {"type": "integer"}
+    for _ in range(depth):
+        schema = {"type": "array", "items": schema}
+    return schema
+
+
 def of_schema(schema: Any) -> dict[str, Any]:
     return {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
 
@@ -105,6 +112,8 @@ def test_openais_client_reads_it_as_a_class(server: Running) -> None:
         (of_schema({"$ref": "#/$defs/missing"}), "the JSON schema is not possible"),
         (of_schema({"type": "string", "pattern": "(["}), "the JSON schema is not possible"),
         (of_schema({"$ref": "#"}), "the form cannot go on with any"),
+        (of_schema(nested(300)), "the JSON schema is not possible"),
+        (of_schema({"anyOf": [{"properties": {f"{one}": {}, f"{one}x": {}}} for one in range(2000)]}), "the form is too large"),
         (of_schema([]), "response_format.json_schema.json_schema.schema"),
         ({"type": "xml"}, "response_format"),
     ],

@@ -82,7 +82,7 @@ class Sampled(Body):
         return None
 
     @property
-    def json_schema(self) -> dict[str, Any] | None:
+    def json_schema(self) -> str | None:
         """That the answer keeps to."""
         return None
 
@@ -139,8 +139,9 @@ class ChatRequest(Sampled):
         return (self.top_logprobs or 0) if self.logprobs else None
 
     @property
-    def json_schema(self) -> dict[str, Any] | None:
-        return self.response_format.schema_of_answer
+    def json_schema(self) -> str | None:
+        schema = self.response_format.schema_of_answer
+        return None if schema is None else json.dumps(schema)
 
     @property
     def most(self) -> int | None:

@@ -3,7 +3,7 @@ the grammar which tokens may follow; Moskal, Musuvathi and others, github.com/gu
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 from typing import Any
 
@@ -21,13 +21,13 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
 
-    def of_json(self, schema: Mapping[str, Any]) -> Grammar:
-        """Values that the schema allows; {"type": "object"}: all objects. Raises RequestError for a schema that is none, or says
-        what is not supported."""
+    def of_json(self, schema: str) -> Grammar:
+        """Values that a JSON schema allows; {"type": "object"}: all objects. Raises RequestError for a schema that is none, or
+        says what is not supported."""
         import llguidance
 
         try:
-            said = llguidance.LLMatcher.grammar_from_json_schema(dict(schema), {"whitespace_pattern": WHITESPACE})
+            said = llguidance.LLMatcher.grammar_from_json_schema(schema, {"whitespace_pattern": WHITESPACE})
         except ValueError as error:
             raise RequestError(f"the JSON schema is not possible ({error}); give one that is") from None
         return Grammar(self._matcher(said), self._ends)
@@ -79,9 +79,9 @@ class Grammar:
         return found
 
     def ends_with(self, token: int) -> bool:
-        """Take a token -> whether nothing can follow it. Raises RuntimeError where the form does not allow it."""
+        """Take a token that is allowed -> whether nothing can follow it. Raises RequestError where the form is too large."""
         if not self._matcher.consume_token(token):
-            raise RuntimeError(f"token {token} does not keep to the form of the answer: {_first_line(self._matcher)}")
+            raise RequestError(f"the form is too large to be held to ({_first_line(self._matcher)}); ask for a simpler one")
         return bool(self._matcher.is_stopped())
 
 
