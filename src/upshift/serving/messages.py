@@ -35,9 +35,9 @@ class EngineRequest(Value):
 
 
 class Generate(Value):
-    """``options``: GenerationOptions by their names. ``json_schema``: the answer is JSON that it allows; a text, as pydantic reads
-    no more than 200 levels. ``top``: so many of the likeliest tokens are told of beside each token that is chosen; None: nothing
-    is told of either."""
+    """``options``: GenerationOptions by their names. ``json_schema``: the answer is JSON that it allows; a text, as pydantic
+    reads no more than 200 levels. ``top``: so many of the likeliest tokens are told of beside each token that is chosen; None:
+    nothing is told of either."""
 
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
