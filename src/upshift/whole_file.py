@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 
@@ -21,3 +23,14 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+@contextmanager
+def alone(path: Path) -> Iterator[None]:
+    """Whoever makes the same waits until this is done, in another process, too. The folder must exist. Raises OSError."""
+    import fcntl  # not on every system
+
+    with path.with_name(f"{path.name}.lock").open("wb") as lock:
+        with suppress(OSError):  # a network file system without locks
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        yield

@@ -6,9 +6,11 @@ import json
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +19,12 @@ from transformers import LlamaConfig
 
 from upshift.models.source import find_model
 from upshift.planning.plan import Plan
+from upshift.settings import Ranks
 from upshift.training.arguments import Arguments
 from upshift.training.data.tokenizer import train_byte_level_bpe
+from upshift.training.job import meeting
 from upshift.training.job.job import Job, prepare_data, run_job
+from upshift.training.job.launched import run_launched
 
 LENGTH, STEPS, LIMIT = 16, 24, 400
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -102,6 +107,27 @@ def test_mpirun_starts_ranks(batch: int, home: Path, tmp_path: Path) -> None:
     )  # fmt: skip
     assert ended.returncode == 0, ended.stderr
     assert json.loads(ended.stdout)["plan"]["num_processes"] == (2 if batch == 4 else 1)
+
+
+def test_a_rank_waits_for_a_run_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that the global batch leaves nothing to, longer than ranks wait for a plan."""
+    monkeypatch.setattr(meeting, "SECONDS_TO_PLAN", 0.5)
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = int(probe.getsockname()[1])
+    first, second = (Ranks(rank=rank, size=2, local_rank=rank, address="127.0.0.1", port=port) for rank in (0, 1))
+    plan = Plan(
+        device="cpu", host="", model="", sequence_length=LENGTH, per_device_train_batch_size=1, gradient_accumulation_steps=1
+    )
+    job = Job(model_reference="", plan=plan, arguments=Arguments(max_steps=1), data="", global_batch=1, output="")
+    with ThreadPoolExecutor(1) as threads:
+        waiting = threads.submit(run_launched, second, make_job=lambda *_: pytest.fail(), global_batch=1, on_event=print)
+        store = meeting.meet(first)
+        store.set("local/0", "0")
+        store.set("job", job.to_json())
+        time.sleep(1.5)
+        store.set("done", "")
+        assert waiting.result(timeout=60) is None
 
 
 def test_wrong_requests_are_said_once(home: Path, tmp_path: Path) -> None:

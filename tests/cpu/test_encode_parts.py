@@ -88,6 +88,20 @@ def test_a_sentence_transformers_directory_says_how_to_pool(tmp_path: Path) -> N
     source = sentence_transformers_directory(tmp_path, {"pooling_mode_cls_token": True}, "Normalize")
     recipe = read_recipe(source)
     assert (recipe.pooling, recipe.normalize, recipe.max_length) == ("cls", True, 77)
+    for pooling, name in (({"pooling_mode": "lasttoken"}, "last"), ({"pooling_mode": ["max"]}, "max"), ({}, "mean")):
+        (tmp_path / "1_Pooling" / "config.json").write_text(json.dumps(pooling))
+        assert read_recipe(source).pooling == name
+
+
+def test_a_default_prompt_is_said_by_its_name(tmp_path: Path) -> None:
+    source = sentence_transformers_directory(tmp_path, {"pooling_mode": "mean", "include_prompt": False})
+    said = {"prompts": {"query": "query: "}, "default_prompt_name": None}
+    (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said))
+    assert read_recipe(source).prompt == ""
+    for name, message in (("query", "leaves the tokens of the prompt 'query: ' out"), ("document", "has no prompt 'document'")):
+        (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(said | {"default_prompt_name": name}))
+        with pytest.raises(RequestError, match=message):
+            read_recipe(source)
 
 
 @pytest.mark.parametrize(
@@ -95,6 +109,7 @@ def test_a_sentence_transformers_directory_says_how_to_pool(tmp_path: Path) -> N
     [
         ({"pooling_mode_weightedmean_tokens": True}, [], "weightedmean"),
         ({"pooling_mode_mean_tokens": True, "pooling_mode_max_tokens": True}, [], "mean, max"),
+        ({"pooling_mode": ["mean", "lasttoken"]}, [], "mean, lasttoken"), ({"pooling_mode": "weightedmean"}, [], "weightedmean"),
         ({"pooling_mode_mean_tokens": True}, ["Dense"], "Dense module"),
     ],
 )
@@ -132,6 +147,7 @@ def test_token_rows_go_on_where_they_stopped(tmp_path: Path, name: str) -> None:
     first.add(TOKENS[:1])
     with (tmp_path / f"{name}.partial").open("a") as file:
         file.write('{"token": ["of a block that was not')
+    first.close()
     again = TokenRows(tmp_path / name, 3, "a setup", ("O", "X"))
     assert again.done == 1 and not (tmp_path / name).exists()
     again.add(TOKENS[1:])
@@ -158,6 +174,7 @@ def test_rows_go_on_where_they_stopped(tmp_path: Path) -> None:
     output = tmp_path / "rows.npy"
     first = Rows(output, 5, "a setup")
     first.add(np.ones((2, 3), dtype=np.float32))
+    first.close()
     again = Rows(output, 5, "a setup")
     assert again.done == 2 and not output.exists()
     again.add(np.full((3, 3), 2.0, dtype=np.float32))

@@ -6,8 +6,11 @@ import errno
 import json
 import os
 import resource
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +36,12 @@ from upshift.models.source import find_model
 
 SMALL = {"vocab_size": 260, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 48}
 TEXTS = ["one", "two words", "", "three of them", "x"]
+MODULES = [("", "Transformer"), ("1_Pooling", "Pooling")]
+MAKERS = {  # what makes an engine's files
+    "openvino": "upshift.inference.openvino_model:_save",
+    "onnxruntime": "upshift.inference.encoding.engines.onnxruntime_engine:_export",
+    "ctranslate2": "upshift.inference.encoding.engines.ctranslate2_engine:_convert",
+}
 
 
 def save(folder: Path, model: Any, **tokens: str) -> str:
@@ -85,6 +94,39 @@ def test_an_encoder_decoder_gives_its_encoders_states(tmp_path: Path, kind: str)
     assert np.abs(found - np.stack(expected)).max() < 1e-5
 
 
+@pytest.mark.usefixtures("no_race")
+@pytest.mark.parametrize(
+    ("said", "tokenizer", "read"),
+    [
+        ({"sentence_bert_config.json": {"max_seq_length": 60, "do_lower_case": True}}, {}, str.lower),
+        (
+            {"config_sentence_transformers.json": {"prompts": {"q": "Query: "}, "default_prompt_name": "q"}}, {},
+            lambda text: f"Query: {text}",
+        ),
+        ({"sentence_roberta_config.json": {"max_seq_length": 5}}, {}, lambda text: text[:5]),
+        ({"sentence_bert_config.json": {"max_seq_length": 9}}, {"model_max_length": 5}, lambda text: text[:9]),
+        ({"sentence_bert_config.json": {"max_seq_length": 5}}, {"truncation_side": "left"}, lambda text: text[-5:]),
+    ],
+    ids=["lower case", "prompt", "first years", "longer than the tokenizer's", "left"],
+)  # fmt: skip
+def test_texts_are_read_as_sentence_transformers_does(tmp_path: Path, said: Any, tokenizer: Any, read: Any) -> None:
+    torch.manual_seed(0)
+    model = transformers.BertModel(transformers.BertConfig(**SMALL, initializer_range=0.3)).eval()
+    directory = save(tmp_path / "model", model, pad_token="!", **tokenizer)
+    files = {
+        "modules.json": [{"path": path, "type": f"sentence_transformers.models.{kind}"} for path, kind in MODULES],
+        "1_Pooling/config.json": {"pooling_mode_mean_tokens": True}, **said,
+    }  # fmt: skip
+    (tmp_path / "model" / "1_Pooling").mkdir()
+    for name, content in files.items():
+        (tmp_path / "model" / name).write_text(json.dumps(content))
+    texts = ["Upper and lower", "The Same"]
+    ids = transformers.AutoTokenizer.from_pretrained(directory)([read(text) for text in texts], truncation=False).input_ids
+    with torch.inference_mode():
+        expected = [model(torch.tensor([row]))[0][0].mean(0).numpy() for row in ids]
+    assert np.abs(upshift.Encoder(directory).encode(texts) - np.stack(expected)).max() < 1e-5
+
+
 @contextmanager
 def files_of_at_most(size: int) -> Iterator[None]:
     """As on a full disk."""
@@ -120,7 +162,44 @@ def test_answers_on_a_full_disk(tmp_path: Path) -> None:
     answers.add([{"text": "one"}])
     with files_of_at_most(1000), pytest.raises(JobFailed, match=r"its first 1 rows are safe in .*partial, and the same command"):
         answers.add([{"text": "a" * 2000}])
+    answers.close()
     assert UnfinishedLines(tmp_path / "answers.jsonl", 9, "this").done == 1
+
+
+def test_an_output_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
+    """Two of the same command wrote their lines among each other's."""
+    first = UnfinishedLines(tmp_path / "answers.jsonl", 2, "this")
+    with pytest.raises(RequestError, match=r"answers.jsonl is being written by another process; wait for it"):
+        UnfinishedLines(tmp_path / "answers.jsonl", 2, "this")
+    first.close()
+    assert not list(tmp_path.iterdir())
+    second = UnfinishedLines(tmp_path / "answers.jsonl", 2, "this")
+    second.add([{"text": "one"}, {"text": "two"}])
+    second.finish()
+    assert [file.name for file in tmp_path.iterdir()] == ["answers.jsonl"]
+
+
+@pytest.mark.parametrize(("engine", "maker"), MAKERS.items())
+def test_two_processes_fill_one_cache(model: str, engine: Any, maker: str, monkeypatch: Any, tmp_path: Path) -> None:
+    """As two threads here: each file is made once, by who comes first, and the other finds it whole."""
+    if not engines.is_installed(engine):
+        pytest.skip(f"{engine} is not installed")
+    monkeypatch.setenv("UPSHIFT_CACHE", str(tmp_path))
+    module, name = maker.split(":")
+    make, made = getattr(import_module(module), name), list[str]()
+
+    def slowly(*given: Any) -> Any:
+        made.append(engine)
+        time.sleep(0.3)  # as long as the other takes to come as far
+        return make(*given)
+
+    monkeypatch.setattr(f"{module}.{name}", slowly)
+    source = find_model(model)
+    recipe, setup = read_recipe(source), EngineSetup(engine=engine, precision="fp32", threads=1, batch=64)
+    ids = [[1, 2, 3], [4, 5, 6, 7]]
+    with ThreadPoolExecutor(2) as pool:
+        rows = list(pool.map(lambda _: Encoding(source, recipe, setup, ids, pad=0).rows(ids), range(2)))
+    assert made == [engine] and np.array_equal(*rows)
 
 
 @pytest.mark.skipif(not Path("/proc/self").exists(), reason="needs a folder that nobody writes to")
@@ -155,7 +234,8 @@ def test_lines_that_no_tokenizer_takes(tmp_path: Path, line: str) -> None:
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     torch.manual_seed(0)
-    return save(tmp_path_factory.mktemp("model"), transformers.BertModel(transformers.BertConfig(**SMALL)), pad_token="<pad>")
+    model = transformers.BertModel(transformers.BertConfig(**SMALL))
+    return save(tmp_path_factory.mktemp("model"), model, pad_token="<pad>", unk_token="!")
 
 
 @pytest.mark.parametrize(

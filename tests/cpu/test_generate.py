@@ -497,6 +497,7 @@ def test_answers_go_on_where_a_run_was_stopped(tmp_path: Path) -> None:
     answers.add([{"text": "one"}])
     with (tmp_path / "answers.jsonl.partial").open("a") as file:
         file.write('{"text": "of a block that was not no')
+    answers.close()
     with pytest.raises(RequestError, match="another input, model or setup"):
         UnfinishedLines(output, 3, "that")
     again = UnfinishedLines(output, 3, "this")

@@ -11,20 +11,20 @@ import numpy as np
 import pytest
 import torch
 from command import Command
-from test_generate import CONFIGS, SMALL, save
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig
+from test_generate import CONFIGS, SEQ2SEQ, SMALL, ids_of, save
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, GPT2Config, LlamaConfig
 
 import upshift
 from upshift.errors import NothingFits, RequestError
 from upshift.inference.contestant import Contest
 from upshift.inference.generation import generator as generator_module
 from upshift.inference.generation.files import check_files, read_prompts
-from upshift.inference.generation.options import GenerationOptions, read_options
+from upshift.inference.generation.options import GenerationOptions, read_options, unused
 from upshift.inference.generation.prompts import Prompts
 from upshift.inference.generation.sequence import Sequence
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.unfinished_lines import UnfinishedLines
-from upshift.inference.weights import find_weights
+from upshift.inference.weights import find_weights, needed_memory, weights_size
 
 FEW = ("--engine", "torch", "--max-new-tokens", 4)
 
@@ -110,6 +110,39 @@ def test_what_a_file_says_of_sampling_counts_where_it_samples(tmp_path: Path) ->
     (tmp_path / "generation_config.json").write_text("[]")
     with pytest.raises(RequestError, match="is no JSON object; save the model again, or remove it"):
         read_options(source, {})
+
+
+@pytest.mark.parametrize("place", ["generation_config.json", "config.json"])
+def test_a_model_says_how_long_a_text_may_be(tmp_path: Path, place: str) -> None:
+    """Of an encoder-decoder with the token that it starts with; older models have no file but config.json for that."""
+    model = save(tmp_path, SEQ2SEQ["bart, absolute positions"], AutoModelForSeq2SeqLM)
+    (tmp_path / "generation_config.json").unlink()
+    more = {
+        "max_length": 20, "no_repeat_ngram_size": 2, "forced_eos_token_id": 7, "decoder_start_token_id": 2, "num_beams": 1,
+        "repetition_penalty": 1.7,
+    }  # fmt: skip
+    before = json.loads((tmp_path / "config.json").read_text()) if place == "config.json" else {}
+    (tmp_path / place).write_text(json.dumps(before | more))
+    reference = AutoModelForSeq2SeqLM.from_pretrained(model).eval()
+    prompts = ["one", "two x"]
+    expected = [reference.generate(torch.tensor([ids]), pad_token_id=0)[0, 1:].tolist() for ids in ids_of(prompts, model)]
+    generator = upshift.Generator(model, engine="torch")
+    assert [one.tokens for one in generator.generate(prompts)] == expected and len(expected[0]) == 19
+    assert generator.options(max_new_tokens=9).max_new_tokens == 9 and unused(generator.source) == {}
+
+
+def test_a_length_with_its_prompt_is_told(tmp_path: Path) -> None:
+    source = find_weights(save(tmp_path, CONFIGS["llama"], max_length=99))
+    assert unused(source) == {"max_length": 99} and unused(source, {"max_new_tokens": 5}) == {}
+
+
+def test_only_weights_that_transformers_loads_are_counted(model: str, tmp_path: Path) -> None:
+    """Mistral's folders have all of them once more, in a form of their own."""
+    files = [Path(model) / "config.json", Path(model) / "model.safetensors"]
+    for name, file in (("config.json", files[0]), ("model.safetensors", files[1]), ("consolidated.safetensors", files[1])):
+        (tmp_path / name).write_bytes(file.read_bytes())
+    one, other = find_weights(model), find_weights(str(tmp_path))
+    assert weights_size(one) == weights_size(other) and needed_memory(one, "fp32") == needed_memory(other, "fp32")
 
 
 def test_two_streams_of_one_generator(generator: upshift.Generator) -> None:

@@ -77,7 +77,9 @@ def test_a_killed_copy_comes_back_and_no_loss_changes(home: Path, tmp_path: Path
     assert murderer.steps == [*range(1, len(murderer.steps) + 1)] and len(murderer.steps) >= murderer.back + 20
     checkpoint = newest_checkpoint(tmp_path / "healed")
     assert checkpoint is not None
-    healed = SavedState.read(checkpoint).train.loss_curve
+    state = SavedState.read(checkpoint).train
+    assert Plan.model_validate(state.plan).num_processes == 2, "what goes on from it would plan anew"
+    healed = state.loss_curve
     undisturbed = run(home, tmp_path / "undisturbed", len(healed), fixed=ONE_EACH).details["loss_curve"]
     assert len(healed) >= len(murderer.steps) and healed == pytest.approx([loss for _, loss in undisturbed], rel=1e-5)
 
@@ -89,7 +91,9 @@ def test_copies_end_together(home: Path, tmp_path: Path) -> None:  # noqa: F811
     began: list[float] = []
     late = ThreadPoolExecutor(1).submit(hold_back, 1)
     watcher = Watcher(event=lambda event: began.append(time.monotonic()))
-    healed = run(home, tmp_path / "healed", 6, watcher=watcher, **request).details
+    record = run(home, tmp_path / "healed", 6, watcher=watcher, **request)
+    assert (record.plan["num_processes"], record.plan["gradient_accumulation_steps"]) == (2, 3)
+    healed = record.details
     assert began[0] > late.result(), "one went ahead of the other"
     alone = run(home, tmp_path / "alone", 6, fixed=ONE_EACH).details
     assert [loss for _, loss in healed["loss_curve"]] == pytest.approx([loss for _, loss in alone["loss_curve"]], rel=1e-5)

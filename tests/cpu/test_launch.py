@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 
 from upshift.errors import JobFailed
-from upshift.launching import hosts, kubernetes, mpi, slurm
+from upshift.launching import hosts, kubernetes, mpi, slurm, torchrun
 from upshift.launching.request import Launch
 
 RANKS = Path(__file__).parent / "launching_ranks"
@@ -71,6 +71,19 @@ def test_a_rank_that_dies_is_started_again(launch: Callable[..., Launch], tmp_pa
 def test_a_failed_host_is_named(launch: Callable[..., Launch]) -> None:
     with pytest.raises(JobFailed, match=r"localhost \(exit code 1\)"):
         hosts.run(launch("--fail", hosts=("localhost",), nproc=2, max_restarts=0))
+
+
+def test_ranks_here_end_when_the_terminal_is_closed(launch: Callable[..., Launch], tmp_path: Path) -> None:
+    check_that_they_end(launch("--wait", hosts=("localhost",), nproc=1), tmp_path, signal.SIGHUP)
+
+
+def test_ranks_have_the_time_to_save_that_we_say(
+    launch: Callable[..., Launch], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torchrun, "SECONDS_TO_SAVE", 1)
+    start = time.monotonic()
+    check_that_they_end(launch("--deaf", hosts=("localhost",), nproc=1), tmp_path, signal.SIGINT)
+    assert time.monotonic() - start < 30  # torchrun's own patience
 
 
 @pytest.fixture(params=["stand-in", "sshd"])
@@ -128,16 +141,21 @@ def test_two_hosts_by_ssh(ssh: None, launch: Callable[..., Launch], tmp_path: Pa
 
 
 def test_a_host_ends_what_it_started_when_its_ssh_is_gone(ssh: None, launch: Callable[..., Launch], tmp_path: Path) -> None:
-    request = launch("--wait", hosts=("127.0.0.2",), nproc=1)
+    check_that_they_end(launch("--wait", hosts=("127.0.0.2",), nproc=1), tmp_path, signal.SIGINT)
+
+
+def check_that_they_end(request: Launch, folder: Path, number: signal.Signals) -> None:
+    """Ranks, once the process that launched them has got the signal."""
     child = os.fork()
     if child == 0:
         try:
+            signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup ignores it
             hosts.run(request)
         finally:
             os._exit(0)
-    started = tmp_path / "started-0"
+    started = folder / "started-0"
     wait_for(lambda: started.exists() and started.read_text() != "")
-    os.kill(child, signal.SIGINT)
+    os.kill(child, number)
     os.waitpid(child, 0)
     worker = int(started.read_text())
     wait_for(lambda: not Path(f"/proc/{worker}").exists())

@@ -25,6 +25,13 @@ SHARED: dict[str, dict[str, Any]] = {
     "tensor": TENSOR,
     "bert, whole copies": {"kind": "bert"} | MEANS,
     "bert, fsdp": {"kind": "bert", "arguments": MEANS["arguments"] | {"fsdp": True}},
+    "own step": {"step": "by hand"},
+    "own step, fsdp": {"step": "by hand", "arguments": {"fsdp": "full_shard"}},
+    "two passes": {"step": "twice", "arguments": {"max_steps": 2}},
+    "two passes, fsdp": {"step": "twice", "arguments": {"max_steps": 2, "fsdp": "full_shard"}},
+    "own step and a plan": {"step": "by hand", "refused": True} | TENSOR,
+    "unlabelled": {"unlabelled": True, "layout": {}, "arguments": {"max_steps": 3}},
+    "unlabelled, overlapping": {"unlabelled": True, "overlaps": True, "layout": {}, "arguments": {"max_steps": 3}},
     "one runs out of memory": {"fails": True, "arguments": {"fsdp": True, "max_steps": 4}},
     "adapter": {"adapter": True, "refused": True} | TENSOR,
     "stages": {"layout": {"pipeline_parallel": 2}, "refused": True},
@@ -32,6 +39,9 @@ SHARED: dict[str, dict[str, Any]] = {
     "processes": {"fixed": ["num_processes=2"], "refused": True},
     "wrapping": {"arguments": {"fsdp": True, "fsdp_config": {"cpu_offload": True}}, "refused": True},
 }
+OTHERWISE = (  # trained otherwise than one process does
+    "one runs out of memory", "two passes", "two passes, fsdp", "unlabelled", "unlabelled, overlapping",
+)  # fmt: skip
 AFTERWARDS = {  # of checkpoints that other numbers of ranks wrote, in another layout
     "alone from fsdp": (1, "fsdp", {}),
     "alone from tensor": (1, "tensor", {}),
@@ -70,7 +80,7 @@ def difference(one: list[float], other: list[float]) -> float:
     return max(abs(a - b) for a, b in zip(one, other, strict=True))
 
 
-@pytest.mark.parametrize("name", [name for name in SHARED if "refused" not in SHARED[name] and "fails" not in SHARED[name]])
+@pytest.mark.parametrize("name", [name for name in SHARED if name not in OTHERWISE and "refused" not in SHARED[name]])
 def test_ranks_train_and_predict_as_one_process_does(name: str, found: dict[str, Any]) -> None:
     got, one = found[name], found["bert" if name.startswith("bert") else "llama"]
     assert difference(got["losses"], one["losses"]) < 1e-5
@@ -80,6 +90,17 @@ def test_ranks_train_and_predict_as_one_process_does(name: str, found: dict[str,
     assert got["predicted"] == got["other"]["predicted"], "all ranks are given all predictions"
     assert (got["steps"], got["zero"]) == (20, True)
     assert (got["other"]["steps"], got["other"]["zero"]) == (20, False)
+
+
+@pytest.mark.parametrize("name", ["two passes", "two passes, fsdp"])
+def test_a_step_of_two_passes_has_twice_the_gradient(name: str, found: dict[str, Any]) -> None:
+    assert abs(found[name]["norms"][0] - 2 * found["llama"]["norms"][0]) < 1e-4
+    assert found[name]["predicted"] == found[name]["other"]["predicted"]
+
+
+def test_a_rank_whose_rows_have_no_label_takes_part(found: dict[str, Any]) -> None:
+    one, other = found["unlabelled"], found["unlabelled, overlapping"]
+    assert one["losses"] == other["losses"] and one["norms"] == other["norms"] and one["steps"] == 3
 
 
 def test_the_layout_is_the_one_asked_for(found: dict[str, Any]) -> None:
@@ -116,6 +137,7 @@ def test_all_ranks_halve_together_when_one_runs_out_of_memory(found: dict[str, A
         ("tokens", ("sequence_parallel", "leave it out")),
         ("processes", ("num_processes=2", "torchrun")),
         ("wrapping", ("fsdp_config", "cpu_offload")),
+        ("own step and a plan", ("own training_step", "leave out plan")),
     ],
 )
 def test_what_it_cannot_do_is_refused_before_the_first_step(name: str, words: tuple[str, ...], found: dict[str, Any]) -> None:

@@ -17,6 +17,7 @@ from upshift.errors import RequestError
 from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.settings import read_ranks
+from upshift.training.trainer import step_of_ranks
 
 WIDTHS = {"vocab_size": 96, "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
 BERT = WIDTHS | dict.fromkeys(("hidden_dropout_prob", "attention_probs_dropout_prob"), 0.0)
@@ -78,6 +79,30 @@ def run_out_once(model: Any) -> None:
     model.model.layers[-1].register_forward_hook(refuse)
 
 
+def by_hand(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """A training_step that goes backward itself."""
+    model.train()
+    loss = self.compute_loss(model, self._prepare_inputs(inputs), num_items_in_batch=num_items_in_batch)
+    self.accelerator.backward(loss)
+    return loss.detach()
+
+
+def twice(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
+    """One that goes backward twice, and looks at the gradients in between."""
+    loss = super(type(self), self).training_step(model, inputs, num_items_in_batch)
+    assert all(bool(parameter.grad.any()) for parameter in self.model.parameters())
+    super(type(self), self).training_step(model, inputs, num_items_in_batch)
+    return loss
+
+
+def without_labels(rows: list[dict[str, Any]]) -> dict[str, torch.Tensor]:
+    found = collate(rows)
+    return found | {"labels": torch.full_like(found["labels"], -100)}
+
+
+STEPS = {"by hand": by_hand, "twice": twice}
+
+
 def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
     kind = case.get("kind", "llama")
     if case.get("refused"):
@@ -101,11 +126,14 @@ def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
         model = get_peft_model(model, LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=False))
     if case.get("fails") and ranks is not None and ranks.rank == 1:
         run_out_once(model)
+    bare = case.get("unlabelled") and ranks is not None and ranks.rank == 1
     seen = Seen()
-    trainer = upshift.Trainer(
+    own = {"training_step": STEPS[case["step"]]} if "step" in case else {}
+    trainer = type("Own", (upshift.Trainer,), own)(
         model=model, args=arguments, train_dataset=data_of(kind, 64), eval_dataset=data_of(kind, 16, equal=True),
-        data_collator=collate, callbacks=[seen], plan=plan, fixed=tuple(case.get("fixed", ())),
+        data_collator=without_labels if bare else collate, callbacks=[seen], plan=plan, fixed=tuple(case.get("fixed", ())),
     )  # fmt: skip
+    step_of_ranks.overlaps = lambda plan: bool(case.get("overlaps"))  # as on GPUs
     trainer.train(resume_from_checkpoint=case.get("resume"))
     history = [entry for entry in trainer.state.log_history if "loss" in entry]
     predicted = trainer.predict(data_of(kind, 13, equal=True))

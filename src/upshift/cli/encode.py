@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -76,12 +77,12 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
     else:
         rows, encode = Rows(output, total, made), encoder.encode
     before = rows.done
-    with show.bar("Encoding") as update:
+    with closing(rows), show.bar("Encoding") as update:
         update(before, total)
         for block in blocks(read_texts(texts), size=rows.block, skip=before):
             rows.add(encode(block))
             update(rows.done, total)
-    rows.finish()
+        rows.finish()
     return rows.done - before
 
 
@@ -92,7 +93,8 @@ def _said(recipe: Any) -> str:
     if recipe.output == "token scores":
         return f"A row: tokens of a text, where each starts and ends, its likeliest label and that score (by {recipe.said_by})"
     normal = ", normalized" if recipe.normalize else ""
-    return f"A row: {recipe.pooling} pooling{normal} (by {recipe.said_by})"
+    prompt = f", of the prompt {recipe.prompt!r} and the text" if recipe.prompt else ""
+    return f"A row: {recipe.pooling} pooling{normal}{prompt} (by {recipe.said_by})"
 
 
 def race_table(race: Any) -> Table:

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -86,7 +87,7 @@ def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: 
     limits = read_max_memory(races["max_memory"])
     with show.step("Reading the model"):
         generator = Generator(model, **{**races, "max_memory": limits}, chat=chat, on_run=teller("tokens/s"))
-    for name, value in unused(generator.source).items():
+    for name, value in unused(generator.source, given).items():
         dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
     return generator, generator.options(**given)
 
@@ -146,16 +147,16 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
     chosen = generator.race.chosen
     setup = chosen.changed(batch=1)  # however many at once, the texts are the same
     made = made_of(prompts, generator.source, setup.to_json(), options.to_json(), repr(generator.prompts.chat))
-    answers = UnfinishedLines(output, total, made)
-    before, tokens, start = answers.done, 0, time.perf_counter()
-    with show.bar("Generating") as update:
+    before, tokens, start = 0, 0, time.perf_counter()
+    with closing(UnfinishedLines(output, total, made)) as answers, show.bar("Generating") as update:
+        before = answers.done
         update(before, total)
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
             found = generator.complete(block, options, first=answers.done)
             tokens += sum(len(one.tokens) for one in found)
             answers.add({**_said(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True))
             update(answers.done, total)
-    answers.finish()
+        answers.finish()
     seconds = time.perf_counter() - start
     if as_json:
         race = generator.race.model_dump(mode="json")

@@ -6,6 +6,7 @@ import json
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def run(
         source = generator.model.source
         texts = Prompts(source, chat=chat)
     read = generator.options(**options)
-    for name, value in unused_options(XlaGeneration, source).items():
+    for name, value in unused_options(XlaGeneration, source, options).items():
         dim(f"generation_config.json says {name}={value!r}, which is not done here", show.err)
     start = time.perf_counter()
     if prompt is not None:
@@ -73,15 +74,14 @@ def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any
 
     total, tokens = sum(1 for _ in read_prompts(prompts)), 0
     made = made_of(prompts, generator.model.source, "xla", repr(texts.chat), options.to_json())
-    answers = UnfinishedLines(output, total, made)
-    with show.bar("Generating") as update:
+    with closing(UnfinishedLines(output, total, made)) as answers, show.bar("Generating") as update:
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
             found = _answers(generator, texts, block, options, first=answers.done)
             tokens += sum(one["tokens"] for one in found)
             said = ({"prompt": one} if isinstance(one, str) else {"messages": one} for one in block)
             answers.add({**prompt, **answer} for prompt, answer in zip(said, found, strict=True))
             update(answers.done, total)
-    answers.finish()
+        answers.finish()
     return total, tokens
 
 

@@ -24,7 +24,13 @@ FILES = {  # what is written where --output says nothing, and what submits it
     "mpi": (None, "bash {}"),
     "hosts": (None, "bash {}"),
 }
-ONLY = {"image": "kubernetes", "node_selector": "kubernetes", "kind": "kubernetes", "partition": "slurm", "hours": "slurm"}
+USED_BY = {  # options that not all use
+    "image": ("kubernetes",), "node_selector": ("kubernetes",), "kind": ("kubernetes",),
+    "partition": ("slurm",), "hours": ("slurm",), "memory": ("slurm", "kubernetes"),
+    "cpus": ("slurm", "kubernetes", "mpi", "ray"), "port": ("hosts", "slurm", "mpi"),
+    "name": ("hosts", "slurm", "kubernetes", "ray"), "max_restarts": ("hosts", "slurm", "kubernetes", "ray"),
+}  # fmt: skip
+OF_FIXED_SIZE = ("mpi", "ray")
 IMAGE_PYTHON = "python"  # of a container
 
 Train = Annotated[list[str] | None, typer.Argument(metavar="-- train MODEL ...", help="the command of the ranks")]
@@ -66,9 +72,9 @@ def command(
     """Start `upshift train` on several hosts, or write the job file that does; everything after -- is the ranks' command."""
     chosen = {"slurm": slurm_, "kubernetes": kubernetes_, "mpi": mpi_, "ray": ray_}
     how = _how([key for key, is_chosen in chosen.items() if is_chosen], hosts_)
-    _check_used(how, given_options(context))
     named = tuple(hosts_.split(",")) if hosts_ is not None else ()
-    lowest, highest = _range(nodes, named)
+    _check_used(how, given_options(context), named)
+    lowest, highest = _range(nodes, named, how)
     in_image = how == "kubernetes"
     launch = Launch(
         train=tuple(train or ()), name=name, hosts=named, min_nodes=lowest, max_nodes=highest, nproc=nproc, cpus=cpus,
@@ -105,19 +111,26 @@ def _how(chosen: list[str], named: str | None) -> str:
     return chosen[0] if chosen else "hosts"
 
 
-def _check_used(how: str, given: Mapping[str, str]) -> None:
-    unused = next((name for name in ONLY if name in given and ONLY[name] != how), None)
+def _check_used(how: str, given: Mapping[str, str], named: tuple[str, ...]) -> None:
+    unused = next((name for name in USED_BY if name in given and how not in USED_BY[name]), None)
     if unused is not None:
-        raise RequestError(f"{given[unused]} is of --{ONLY[unused]}, and --{how} does not use it; leave it out")
+        users = ", ".join(f"--{name}" for name in USED_BY[unused])
+        raise RequestError(f"{given[unused]} is of {users}, and --{how} does not use it; leave it out")
+    if "port" in given and how == "hosts" and named == ("localhost",):
+        raise RequestError("--port is where several hosts meet, and localhost is one; leave it out")
 
 
-def _range(nodes: str | None, named: tuple[str, ...]) -> tuple[int, int]:
+def _range(nodes: str | None, named: tuple[str, ...], how: str) -> tuple[int, int]:
     if nodes is None:
         return max(len(named), 1), max(len(named), 1)
     if not re.fullmatch(r"[0-9]+(:[0-9]+)?", nodes):
         raise RequestError(f"--nodes {nodes!r} is not a number of hosts; give N, or MIN:MAX")
     lowest, _, highest = nodes.partition(":")
     found = int(lowest), int(highest or lowest)
+    if how == "mpi" and not named:
+        raise RequestError(f"--nodes {nodes} of --mpi are not named; use --hosts a,b for them, or leave it out to run here")
+    if how in OF_FIXED_SIZE and found[0] != found[1]:
+        raise RequestError(f"--{how} starts a fixed number of hosts, not {nodes}; use --nodes {found[1]}")
     if named and found[1] != len(named):
         raise RequestError(f"--nodes {nodes} is not the {len(named)} of --hosts; give --nodes MIN:{len(named)}, or leave it out")
     return found

@@ -8,13 +8,17 @@ from typing import Any
 
 from upshift.inference.openvino_core import core, signal_stack_kept
 from upshift.settings import without_telemetry
+from upshift.whole_file import alone
 
 
 def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any] | None) -> None:
     """``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of it without torch."""
     core()  # before those of nncf
+    if path.is_file():
+        return
     plain = path.with_name("fp32.xml")
-    with without_telemetry(), signal_stack_kept():
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with alone(plain), without_telemetry(), signal_stack_kept():
         if not plain.is_file():
             _save(export(), plain)
         if rounded is not None and not path.is_file():
@@ -38,7 +42,6 @@ def _save(model: Any, path: Path) -> None:
     """Put in place whole: ``path`` is the .xml, and is there only when its .bin is."""
     import openvino
 
-    path.parent.mkdir(parents=True, exist_ok=True)
     temporary = path.with_name(f"writing-{path.name}")
     openvino.save_model(model, temporary, compress_to_fp16=False)
     temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))

@@ -29,7 +29,7 @@ from upshift.inference.unfinished import check_folder
 from upshift.inference.weights import engine_folder, find_weights, weights_size
 from upshift.models.source import ModelSource
 from upshift.value import Value
-from upshift.whole_file import write_whole
+from upshift.whole_file import alone, write_whole
 
 Bits = Literal[4, 8]
 SAMPLE_TEXTS = 256  # of a file
@@ -142,11 +142,13 @@ def _write_openvino(source: ModelSource, rounding: Rounding, fitted: list[list[i
     """Made beside the fp32 export, which races keep."""
     for part in rounding.parts:
         made = engine_folder(rounding.task, source, "openvino") / part.folder / f"int{bits}-written.xml"
-        made.unlink(missing_ok=True)  # of other texts
-        make(made, part.export, partial(_rounded, part, bits, fitted))
-        for suffix in (".xml", ".bin"):
-            shutil.copy(made.with_suffix(suffix), (folder / part.file).with_suffix(suffix))
-            made.with_suffix(suffix).unlink()
+        made.parent.mkdir(parents=True, exist_ok=True)
+        with alone(made):
+            made.unlink(missing_ok=True)  # of other texts
+            make(made, part.export, partial(_rounded, part, bits, fitted))
+            for suffix in (".xml", ".bin"):
+                shutil.copy(made.with_suffix(suffix), (folder / part.file).with_suffix(suffix))
+                made.with_suffix(suffix).unlink()
     _copy_beside(source, folder)
     return len(fitted) if bits in rounding.fitted else 0
 

@@ -11,7 +11,7 @@ from tempfile import TemporaryFile
 from upshift.errors import JobFailed, RequestError
 from upshift.inference.tokenizer import tokenizer_files
 from upshift.inference.weights import files_identity, weights_identity
-from upshift.loading.output_folder import FULL
+from upshift.loading.output_folder import FULL, lock
 from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.whole_file import write_whole
@@ -32,7 +32,8 @@ def made_of(given: Path, source: ModelSource, *by: str) -> str:
 
 
 class Unfinished:
-    """``made_of``: says which input and setup the output belongs to. ``partial``: where it is written until it is whole."""
+    """``made_of``: says which input and setup the output belongs to. ``partial``: where it is written until it is whole, by one
+    process until it is closed. Raises RequestError where another process writes it."""
 
     def __init__(self, output: Path, total: int, made_of: str) -> None:
         self.output, self.total = output, total
@@ -40,13 +41,23 @@ class Unfinished:
         self._made_of = hashlib.sha256(made_of.encode()).hexdigest()[:16]
         self._said = output.with_name(f"{output.name}.progress.json")
         self._safe = 0
+        with self.writing():
+            self._claimed = self.partial.open("ab")
+        lock(self._claimed.fileno(), output)
+
+    def close(self) -> None:
+        """So that another process may go on with it."""
+        if not self._claimed.closed and self.partial.is_file() and not self.partial.stat().st_size:
+            self.partial.unlink()
+        self._claimed.close()
 
     def noted(self) -> int:
         """Rows of an earlier run. Raises RequestError where they are of something else."""
-        if not (self.partial.is_file() and self._said.is_file()):
+        if not (self._said.is_file() and self.partial.is_file() and self.partial.stat().st_size):
             return 0
         progress = Progress.from_file(self._said)
         if (progress.made_of, progress.total) != (self._made_of, self.total):
+            self.close()
             raise RequestError(
                 f"{self.partial} is the unfinished output of another input, model or setup; "
                 f"finish that run, or remove it and {self._said.name}"
@@ -74,8 +85,10 @@ class Unfinished:
     def finish(self, whole: Path | None = None) -> None:
         """Put the whole output in place, and remove what stood beside it. ``whole``: where it is, if not in ``partial``."""
         (whole or self.partial).replace(self.output)
-        self.partial.unlink(missing_ok=True)
+        if whole is not None:
+            self.partial.unlink(missing_ok=True)
         self._said.unlink(missing_ok=True)
+        self._claimed.close()
 
 
 def check_output(output: Path, suffixes: tuple[str, ...], given: Path, *, overwrite: bool) -> None:

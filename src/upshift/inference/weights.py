@@ -12,6 +12,7 @@ from upshift.hardware import detect
 from upshift.hardware.spec import Host
 from upshift.inference.engines import check_engine
 from upshift.inference.setup import EngineName, Precision, Task
+from upshift.loading.checkpoint import INDEX, WEIGHTS, inside, read_index
 from upshift.loading.header import read_header
 from upshift.models.source import ModelSource, fetch_weights, find_model
 from upshift.settings import read_settings
@@ -57,11 +58,16 @@ def check_asked(task: Task, source: ModelSource, engine: str | None, host: Host)
 
 
 def weight_files(source: ModelSource) -> list[Path]:
-    """Those of transformers, else that of OpenVINO."""
-    if source.directory is None:
+    """Those that transformers loads, whatever lies beside them, else that of OpenVINO."""
+    folder = source.directory
+    if folder is None:
         return []
-    exported = [(source.directory / name).with_suffix(".bin") for name in (OPENVINO_FILE, *OPENVINO_PARTS)]
-    return sorted(source.directory.glob("*.safetensors")) or [path for path in exported if path.is_file()]
+    if (folder / WEIGHTS).is_file():
+        return [folder / WEIGHTS]
+    if (folder / INDEX).is_file():
+        return [inside(folder, name) for name in read_index(folder / INDEX)]
+    exported = [(folder / name).with_suffix(".bin") for name in (OPENVINO_FILE, *OPENVINO_PARTS)]
+    return [path for path in exported if path.is_file()]
 
 
 def weights_size(source: ModelSource) -> int:

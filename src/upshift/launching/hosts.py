@@ -14,20 +14,19 @@ import time
 from contextlib import suppress
 
 from upshift.errors import Interrupted, JobFailed, RequestError
-from upshift.launching.request import GOES_ON, Launch
-from upshift.launching.torchrun import of_host
+from upshift.launching.request import GOES_ON, LOOPBACK, Launch
+from upshift.launching.torchrun import SECONDS_TO_SAVE, of_host
 
 SSH = ("ssh", "-o", "BatchMode=yes", "-o", "ConnectTimeout=15", "-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=4")
-# A host notices that its ssh is gone by the end of its standard input, and then ends what it started. The braces make its shell
-# read all of the script first, from the same input.
+# A host notices that its ssh, or this process, is gone by the end of its standard input, and then ends what it started. The
+# braces make its shell read all of the script first, from the same input.
 WITH_LIFELINE = "{{\nexec 3<&0 </dev/null\n{{ cat <&3 >/dev/null 2>&1; kill -TERM 0; }} &\n{script}}}\n"
-SECONDS_TO_SAVE = 120.0  # between being asked to stop, and being ended
-SECONDS_TO_FOLLOW = 60.0  # for the others, once a host has failed and too few are left
+SECONDS_TO_STOP = SECONDS_TO_SAVE + 10.0  # torchrun's own end, after its ranks
 POLL_SECONDS = 0.2
 
 
 def is_here(host: str) -> bool:
-    return host in {"localhost", "127.0.0.1", "::1", socket.gethostname()}
+    return host in LOOPBACK or host == socket.gethostname()
 
 
 def as_script(launch: Launch) -> str:
@@ -51,23 +50,22 @@ def run(launch: Launch) -> None:
             running[host] = _start(host, of_host(launch, number))
         _wait(launch, running)
     except KeyboardInterrupt:
-        _stop(running, SECONDS_TO_SAVE)
+        _stop(running, SECONDS_TO_STOP)
         raise Interrupted(f"interrupted on all hosts; {GOES_ON}") from None
     finally:
         _stop(running, 0.0)
 
 
 def _start(host: str, script: str) -> subprocess.Popen[bytes]:
-    arguments = ["bash", "-c", script] if is_here(host) else [*SSH, host, "bash -s"]
+    arguments = ["bash", "-s"] if is_here(host) else [*SSH, host, "bash -s"]
     try:  # a session of its own: Ctrl-C comes here alone, and is passed on once
         process = subprocess.Popen(arguments, stdin=subprocess.PIPE, start_new_session=True)
     except FileNotFoundError:
         raise RequestError(f"--hosts needs {arguments[0]}, which is not here; install it, or use --hosts localhost") from None
     assert process.stdin is not None
-    if not is_here(host):
-        with suppress(OSError):  # ssh is gone already: its exit code says so
-            process.stdin.write(WITH_LIFELINE.format(script=script).encode())
-            process.stdin.flush()
+    with suppress(OSError):  # it is gone already: its exit code says so
+        process.stdin.write(WITH_LIFELINE.format(script=script).encode())
+        process.stdin.flush()
     return process
 
 
@@ -81,7 +79,7 @@ def _wait(launch: Launch, running: dict[str, subprocess.Popen[bytes]]) -> None:
             if code:
                 failed[host] = code
         if ended and failed and len(launch.hosts) - len(failed) < launch.min_nodes:
-            _stop(running, SECONDS_TO_FOLLOW)
+            _stop(running, SECONDS_TO_STOP)
             running.clear()
     if len(launch.hosts) - len(failed) < launch.min_nodes:
         said = ", ".join(f"{host} (exit code {code}{_meaning(host, code)})" for host, code in failed.items())
@@ -94,21 +92,15 @@ def _meaning(host: str, code: int) -> str:
 
 def _stop(running: dict[str, subprocess.Popen[bytes]], seconds: float) -> None:
     """Asks, waits, ends."""
-    for host, process in running.items():
-        if process.stdin is not None:
-            with suppress(OSError):
-                process.stdin.close()  # the lifeline of those elsewhere
-        if is_here(host):
-            _signal(process, signal.SIGTERM)
+    for process in running.values():
+        assert process.stdin is not None
+        with suppress(OSError):
+            process.stdin.close()  # the lifeline
     until = time.monotonic() + seconds
     for process in running.values():
         with suppress(subprocess.TimeoutExpired):
             process.wait(max(until - time.monotonic(), 0.0))
         if process.poll() is None:
-            _signal(process, signal.SIGKILL)
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-
-
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, number)

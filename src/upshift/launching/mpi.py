@@ -12,8 +12,7 @@ import tempfile
 from pathlib import Path
 
 from upshift.errors import JobFailed, RequestError
-from upshift.launching.request import GOES_ON, Launch
-from upshift.launching.torchrun import address
+from upshift.launching.request import GOES_ON, Launch, address
 
 
 def mpi_script(launch: Launch) -> str:

@@ -15,6 +15,7 @@ from upshift.value import Value
 MAX_RESTARTS = 8  # of all ranks together; one killed worker can use two, when a peer connects to the world that just ended
 RENDEZVOUS_PORT = 29400  # torchrun's own default
 GOES_ON = "the same command goes on from the newest checkpoint"
+LOOPBACK = {"localhost", "127.0.0.1", "::1"}
 _NAME = re.compile(r"[a-z0-9]([-a-z0-9]{0,38}[a-z0-9])?")  # of Kubernetes objects, with room for what is appended to it
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _MEMORY = re.compile(r"[1-9][0-9]*[KMGT]i")
@@ -58,8 +59,9 @@ class Launch(Value):
         if twice or "" in self.hosts:
             what = f"names {twice[0]} twice" if twice else "has an empty name"
             raise RequestError(f"--hosts {','.join(self.hosts)} {what}; name each host once, and its ranks with --nproc")
-        if len(self.hosts) > 1 and "localhost" in self.hosts:
-            raise RequestError("--hosts: other hosts cannot reach localhost; name this machine by the address that they know")
+        own = [host for host in self.hosts if address(host) in LOOPBACK]
+        if len(self.hosts) > 1 and own:
+            raise RequestError(f"--hosts: other hosts cannot reach {own[0]}; name this machine by the address that they know")
         for host in self.hosts:
             if host.startswith("-") or re.search(r"\s", host):
                 raise RequestError(f"--hosts: {host!r} is not the name of a host; give names or addresses, as ssh takes them")
@@ -86,6 +88,11 @@ class Launch(Value):
         """Of a rank, less the interpreter. Whatever is started again goes on from the newest checkpoint."""
         resume = () if "--resume" in self.train else ("--resume",)
         return ("-m", "upshift.cli.main", *self.train, *resume)
+
+
+def address(host: str) -> str:
+    """A host without the user that ssh is told."""
+    return host.rpartition("@")[2]
 
 
 def here() -> str:

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import shlex
 
-from upshift.launching.request import Launch
+from upshift.launching.request import Launch, address
 
 COUNT_GPUS = "ls /dev/nvidia[0-9]* 2>/dev/null | wc -l"
+SECONDS_TO_SAVE = 120  # of ranks that are asked to stop, until torchrun ends them; its own default is 30
 COUNT_NUMA_NODES = "lscpu --parse=NODE | grep -v '^#' | sort -u | wc -l"
 
 
@@ -30,7 +31,8 @@ def set_environment(launch: Launch) -> list[str]:
     # Else one store serves every round: ranks that start again may find addresses of those that died in it (gloo: connection
     # refused), and a host that comes back waits for an address that torchrun's first round alone was told (torch 2.13).
     anew = "export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1"
-    return [threads, anew, *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment)]
+    patience = f"export TORCH_ELASTIC_SHUTDOWN_TIMEOUT={SECONDS_TO_SAVE}  # seconds to save in, once asked to stop"
+    return [threads, anew, patience, *(f"export {name}={shlex.quote(value)}" for name, value in launch.environment)]
 
 
 def torchrun(launch: Launch, *flags: str, ranks: str = '"$ranks"', python: str | None = None) -> str:
@@ -56,8 +58,3 @@ def of_host(launch: Launch, number: int) -> str:
     flags = ("--standalone",) if launch.hosts == ("localhost",) else meeting
     start = [f"cd {shlex.quote(launch.folder)}"] if launch.folder else []
     return "\n".join([*start, *count_ranks(launch), *set_environment(launch), f"exec {torchrun(launch, *flags)}"]) + "\n"
-
-
-def address(host: str) -> str:
-    """A host without the user that ssh is told."""
-    return host.rpartition("@")[2]

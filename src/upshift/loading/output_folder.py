@@ -46,7 +46,7 @@ class OutputFolder:
         """Reads the manifest, or begins one. Raises RequestError where the folder is not for this request."""
         descriptor = self._opened()
         try:
-            _lock(descriptor, self.path)
+            lock(descriptor, self.path)
             self._read(request, made_of)
             yield
             os.fsync(descriptor)
@@ -147,10 +147,10 @@ class OutputFolder:
         return f"{whole} of {num_shards} files of weights in it are whole, and the same command goes on from there"
 
 
-def _lock(descriptor: int, path: Path) -> None:
+def lock(descriptor: int, path: Path) -> None:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise RequestError(f"--output {path} is being written by another process; wait for it, or give another folder") from None
+        raise RequestError(f"--output {path} is being written by another process; wait for it, or give another one") from None
     except OSError:
         return  # a network file system without locks

@@ -14,7 +14,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
 from upshift.errors import JobFailed, RequestError
@@ -22,6 +22,7 @@ from upshift.loading.checkpoint import INDEX, PICKLED_INDEX, PICKLED_WEIGHTS, ch
 from upshift.loading.header import read_header
 from upshift.settings import read_settings
 from upshift.units import format_bytes
+from upshift.whole_file import alone
 
 PROCESS = "upshift.loading.pickled_process"
 
@@ -99,16 +100,13 @@ def _identity(files: dict[Path, set[str] | None]) -> str:
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
     """Another process that rewrites the same waits until this one has."""
-    import fcntl
-
-    try:
-        place.parent.mkdir(parents=True, exist_ok=True)
-        opened = place.with_name(f"{place.name}.lock").open("wb")
-    except OSError as error:
-        raise RequestError(
-            f"pickled weights are rewritten into {place.parent}, which cannot be used: {error.strerror}; set UPSHIFT_CACHE to a "
-            "folder that can be written"
-        ) from None
-    with opened as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+    with ExitStack() as stack:
+        try:
+            place.parent.mkdir(parents=True, exist_ok=True)
+            stack.enter_context(alone(place))
+        except OSError as error:
+            raise RequestError(
+                f"pickled weights are rewritten into {place.parent}, which cannot be used: {error.strerror}; set UPSHIFT_CACHE "
+                "to a folder that can be written"
+            ) from None
         yield

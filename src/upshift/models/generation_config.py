@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -14,8 +14,8 @@ from upshift.value import Value, first_problem
 
 CONFIG = "generation_config.json"
 ELSEWHERE = {  # names of transformers' GenerationConfig that do not say how text is chosen
-    "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "max_length", "transformers_version",
-    "use_cache", "cache_implementation",
+    "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "use_cache",
+    "cache_implementation",
 }  # fmt: skip
 ONE = ("num_beams", "num_return_sequences")  # that ask for nothing where they are 1
 SEVERAL = ("eos_token_id", "stop_strings", "suppress_tokens", "forced_eos_token_id")  # transformers takes one for a list of one
@@ -30,10 +30,12 @@ def merge_options(
 ) -> Options:
     """``only_asked``: names that count where the user says them, and not in the file.
     Raises RequestError for a name or a value that is not possible, with what is."""
-    said = _config(source) or {"eos_token_id": source.config.get("eos_token_id")}  # as transformers does, without that file
+    said = _said(source)
     asked = {name: value for name, value in given.items() if value is not None}
     ours = kind.model_fields.keys() - {*only_asked}
     known = {name: value for name, value in said.items() if name in ours and value is not None}
+    if _length(said) and _decodes_beside(source):
+        known.setdefault("max_new_tokens", said["max_length"] - 1)  # behind the token that it starts with
     sampling = any(name in asked for name in WARPERS)
     if not (sampling or (known | asked).get("do_sample")):  # what the file says of it beside is not used
         known = {name: value for name, value in known.items() if name not in WARPERS or _is_possible(kind, name, value)}
@@ -57,11 +59,13 @@ def _is_possible(kind: type[Value], name: str, value: Any) -> bool:
     return True
 
 
-def unused_options(kind: type[Value], source: ModelSource) -> dict[str, Any]:
-    """What generation_config.json asks for and ``kind`` has no name for."""
-    known = {*kind.model_fields, *ELSEWHERE}
-    said = {name: value for name, value in _config(source).items() if name not in known and value not in (None, False)}
-    return {name: value for name, value in said.items() if name not in ONE or value != 1}
+def unused_options(kind: type[Value], source: ModelSource, given: Collection[str]) -> dict[str, Any]:
+    """What generation_config.json asks for and ``kind`` has no name for. ``given``: names that the user says something of."""
+    known, said = {*kind.model_fields, *ELSEWHERE}, _said(source)
+    if "max_new_tokens" in {*given, *said} or (_length(said) and _decodes_beside(source)):
+        known.add("max_length")
+    found = {name: value for name, value in said.items() if name not in known and value not in (None, False)}
+    return {name: value for name, value in found.items() if name not in ONE or value != 1}
 
 
 def start_token(source: ModelSource) -> int:
@@ -76,6 +80,29 @@ def start_token(source: ModelSource) -> int:
     if start is None:
         raise RequestError(f"{source.reference!r} does not say decoder_start_token_id; put it into its generation_config.json")
     return int(start[0] if isinstance(start, list) else start)
+
+
+def _length(said: Mapping[str, Any]) -> bool:
+    """Whether there is room for a token."""
+    return isinstance(said.get("max_length"), int) and said["max_length"] > 1
+
+
+def _decodes_beside(source: ModelSource) -> bool:
+    """Beside an encoder: then a prompt takes nothing of the length of a text."""
+    from upshift.models.build import read_config
+
+    return bool(read_config(source).is_encoder_decoder)
+
+
+def _said(source: ModelSource) -> dict[str, Any]:
+    """Without that file, what config.json says under the same names, as transformers does: BART's once had no other place."""
+    found = _config(source)
+    if found:
+        return found
+    from transformers import GenerationConfig
+
+    names = GenerationConfig().to_dict().keys()
+    return {name: value for name, value in source.config.items() if name in names}
 
 
 def _config(source: ModelSource) -> dict[str, Any]:

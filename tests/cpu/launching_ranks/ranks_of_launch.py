@@ -2,6 +2,7 @@
 
 import json
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -23,8 +24,10 @@ def main() -> None:
         os._exit(9)
     if "--fail" in sys.argv and rank == size - 1:
         sys.exit("the last rank fails")
+    if "--deaf" in sys.argv:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
     (folder / f"started-{rank}").write_text(str(os.getpid()))
-    while "--wait" in sys.argv:
+    while {"--wait", "--deaf"} & {*sys.argv}:
         time.sleep(0.1)
     dist.init_process_group("gloo", rank=rank, world_size=size)
     total = torch.tensor([rank + 1.0])

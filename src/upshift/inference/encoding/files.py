@@ -78,6 +78,9 @@ class Rows:
             self._file.note(self.done + len(rows))
         self.done += len(rows)
 
+    def close(self) -> None:
+        self._file.close()
+
     def finish(self) -> None:
         """Put the whole output in place."""
         whole = self._file.partial

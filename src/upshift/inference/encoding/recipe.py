@@ -1,4 +1,5 @@
-"""How a model's directory says that its outputs become the answer: which outputs, pooling, normalization, longest text.
+"""How a model's directory says that its outputs become the answer: what is put before a text, its longest, which outputs,
+pooling, normalization.
 
 sentence-transformers directories say it in modules.json and the folders it names; classifiers of texts and of tokens by their
 architecture. A plain encoder says nothing: then the mean over its tokens is taken, unless the user asks otherwise.
@@ -17,12 +18,15 @@ from upshift.value import Value
 Output = Literal["embeddings", "class scores", "token scores"]
 Pooling = Literal["mean", "cls", "last", "max"]
 CLASSIFIERS: dict[str, Output] = {"ForSequenceClassification": "class scores", "ForTokenClassification": "token scores"}
-POOLING_FLAGS: dict[str, Pooling] = {
-    "pooling_mode_mean_tokens": "mean",
-    "pooling_mode_cls_token": "cls",
-    "pooling_mode_lasttoken": "last",
-    "pooling_mode_max_tokens": "max",
-}
+MODES: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}  # by sentence-transformers' names
+FLAGS = {  # of its files before they named the mode
+    "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max",
+    "pooling_mode_lasttoken": "lasttoken",
+}  # fmt: skip
+TRANSFORMER = tuple(  # the first that is there; the others are of its first years
+    f"sentence_{kind}_config.json" for kind in ("bert", "roberta", "distilbert", "camembert", "albert", "xlm-roberta", "xlnet")
+)
+PROMPTS = "config_sentence_transformers.json"
 
 
 class Recipe(Value):
@@ -31,6 +35,8 @@ class Recipe(Value):
     normalize: bool = False
     special: tuple[int, int] = (0, 0)  # tokens that the tokenizer puts before and behind a text: they are given no scores
     max_length: int | None = None  # tokens of a text; None: as the tokenizer and the model's positions say
+    prompt: str = ""  # put before every text
+    lower_case: bool = False  # of every text
     said_by: str  # where it was read
 
 
@@ -43,20 +49,23 @@ def read_recipe(source: ModelSource) -> Recipe:
     if source.directory is None or not (source.directory / "modules.json").is_file():
         return Recipe(output="embeddings", said_by="default: the model's files say nothing")
     pooling: Pooling = "mean"
-    normalize = False
+    normalize, prompt = False, _prompt(source.directory)
     for module in _read(source.directory / "modules.json"):
         kind = module["type"].rsplit(".", 1)[-1]
         if kind == "Pooling":
-            pooling = _pooling(source.directory / module["path"] / "config.json")
+            pooling = _pooling(source.directory / module["path"] / "config.json", prompt)
         elif kind == "Normalize":
             normalize = True
         elif kind != "Transformer":
             raise RequestError(
                 f"{source.reference!r} has a {kind} module, which is not supported; supported are Transformer, Pooling, Normalize"
             )
-    settings = source.directory / "sentence_bert_config.json"
-    longest = _read(settings).get("max_seq_length") if settings.is_file() else None
-    return Recipe(output="embeddings", pooling=pooling, normalize=normalize, max_length=longest, said_by="modules.json")
+    settings = next((file for name in TRANSFORMER if (file := source.directory / name).is_file()), None)
+    said = _read(settings) if settings is not None else {}
+    return Recipe(
+        output="embeddings", pooling=pooling, normalize=normalize, max_length=said.get("max_seq_length"), prompt=prompt,
+        lower_case=bool(said.get("do_lower_case")), said_by="modules.json",
+    )  # fmt: skip
 
 
 def is_encoder(source: ModelSource) -> bool:
@@ -68,15 +77,28 @@ def is_encoder(source: ModelSource) -> bool:
     return not generates and not source.config.get("is_encoder_decoder")
 
 
-def _pooling(path: Path) -> Pooling:
+def _pooling(path: Path, prompt: str) -> Pooling:
     config = _read(path)
-    named = config.get("pooling_mode")
-    chosen = [name for flag, name in POOLING_FLAGS.items() if config.get(flag) or named == name]
-    unknown = [flag for flag, value in config.items() if flag.startswith("pooling_mode_") and value and flag not in POOLING_FLAGS]
-    if len(chosen) != 1 or unknown:
-        said = ", ".join(chosen + unknown) or "none"
-        raise RequestError(f"{path} asks for pooling {said}; supported is one of {', '.join(POOLING_FLAGS.values())}")
-    return chosen[0]
+    named = config.get("pooling_mode") or [
+        FLAGS.get(flag, flag) for flag, value in config.items() if flag.startswith("pooling_mode_") and value
+    ]
+    chosen = [named] if isinstance(named, str) else named or ["mean"]
+    if len(chosen) != 1 or chosen[0] not in MODES:
+        raise RequestError(f"{path} asks for pooling {', '.join(map(str, chosen))}; supported is one of {', '.join(MODES)}")
+    if prompt and not config.get("include_prompt", True):
+        raise RequestError(f"{path} leaves the tokens of the prompt {prompt!r} out of the pooling, which is not supported")
+    return MODES[chosen[0]]
+
+
+def _prompt(folder: Path) -> str:
+    """Of the name that texts have where no other is asked for."""
+    said = _read(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
+    name, known = said.get("default_prompt_name"), said.get("prompts") or {}
+    if name is None:
+        return ""
+    if not isinstance(known.get(name), str):
+        raise RequestError(f"{folder / PROMPTS} has no prompt {name!r}, its default; it has {', '.join(known) or 'none'}")
+    return str(known[name])
 
 
 def _read(path: Path) -> Any:

@@ -33,6 +33,9 @@ class TokenRows:
     def add(self, found: list[TokenScores]) -> None:
         self._lines.add(map(self._row, found))
 
+    def close(self) -> None:
+        self._lines.close()
+
     def finish(self) -> None:
         """Put the whole output in place."""
         output, partial = self._lines.output, self._lines.partial

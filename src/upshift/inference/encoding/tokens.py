@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from tokenizers import normalizers
+
 from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.tokenizer import load_tokenizer, positions
 from upshift.models.build import read_config
@@ -23,13 +25,17 @@ class Tokens:
             known = _padding(source)
             self.pad, self.alone = (self.pad, True) if known is None else (known, False)
         self.longest = _longest(tokenizer, source, recipe)
+        self._prompt = recipe.prompt
         self._backend = tokenizer.backend_tokenizer
+        if recipe.lower_case:
+            own = [] if self._backend.normalizer is None else [self._backend.normalizer]
+            self._backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *own])
         self._backend.no_padding()
         if self.longest is not None:
-            self._backend.enable_truncation(self.longest)
+            self._backend.enable_truncation(self.longest, direction=tokenizer.truncation_side)
 
     def of(self, texts: Sequence[str]) -> list[list[int]]:
-        return [encoding.ids for encoding in self._backend.encode_batch_fast(list(texts))]
+        return [encoding.ids for encoding in self._backend.encode_batch_fast([self._prompt + text for text in texts])]
 
     def located(self, texts: Sequence[str]) -> list[Any]:
         """The same with ``tokens`` and ``offsets``, the characters of the text that each token is made of."""
@@ -50,6 +56,6 @@ def _padding(source: ModelSource) -> int | None:
 
 
 def _longest(tokenizer: Any, source: ModelSource, recipe: Recipe) -> int | None:
-    limits = (recipe.max_length, tokenizer.model_max_length, positions(source))
+    limits = (recipe.max_length or tokenizer.model_max_length, positions(source))
     known = [limit for limit in limits if limit is not None and limit < UNSET_LENGTH]
     return min(known, default=None)

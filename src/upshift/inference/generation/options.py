@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Annotated, Any
 
 from pydantic import Field
@@ -72,6 +72,6 @@ def _tokens(said: Any) -> Iterator[int]:
         yield said
 
 
-def unused(source: ModelSource) -> dict[str, Any]:
-    """What generation_config.json asks for and is not done: beams, other processors."""
-    return unused_options(GenerationOptions, source)
+def unused(source: ModelSource, given: Collection[str] = ()) -> dict[str, Any]:
+    """What generation_config.json asks for and is not done: beams, other processors. ``given``: what the user asks for."""
+    return unused_options(GenerationOptions, source, given)

@@ -139,7 +139,7 @@ def _write_job(folder: Path, number: int, job: Job) -> None:
     """Each has every micro-batch of the global batch, and computes those that fall to it."""
     plan, ranks = job.plan, job.plan.num_processes
     alone = plan.changed(num_processes=1, gradient_accumulation_steps=plan.gradient_accumulation_steps * ranks)
-    (folder / job_name(number)).write_text(job.changed(plan=alone, heal=False).to_json(), encoding="utf-8")
+    (folder / job_name(number)).write_text(job.changed(plan=alone, whole_plan=plan, heal=False).to_json(), encoding="utf-8")
 
 
 def _interrupt(copies: list[Copy]) -> None:

@@ -11,6 +11,7 @@ import json
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
+from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -35,6 +36,7 @@ from upshift.training.loop.run import SHARED_NAME, open_run
 from upshift.training.loop.stop import StopRequest
 from upshift.training.processes import joined, lost_another
 
+LONGEST_RUN = timedelta(days=365)  # a rank that has no part in the run waits for all of it
 LAUNCH_NAME = "launch.json"
 MakeJob = Callable[[Host, int], tuple[Job, TrainingData]]  # of the hosts, with so many processes
 
@@ -60,7 +62,7 @@ def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event
     if ranks.rank < job.plan.num_processes:
         record = _train(store, ranks, job, data or _shared_data(job), on_event)
     if ranks.rank > 0:
-        store.wait(["done"])
+        store.wait(["done"], LONGEST_RUN)
         store.set(f"left/{ranks.rank}", "")
         return None
     shutil.rmtree(Path(job.output) / SHARED_NAME)

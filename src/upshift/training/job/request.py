@@ -17,6 +17,7 @@ class Job(Value):
     lora_rank: int | None = Field(None, gt=0, description="of an adapter that is put around the model; None: as it is")
     load_in_4bit: bool = Field(False, description="below an adapter")
     plan: Plan
+    whole_plan: Plan | None = Field(None, description="of several copies that each have a job: that of all")
     arguments: Arguments
     data: str = Field(description="path, as the user gave it")
     text_column: str | None = None

@@ -59,9 +59,10 @@ class Progress:
 
     @property
     def state(self) -> TrainState:
+        plan = self.job.whole_plan or self.job.plan
         return TrainState(
             step=self.step, position=self.position, seed=self.job.arguments.seed, tokens_seen=self.tokens[-1],
-            plan=self.job.plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
+            plan=plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
             best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
         )  # fmt: skip
 

@@ -74,7 +74,8 @@ class Choosing:
         if self._updates_in_backward:
             return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), whole
         if self._steps_by_batch:
-            reason = "the script's own training_step runs for each batch that is accumulated, and a plan's for all of them"
+            which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
+            reason = f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
             return self._without_plan(plain, reason, demanded or self._given_plan is not None), whole
         loader = self.get_train_dataloader()
         try:

@@ -129,10 +129,10 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
 
     @property
     def _steps_by_batch(self) -> bool:
-        """Whether the user's training_step, called for each of several batches, is to find the gradients of each. Several ranks
-        sum theirs after the last."""
+        """Whether the user's training_step finds the gradients that transformers' would: where it is called for each of several
+        batches, and among several ranks, where it may go backward itself, or twice."""
         is_own = getattr(self.training_step, "__func__", None) is not PlannedTraining.training_step
-        return is_own and self.args.gradient_accumulation_steps > 1 and not self._is_shared
+        return is_own and (self.args.gradient_accumulation_steps > 1 or self._is_shared)
 
     def _is_scaled(self, num_items: Any) -> bool:
         """transformers' own rule (Trainer.training_step)."""

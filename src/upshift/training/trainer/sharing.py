@@ -20,7 +20,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.training.optimizers.on_parts import Division, OnParts
 from upshift.training.parallel.divide import divide
-from upshift.training.parallel.fully_shard import let_go, shard_weights
+from upshift.training.parallel.fully_shard import let_go, shard_weights, sharded_modules
 from upshift.training.parallel.place import Place, find_place
 from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
 from upshift.training.trainer.asked_layout import join_ranks, take_fsdp
@@ -35,6 +35,7 @@ class SharedTraining:
     model: Any
     optimizer: Any
     accelerator: Any
+    _steps_by_batch: bool
     _place: Place | None = None  # from the first training on, where there are several ranks
     _asked_layout: Layout = ALONE  # by TrainingArguments
 
@@ -52,8 +53,13 @@ class SharedTraining:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if self._is_shared:  # autocast and compilation, but no DistributedDataParallel
-            self.accelerator.prepare_model = partial(self.accelerator.prepare_model, evaluation_mode=True)
+        if self._is_shared:
+            self.accelerator.prepare_model = partial(self._wrap_alone, self.accelerator.prepare_model)
+
+    def _wrap_alone(self, prepare: Any, model: nn.Module, *arguments: Any, **named: Any) -> Any:
+        """Autocast and compilation; DistributedDataParallel where the script's own training_step goes backward."""
+        plain = not self._steps_by_batch or isinstance(model, FSDPModule)
+        return prepare(model, *arguments, **{"evaluation_mode": plain, **named})
 
     @property
     def _is_shared(self) -> bool:
@@ -82,6 +88,9 @@ class SharedTraining:
         if place is None or not place.plan.layout.gathers or isinstance(self.model, FSDPModule):
             return
         shard_weights(self.model, place)
+        if self._steps_by_batch:  # each rank's loss is whole, as transformers has it, and no share of the job's
+            for module in sharded_modules(self.model):
+                module.set_gradient_divide_factor(float(self.args.world_size))
         if hasattr(self.model, "generate"):
             register_fsdp_forward_method(self.model, "generate")
             self.model._is_fsdp_managed_module = True  # transformers then generates as many tokens on every rank
@@ -120,6 +129,8 @@ class SharedTraining:
     def _norm(self, most: float) -> float:
         assert self._place is not None
         optimizer, scaler = self._plain_optimizer(), getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
+        if self._steps_by_batch and isinstance(optimizer, OnParts):
+            optimizer.take_gradients()
         self.accelerator.unscale_gradients(self.optimizer)
         if scaler is not None:
             agree_on_overflow(scaler, optimizer, self._place)

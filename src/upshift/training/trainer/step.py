@@ -80,8 +80,8 @@ class BatchStep:
 
         def work(parts: list[Pair]) -> Tensor:
             restore()
-            total = torch.zeros(())
             parts = self.ranks.fill_up(parts, fewest_rows)
+            total = torch.zeros((), device=self.plan.device) if parts else self.ranks.run_nothing()
             with self.computing():
                 for number, pair in enumerate(parts):
                     loss = self.ranks.run(pair, compute, last=number == len(parts) - 1)
@@ -90,7 +90,7 @@ class BatchStep:
             return total
 
         parts = self._parts(batches, rows, weights)
-        if not parts:
+        if not parts and self.plan.num_processes == 1:
             self.zero_gradients()  # no row has a label, and the optimizer steps all the same
         if self.plan.optimizer_in_backward and len(parts) > 1:
             raise JobFailed(f"optimizer_in_backward needs a batch at once, and its rows make {len(parts)} parts; leave it out")

@@ -76,6 +76,11 @@ class StepOfRanks:
     def run(self, part: Any, compute: Callable[[Any], Tensor], *, last: bool) -> Tensor:
         return compute(part) if self._together is None else self._together.run(part, compute, last=last)
 
+    def run_nothing(self) -> Tensor:
+        """Of a rank without parts, while others sum gradients with it."""
+        none = torch.zeros((), device=self.plan.device)
+        return self._together.run(None, lambda part: none, last=True) if isinstance(self._together, Overlap) else none
+
     def agree(self) -> None:
         """After the last part. Raises Agreed on all ranks where one of those that wait for each other ran out of memory."""
         if self._together is not None:

@@ -9,6 +9,7 @@ import numpy as np
 
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, load_forward
+from upshift.whole_file import alone
 
 
 class OnnxRuntimeEngine:
@@ -16,8 +17,10 @@ class OnnxRuntimeEngine:
         import onnxruntime
 
         path = build.folder / f"{build.setup.precision}.onnx"
-        if not path.is_file():
-            _export(build, path)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with alone(path.with_name("fp32.onnx")):
+            if not path.is_file():
+                _export(build, path)
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = build.setup.threads
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL
@@ -35,7 +38,6 @@ def _export(build: Build, path: Path) -> None:
     example = max(build.examples, key=lambda batch: batch.ids.size)
     tensors = (torch.from_numpy(example.ids), torch.from_numpy(example.mask))
     dynamic = {0: torch.export.Dim("batch", min=1, max=2**16), 1: torch.export.Dim("tokens", min=1, max=2**16)}
-    path.parent.mkdir(parents=True, exist_ok=True)
     plain = path.with_name("fp32.onnx")
     if not plain.is_file():
         temporary = path.with_name("writing.onnx")

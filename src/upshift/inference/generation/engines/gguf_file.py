@@ -19,6 +19,7 @@ from upshift.loading.header import StoredTensor, read_header
 from upshift.loading.tensors import read_tensor
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
+from upshift.whole_file import alone
 
 MASKS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # that older files keep, and are computed anew
 HEAD = "lm_head.weight"
@@ -32,12 +33,15 @@ def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
     family_of(text)  # refused before anything is loaded
     folder.mkdir(parents=True, exist_ok=True)
     plain, path = folder / f"{WHOLE}.gguf", folder / f"{weights}.gguf"
-    if not plain.is_file():
-        _write(source, text, folder / f"writing-{plain.name}")
-        (folder / f"writing-{plain.name}").replace(plain)
-    if not path.is_file():
-        _round(plain, folder / f"writing-{path.name}", weights, threads)
-        (folder / f"writing-{path.name}").replace(path)
+    if path.is_file():
+        return path
+    with alone(plain):
+        if not plain.is_file():
+            _write(source, text, folder / f"writing-{plain.name}")
+            (folder / f"writing-{plain.name}").replace(plain)
+        if not path.is_file():
+            _round(plain, folder / f"writing-{path.name}", weights, threads)
+            (folder / f"writing-{path.name}").replace(path)
     return path
 
 
