@@ -19,6 +19,7 @@ MOST_BIASED = 1024
 Role = Literal["system", "developer", "user", "assistant"]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
+TokenKey = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")]  # JSON has no other keys
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
 
 
@@ -55,7 +56,7 @@ class Sampled(Body):
     repetition_penalty: float | None = Field(None, ge=LEAST, description="likewise")
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
-    logit_bias: Annotated[dict[TokenId, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASED)] | None = Field(
+    logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASED)] | None = Field(
         None, description="by token ids of the model"
     )
     seed: int | None = None
@@ -98,7 +99,7 @@ class Sampled(Body):
         elif self.temperature is not None or self.top_p is not None:
             found["do_sample"] = True
         if self.logit_bias:
-            found["sequence_bias"] = [((token,), bias) for token, bias in self.logit_bias.items()]
+            found["sequence_bias"] = [((int(token),), bias) for token, bias in self.logit_bias.items()]
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         return found | {"seed": seed, "stop_strings": stops, "max_new_tokens": self.most}
 
