@@ -21,7 +21,6 @@ import itertools
 import json
 import random
 import signal
-import socket
 import subprocess
 import sys
 import tempfile
@@ -44,6 +43,7 @@ from upshift.record import Numbers
 from upshift.serving.load.client import Asked, ask
 from upshift.serving.load.run import Phase, load_test
 from upshift.serving.load.traffic import Traffic, arrivals
+from upshift.training.processes import free_port
 
 CLAIMS = (
     Claim(
@@ -174,13 +174,6 @@ def command_of(contender: str, model: Path, port: int, concurrency: int, promise
     return [*serve, *expected, *limits]
 
 
-def free_port() -> int:
-    """One of its own for each server: what an ended run left behind would answer at a fixed one."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port: int = listening.getsockname()[1]
-    return port
-
-
 @contextmanager
 def running(command: list[str], port: int, log: Path) -> Iterator[tuple[str, float]]:
     """(url, seconds until it answered)."""
@@ -250,7 +243,7 @@ def throughput(case: Case, model: Path, scratch: Path, options: Any) -> dict[str
                 export_genai(model, contender.partition(" ")[2])
             name = str(model) if contender.startswith("transformers") else model.name
             for count in counts:
-                port = free_port()
+                port = free_port()  # what an ended run left behind would answer at a fixed one
                 command = command_of(contender, model, port, count, None)
                 with running(command, port, scratch / "log") as (url, started):
                     asyncio.run(closed(url, name, 2, 1.0, options.seed))  # warm

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
@@ -34,3 +34,13 @@ def alone(path: Path) -> Iterator[None]:
         with suppress(OSError):  # a network file system without locks
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
+
+
+def make_once(path: Path, make: Callable[[], None], *, beside: Path | None = None) -> None:
+    """Where ``path`` is not there. ``beside``: what ``make`` gives, too, and others wait for. Raises OSError."""
+    if path.exists():
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with alone(beside or path):
+        if not path.exists():
+            make()

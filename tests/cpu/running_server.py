@@ -49,8 +49,8 @@ class Running:
         return httpx2.post(f"{self.url}{path}", json=body, **{"timeout": 60, "headers": KEY, **more})
 
 
-def write_models(folder: Path) -> None:
-    """``tiny`` talks, ``enc`` gives embeddings."""
+def write_models(folder: Path) -> Path:
+    """``tiny`` talks, ``enc`` gives embeddings -> the folder."""
     chance = np.random.default_rng(0)
     tokenizer = train_byte_level_bpe([" ".join(chance.choice(WORDS, size=12)) for _ in range(50)], 300)
     tokenizer.chat_template = CHAT
@@ -62,6 +62,7 @@ def write_models(folder: Path) -> None:
     tokenizer.pad_token = tokenizer.eos_token
     tokenizer.save_pretrained(folder / "enc")
     BertModel(BertConfig(**small, max_position_embeddings=64)).save_pretrained(folder / "enc")
+    return folder
 
 
 def wait(until: Callable[[], Any], seconds: float = START_SECONDS) -> None:

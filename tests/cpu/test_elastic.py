@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -25,6 +24,7 @@ from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.training.job import meeting
 from upshift.training.job.job import Job, prepare_data, run_job
 from upshift.training.job.launched import run_launched
+from upshift.training.processes import free_port
 
 LENGTH, STEPS, LIMIT = 16, 24, 400
 TORCHRUN = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -112,9 +112,7 @@ def test_mpirun_starts_ranks(batch: int, home: Path, tmp_path: Path) -> None:
 def test_a_rank_waits_for_a_run_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
     """One that the global batch leaves nothing to, longer than ranks wait for a plan."""
     monkeypatch.setattr(meeting, "SECONDS_TO_PLAN", 0.5)
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = int(probe.getsockname()[1])
+    port = free_port()
     first, second = (Ranks(rank=rank, size=2, local_rank=rank, address="127.0.0.1", port=port) for rank in (0, 1))
     plan = Plan(
         device="cpu", host="", model="", sequence_length=LENGTH, per_device_train_batch_size=1, gradient_accumulation_steps=1

@@ -19,15 +19,10 @@ import pytest
 from upshift.errors import JobFailed
 from upshift.launching import hosts, kubernetes, mpi, slurm, torchrun
 from upshift.launching.request import Launch
+from upshift.training.processes import free_port
 
 RANKS = Path(__file__).parent / "launching_ranks"
 SECONDS = 90
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture

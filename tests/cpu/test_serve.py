@@ -38,9 +38,7 @@ OPTIONS = ("--engine", "torch", "--port", "0", "--concurrency", "4", "--max-wait
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("serve")
-    write_models(folder)
-    return folder
+    return write_models(tmp_path_factory.mktemp("serve"))
 
 
 @pytest.fixture(scope="module")

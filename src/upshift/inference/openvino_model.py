@@ -8,21 +8,22 @@ from typing import Any
 
 from upshift.inference.openvino_core import core, signal_stack_kept
 from upshift.settings import without_telemetry
-from upshift.whole_file import alone
+from upshift.whole_file import make_once
 
 
 def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any] | None) -> None:
     """``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of it without torch."""
     core()  # before those of nncf
-    if path.is_file():
-        return
     plain = path.with_name("fp32.xml")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with alone(plain), without_telemetry(), signal_stack_kept():
-        if not plain.is_file():
-            _save(export(), plain)
-        if rounded is not None and not path.is_file():
-            _save(rounded(core().read_model(plain)), path)
+
+    def write() -> None:
+        with without_telemetry(), signal_stack_kept():
+            if not plain.is_file():
+                _save(export(), plain)
+            if rounded is not None and not path.is_file():
+                _save(rounded(core().read_model(plain)), path)
+
+    make_once(path, write, beside=plain)
 
 
 def fp16_weights(model: Any) -> Any:

@@ -34,8 +34,8 @@ def merge_options(
     asked = {name: value for name, value in given.items() if value is not None}
     ours = kind.model_fields.keys() - {*only_asked}
     known = {name: value for name, value in said.items() if name in ours and value is not None}
-    if _length(said) and _decodes_beside(source):
-        known.setdefault("max_new_tokens", said["max_length"] - 1)  # behind the token that it starts with
+    if (length := _new_tokens(said, source)) is not None:
+        known.setdefault("max_new_tokens", length)
     sampling = any(name in asked for name in WARPERS)
     if not (sampling or (known | asked).get("do_sample")):  # what the file says of it beside is not used
         known = {name: value for name, value in known.items() if name not in WARPERS or _is_possible(kind, name, value)}
@@ -62,7 +62,7 @@ def _is_possible(kind: type[Value], name: str, value: Any) -> bool:
 def unused_options(kind: type[Value], source: ModelSource, given: Collection[str]) -> dict[str, Any]:
     """What generation_config.json asks for and ``kind`` has no name for. ``given``: names that the user says something of."""
     known, said = {*kind.model_fields, *ELSEWHERE}, _said(source)
-    if "max_new_tokens" in {*given, *said} or (_length(said) and _decodes_beside(source)):
+    if "max_new_tokens" in {*given, *said} or _new_tokens(said, source) is not None:
         known.add("max_length")
     found = {name: value for name, value in said.items() if name not in known and value not in (None, False)}
     return {name: value for name, value in found.items() if name not in ONE or value != 1}
@@ -82,16 +82,15 @@ def start_token(source: ModelSource) -> int:
     return int(start[0] if isinstance(start, list) else start)
 
 
-def _length(said: Mapping[str, Any]) -> bool:
-    """Whether there is room for a token."""
-    return isinstance(said.get("max_length"), int) and said["max_length"] > 1
-
-
-def _decodes_beside(source: ModelSource) -> bool:
-    """Beside an encoder: then a prompt takes nothing of the length of a text."""
+def _new_tokens(said: Mapping[str, Any], source: ModelSource) -> int | None:
+    """Of max_length, behind the token that a decoder starts with. None: there is no room for one, or the length is that of a
+    prompt, too, as it is where no encoder reads it."""
     from upshift.models.build import read_config
 
-    return bool(read_config(source).is_encoder_decoder)
+    length = said.get("max_length")
+    if not isinstance(length, int) or length <= 1 or not read_config(source).is_encoder_decoder:
+        return None
+    return length - 1
 
 
 def _said(source: ModelSource) -> dict[str, Any]:

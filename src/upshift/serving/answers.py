@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 import uuid
+from collections import defaultdict
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from typing import Any, NamedTuple
 
@@ -67,18 +68,17 @@ class Answer:
         self._texts: dict[int, list[str]] = {}
         self._last: dict[int, Piece] = {}
         self._tokens: dict[int, int] = {}
-        self._scores: dict[int, list[TokenScore]] = {}
-        self._places: dict[int, Places] = {}
+        self._scores: defaultdict[int, list[TokenScore]] = defaultdict(list)
+        self._places: defaultdict[int, Places] = defaultdict(Places)
 
     def add(self, choice: Choice) -> None:
         index, piece = choice
         self._texts.setdefault(index, []).append(piece.text)
         self._last[index] = piece
         self._tokens[index] = self._tokens.get(index, 0) + piece.tokens
-        self._scores.setdefault(index, []).extend(piece.scores)
-        places = self._places.setdefault(index, Places())
         for score in piece.scores:
-            places.add(score)
+            self._scores[index].append(score)
+            self._places[index].add(score)
 
     @property
     def usage(self) -> Usage:

@@ -106,7 +106,7 @@ class EngineProcess:
         number = next(self._numbers)
         inbox = self._listen(number)
         try:
-            await self._send(asked.changed(id=number))
+            await self._send(asked.model_copy(update={"id": number}))
             while True:
                 piece = _checked(await inbox.get())
                 assert isinstance(piece, Piece)
@@ -124,7 +124,7 @@ class EngineProcess:
         inbox = self._listen(number)
         rows, tokens = list[str](), 0
         try:
-            await self._send(asked.changed(id=number))
+            await self._send(asked.model_copy(update={"id": number}))
             while True:
                 vector = _checked(await inbox.get())
                 assert isinstance(vector, Vector)

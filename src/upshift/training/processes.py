@@ -39,7 +39,7 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
     """
     if plan.num_processes == 1:
         return work(request)
-    port = _free_port()
+    port = free_port()
     children = [_fork_rank(rank, port, plan, work, request) for rank in range(1, plan.num_processes)]
     try:
         result = _run_rank(0, port, plan, work, request)
@@ -151,7 +151,8 @@ def _cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
     return {"words": words, "out_of_memory": refusal is not None, "is_request": isinstance(error, RequestError)}
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """Of 127.0.0.1; nobody else is kept from taking it meanwhile."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

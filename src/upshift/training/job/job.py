@@ -105,7 +105,7 @@ def record_of(job: Job, data: TrainingData, outcome: Outcome) -> Record:
     return Record(
         kind="train",
         name=str(job.source().config["model_type"]),
-        plan=(job.whole_plan or job.plan).model_dump(),
+        plan=job.recorded_plan.model_dump(),
         predicted=job.predicted,
         measured=outcome.measured,
         baseline=job.baseline,

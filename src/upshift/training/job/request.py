@@ -35,5 +35,10 @@ class Job(Value):
     evaluate_at_tokens: tuple[int, ...] = Field((), description="evaluate as soon as that many tokens were seen")
     evaluate_at_steps: tuple[int, ...] = Field((), description="beside eval_steps of the arguments, and the end")
 
+    @property
+    def recorded_plan(self) -> Plan:
+        """What the run is said to be of."""
+        return self.whole_plan or self.plan
+
     def source(self) -> ModelSource:
         return find_to_train(self.model_reference, lora_rank=self.lora_rank, load_in_4bit=self.load_in_4bit)

@@ -59,10 +59,9 @@ class Progress:
 
     @property
     def state(self) -> TrainState:
-        plan = self.job.whole_plan or self.job.plan
         return TrainState(
             step=self.step, position=self.position, seed=self.job.arguments.seed, tokens_seen=self.tokens[-1],
-            plan=plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
+            plan=self.job.recorded_plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
             best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
         )  # fmt: skip
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, in_order
-from upshift.whole_file import alone
+from upshift.whole_file import make_once
 
 CONVERTED = ("bert", "camembert", "distilbert", "roberta", "xlm-roberta")  # encoders that its converter knows
 MOST_STREAMS = 4  # batches at once: products of one are too small for many cores
@@ -24,10 +24,7 @@ class CTranslate2Engine:
 
         self.library: Any = ctranslate2
         path = build.folder / build.setup.precision
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with alone(path):
-            if not path.is_dir():
-                _convert(build, path)
+        make_once(path, lambda: _convert(build, path))
         threads, most = build.setup.threads, 1 if build.setup.hint == "latency" else MOST_STREAMS
         self.streams = max(count for count in range(1, most + 1) if threads % count == 0)
         self.encoder = ctranslate2.Encoder(

@@ -9,7 +9,7 @@ import numpy as np
 
 from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, load_forward
-from upshift.whole_file import alone
+from upshift.whole_file import make_once
 
 
 class OnnxRuntimeEngine:
@@ -17,10 +17,7 @@ class OnnxRuntimeEngine:
         import onnxruntime
 
         path = build.folder / f"{build.setup.precision}.onnx"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with alone(path.with_name("fp32.onnx")):
-            if not path.is_file():
-                _export(build, path)
+        make_once(path, lambda: _export(build, path), beside=path.with_name("fp32.onnx"))
         options = onnxruntime.SessionOptions()
         options.intra_op_num_threads = build.setup.threads
         options.graph_optimization_level = onnxruntime.GraphOptimizationLevel.ORT_ENABLE_ALL

@@ -19,7 +19,7 @@ from upshift.loading.header import StoredTensor, read_header
 from upshift.loading.tensors import read_tensor
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
-from upshift.whole_file import alone
+from upshift.whole_file import make_once
 
 MASKS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")  # that older files keep, and are computed anew
 HEAD = "lm_head.weight"
@@ -31,17 +31,17 @@ def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
     """Its file of this llama_ftype, which llama.cpp makes of that in fp32. Each is put in place whole."""
     text: Any = read_config(source).get_text_config(decoder=True)
     family_of(text)  # refused before anything is loaded
-    folder.mkdir(parents=True, exist_ok=True)
     plain, path = folder / f"{WHOLE}.gguf", folder / f"{weights}.gguf"
-    if path.is_file():
-        return path
-    with alone(plain):
+
+    def write() -> None:
         if not plain.is_file():
             _write(source, text, folder / f"writing-{plain.name}")
             (folder / f"writing-{plain.name}").replace(plain)
-        if not path.is_file():
+        if path != plain:
             _round(plain, folder / f"writing-{path.name}", weights, threads)
             (folder / f"writing-{path.name}").replace(path)
+
+    make_once(path, write, beside=plain)
     return path
 
 
