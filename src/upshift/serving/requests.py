@@ -19,8 +19,16 @@ MOST_BIASED = 1024
 Role = Literal["system", "developer", "user", "assistant"]
 Stop = Annotated[str, StringConstraints(min_length=1, max_length=256)]
 TokenId = Annotated[int, Field(ge=0, lt=2**31)]
-TokenKey = Annotated[str, StringConstraints(pattern="^[0-9]{1,9}$")]  # JSON has no other keys
+TOKEN_KEY = "^[0-9]{1,9}$"
+TokenKey = Annotated[str, StringConstraints(pattern=TOKEN_KEY)]  # JSON has no other keys
 TokenIds = Annotated[list[TokenId], Field(min_length=1)]
+
+# What validators check, for the description of the addresses.
+TOO_COLD: dict[str, Any] = {"not": {"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": LEAST}}
+TOLD_TOGETHER: dict[str, Any] = {
+    "if": {"required": ["top_logprobs"], "properties": {"top_logprobs": {"type": "integer"}}},
+    "then": {"required": ["logprobs"], "properties": {"logprobs": {"const": True}}},
+}
 
 
 class Body(BaseModel):
@@ -49,7 +57,7 @@ class Sampled(Body):
     """``temperature``: 0 takes the likeliest token; unset: as the model's generation_config.json says."""
 
     max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2)
+    temperature: float | None = Field(None, ge=0, le=2, json_schema_extra=TOO_COLD)
     top_p: float | None = Field(None, gt=0, le=1)
     top_k: int | None = Field(None, ge=0, description="not OpenAI's; transformers' name")
     min_p: float | None = Field(None, ge=0, le=1, description="likewise")
@@ -57,7 +65,7 @@ class Sampled(Body):
     frequency_penalty: float | None = Field(None, ge=-2, le=2)
     presence_penalty: float | None = Field(None, ge=-2, le=2)
     logit_bias: Annotated[dict[TokenKey, Annotated[float, Field(ge=-100, le=100)]], Field(max_length=MOST_BIASED)] | None = Field(
-        None, description="by token ids of the model"
+        None, description="by token ids of the model", json_schema_extra={"propertyNames": {"pattern": TOKEN_KEY}}
     )
     seed: int | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=4)] | None = None
@@ -123,6 +131,8 @@ class Message(BaseModel):
 
 
 class ChatRequest(Sampled):
+    model_config = ConfigDict(json_schema_extra=TOLD_TOGETHER)
+
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: int | None = Field(None, ge=1, description="the newer name of max_tokens")
     response_format: ResponseFormat = TEXT
