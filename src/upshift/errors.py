@@ -1,7 +1,7 @@
 """Every error a user can meet, one tree; the exit code of the command line is the class's own.
 
 UpshiftError            exit 1  something failed that is not the user's request
-├── RequestError        exit 2  the request was wrong: names the value, the valid set and the next step
+├── RequestError        exit 2  the request was wrong: names the value, the valid set and the next step (also a ValueError)
 │   └── MissingExtra    exit 2  an optional library is needed for what was asked
 ├── NothingFits         exit 3  no plan fits; carries the nearest plan that would
 ├── JobFailed           exit 1  the job itself failed (a worker died, the loss became NaN, the disk is full)
@@ -15,8 +15,12 @@ class UpshiftError(Exception):
     exit_code = 1
 
 
-class RequestError(UpshiftError):
-    """The request was wrong. The message is one line: the value, the valid set, the next step."""
+class RequestError(UpshiftError, ValueError):
+    """The request was wrong. The message is one line: the value, the valid set, the next step.
+
+    It is a ValueError, because scripts that call transformers catch that for a wrong argument. Where a ``try`` holds a call that
+    may raise it, ``except ValueError`` stands behind ``except RequestError: raise``.
+    """
 
     exit_code = 2
 

@@ -200,7 +200,7 @@ def both(task: Callable[[], Task], folder: Path, *fixed: str, allow: tuple[str, 
 def test_same_curve_when_the_batch_is_cut(task: Callable[[], Task], tmp_path: Path) -> None:
     """Sorted by length, trimmed, in smaller micro-batches than the user's: the same gradients."""
     ours, theirs = both(task, tmp_path, *CUT)
-    assert ours[2].choice.plan.per_device_train_batch_size == 2
+    assert ours[2].upshift_choice.plan.per_device_train_batch_size == 2
     check_same(ours, theirs)
 
 
@@ -208,14 +208,14 @@ def test_same_curve_when_the_batch_is_cut(task: Callable[[], Task], tmp_path: Pa
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_same_curve_with_the_head_in_chunks(task: Callable[[], Task], smoothing: float, tmp_path: Path) -> None:
     ours, theirs = both(task, tmp_path, *CUT, "loss_chunk_tokens=512", label_smoothing_factor=smoothing)
-    assert ours[2].choice.plan.loss_chunk_tokens == 512
+    assert ours[2].upshift_choice.plan.loss_chunk_tokens == 512
     check_same(ours, theirs)
 
 
 def test_same_curve_end_to_end_in_one_row(tmp_path: Path) -> None:
     fixed = ("precision=fp32", "torch_compile=off", "attention=block", "packing=True", "per_device_train_batch_size=4")
     ours, theirs = both(causal_lm, tmp_path, *fixed)
-    assert ours[2].choice.plan.flattens
+    assert ours[2].upshift_choice.plan.flattens
     check_same(ours, theirs)
 
 
@@ -241,7 +241,7 @@ def test_same_curve_of_an_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optim", ["adafactor", "sgd"])
 def test_an_optimizer_set_by_hand_is_kept(optim: str, tmp_path: Path) -> None:
     ours, theirs = both(causal_lm, tmp_path, *CUT, optim=optim)
-    assert ours[2].choice.plan.optim == optim
+    assert ours[2].upshift_choice.plan.optim == optim
     check_same(ours, theirs)
 
 
@@ -264,7 +264,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again(tmp_path: Path, monkeypatc
     (line,) = (tmp_path / "ours" / "upshift_out_of_memory.jsonl").read_text().splitlines()
     autopsy = Autopsy.from_json(line)
     assert (autopsy.step, autopsy.words) == (3, "simulated") and autopsy.shape[0] == 4 and autopsy.smaller[0] == 2
-    assert ours[2].choice.plan.per_device_train_batch_size == 2
+    assert ours[2].upshift_choice.plan.per_device_train_batch_size == 2
 
 
 def test_a_poisoned_batch_moves_no_weight(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_loss_that_does_not_split_is_left_whole(kind: Any, why: str, tmp_path:
     task = Task(kind, data, transformers.default_data_collator)
     ours, theirs = (train(library, task, tmp_path / library.__name__, **MORE) for library in (upshift, transformers))
     check_same(ours, theirs)
-    assert why in ours[2].choice.reason
+    assert why in ours[2].upshift_choice.reason
 
 
 def test_the_users_own_loss_is_called(tmp_path: Path) -> None:
@@ -396,4 +396,4 @@ def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), max_steps=8, report_to="none", use_cpu=True, disable_tqdm=True)
     trainer = upshift.Trainer(model=task.model(), args=arguments, data_collator=task.collator, train_dataset=Stream(task.data))
     assert trainer.train().global_step == 8  # 64 rows are 8 batches of 8
-    assert "read once" in trainer.choice.reason
+    assert "read once" in trainer.upshift_choice.reason

@@ -647,13 +647,13 @@ def test_the_step_waits_for_the_copy_only(tmp_path: Path) -> None:
     one.train()
     for _ in range(3):
         start = time.perf_counter()
-        kept = snapshot.copy_weights(model), snapshot.copy_optimizer(one._plain_optimizer())
+        kept = snapshot.copy_weights(model), snapshot.copy_optimizer(one._upshift_plain_optimizer())
         copy = time.perf_counter() - start
         del kept
         start = time.perf_counter()
         one._save_checkpoint(model, None)
         blocked = time.perf_counter() - start
-        one._writer.wait()
+        one._upshift_writer.wait()
         total = time.perf_counter() - start
         print(f"copy {1e3 * copy:.0f} ms, step blocked {1e3 * blocked:.0f} ms, written after {1e3 * total:.0f} ms")
     assert blocked < total

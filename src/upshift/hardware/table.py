@@ -112,6 +112,8 @@ def describe(text: str) -> Host:
     if stripped.lower().endswith(".json"):
         try:
             return Host.from_file(Path(stripped))
+        except RequestError:
+            raise
         except ValueError:  # a NUL or a lone surrogate is no path
             raise RequestError(f"{stripped[:MAX_SHOWN]!r} is not a path; give the path of a Host JSON file") from None
     request = _parse(stripped.lower())

@@ -27,11 +27,11 @@ LIBRARIES = {"optuna": "optuna", "ray": "ray", "wandb": "wandb"}
 class Searched:
     """Mixed in before the Trainer; keeps what it was made with, so that a trial can make another."""
 
-    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _upshift_made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         made = super().__new__(cls)
-        made.made_with = (arguments, named)
+        made._upshift_made_with = (arguments, named)
         return made
 
     def hyperparameter_search(

@@ -48,7 +48,7 @@ class Recipe:
 
     @classmethod
     def of(cls, trainer: Any, hp_space: Any, objective: Any, hp_name: Any) -> Recipe:
-        arguments, named = trainer.made_with
+        arguments, named = trainer._upshift_made_with
         there = trainer.callback_handler.callbacks
         own = [one for one in there if not isinstance(one, MADE_BY_ITSELF) and not type(one).__module__.startswith(INTEGRATIONS)]
         kinds = [type(one) for one in there]

@@ -54,16 +54,16 @@ class PlainCheckpoints(PlainSaving):
         finish = partial(finish_checkpoint, run_dir, final=final, temporary=temporary, best=None, limit=None)
         with writing(run_dir, name=final.name, temporary=temporary):
             temporary.mkdir()
-            self._save_now(temporary, finish)
+            self._upshift_save_now(temporary, finish)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory = Path(resume_from_checkpoint)
-        if self._is_of_parts(directory):
+        if self._upshift_is_divided_checkpoint(directory):
             check_resumable(directory)
-            load_weights(directory, self._plain_model())
-        elif self._is_saved_whole():
+            load_weights(directory, self._upshift_plain_model())
+        elif self._upshift_is_saved_whole():
             check_resumable(directory)
-            read_weights(directory, self._plain_model())
+            read_weights(directory, self._upshift_plain_model())
         else:
             check_adapters(directory)
             super()._load_from_checkpoint(resume_from_checkpoint, model)
@@ -76,12 +76,12 @@ class PlainCheckpoints(PlainSaving):
         if saved is None:
             logger.warning("%s is of a model only: optimizer, schedule and random numbers start anew", directory)
             return
-        read = read_shared if self._is_of_parts(directory) else read_optimizer
-        read(directory, saved, model=self._plain_model(), optimizer=self._plain_optimizer())
+        read = read_shared if self._upshift_is_divided_checkpoint(directory) else read_optimizer
+        read(directory, saved, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer())
         read_state(directory / SCHEDULER_NAME, self.lr_scheduler)
-        rng = read_rng(directory, rank=self._rank_of_numbers())
+        rng = read_rng(directory, rank=self._upshift_rng_rank())
         if rng is not None:
-            self._batches.resume(rng, self.args.device)
+            self._upshift_batch_rng.resume(rng, self.args.device)
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
@@ -89,35 +89,35 @@ class PlainCheckpoints(PlainSaving):
             read_state(Path(checkpoint) / SCALER_NAME, scaler)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or self._batches.resumed() or not (Path(checkpoint) / RNG_NAME).is_file():
+        if checkpoint is None or self._upshift_batch_rng.resumed() or not (Path(checkpoint) / RNG_NAME).is_file():
             return
-        rng = read_rng(Path(checkpoint), rank=self._rank_of_numbers())
+        rng = read_rng(Path(checkpoint), rank=self._upshift_rng_rank())
         if rng is not None:
             restore_rng(rng, self.args.device)
         else:  # of fewer processes
-            seed_rng(self.args.seed, self.state.global_step, self._rank_of_numbers())
+            seed_rng(self.args.seed, self.state.global_step, self._upshift_rng_rank())
 
-    def _rank_of_numbers(self: Any) -> int:
+    def _upshift_rng_rank(self: Any) -> int:
         """Whose random numbers this rank draws: ranks that share every layer's matrices drop out the same."""
-        place = getattr(self, "_place", None)
+        place = getattr(self, "_upshift_place", None)
         degree = place.plan.layout.tensor_parallel if place is not None else 1
         return int(self.args.process_index) // degree * degree
 
-    def _is_of_parts(self: Any, directory: Path) -> bool:
+    def _upshift_is_divided_checkpoint(self: Any, directory: Path) -> bool:
         """Whether a checkpoint, or this rank, has the model in parts."""
-        return is_divided(directory) or self._has_parts()
+        return is_divided(directory) or self._upshift_has_parts()
 
     def _load_best_model(self: Any) -> None:
-        self._writer.wait()
+        self._upshift_writer.wait()
         self.accelerator.wait_for_everyone()  # one process has written
         best = Path(self.state.best_model_checkpoint)
-        if best.is_dir() and self._is_of_parts(best):
+        if best.is_dir() and self._upshift_is_divided_checkpoint(best):
             check_resumable(best)
-            load_weights(best, self._plain_model())
+            load_weights(best, self._upshift_plain_model())
             return
-        if best.is_dir() and self._is_saved_whole():
+        if best.is_dir() and self._upshift_is_saved_whole():
             check_resumable(best)
-            read_weights(best, self._plain_model())
+            read_weights(best, self._upshift_plain_model())
             return
         if best.is_dir():
             check_adapters(best)
@@ -125,14 +125,14 @@ class PlainCheckpoints(PlainSaving):
 
     def get_train_dataloader(self: Any) -> Any:
         loader = super().get_train_dataloader()
-        self._batches.watch(loader)
+        self._upshift_batch_rng.watch(loader)
         return loader
 
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """As transformers.Trainer.get_batch_samples."""
-        self._batches.next_batches(epoch_iterator)
+        self._upshift_batch_rng.next_batches(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._batches.handed_out(len(batches))
+        self._upshift_batch_rng.handed_out(len(batches))
         return batches, num_items
