@@ -175,7 +175,7 @@ def llama(folders, tmp_path):
     return tmp_path / "llama"
 
 
-def test_missing_and_unexpected_weights_are_reported_as_by_transformers(llama, caplog):
+def test_missing_and_unexpected_weights_of_an_asked_class_are_reported_as_by_transformers(llama, caplog):
     stored = load_file(llama / "model.safetensors")
     stored["nobody.weight"] = stored.pop("model.norm.weight")
     del stored["model.layers.1.mlp.up_proj.weight"]
@@ -184,7 +184,8 @@ def test_missing_and_unexpected_weights_are_reported_as_by_transformers(llama, c
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addHandler(caplog.handler)
     try:
-        for load in (lambda: load_model(str(llama)), lambda: transformers.LlamaForCausalLM.from_pretrained(llama)):
+        model_class = transformers.LlamaForCausalLM
+        for load in (lambda: load_model(str(llama), model_class=model_class), lambda: model_class.from_pretrained(llama)):
             caplog.clear()
             torch.manual_seed(1)
             models.append(load())

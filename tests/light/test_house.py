@@ -68,6 +68,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.debugging.tensors",
     "upshift.hardware.base_process",
     "upshift.hardware.probe",
+    "upshift.loading.coverage",
     "upshift.loading.convert",
     "upshift.loading.fill",
     "upshift.loading.load",

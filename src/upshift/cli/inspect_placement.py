@@ -18,16 +18,17 @@ NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 def run(
     model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int, as_json: bool
 ) -> None:
-    from upshift.loading.load import empty_of, place_source
+    from upshift.loading.load import empty_with_files, place_empty
     from upshift.loading.placed import Where
     from upshift.models.describe import check_length
     from upshift.models.source import find_model
 
     source = find_model(model)
-    check_length(empty_of(source), sequence_length)
+    empty, checkpoint = empty_with_files(source, dtype)
+    check_length(empty, sequence_length)
     where = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
     with show.step("Measuring this machine and its disk"):
-        placement = place_source(source, dtype=dtype, where=where)
+        placement = place_empty(empty, checkpoint, where)
     if as_json:
         derived = {
             "device_map": placement.device_map, "totals": placement.totals, "peak_bytes": placement.peak_bytes,

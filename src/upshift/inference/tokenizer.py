@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.build import read_config
+from upshift.models.build import building, find_architecture, read_config
 from upshift.models.describe import max_positions
 from upshift.models.source import ModelSource
 
@@ -35,9 +35,10 @@ def tokenizer_files(source: ModelSource) -> list[Path]:
 
 
 def positions(source: ModelSource) -> int | None:
-    """Tokens that the model has positions for; None where it sets no limit."""
+    """Return the tokens that the model has positions for; None where it sets no limit."""
     import torch
-    from transformers import AutoModel
 
-    with torch.device("meta"):
-        return max_positions(AutoModel.from_config(read_config(source)))
+    config = read_config(source)
+    model_class = find_architecture(config, source.reference).model_class
+    with building(repr(source.reference)), torch.device("meta"):
+        return max_positions(model_class(config))

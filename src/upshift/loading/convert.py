@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -13,6 +12,7 @@ import transformers
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
+from upshift.loading.coverage import check_coverage
 from upshift.loading.fill import Filling
 from upshift.loading.gguf_file import SUFFIX, convert_gguf
 from upshift.loading.header import StoredTensor
@@ -23,6 +23,7 @@ from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
 from upshift.loading.tensors import COMPUTED, DTYPES, NAMES, bytes_of
 from upshift.loading.writing import NewTensor, copy_of, stored_pieces
 from upshift.models.build import read_config
+from upshift.models.config_json import config_text
 from upshift.models.source import ModelSource
 
 FRACTIONS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")  # what is converted
@@ -67,7 +68,7 @@ def said_in(config: Mapping[str, Any], dtype: str) -> bytes:
     found = said(dict(config))
     if not any(found.get(key) for key in DTYPE_KEYS):
         found[DTYPE_KEYS[0]] = dtype
-    return (json.dumps(found, indent=2) + "\n").encode()
+    return config_text(found).encode()
 
 
 def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
@@ -78,6 +79,7 @@ def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> 
         model = build_empty(class_of(config, source), config, dtype)
         names = map_names(model, checkpoint.tensors)
         filling = Filling(model, checkpoint.tensors, names, dtype=dtype)
+        check_coverage(filling, source)
         for group in names.groups:
             chosen |= {name: filling.dtype_of(group.target) for _, name in group.sources if name in chosen}
     return chosen

@@ -6,7 +6,6 @@ back by transformers' own functions, one tensor at a time.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
@@ -24,7 +23,8 @@ from upshift.loading.model_folder import CONFIG, METADATA
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
 from upshift.loading.tensors import COMPUTED, NAMES, bytes_of
 from upshift.loading.writing import NewTensor
-from upshift.models.build import named_class
+from upshift.models.build import find_architecture
+from upshift.models.config_json import config_text
 
 SUFFIX = ".gguf"
 
@@ -100,7 +100,7 @@ def open_gguf(file: Path) -> GgufFile:
         metadata, _ = read_gguf_metadata(str(file))  # which ends at the end of the file; the gguf package may go on for ever
         said = load_gguf_checkpoint(str(file), return_tensors=False)["config"]
         config = transformers.AutoConfig.for_model(**said)
-        model = _empty(config)
+        model = _empty(config, file)
         processor = TENSOR_PROCESSORS.get(metadata["general.architecture"], TensorProcessor)
         return GgufFile(file, GGUFReader(file), config, processor(config=said), model)
     except RequestError:
@@ -133,7 +133,7 @@ def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) ->
         sources=(file,),
         metadata=METADATA,
         copies={},
-        documents={CONFIG: (json.dumps(config, indent=2) + "\n").encode()},
+        documents={CONFIG: config_text(config).encode()},
     )
     return rewrite(job, output, progress)
 
@@ -142,15 +142,16 @@ def _pieces(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[memoryvie
     yield bytes_of(file.read(name).to(dtype))
 
 
-def _empty(config: PretrainedConfig) -> PreTrainedModel:
+def _empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
     """Of the class that its metadata names, as for an encoder of T5, else the one that generates."""
-    named = named_class(config)
+    if config.architectures:
+        model_class: Any = find_architecture(config, str(file)).model_class
+    else:
+        mapping: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
+        model_class = mapping._model_mapping[type(config)]
     with torch.device("meta"):
-        if named is not None:
-            return named(config)
-        if config.is_encoder_decoder:
-            return transformers.AutoModelForSeq2SeqLM.from_config(config)
-        return transformers.AutoModelForCausalLM.from_config(config)
+        model: PreTrainedModel = model_class(config)
+    return model
 
 
 def _damaged(file: Path, what: str) -> RequestError:

@@ -22,13 +22,14 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.probe import memory_rate
 from upshift.loading.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
+from upshift.loading.coverage import Run, check_coverage, check_missing
 from upshift.loading.fill import Filling, Progress
 from upshift.loading.gguf_file import SUFFIX, load_gguf
 from upshift.loading.names import map_names
 from upshift.loading.place import Placement
 from upshift.loading.placed import Where, check_not_quantized, fill_placed, placed
 from upshift.loading.tensors import COMPUTED, dtype_of
-from upshift.models.build import building, choose_class, named_class, read_config
+from upshift.models.build import building, find_architecture, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 Quantized = Literal["int8", "int4"]
@@ -61,13 +62,18 @@ def load_model(
         raise RequestError('max_memory and offload_folder are for a model that is divided; give device_map="auto" with them')
     folder = None if offload_folder is None else Path(offload_folder)
     where = None if device_map is None else Where(device_map, max_memory, folder)
-    return load_source(source, dtype=dtype, where=where, quantize=quantize, model_class=model_class, progress=progress)
+    return load_source(
+        source, dtype=dtype, where=where, quantize=quantize, model_class=model_class, progress=progress,
+        may_lack=model_class is not None,
+    )  # fmt: skip
 
 
 def load_source(
     source: ModelSource, *, dtype: str | torch.dtype | None = None, where: Where | None = None, quantize: Quantized | None = None,
-    model_class: type | None = None, progress: Progress | None = None,
+    model_class: type | None = None, progress: Progress | None = None, may_lack: bool = False, run: Run | None = None,
 ) -> PreTrainedModel:  # fmt: skip
+    """``model_class``: None: what the config names. ``may_lack``: transformers initializes, and reports, weights that no file
+    holds; else they are refused where the result of ``run`` depends on them (None: the answer depends on all)."""
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
@@ -80,7 +86,7 @@ def load_source(
             raise RequestError(f"the weights of {source.reference!r} are quantized already; leave out quantize={quantize!r}")
         if where is not None:
             raise RequestError(f"the weights of {source.reference!r} are quantized and are loaded whole; leave out device_map")
-        return _load_quantized(source, kind, dtype)
+        return _load_quantized(source, kind, dtype, may_lack=may_lack or run is not None)
     checkpoint = find_checkpoint(source.directory)
     config.name_or_path = str(source.directory)
     made = _set_dtype(config, dtype, checkpoint)
@@ -91,6 +97,8 @@ def load_source(
     filling = Filling(
         model, checkpoint.tensors, map_names(model, checkpoint.tensors, quantizer), dtype=made, quantizer=quantizer
     )
+    if not may_lack:
+        check_coverage(filling, source, run=run, all_used=run is None)
     if where is not None:
         fill_placed(filling, checkpoint, where, lambda devices: finish(filling, source, devices), progress)
         return model
@@ -99,23 +107,40 @@ def load_source(
     return model
 
 
-def _load_quantized(source: ModelSource, kind: type[PreTrainedModel], dtype: str | torch.dtype | None) -> PreTrainedModel:
+def _load_quantized(
+    source: ModelSource, kind: type[PreTrainedModel], dtype: str | torch.dtype | None, *, may_lack: bool
+) -> PreTrainedModel:
     """How scales belong to codes is known to transformers and the library alone, for each of some twenty methods."""
     try:
-        return kind.from_pretrained(source.directory, dtype=dtype or "auto", use_safetensors=True)
+        model, told = kind.from_pretrained(
+            source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
+        )
     except ImportError as error:
         raise RequestError(f"{source.reference!r} does not load: {' '.join(str(error).split())}") from None
+    if not may_lack:
+        check_missing(set(told["missing_keys"]), model, source)
+    return model
 
 
 def place_source(source: ModelSource, *, dtype: str | None = None, where: Where) -> Placement:
-    """What ``load_source`` would put where; the files' headers are read, or the config alone where there are no files."""
+    """Return what ``load_source`` would put where."""
+    return place_empty(*empty_with_files(source, dtype), where)
+
+
+def empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
+    """Return the empty model as ``load_source`` builds it, with the headers of its files; None where there are no files."""
     config = read_config(source)
     kind = class_of(config, source)
     folder = source.directory
     stored = folder is not None and any((folder / name).exists() for name in (WEIGHTS, INDEX))
     checkpoint = find_checkpoint(folder) if stored and folder is not None else None
     made = _set_dtype(config, dtype, checkpoint)
-    return placed(build_empty(kind, config, made), checkpoint, where, memory_rate(detect()))
+    return build_empty(kind, config, made), checkpoint
+
+
+def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where) -> Placement:
+    """Measure this machine and return what of an empty model would stand where."""
+    return placed(model, checkpoint, where, memory_rate(detect()))
 
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
@@ -154,7 +179,7 @@ def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], qu
 
 def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None = None) -> type[PreTrainedModel]:
     if asked is None:
-        return named_class(config) or choose_class(config, source.reference)[0]
+        return find_architecture(config, source.reference).model_class
     mapping = getattr(asked, "_model_mapping", None)
     if mapping is None:
         return asked

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -14,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import transformers
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
@@ -26,6 +25,7 @@ from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
 from upshift.loading.tensors import DTYPES, NAMES, bytes_of, dtype_of, read_into
 from upshift.loading.writing import NewTensor, copy_of, stored_pieces
 from upshift.models.build import read_config
+from upshift.models.config_json import config_text
 from upshift.models.source import ADAPTER_FILE, ADAPTER_WEIGHTS, ModelSource, find_model
 
 if TYPE_CHECKING:
@@ -115,13 +115,19 @@ def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> Pre
     named = (lora.auto_mapping or {}).get("base_model_class") or CLASSES.get(str(lora.task_type))
     asked = getattr(transformers, named, None) if named else None
     mapping = getattr(asked, "_model_mapping", None)
-    if mapping is not None and type(config) not in mapping:
+    if mapping is not None and (type(config) not in mapping or _is_named(config, source, asked)):
         asked = None
     sizes: Counter[torch.dtype] = Counter()
     for tensor in checkpoint.tensors.values():
         sizes[dtype_of(tensor)] += tensor.nbytes * dtype_of(tensor).is_floating_point
     (dtype, _), *_ = sizes.most_common(1)
     return build_empty(class_of(config, source, asked), config, dtype)
+
+
+def _is_named(config: PretrainedConfig, source: ModelSource, asked: Any) -> bool:
+    """Whether the config names another class that does what the adapter was trained for: both generate text."""
+    generating = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
+    return asked in generating and bool(config.architectures) and class_of(config, source).can_generate()
 
 
 def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: Checkpoint) -> Merged:
@@ -208,4 +214,4 @@ def _config(config: Mapping[str, Any], model: PreTrainedModel, untied: bool) -> 
         for key, value in said.items():
             if isinstance(value, dict) and "tie_word_embeddings" in value:
                 said[key] = {**value, "tie_word_embeddings": False}
-    return (json.dumps(said, indent=2) + "\n").encode()
+    return config_text(said).encode()

@@ -1,21 +1,29 @@
-"""Builds the real, unmodified Hugging Face model from its config, and cuts its stacks of layers down to the few that differ."""
+"""Decides what a model is from its config, builds it unmodified, and cuts its stacks of layers down to the few that differ."""
 
 from __future__ import annotations
 
+import copy
+import logging
+import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
 from torch import nn
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.models.auto import modeling_auto
 
 from upshift.errors import RequestError
+from upshift.models.config_json import config_text
 from upshift.models.profile import Objective
 from upshift.models.source import ModelSource
+
+logger = logging.getLogger(__name__)
 
 # Which auto class serves which objective, in the order tried for a config that names no architecture.
 OBJECTIVES: tuple[tuple[Objective, str], ...] = (
@@ -29,50 +37,195 @@ OBJECTIVES: tuple[tuple[Objective, str], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class Architecture:
+    """What a model is. ``objective``: what its loss trains; None where Upshift trains no model of this class."""
+
+    model_class: type[PreTrainedModel]
+    objective: Objective | None
+
+
 def read_config(source: ModelSource) -> PretrainedConfig:
-    """The typed config. Raises RequestError for an architecture that this transformers does not know."""
+    """Return the typed config, read from its JSON by transformers' own AutoConfig. Raises RequestError for an architecture that
+    this transformers does not know, and for values that its config class refuses."""
     model_type = source.config["model_type"]
-    if model_type not in transformers.CONFIG_MAPPING:
+    _check_model_type(source)
+    with tempfile.TemporaryDirectory(prefix="upshift-config-") as folder:
+        path = Path(folder) / "config.json"
+        path.write_text(config_text(source.config), encoding="utf-8")
+        try:
+            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # each config class raises its own kinds; every one means: this file is not usable
+            raise RequestError(f"the config of {source.reference!r} is not valid for {model_type}: {_one_line(error)}") from error
+    config.name_or_path = str(source.config.get("_name_or_path") or "")
+    return config
+
+
+def _check_model_type(source: ModelSource) -> None:
+    model_type = source.config["model_type"]
+    if model_type in transformers.CONFIG_MAPPING:
+        return
+    if source.config.get("auto_map"):
+        code = ", ".join(sorted({str(name).rpartition("--")[2] for name in source.config["auto_map"].values()}))
         raise RequestError(
-            f"model_type {model_type!r} of {source.reference!r} is unknown to transformers {transformers.__version__}; "
-            "use a model that it supports, or upgrade transformers"
+            f"{source.reference!r} (model_type {model_type!r}) is computed by Python code beside its weights ({code}), which "
+            "Upshift does not run; use a model whose code is in transformers"
         )
-    try:
-        return transformers.CONFIG_MAPPING[model_type].from_dict(dict(source.config))
-    except Exception as error:  # each config class raises its own kinds; every one means: this file is not usable
-        raise RequestError(f"the config of {source.reference!r} is not valid for {model_type}: {_one_line(error)}") from error
+    raise RequestError(
+        f"model_type {model_type!r} of {source.reference!r} is unknown to transformers {transformers.__version__}; "
+        "use a model that it supports, or upgrade transformers"
+    )
 
 
-def named_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
-    """The first that the config names and transformers has."""
-    name = next((name for name in config.architectures or () if hasattr(transformers, name)), None)
-    return None if name is None else getattr(transformers, name)
+def find_architecture(config: PretrainedConfig, reference: str) -> Architecture:
+    """Return what a model is: the class that its config names. Every command asks this function, and no other.
+
+    A config without ``architectures`` is taken for the first class of OBJECTIVES that transformers has for its model_type, else
+    for the class without a head; the log says so once. Raises RequestError for a class that transformers does not have, or that
+    is not of the config's model_type."""
+    names = tuple(config.architectures or ()) or _classes_beside_weights(config)
+    if names:
+        model_class = _class_named(names[0], config, reference)
+        return Architecture(model_class, _objective_of(model_class.__name__, config))
+    assumed = _assumed(config)
+    if assumed is None:
+        raise RequestError(
+            f"the config of {reference!r} names no class (architectures), and transformers has none for "
+            f"{config.model_type!r} that Upshift uses; write the class's name into its config.json"
+        )
+    _say_once(
+        f"the config of {reference!r} names no class; it is taken for {assumed.model_class.__name__}. If that is wrong, write "
+        f'"architectures": ["..."] into its config.json'
+    )
+    return assumed
 
 
 def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrainedModel], Objective]:
-    """The class that trains: the one the config names, else the first auto mapping that knows the config."""
-    tables = {objective: getattr(modeling_auto, name) for objective, name in OBJECTIVES}
-    for name in config.architectures or ():
-        if name in modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
-            raise RequestError(
-                f"{reference!r} ({name}) takes several rows for each example, and how many its config does not say; "
-                "Upshift plans for one row an example"
-            )
-        for objective, table in tables.items():
-            if name in table.values() and hasattr(transformers, name):
-                return getattr(transformers, name), objective
-    for objective, table in tables.items():
-        fits = config.is_encoder_decoder == (objective == "seq2seq-lm") or objective in ("sequence-classification",)
-        decoder = objective == "masked-lm" and getattr(config, "is_decoder", False)
-        if fits and not decoder and config.model_type in table:
-            return getattr(transformers, table[config.model_type]), objective
-    named = ", ".join(config.architectures or ()) or config.model_type
-    placed = "" if named_class(config) is None else f"; upshift inspect {reference} --placement says what of it goes where"
+    """Return the model's class and what it trains on. Raises RequestError where the class has no loss that Upshift trains."""
+    found = find_architecture(config, reference)
+    if found.objective is not None:
+        return found.model_class, found.objective
+    name = found.model_class.__name__
+    if name in _names_of("MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES"):
+        raise RequestError(
+            f"{reference!r} ({name}) takes several rows for each example, and how many its config does not say; "
+            "Upshift plans for one row an example"
+        )
+    kinds = ", ".join(objective for objective, _ in OBJECTIVES)
     raise RequestError(
-        f"{reference!r} ({named}) has no class with a loss that Upshift trains; the kinds are "
-        + ", ".join(objective for objective, _ in OBJECTIVES)
-        + placed
+        f"{reference!r} ({name}) has no loss that Upshift trains; the kinds are {kinds}{_instead(config)}; "
+        f"upshift inspect {reference} --placement says what of it goes where"
     )
+
+
+def _instead(config: PretrainedConfig) -> str:
+    """Name the classes of this model_type that are trained, and how to get their weights."""
+    others = [kind.__name__ for kind, _ in _candidates(config)]
+    if not others:
+        return ""
+    return (
+        f"; of {config.model_type} they are {', '.join(dict.fromkeys(others))}: load one of them with transformers, which makes "
+        "the weights that these files lack, save it, and give that"
+    )
+
+
+def encoder_class(config: PretrainedConfig, reference: str) -> type[PreTrainedModel]:
+    """Return the class whose outputs are the states of a text's tokens: the model inside the one that the config names."""
+    named = find_architecture(config, reference).model_class
+    with building(named.__name__), torch.device("meta"):
+        model = named(copy.deepcopy(config))
+    inside: type[PreTrainedModel] = type(model.base_model)
+    return inside
+
+
+def _classes_beside_weights(config: PretrainedConfig) -> tuple[str, ...]:
+    """Return the model classes that ``auto_map`` finds in code beside the weights."""
+    entries = getattr(config, "auto_map", None) or {}
+    models = [value for name, value in entries.items() if name.startswith("AutoModel") and isinstance(value, str)]
+    return tuple(value.rpartition(".")[2] for value in models)
+
+
+def _class_named(name: str, config: PretrainedConfig, reference: str) -> type[PreTrainedModel]:
+    found = getattr(transformers, name, None)
+    if not isinstance(found, type):
+        where = "is Python code beside the weights, which Upshift does not run" if getattr(config, "auto_map", None) else (
+            f"is not in transformers {transformers.__version__}"
+        )
+        raise RequestError(f"{reference!r} is a {name}, which {where}{_replacement(config)}")
+    if not issubclass(found, PreTrainedModel):  # stands for a class whose libraries are not installed
+        raise RequestError(f"{reference!r} is a {name}, which transformers builds with libraries that are not installed")
+    if not _goes_with(found, config):
+        raise RequestError(
+            f"the config of {reference!r} says model_type {config.model_type!r} and architectures {name!r}, which is of another "
+            f"model_type; correct one of them in its config.json{_replacement(config)}"
+        )
+    return found
+
+
+def _replacement(config: PretrainedConfig) -> str:
+    others = list(dict.fromkeys(kind.__name__ for kind, _ in _candidates(config)))
+    if not others:
+        return "; use a model whose code is in transformers"
+    return f"; of {config.model_type} transformers has {', '.join(others)}: if the weights are one's, name it in architectures"
+
+
+def _goes_with(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
+    """Whether a class is made for this config, and not for a part of it."""
+    made_for = getattr(model_class, "config_class", None)
+    if made_for is None:
+        return True
+    if isinstance(config, made_for):
+        return True
+    parts = tuple(getattr(config, "sub_configs", {}).values())
+    tables = (name for name in vars(modeling_auto) if name.endswith("_MAPPING_NAMES") and name.startswith("MODEL_"))
+    listed = any(model_class.__name__ in _names_of(table, config.model_type) for table in tables)
+    return listed and made_for not in parts
+
+
+def _objective_of(name: str, config: PretrainedConfig) -> Objective | None:
+    fitting = [objective for objective, table in OBJECTIVES if name in _names_of(table)]
+    if "seq2seq-lm" in fitting and not config.is_encoder_decoder:
+        fitting = [objective for objective in fitting if objective != "seq2seq-lm"] or fitting
+    return fitting[0] if fitting else None
+
+
+def _assumed(config: PretrainedConfig) -> Architecture | None:
+    for model_class, objective in _candidates(config):
+        fits = config.is_encoder_decoder == (objective == "seq2seq-lm") or objective == "sequence-classification"
+        decoder = objective == "masked-lm" and getattr(config, "is_decoder", False)
+        parts = objective == "image-classification" and hasattr(config, "text_config")  # of a model of texts and images
+        if fits and not decoder and not parts:
+            return Architecture(model_class, objective)
+    for name in _names_of("MODEL_MAPPING_NAMES", config.model_type):
+        model_class = getattr(transformers, name, None)
+        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) and _goes_with(model_class, config):
+            return Architecture(model_class, None)
+    return None
+
+
+def _candidates(config: PretrainedConfig) -> Iterator[tuple[type[PreTrainedModel], Objective]]:
+    """Yield the classes that transformers has for this model_type, in the order of OBJECTIVES."""
+    for objective, table in OBJECTIVES:
+        for name in _names_of(table, config.model_type):
+            model_class = getattr(transformers, name, None)
+            is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
+            if is_model and _goes_with(model_class, config):
+                yield model_class, objective
+
+
+@cache
+def _names_of(table: str, model_type: str | None = None) -> frozenset[str] | tuple[str, ...]:
+    """Return the classes of one of transformers' tables, of one model_type or of all."""
+    entries = getattr(modeling_auto, table)
+    if model_type is not None:
+        found = entries.get(model_type, ())
+        return (found,) if isinstance(found, str) else tuple(found)
+    return frozenset(name for found in entries.values() for name in ((found,) if isinstance(found, str) else found))
+
+
+@cache
+def _say_once(text: str) -> None:
+    logger.warning(text)
 
 
 @contextmanager

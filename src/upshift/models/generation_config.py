@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Collection, Mapping
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
 
 from upshift.errors import RequestError
+from upshift.models.config_json import read_json
 from upshift.models.source import ModelSource
 from upshift.value import Value, first_problem
 
@@ -108,10 +108,7 @@ def _config(source: ModelSource) -> dict[str, Any]:
     path = None if source.directory is None else source.directory / CONFIG
     if path is None or not path.is_file():
         return {}
-    try:
-        found: Any = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
-        raise RequestError(f"cannot read {path} ({error}); save the model again, or remove it") from None
+    found: Any = read_json(path)
     if not isinstance(found, dict):
         raise RequestError(f"{path} is no JSON object; save the model again, or remove it")
     return found

@@ -12,7 +12,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from pydantic import field_serializer, field_validator
+
 from upshift.errors import RequestError
+from upshift.models.config_json import decode_floats, encode_floats, read_json
 from upshift.settings import read_settings
 from upshift.value import Value
 
@@ -51,6 +54,16 @@ class ModelSource(Value):
     # before they were (None: none are).
     base_dtype: BaseDtype = "float32"
     quantized_from: QuantizedFrom | None = None
+
+    @field_validator("config", mode="before")
+    @classmethod
+    def _decode(cls, config: Any) -> Any:
+        return decode_floats(config)
+
+    @field_serializer("config")
+    def _encode(self, config: dict[str, Any]) -> dict[str, Any]:
+        encoded: dict[str, Any] = encode_floats(config)
+        return encoded
 
     @property
     def base_reference(self) -> str:
@@ -176,10 +189,7 @@ def _read_config(path: Path, reference: str) -> dict[str, Any]:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        document = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise RequestError(f"{path} is not valid JSON ({error}); save the model's config again") from None
+    document = read_json(path)
     return document if isinstance(document, dict) else {}
 
 

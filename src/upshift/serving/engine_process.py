@@ -58,21 +58,17 @@ def _take_share(request: EngineRequest) -> None:
 
 def _serving(source: Any) -> Any:
     """What a model of this kind does."""
-    from upshift.inference.encoding.recipe import read_recipe
+    from upshift.inference.encoding.recipe import is_encoder, read_recipe
     from upshift.inference.generation.model import generation_task
 
-    try:
-        generation_task(source)
-    except RequestError as error:
-        try:
-            found = read_recipe(source)
-        except RequestError:
-            raise error from None
+    if is_encoder(source):
+        found = read_recipe(source)
         if found.output != "embeddings":
             raise RequestError(f"{source.reference!r} gives {found.output}, which no address of OpenAI's is for") from None
         from upshift.serving.embedding import embed
 
         return embed
+    generation_task(source)
     from upshift.serving.generating import generate
 
     return generate

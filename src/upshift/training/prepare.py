@@ -16,7 +16,8 @@ from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.loading.checkpoint import find_safetensors
-from upshift.loading.load import load_source
+from upshift.loading.coverage import check_files, check_missing
+from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload import recompute_offloaded
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
@@ -51,6 +52,16 @@ def set_process(plan: Plan) -> None:
     elif plan.num_processes > 1:  # ranks of a host are neighbours, one for each of its devices
         torch.cuda.set_device(rank_environment()[0] % torch.cuda.device_count())
     torch.set_float32_matmul_precision(("high" if plan.device == "cuda" else "medium") if plan.precision == "tf32" else "highest")
+
+
+def check_weights(source: ModelSource) -> None:
+    """Raise RequestError where the files lack weights of the model, before anything slow starts. The headers are read, alone."""
+    stored = find_model(str(source.directory))
+    if "quantization_config" in stored.config:  # in a form that transformers alone knows; it says what is missing
+        return
+    config = read_config(stored)
+    model_class, _ = choose_class(config, source.reference)
+    check_files(stored, build_empty(model_class, config, torch.float32))
 
 
 def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
@@ -106,9 +117,11 @@ def _from_files(
         return load_elsewhere(source, config, model_class, plan, dtype=dtype)
     if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
         return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class)
-    model: PreTrainedModel = model_class.from_pretrained(
-        source.directory, dtype=dtype, use_safetensors=True, **_quantizing(source)
+    model: PreTrainedModel
+    model, told = model_class.from_pretrained(
+        source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **_quantizing(source)
     )
+    check_missing(set(told["missing_keys"]), model, source)
     return model
 
 

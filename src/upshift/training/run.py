@@ -31,6 +31,7 @@ from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
 from upshift.training.loop.run import OWN_FILES
 from upshift.training.mup import with_base
+from upshift.training.prepare import check_weights
 from upshift.training.runnable import runnable
 from upshift.training.trials import known_proof, try_plans
 
@@ -219,6 +220,7 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
             raise RequestError(f"{source.base_reference!r} is a config without weights; add --from-config for random weights")
         fetch_weights(source)
         find_safetensors(source.directory)
+        check_weights(source)
     elif source.adapter is not None:
         raise RequestError(
             "--from-config draws random weights, which are not saved with an adapter; leave it out, or train the whole model"

@@ -8,10 +8,11 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.benchmarking.meters import tensor_bytes
 from upshift.errors import RequestError
-from upshift.loading.load import load_model
+from upshift.loading.load import load_source
 from upshift.loading.offload import buffer_bytes, mapped_bytes
+from upshift.loading.placed import Where
 from upshift.models.build import build_model, find_stacks
-from upshift.models.source import ModelSource
+from upshift.models.source import ModelSource, find_model
 from upshift.planning.plan import Plan
 from upshift.settings import read_settings
 
@@ -26,10 +27,8 @@ def load_elsewhere(
         raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
     with torch.device("meta"):
         empty = build_model(config, model_class, dtype=dtype)
-    return load_model(
-        str(source.directory), dtype=dtype, model_class=model_class, device_map=device_map(empty, plan),
-        offload_folder=read_settings().cache_dir / CONVERTED,
-    )  # fmt: skip
+    where = Where(device_map(empty, plan), None, read_settings().cache_dir / CONVERTED)
+    return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class, where=where)
 
 
 def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:

@@ -13,6 +13,7 @@ from upshift.hardware.spec import Host
 from upshift.inference.bounds import Limits, read_limit, read_quality, read_seconds
 from upshift.inference.contestant import Contest, Run
 from upshift.inference.encoding.encoding import Encoding
+from upshift.inference.encoding.engines.engine import check_encodes
 from upshift.inference.encoding.recipe import Recipe, read_recipe
 from upshift.inference.encoding.token_scores import TokenScores, token_counts
 from upshift.inference.encoding.tokens import Tokens
@@ -58,6 +59,7 @@ class Encoder:
         self.host: Host = computing_host(stored_for(self.source))
         self._engine = check_asked("encode", self.source, engine, self.host)
         recipe = read_recipe(self.source)
+        check_encodes(self.source, recipe)
         self.tokens = Tokens(self.source, recipe)
         self.recipe: Recipe = recipe.changed(special=self.tokens.special()) if recipe.output == "token scores" else recipe
         self._on_run = on_run

@@ -7,17 +7,18 @@ architecture. A plain encoder says nothing: then the mean over its tokens is tak
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from upshift.errors import RequestError
+from upshift.models.config_json import read_json
 from upshift.models.source import ModelSource
 from upshift.value import Value
 
 Output = Literal["embeddings", "class scores", "token scores"]
 Pooling = Literal["mean", "cls", "last", "max"]
-CLASSIFIERS: dict[str, Output] = {"ForSequenceClassification": "class scores", "ForTokenClassification": "token scores"}
+CLASSIFIERS: dict[str, Output] = {"sequence-classification": "class scores", "token-classification": "token scores"}
+GENERATES = ("causal-lm", "seq2seq-lm")
 MODES: dict[str, Pooling] = {"mean": "mean", "cls": "cls", "lasttoken": "last", "max": "max"}  # by sentence-transformers' names
 FLAGS = {  # of its files before they named the mode
     "pooling_mode_mean_tokens": "mean", "pooling_mode_cls_token": "cls", "pooling_mode_max_tokens": "max",
@@ -42,15 +43,16 @@ class Recipe(Value):
 
 def read_recipe(source: ModelSource) -> Recipe:
     """Raises RequestError for a pooling or a module that is not known, naming it."""
-    for name in source.config.get("architectures") or ():
-        for ending, output in CLASSIFIERS.items():
-            if name.endswith(ending):
-                return Recipe(output=output, said_by="the model's architecture")
+    from upshift.models.build import find_architecture, read_config
+
+    objective = find_architecture(read_config(source), source.reference).objective
+    if objective in CLASSIFIERS:
+        return Recipe(output=CLASSIFIERS[objective], said_by="the model's architecture")
     if source.directory is None or not (source.directory / "modules.json").is_file():
         return Recipe(output="embeddings", said_by="default: the model's files say nothing")
     pooling: Pooling = "mean"
     normalize, prompt = False, _prompt(source.directory)
-    for module in _read(source.directory / "modules.json"):
+    for module in read_json(source.directory / "modules.json"):
         kind = module["type"].rsplit(".", 1)[-1]
         if kind == "Pooling":
             pooling = _pooling(source.directory / module["path"] / "config.json", prompt)
@@ -61,7 +63,7 @@ def read_recipe(source: ModelSource) -> Recipe:
                 f"{source.reference!r} has a {kind} module, which is not supported; supported are Transformer, Pooling, Normalize"
             )
     settings = next((file for name in TRANSFORMER if (file := source.directory / name).is_file()), None)
-    said = _read(settings) if settings is not None else {}
+    said = read_json(settings) if settings is not None else {}
     return Recipe(
         output="embeddings", pooling=pooling, normalize=normalize, max_length=said.get("max_seq_length"), prompt=prompt,
         lower_case=bool(said.get("do_lower_case")), said_by="modules.json",
@@ -69,16 +71,18 @@ def read_recipe(source: ModelSource) -> Recipe:
 
 
 def is_encoder(source: ModelSource) -> bool:
-    """Whether its files say that texts become vectors or scores: sentence-transformers' do so of language models, too."""
+    """Return whether texts become vectors or scores, and not other texts: sentence-transformers' files say so of language models,
+    too; else the class that the config names does."""
+    from upshift.models.build import find_architecture, read_config
+
     if source.directory is not None and (source.directory / "modules.json").is_file():
         return True
-    names = source.config.get("architectures") or ()
-    generates = any(name.endswith(("ForCausalLM", "LMHeadModel", "ForConditionalGeneration")) for name in names)
-    return not generates and not source.config.get("is_encoder_decoder")
+    found = find_architecture(read_config(source), source.reference)
+    return found.objective not in GENERATES and not (found.objective is None and found.model_class.can_generate())
 
 
 def _pooling(path: Path, prompt: str) -> Pooling:
-    config = _read(path)
+    config = read_json(path)
     named = config.get("pooling_mode") or [
         FLAGS.get(flag, flag) for flag, value in config.items() if flag.startswith("pooling_mode_") and value
     ]
@@ -92,7 +96,7 @@ def _pooling(path: Path, prompt: str) -> Pooling:
 
 def _prompt(folder: Path) -> str:
     """Of the name that texts have where no other is asked for."""
-    said = _read(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
+    said = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
     name, known = said.get("default_prompt_name"), said.get("prompts") or {}
     if name is None:
         return ""
@@ -100,9 +104,3 @@ def _prompt(folder: Path) -> str:
         raise RequestError(f"{folder / PROMPTS} has no prompt {name!r}, its default; it has {', '.join(known) or 'none'}")
     return str(known[name])
 
-
-def _read(path: Path) -> Any:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise RequestError(f"cannot read {path} ({error}); save the model again") from None

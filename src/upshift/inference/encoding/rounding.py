@@ -33,7 +33,7 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
     part = Part(OPENVINO_FILE, partial(export, build), partial(_rounded, tokens.pad))
     return Rounding(
         task="encode", ids=ids, held_out_tokens=HELD_OUT_TOKENS, asked=recipe.to_json(), pad=tokens.pad, batch=batch,
-        run=run, model_class=model_class(recipe), parts=(part,), fitted=(4, 8),
+        run=run, model_class=model_class(source, recipe), parts=(part,), fitted=(4, 8),
     )  # fmt: skip
 
 

@@ -15,7 +15,7 @@ from upshift.inference.generation.decode import decode
 from upshift.inference.generation.divided import divide, is_too_large, room
 from upshift.inference.generation.engines.decoder import Decoder, DecoderBuild
 from upshift.inference.generation.lookup import Lookup
-from upshift.inference.generation.model import cache_bytes, generation_task
+from upshift.inference.generation.model import cache_bytes, check_weights, generation_task
 from upshift.inference.generation.options import GenerationOptions, check_tokens, read_options
 from upshift.inference.generation.prefill import PASS_TOKENS
 from upshift.inference.generation.prompts import Prompt, Prompts
@@ -73,6 +73,7 @@ class Generator:
         self.source = find_weights(model)
         self._max_memory = max_memory
         self.task = generation_task(self.source)
+        check_weights(self.source)
         self.host = computing_host(stored_for(self.source))
         self._engine = check_asked(self.task, self.source, engine, self.host)
         self.start = start_token(self.source) if self.task == "seq2seq" else None

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
-
 from upshift.errors import RequestError
 from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
 from upshift.loading.placed import Where
-from upshift.models.build import read_config
+from upshift.models.build import find_architecture, read_config
 from upshift.models.source import ModelSource
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -22,13 +20,12 @@ def generation_task(source: ModelSource) -> Task:
     """Raises RequestError for a model that generates no text, or keeps something else than keys and values."""
     config: Any = read_config(source)
     text = config.get_text_config(decoder=True)
-    names = list(source.config.get("architectures") or ())
-    if config.is_encoder_decoder and config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    found = find_architecture(config, source.reference)
+    if found.objective == "seq2seq-lm":
         return "seq2seq"
-    wrong = [name for name in names if not name.endswith(("ForCausalLM", "LMHeadModel"))]
-    if wrong or config.is_encoder_decoder:
+    if found.objective != "causal-lm" or config.is_encoder_decoder:
         raise RequestError(
-            f"{source.reference!r} is a {(wrong or [config.model_type])[0]}, which generates no text from text; "
+            f"{source.reference!r} is a {found.model_class.__name__}, which generates no text from text; "
             f"give a causal language model or an encoder-decoder"
         )
     other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
@@ -39,6 +36,15 @@ def generation_task(source: ModelSource) -> Task:
             f"with it yet; use transformers' generate()"
         )
     return "generate"
+
+
+def check_weights(source: ModelSource) -> None:
+    """Raise RequestError where the files lack weights of the model. Their headers are read, nothing else."""
+    from upshift.loading.coverage import check_files
+    from upshift.loading.load import empty_of
+
+    if stored_for(source) is None:  # else they are in a form that one engine alone knows
+        check_files(source, empty_of(source))
 
 
 def attends_to_all(source: ModelSource) -> bool:
@@ -58,15 +64,13 @@ def cache_bytes(source: ModelSource) -> int:
 
 
 def load_model(source: ModelSource, precision: Precision, device: Device = "cpu", *, where: Where | None = None) -> Any:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     from upshift.inference.torch_computing import DTYPES
     from upshift.loading.load import load_source
 
-    kind: Any = AutoModelForSeq2SeqLM if generation_task(source) == "seq2seq" else AutoModelForCausalLM
+    generation_task(source)
     if where is not None:
-        return load_source(source, where=where, model_class=kind)
-    return load_source(source, dtype=DTYPES.get(precision, "auto"), model_class=kind).to(device)
+        return load_source(source, where=where)
+    return load_source(source, dtype=DTYPES.get(precision, "auto")).to(device)
 
 
 def weight_bytes(source: ModelSource, model: Any) -> int:

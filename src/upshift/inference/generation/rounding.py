@@ -21,14 +21,12 @@ HELD_OUT_TOKENS, FOLLOWED = 64, 16  # before those that are compared, and those
 
 
 def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
-    from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
-
     task = generation_task(source)
     alone = task == "generate"
     return Rounding(
         task=task, ids=Prompts(source).tokenizer(texts).input_ids, held_out_tokens=HELD_OUT_TOKENS,
         asked=GenerationTask(new_tokens=FOLLOWED).to_json(), pad=0, batch=HELD_OUT, run=run,
-        model_class=AutoModelForCausalLM if alone else AutoModelForSeq2SeqLM,
+        model_class=None,
         parts=(Part(OPENVINO_FILE, partial(export, source), _rounded),) if alone else _two_parts(source), fitted=(4,),
     )  # fmt: skip
 

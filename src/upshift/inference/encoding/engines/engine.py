@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
@@ -47,14 +48,47 @@ def in_order(
 
 
 def load_forward(source: ModelSource, recipe: Recipe) -> Any:
-    """The model in fp32, or as it is quantized: a module from (ids, mask) to token states, class scores or logits of tokens."""
+    """Return the model in fp32, or as it is quantized: a module from (ids, mask) to token states, class scores or logits of
+    tokens."""
     import torch
-    from transformers import PreTrainedModel
 
     from upshift.loading.load import load_source
 
     dtype: Any = torch.float32 if stored_for(source) is None else "auto"
-    model = load_source(source, dtype=dtype, model_class=model_class(recipe))
+    run = partial(_states_of_one, recipe) if recipe.output == "embeddings" else None
+    model = load_source(source, dtype=dtype, model_class=model_class(source, recipe), run=run)
+    return _forward(model, recipe)
+
+
+def check_encodes(source: ModelSource, recipe: Recipe) -> None:
+    """Raise RequestError where the files lack weights that the answer depends on. Their headers are read, nothing else."""
+    import torch
+
+    from upshift.loading.coverage import check_files
+    from upshift.loading.load import build_empty
+    from upshift.models.build import read_config
+
+    if stored_for(source) is not None:  # in a form that its engine alone knows
+        return
+    embeds = recipe.output == "embeddings"
+    model = build_empty(model_class(source, recipe), read_config(source), torch.float32).eval()
+    check_files(source, model, run=partial(_states_of_one, recipe) if embeds else None, all_used=not embeds)
+
+
+def model_class(source: ModelSource, recipe: Recipe) -> Any:
+    """Return the class that the config names, or for token states the model inside it."""
+    from upshift.models.build import encoder_class, find_architecture, read_config
+
+    config = read_config(source)
+    if recipe.output == "embeddings":
+        return encoder_class(config, source.reference)
+    return find_architecture(config, source.reference).model_class
+
+
+def _forward(model: Any, recipe: Recipe) -> Any:
+    import torch
+    from transformers import PreTrainedModel
+
     encoder = model.get_encoder()  # of an encoder-decoder a model itself: its decoder's states are those of another text
     if recipe.output == "embeddings" and isinstance(encoder, PreTrainedModel):
         model = encoder
@@ -64,16 +98,17 @@ def load_forward(source: ModelSource, recipe: Recipe) -> Any:
             super().__init__()
             self.model = model
 
-        def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        def forward(self, ids: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
             result: torch.Tensor = self.model(input_ids=ids, attention_mask=mask)[0]
             return result
 
     return Forward().eval()
 
 
-def model_class(recipe: Recipe) -> Any:
-    """Of transformers."""
-    from transformers import AutoModel, AutoModelForSequenceClassification, AutoModelForTokenClassification
+def _states_of_one(recipe: Recipe, model: Any) -> Any:
+    """Return the token states of a text of two tokens."""
+    import torch
 
-    kinds = {"class scores": AutoModelForSequenceClassification, "token scores": AutoModelForTokenClassification}
-    return kinds.get(recipe.output, AutoModel)
+    device = next(model.parameters()).device
+    ids = torch.zeros((1, 2), dtype=torch.long, device=device)
+    return _forward(model, recipe)(ids, None)  # a mask's values are looked at, and on the meta device it has none
