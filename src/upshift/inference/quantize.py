@@ -27,7 +27,7 @@ from upshift.inference.setup import EngineName, EngineSetup, Task
 from upshift.inference.standing import Standing
 from upshift.inference.unfinished import check_folder
 from upshift.inference.weights import engine_folder, find_weights, weights_size
-from upshift.loading.output_lock import lock_file_beside, locked
+from upshift.loading.output_lock import check_free, lock_file_beside, locked
 from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.whole_file import alone, write_whole
@@ -130,6 +130,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     check_folder(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir()) and not (overwrite and (output / REPORT).is_file())):
         raise RequestError(f"--output {output} exists; give another name, or --overwrite what an earlier upshift quantize wrote")
+    check_free(output, lock_file_beside(output))
 
 
 def _write_torch(source: ModelSource, rounding: Rounding, fitted: list[list[int]], bits: Bits, folder: Path) -> int:
