@@ -197,6 +197,7 @@ def test_a_child_lives_as_long_as_the_process(in_thread: bool, started: list[sub
 
 @pytest.mark.parametrize("by_kernel", [False, True])
 def test_a_parent_that_is_gone_already(by_kernel: bool) -> None:
-    code = f"from upshift.with_parent import end_with; import os; end_with(os.getppid() + 1, by_kernel={by_kernel}); print('here')"
+    end = f"end_with(os.getppid() + 1, by_kernel={by_kernel})"
+    code = f"from upshift.with_parent import end_with; import os; {end}; print('here')"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == -signal.SIGKILL and not done.stdout
