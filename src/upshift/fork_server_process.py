@@ -17,6 +17,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from upshift.value import Value
+from upshift.with_parent import end_with
 
 POLL_SECONDS = 0.02
 
@@ -40,11 +41,13 @@ def main(worker_name: str) -> None:
 
 
 def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request: Path, said: TextIO) -> int:
+    server = os.getpid()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.setpgid(0, 0)
+            end_with(server)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             work(request, lambda value: _say(said, {"answer": value.to_json()}))

@@ -169,7 +169,7 @@ def test_answers_on_a_full_disk(tmp_path: Path) -> None:
 def test_an_output_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     """Two of the same command wrote their lines among each other's."""
     first = UnfinishedLines(tmp_path / "answers.jsonl", 2, "this")
-    with pytest.raises(RequestError, match=r"answers.jsonl is being written by another process; wait for it"):
+    with pytest.raises(RequestError, match=r"answers.jsonl is being written by process \d+ on .*; wait until that ends"):
         UnfinishedLines(tmp_path / "answers.jsonl", 2, "this")
     first.close()
     assert not list(tmp_path.iterdir())

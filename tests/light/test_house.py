@@ -23,7 +23,7 @@ PUBLIC_NAMES = [
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (
-    ("characters", "errors", "installed", "units", "value", "whole_file"),
+    ("characters", "errors", "installed", "units", "value", "whole_file", "with_parent"),
     ("fork_server", "fork_server_process", "models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),

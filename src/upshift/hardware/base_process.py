@@ -2,8 +2,8 @@
 fast gloo exchanges tensors between this process and another one.
 
 Prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a small one, bytes per second]}}.
-A process of its own, because that is what a trial is; and free of
-upshift's other modules, so that it runs wherever this interpreter does.
+A process of its own, because that is what a trial is; and free of upshift's
+other modules but for one, which imports nothing, so that it runs wherever this interpreter does.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+
+from upshift.with_parent import end_with
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
 TIMES = 5
@@ -67,9 +69,11 @@ def other_process(port: int) -> int | None:
 
     if not hasattr(os, "fork") or not dist.is_available() or not dist.is_gloo_available():
         return None
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
+            end_with(parent)
             exchanges(1, port)
         finally:
             os._exit(0)

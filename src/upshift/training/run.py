@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.output_lock import claimed
 from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
@@ -29,7 +31,7 @@ from upshift.training.heal.heal import fixed_to_heal
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
-from upshift.training.loop.run import OWN_FILES
+from upshift.training.loop.run import OWN_FILES, check_run_file
 from upshift.training.mup import with_base
 from upshift.training.prepare import check_weights
 from upshift.training.runnable import runnable
@@ -163,7 +165,9 @@ def train(
         request["fixed"] = fixed_to_heal(tuple(request.get("fixed", ())), launched=ranks is not None)
 
     def make_job(host: Host | None = None, processes: int | None = None) -> tuple[Job, Prepared]:
+        writing.enter_context(claimed(output))
         check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
+        check_run_file(output)
         prepared, steps = prepare_run(
             model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=max_steps,
             resume_from=output if resume else None, watcher=watcher, clips_gradients=asked.max_grad_norm > 0,
@@ -173,12 +177,13 @@ def train(
         job = prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume, heal=heal)
         return job, prepared
 
-    if ranks is not None:
-        return _train_launched(ranks, make_job, global_batch, watcher)
-    job, prepared = make_job()
-    record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
-    remember_run(record, prepared.planning)
-    return record
+    with ExitStack() as writing:  # of several ranks the first makes the job, and holds the output's lock
+        if ranks is not None:
+            return _train_launched(ranks, make_job, global_batch, watcher)
+        job, prepared = make_job()
+        record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
+        remember_run(record, prepared.planning)
+        return record
 
 
 def _for_ranks(request: dict[str, Any], processes: int) -> dict[str, Any]:

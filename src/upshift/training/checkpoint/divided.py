@@ -24,6 +24,7 @@ from upshift.loading.tensors import dtype_of, read_tensor
 from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.adapter import saved_state
+from upshift.training.checkpoint.checksums import checksums_of
 from upshift.training.checkpoint.optimizer import placed, plain_name
 from upshift.training.checkpoint.pieces import Interval, Piece, Pieces, copy_shared, piece_of
 from upshift.training.checkpoint.snapshot import HostCopies
@@ -57,11 +58,14 @@ class Own:
 
     def write(self, directory: Path) -> None:
         pieces = {f"{kind}/{name}": piece for kind, here in self.found.items() for name, (piece, _) in here.items()}
+        written = []
         for kind, here in self.found.items():
             if here:
                 tensors = {name: tensor.detach().contiguous() for name, (_, tensor) in here.items()}
-                save_file(tensors, directory / f"{kind}-{self.rank:05d}.safetensors")
-        (directory / f"pieces-{self.rank:05d}.json").write_text(Pieces(tensors=pieces).to_json(), encoding="utf-8")
+                written.append(f"{kind}-{self.rank:05d}.safetensors")
+                save_file(tensors, directory / written[-1])
+        document = Pieces(tensors=pieces, checksums=checksums_of(directory, written)).to_json()
+        (directory / f"pieces-{self.rank:05d}.json").write_text(document, encoding="utf-8")
 
 
 def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> Own:
@@ -161,6 +165,14 @@ Stored = dict[str, list[tuple[Piece, StoredTensor]]]
 
 def is_divided(directory: Path) -> bool:
     return any(directory.glob("pieces-*.json"))
+
+
+def checksums_of_ranks(directory: Path) -> dict[str, str]:
+    """Of the files that ranks wrote and read themselves, by name."""
+    found: dict[str, str] = {}
+    for path in sorted(directory.glob("pieces-*.json")):
+        found |= Pieces.from_file(path).checksums
+    return found
 
 
 def read_pieces(directory: Path) -> dict[str, Stored]:

@@ -76,11 +76,18 @@ def _move_into(directory: Path, temporary: Path) -> None:
 
 
 def model_files(directory: Path) -> list[str]:
-    """The files of the final model that save_model wrote, or was writing, into `directory`."""
+    """The files of the final model that save_model wrote, or was writing, into `directory`. Raises RequestError where the list of
+    them is damaged."""
     path = directory / MODEL_LIST_NAME
     if not path.is_file():
         return []
-    names = json.loads(path.read_bytes())
+    try:
+        names = [str(name) for name in json.loads(path.read_bytes())]
+    except (OSError, ValueError, TypeError):
+        raise RequestError(
+            f"{path} is damaged, so Upshift cannot tell which files of {directory} it wrote; use another output directory, or "
+            "move that file and the final model away"
+        ) from None
     inside = directory.resolve()
     return [name for name in names if (inside / name).resolve().is_relative_to(inside)]
 

@@ -37,9 +37,10 @@ class Piece(Value):
 
 
 class Pieces(Value):
-    """What one file of a rank holds."""
+    """What the files of a rank hold."""
 
     tensors: dict[str, Piece]
+    checksums: dict[str, str] = {}  # SHA-256 of the rank's own files by name
 
 
 def piece_of(tensor: Tensor, *, rows: Interval | None = None) -> Piece:

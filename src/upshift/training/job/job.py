@@ -14,6 +14,7 @@ from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.output_lock import claimed
 from upshift.models.measure import Tracer
 from upshift.models.profile import num_sides
 from upshift.planning.plan import ALONE
@@ -51,23 +52,24 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
 
     Raises RequestError before anything is written, Interrupted after SIGINT or SIGTERM, JobFailed with what is safe.
     """
-    open_job(job, data)
-    if job.heal:
-        record = run_healing(job, data, on_event)
-    elif fresh_process or job.plan.num_processes > 1:
-        record = run_in_processes(job, data, on_event)
-    else:
-        with StopRequest() as stop:
-            record = run_rank(job, data, on_event, stop)
+    with claimed(Path(job.output)):
+        job = open_job(job, data)
+        if job.heal:
+            record = run_healing(job, data, on_event)
+        elif fresh_process or job.plan.num_processes > 1:
+            record = run_in_processes(job, data, on_event)
+        else:
+            with StopRequest() as stop:
+                record = run_rank(job, data, on_event, stop)
     append_record(record)
     return record
 
 
-def open_job(job: Job, data: TrainingData) -> None:
-    """Its checks, then its output directory."""
+def open_job(job: Job, data: TrainingData) -> Job:
+    """Make the checks of a job, then of its output directory. Return it as ``open_run`` does."""
     check_job(job, data)
     check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
-    open_run(job, data.training)
+    return open_run(job, data.training)
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:

@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,8 +17,9 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from upshift import errors
+from upshift import errors, with_parent
 from upshift.errors import Interrupted, JobFailed, UpshiftError
+from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
 from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.training_data import TrainingData, load_data, save_data
@@ -36,8 +36,8 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
     """In the caller: start the process, which runs ``module``, pass its events on, give back what rank 0 gave."""
     with written(job, data) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            text=True, start_new_session=True,
+            with_parent.command(module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            text=True, start_new_session=True, pass_fds=held_descriptors(Path(job.output)),
         )  # fmt: skip
         assert process.stdout is not None
         with StopRequest(on_request=partial(process.send_signal, signal.SIGINT)) as stop:

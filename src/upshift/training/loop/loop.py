@@ -96,7 +96,7 @@ class TrainingLoop:
             objective=data.objective, seed=self.arguments.seed,
         )  # fmt: skip
         self.progress = Progress(job)
-        self.checkpoint = newest_checkpoint(self.output) if job.resume else None
+        self.checkpoint = Path(job.checkpoint) if job.checkpoint else newest_checkpoint(self.output) if job.resume else None
         self._load()
         self.resumed_step = self.progress.step
         self.saved_step = self.progress.step
