@@ -31,7 +31,7 @@ from upshift.training.data.tokens import (
     check_vocabulary,
     cut_sequences,
     hold_out_evaluation,
-    length_histogram,
+    histogram_of,
 )
 
 PAD = 1
@@ -281,7 +281,7 @@ def test_holding_out_loses_nothing(lengths, sequence_length):
 
 def test_histogram_estimates():
     corpus = corpus_of([8] * 30 + [16] * 10 + [1] * 3)
-    histogram = length_histogram(corpus, 16)
+    histogram = histogram_of(cut_sequences(corpus, 16).lengths, 16)
     assert histogram == LengthHistogram.from_json(histogram.to_json())
     assert (histogram.num_sequences, histogram.mean, histogram.longest) == (40, 10.0, 16)
     assert histogram.packed_rows_per_sequence() == pytest.approx((15 + 10) / 40, abs=0.05)
@@ -290,7 +290,7 @@ def test_histogram_estimates():
     assert histogram.visible_share(0) == pytest.approx((30 * 8 * 4 + 10 * 16 * 8) / (16 * 400))
     assert histogram.padded_tokens_ratio(1) == 1.0
     assert 1.0 < histogram.padded_tokens_ratio(16) < histogram.padded_tokens_ratio(64) <= 1.7
-    long = length_histogram(corpus_of([3000, 1777, 2]), 4096)
+    long = histogram_of(cut_sequences(corpus_of([3000, 1777, 2]), 4096).lengths, 4096)
     assert len(long.counts) == 3
     assert long.num_tokens == 4779
 
@@ -321,14 +321,13 @@ def source_of(**changes):
             ["seq2seq-lm", "packing=False"],
         ),
         (lambda: source_of(objective=MASKED, layout=Layout(micro_batch=1, mask_padding=False)), ["mask_padding=True"]),
-        (lambda: next(source_of().batches(Position(batch=1))), ["batch=1", "resume with"]),
+        (lambda: next(source_of().batches(Position(batch=2))), ["batch=2", "resume with"]),
         (lambda: Layout(micro_batch=1, rank=2, world_size=2), ["rank=2", "world_size=2"]),
         (lambda: Objective(kind="masked-lm"), ["mask_token_id", "causal-lm"]),
         (lambda: cut_sequences(corpus_of([8]), 1), ["sequence_length=1"]),
         (lambda: check_sequence_length(64, 32), ["64", "32"]),
         (lambda: check_vocabulary(corpus_of([8]), 17), ["17", "0 to 16", "tokenizer"]),
         (lambda: TokenizedCorpus.from_documents([np.array([3, -100])]), ["-100"]),
-        (lambda: length_histogram(corpus_of([1]), 8), ["no sequence"]),
         (lambda: LengthHistogram(sequence_length=8, lengths=(), counts=(), num_tokens=0), ["0 lengths"]),
     ],
 )

@@ -40,11 +40,12 @@ def run(
     _refuse(others)
     fields = _fields(set_ or [])
     need_tensorflow("--backend xla")
+    from upshift.training.batches.source import steps_of
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
     from upshift.xla.training.door import train
 
     if has_records(data):
-        steps = max_steps or max(round(read_index(data).num_examples / global_batch * epochs), 1)
+        steps = max_steps or steps_of(epochs, num_sequences=read_index(data).num_examples, global_batch=global_batch)
         batches, tokenizer = record_batches(data, global_batch=global_batch, num_steps=steps, seed=seed), None
     else:
         batches, steps, tokenizer = _tokenized(model, data, sequence_length, global_batch, max_steps, epochs, text_column, seed)
@@ -86,13 +87,13 @@ def _tokenized(
     """(batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
-    from upshift.training.batches.source import BatchSource, evaluation_batches
+    from upshift.training.batches.source import BatchSource, evaluation_batches, steps_of
     from upshift.training.data.training_data import prepare_data
     from upshift.xla.data.batches import Batches
     from upshift.xla.data.buckets import plan_buckets
 
     found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
-    steps = max_steps or max(round(len(found.training) / global_batch * epochs), 1)
+    steps = max_steps or steps_of(epochs, num_sequences=len(found.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
     source = BatchSource(
         sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed

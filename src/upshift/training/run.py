@@ -25,6 +25,7 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments, RunNumbers
+from upshift.training.batches.source import steps_of
 from upshift.training.checkpoint.checkpoint import check_output_directory
 from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
 from upshift.training.heal.heal import fixed_to_heal
@@ -125,7 +126,7 @@ def prepare_run(
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
     host = host or _devices_asked_for(find_host(None), fixed)
     given = find_given_plan(plan_file, resume_from, fixed, host, source)
-    steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
+    steps = max_steps or steps_of(epochs, num_sequences=len(data.training), global_batch=global_batch)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
         clips_gradients=clips_gradients,

@@ -154,7 +154,7 @@ class Stepper:
 
     def _pass(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
         loss = loss_of(self.model, self.plan, micro_batch, self._extra)
-        share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
+        share = loss.float() * (micro_batch.num_label_tokens / max(num_label_tokens, 1))
         if self.plan.optimizer_in_backward:
             check_finite(float(share.detach()))  # afterwards the weights have moved
         self.scaler.scale(share).backward()

@@ -23,6 +23,7 @@ from upshift.training.batches.of_plan import layout_for, objective_of
 from upshift.training.batches.source import BatchSource, GlobalBatch, evaluation_batches
 from upshift.training.batches.stored_rows import cut_stored, read_rows
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
+from upshift.training.data.training_data import read_sample
 from upshift.training.evaluate import evaluate
 from upshift.training.host_memory import limited_memory
 from upshift.training.out_of_memory import is_out_of_memory
@@ -232,8 +233,7 @@ def _spread(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> l
 def _sequences(request: TrialRequest, objective: Objective) -> Sequences:
     length = request.plan.sequence_length * num_sides(objective.kind)
     if request.sample is not None:
-        with np.load(request.sample) as arrays:
-            return cut_sequences(TokenizedCorpus(tokens=arrays["tokens"], offsets=arrays["offsets"]), length)
+        return read_sample(Path(request.sample), length)
     generator = np.random.default_rng(request.seed)
     count = max(request.global_batch, CHECK_SEQUENCES)
     documents = [generator.integers(0, objective.vocab_size or 2, size=length).astype(np.int32) for _ in range(count)]

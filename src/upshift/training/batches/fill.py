@@ -63,9 +63,13 @@ def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objec
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
         return _fill_seq2seq(ids, lengths, sequences, layout, objective)
-    input_ids = _padded(sequences, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
-    real = np.arange(group.width) < _column(lengths)
-    inputs, labels = objective.mask_tokens(input_ids, real, ids if len(ids) else np.zeros(1, np.int64), seed=seed, epoch=epoch)
+    input_ids = _padded(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
+    if sequences.labels is not None:  # the data says what is to be found: its words are masked already
+        inputs, labels = input_ids, _padded(sequences.labels, ids, sequences.starts[ids], lengths, group.width, IGNORED)
+    else:
+        real = np.arange(group.width) < _column(lengths)
+        members = ids if len(ids) else np.zeros(1, np.int64)
+        inputs, labels = objective.mask_tokens(input_ids, real, members, seed=seed, epoch=epoch)
     return MicroBatch(
         arrays=_given(input_ids=inputs, attention_mask=_mask(lengths, group.width), labels=labels),
         sequence_ids=ids,
@@ -87,7 +91,8 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objectiv
             start, end = int(sequences.starts[member]), filled + int(sequences.lengths[member])
             piece = sequences.tokens[start : start + end - filled]
             input_ids[row, filled:end] = piece
-            labels[row, filled + 1 : end] = piece[1:]
+            learned = piece if sequences.labels is None else sequences.labels[start : start + end - filled]
+            labels[row, filled + 1 : end] = learned[1:]
             if position_ids is not None:
                 position_ids[row, filled:end] = count[: end - filled]
             filled = end
@@ -99,7 +104,7 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objectiv
     return MicroBatch(
         arrays=_given(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, labels=labels),
         sequence_ids=ids,
-        num_label_tokens=int((lengths - 1).sum()),
+        num_label_tokens=int(objective.counted_labels(sequences, ids).sum()),
         num_tokens=int(lengths.sum()),
     )
 
@@ -112,9 +117,9 @@ def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, 
     starts = sequences.starts[ids]
     return MicroBatch(
         arrays=_given(
-            input_ids=_padded(sequences, ids, starts, first, width, objective.pad_token_id),
+            input_ids=_padded(sequences.tokens, ids, starts, first, width, objective.pad_token_id),
             attention_mask=_mask(first, width),
-            labels=_padded(sequences, ids, starts + first, lengths - first, label_width, IGNORED),
+            labels=_padded(sequences.tokens, ids, starts + first, lengths - first, label_width, IGNORED),
         ),
         sequence_ids=ids,
         num_label_tokens=int((lengths - first).sum()),
@@ -126,10 +131,10 @@ def _given(**arrays: Ids | None) -> dict[str, Ids]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _padded(sequences: Sequences, ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:
+def _padded(flat: NDArray[Any], ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:
     rows = np.full((max(1, len(ids)), width), padding, np.int64)
     for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        rows[row, :length] = sequences.tokens[start : start + length]
+        rows[row, :length] = flat[start : start + length]
     return rows
 
 

@@ -2,12 +2,13 @@
 the plan.
 
 So every plan trains on the same tokens in the same order and losses compare. An epoch is a new permutation of all
-sequences; the sequences left over after its last whole global batch wait for the next epoch's permutation. Planning
-needs numpy, not torch.
+sequences, each of them once; its last global batch has those that are left, and its loss is their mean, as in
+transformers' Trainer. Planning needs numpy, not torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,6 +23,16 @@ from upshift.training.batches.layout import Layout, RowGroup, lay_out
 from upshift.training.batches.objective import Objective
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
+
+
+def batches_of_epoch(num_sequences: int, global_batch: int) -> int:
+    """Return the number of global batches in which every sequence is once; the last may be smaller."""
+    return -(-num_sequences // global_batch)
+
+
+def steps_of(epochs: float, *, num_sequences: int, global_batch: int) -> int:
+    """Return the optimizer steps of so many epochs, rounded up as transformers' Trainer does, at least 1."""
+    return max(math.ceil(epochs * batches_of_epoch(num_sequences, global_batch)), 1)
 
 
 class Position(Value):
@@ -63,7 +74,7 @@ class BatchSource:
 
     @property
     def batches_per_epoch(self) -> int:
-        return len(self.sequences) // self.global_batch
+        return batches_of_epoch(len(self.sequences), self.global_batch)
 
     def position_of_step(self, step: int) -> Position:
         """The position before optimizer step `step`, counted from 0 over all epochs."""

@@ -123,6 +123,7 @@ def _check_same(before: Run, run: Run, directory: Path) -> None:
 
 def fingerprint(sequences: Sequences) -> str:
     checksum = 0
-    for array in (sequences.tokens, sequences.starts, sequences.lengths):
+    arrays = (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels)
+    for array in (array for array in arrays if array is not None):
         checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"

@@ -195,7 +195,7 @@ class Pipeline:
             stage.expect([micro_batch.shape for micro_batch in taken], has_backward=has_backward)
         self._total = torch.zeros((), device=self.plan.device)
         inputs = [to_tensors(_labelled(micro_batch), self.plan.device) for micro_batch in taken]
-        shares = [micro_batch.num_label_tokens / num_label_tokens for micro_batch in taken]
+        shares = [micro_batch.num_label_tokens / max(num_label_tokens, 1) for micro_batch in taken]
         with self._computing(), own_words():
             schedule._step_microbatches(None, inputs, shares, return_outputs=False)
         for stage in self.stages:
