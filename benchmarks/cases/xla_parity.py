@@ -32,7 +32,7 @@ from typing import Any
 
 import torch
 import transformers
-from xla_parity_models import KINDS, LENGTH, OTHERWISE, every_model, inputs_of, made_tiny
+from tiny_models import KINDS, LENGTH, OTHERWISE, every_model, inputs_of, made_tiny
 
 from upshift.benchmarking.case import Case, command_line
 from upshift.benchmarking.figures import Claim, Figure, Source, Table

@@ -16,6 +16,7 @@ import torch
 import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
+from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers.models.auto import modeling_auto
 
 from upshift.errors import RequestError
@@ -246,6 +247,17 @@ def build_model(config: PretrainedConfig, model_class: type[PreTrainedModel], *,
     return model.train()
 
 
+def check_depth(config: PretrainedConfig, reference: str) -> None:
+    """Raise RequestError for a config of a model without layers, which its class builds without a word."""
+    names = ["num_hidden_layers"]
+    if config.is_encoder_decoder:
+        names += ["encoder_layers", "decoder_layers", "num_decoder_layers"]
+    for part in (config, config.get_text_config()):
+        for name in names:
+            if getattr(part, name, None) == 0:
+                raise RequestError(f"the config of {reference!r} says {name}=0, a model without layers; give 1 or more")
+
+
 @dataclass(frozen=True)
 class LayerStack:
     """A ModuleList of the model: where it stands, which original layers were kept, and which kept one stands for each."""
@@ -257,20 +269,31 @@ class LayerStack:
 
 
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
-    """The outermost ModuleLists with at least two layers that hold parameters, in the order the model lists them. One that says
-    that it ``is_stack``, as a part of one, may have one layer."""
+    """Return the outermost ModuleLists of layers that hold parameters, in the order the model lists them.
+
+    A list of one is a stack where transformers declares what is in it a layer, or where it says that it ``is_stack``, as a part
+    of one."""
     found: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(outer + ".") for outer, _ in found)
         if not isinstance(module, nn.ModuleList) or inside:
             continue
-        enough = len(module) > 1 or getattr(module, "is_stack", False)
+        enough = len(module) > 1 or getattr(module, "is_stack", False) or _is_declared(model, module)
         if enough and all(_is_layer(child) for child in module):
             found.append((path, module))
     return found
 
 
+def _is_declared(model: nn.Module, layers: nn.ModuleList) -> bool:
+    """Whether a list holds what transformers can recompute or must not split: a layer."""
+    names = getattr(model, "_no_split_modules", None) or ()
+    return any(isinstance(layer, GradientCheckpointingLayer) or type(layer).__name__ in names for layer in layers)
+
+
 def _is_layer(module: nn.Module) -> bool:
+    """Whether a module computes and holds parameters; a list only holds modules."""
+    if isinstance(module, nn.ModuleList):
+        return False
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
 
 
@@ -282,7 +305,7 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
         last = len(layers) - 1
         inner = {kind: kinds.index(kind, 1) for kind in dict.fromkeys(kinds[1:last])}
         kept = tuple(sorted({0, last, *inner.values()}))
-        stands_for = [0, *(inner[kind] for kind in kinds[1:last]), last]
+        stands_for = [0, *(inner[kind] for kind in kinds[1:last]), last][: len(layers)]
         stacks.append(
             LayerStack(
                 path=path,

@@ -21,7 +21,16 @@ from transformers.integrations import moe
 
 from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
-from upshift.models.build import LayerStack, build_model, building, choose_class, cut_stacks, read_config, sample_inputs
+from upshift.models.build import (
+    LayerStack,
+    build_model,
+    building,
+    check_depth,
+    choose_class,
+    cut_stacks,
+    read_config,
+    sample_inputs,
+)
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.compiled import Call
 from upshift.models.fit import Measurement
@@ -43,6 +52,7 @@ class Tracer:
         self.fake = FakeTensorMode()
         self.config = read_config(source)
         self.model_class, self.objective = choose_class(self.config, source.reference)
+        check_depth(self.config, source.reference)
         self.stacks: list[LayerStack] = []
         self._models: dict[tuple[torch.dtype, int], nn.Module] = {}
 

@@ -1,4 +1,4 @@
-"""Tiny models of every type that transformers' auto mappings know, for xla_parity.py."""
+"""Tiny models of every type that transformers' auto mappings know: for model_matrix.py, xla_parity.py and the tests."""
 
 from __future__ import annotations
 
@@ -45,37 +45,97 @@ def every_model(kinds: str) -> Iterator[tuple[str, str, str]]:
 
 
 OTHERWISE: tuple[dict[str, int | None], ...] = (  # None: as it is
-    {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"patch_size": 4, "image_size": 64},
+    {}, {"num_key_value_heads": 4}, {"head_dim": None}, {"head_dim": 8, "num_experts_per_tok": 1},
+    {"mamba_n_heads": 8, "mamba_d_head": 8}, {"num_heads": 8, "head_dim": 8}, {"patch_size": 4, "image_size": 64},
 )  # fmt: skip
 STAGES = {"hidden_sizes": 16, "embed_dims": 16, "depths": 1, "num_heads": 2, "num_attention_heads": 2}  # of as many as there are
+DEPTHS = ("num_hidden_layers", "num_layers", "n_layer", "n_layers")
+MOST_LAYERS = 6
+MOST_PARAMETERS = 20e6
 
 
 def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
+    """Return the class's default config with small sizes, parts of it likewise. A list of a kind for each layer is cut where it
+    has had every kind."""
     default = config_class()
     sizes = {name: size for size, names in SIZES.items() for name in names.split()}
-    asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(getattr(default, name, None), int)}
+    asked: dict[str, Any] = {name: size for name, size in sizes.items() if isinstance(_value(default, name), int)}
     for name, size in STAGES.items():
-        if isinstance(stages := getattr(default, name, None), list | tuple):
+        if isinstance(stages := _value(default, name), list | tuple):
             asked[name] = [size] * len(stages)
     for name in ("bos_token_id", "eos_token_id"):
-        if isinstance(getattr(default, name, None), int | list):
+        if isinstance(_value(default, name), int | list):
             asked[name] = 1
-    asked |= {name: 32 for name in ("image_size",) if isinstance(getattr(default, name, None), int)}
+    asked |= {name: 32 for name in ("image_size",) if isinstance(_value(default, name), int)}
+    asked |= _layers(default)
     if hasattr(default, "use_cache"):
         asked["use_cache"] = False
-    asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in default.to_dict()}
+    fields = default.to_dict()
+    asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in fields}
+    for name, part in default.sub_configs.items():
+        if isinstance(_value(default, name), transformers.PretrainedConfig) and part in transformers.CONFIG_MAPPING.values():
+            asked[name] = tiny_config(type(_value(default, name)), otherwise).to_dict()
     return config_class(**asked)
 
 
+def _layers(default: Any) -> dict[str, Any]:
+    depth = next((count for name in DEPTHS if isinstance(count := _value(default, name), int)), 0)
+    lists = {name: value for name, value in vars(default).items() if isinstance(value, list) and len(value) == depth > 2}
+    kinds = {name: value for name, value in lists.items() if all(isinstance(kind, str) for kind in value)}
+    if not kinds:
+        return {}
+    needed = max(max(value.index(kind) for kind in dict.fromkeys(value)) + 1 for value in kinds.values())
+    count = max(2, min(needed, MOST_LAYERS))
+    return {name: value[:count] for name, value in lists.items()} | {
+        name: count for name in DEPTHS if isinstance(_value(default, name), int)
+    }
+
+
+def _value(config: Any, name: str) -> Any:
+    try:
+        return getattr(config, name, None)
+    except Exception:  # a config that differs by layer refuses to say one value of all
+        return None
+
+
+def every_tiny(model_type: str, architecture: str) -> Iterator[Any]:
+    """Yield configs of a model type that its class can be built from, the first tried first. Raises the first problem where there
+    are none: this script does not know the fields."""
+    problem: Exception | None = None
+    built = 0
+    for otherwise in OTHERWISE:
+        try:
+            config = tiny_config(transformers.CONFIG_MAPPING[model_type], otherwise)
+            config.architectures = [architecture]
+            with torch.device("meta"):
+                model = getattr(transformers, architecture)(config)
+            parameters = sum(one.numel() for one in model.parameters())
+            if parameters > MOST_PARAMETERS:
+                raise ValueError(f"{parameters / 1e6:.0f} M parameters with the sizes that are known here")
+        except Exception as error:  # each class has its own kinds
+            problem = problem or error
+            continue
+        built += 1
+        yield config
+    if not built and problem is not None:
+        raise problem
+
+
 def made_tiny(model_type: str, architecture: str, folder: Path, otherwise: dict[str, int | None]) -> Any:
-    """Raises what making it raises: a config whose fields this script does not know."""
+    """Save a tiny model with every part at work. Raises what making it raises: a config whose fields this script does not know."""
     config = tiny_config(transformers.CONFIG_MAPPING[model_type], otherwise)
     config.architectures = [architecture]
     torch.manual_seed(0)
     with torch.device("meta"):
         parameters = sum(one.numel() for one in getattr(transformers, architecture)(config).parameters())
-    if parameters > 20e6:
+    if parameters > MOST_PARAMETERS:
         raise ValueError(f"{parameters / 1e6:.0f} M parameters with the sizes that are known here")
+    return save_tiny(config, architecture, folder)
+
+
+def save_tiny(config: Any, architecture: str, folder: Path) -> Any:
+    """Save a model of random weights, larger than transformers' own so that every part shows, and return its config."""
+    torch.manual_seed(0)
     model = getattr(transformers, architecture)(config).eval()
     with torch.no_grad():
         for parameter in model.parameters():
