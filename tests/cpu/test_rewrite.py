@@ -205,12 +205,15 @@ def test_interrupted_it_says_what_is_safe(wide, tmp_path):
 
 def test_two_at_once(wide, tmp_path):
     output = tmp_path / "out"
+    refused = []
 
     def other(done: int, total: int) -> None:
         with pytest.raises(RequestError, match=rf"is being written by process {os.getpid()} on .*; wait until that ends"):
             shard(str(wide), output, max_shard_bytes=10**9, progress=lambda done, total: None)
+        refused.append(done)
 
     shard(str(wide), output, max_shard_bytes=10**9, progress=other)
+    assert refused
 
 
 def test_a_write_that_fails(wide, tmp_path):

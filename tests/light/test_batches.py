@@ -110,7 +110,9 @@ def test_the_plan_never_changes_what_is_in_a_global_batch(lengths, shape, object
 @settings(deadline=None, max_examples=60)
 def test_every_row_is_made_of_whole_sequences(lengths, shape):
     source = ranks(lengths, shape)[0]
-    for batch in first_batches(source, 2):
+    batches = list(first_batches(source, 2))
+    assert len(batches) == 2 and all(batch.micro_batches for batch in batches)
+    for batch in batches:
         for micro in batch.micro_batches:
             found = sorted(tuple(piece) for row in range(len(micro.arrays["input_ids"])) for piece in pieces_of(micro, row))
             starts, sizes = source.sequences.starts, source.sequences.lengths

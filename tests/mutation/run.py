@@ -19,10 +19,11 @@ import ast
 import json
 import os
 import random
-import signal
+import resource
 import sys
 import time
 from collections import defaultdict
+from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
 from pathlib import Path
@@ -44,7 +45,9 @@ EXPLAINED = Path(__file__).parent / "explained.json"
 PYTEST = ("-x", "-q", "-p", "no:cacheprovider", "--no-header", "--tb=no", "-W", "ignore")
 QUIET = ("test_house", "test_docs", "test_translations", "test_claims", "test_contributing", "test_tables")  # they read sources
 TIMED = ("test_ten_thousand_plans_a_second", "test_import_is_light")  # they fail on a busy machine
-FACTOR, GRACE_SECONDS = 4.0, 30.0  # a mutant that runs longer than so many times the tests' usual time loops
+# Imported before the processes of mutants are forked; anew where the mutant is in one of them.
+IMPORTED = ("upshift.hardware", "upshift.models.profile", "upshift.models.source", "upshift.models.store", "upshift.record")
+FACTOR, GRACE_SECONDS = 4.0, 30.0  # of the CPU: a mutant that takes longer than so many times the tests' usual time loops
 
 
 class Notes:
@@ -120,7 +123,7 @@ def draw(folders: list[str], *, number: int, seed: int) -> list[Mutant]:
     """Return a random sample of the mutants below ``folders``, the same for the same sources and ``seed``."""
     files = sorted(file for folder in folders for file in _files(ROOT / folder))
     everything = [mutant for file in files for mutant in list_mutants(ROOT, file)]
-    return sorted(random.Random(seed).sample(everything, min(number, len(everything))))
+    return random.Random(seed).sample(everything, min(number, len(everything)))
 
 
 def _files(path: Path) -> list[Path]:
@@ -179,36 +182,38 @@ def _is_inside(function: str, called: str) -> bool:
 
 def try_mutant(mutant: Mutant, nodeids: list[str], *, seconds: float) -> str:
     """Return killed, timeout or survived."""
+    limit = round(FACTOR * seconds + GRACE_SECONDS)
     file = ROOT / mutant.file
     tree = mutate(file.read_text(encoding="utf-8"), mutant)
     child = os.fork()
     if child == 0:
-        os.setpgid(0, 0)
+        resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         quiet = os.open(os.devnull, os.O_WRONLY)
         os.dup2(quiet, 1)
         os.dup2(quiet, 2)
-        sys.meta_path.insert(0, MutatedFinder(file, tree))  # type: ignore[arg-type]
+        finder = MutatedFinder(file, tree)
+        if finder.name in sys.modules:
+            for name in [name for name in sys.modules if name.partition(".")[0] == "upshift"]:
+                del sys.modules[name]
+        sys.meta_path.insert(0, finder)  # type: ignore[arg-type]
         files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in nodeids))
         code = pytest.main([*PYTEST, *files], plugins=[Chosen(nodeids)])
         os._exit(int(code))
-    deadline = time.monotonic() + FACTOR * seconds + GRACE_SECONDS
-    while time.monotonic() < deadline:
-        ended, status = os.waitpid(child, os.WNOHANG)
-        if ended:
-            return "survived" if status == 0 else "killed"
-        time.sleep(0.02)
-    os.killpg(child, signal.SIGKILL)
-    os.waitpid(child, 0)
-    return "timeout"
+    _, status = os.waitpid(child, 0)
+    if status == 0:
+        return "survived"
+    return "timeout" if os.WIFSIGNALED(status) else "killed"
 
 
 def run(sample: list[Mutant], tests: list[str], *, most_seconds: float, output: Path) -> None:
-    explained = {tuple(entry["mutant"]): entry["why"] for entry in json.loads(EXPLAINED.read_text())} if EXPLAINED.exists() else {}
-    files = [str(file) for test in tests for file in sorted((ROOT / test).rglob("test_*.py") if (ROOT / test).is_dir() else [ROOT / test])]
-    notes = take_notes([file for file in files if Path(file).stem not in QUIET])
+    explained = {tuple(entry["mutant"]) for entry in json.loads(EXPLAINED.read_text())}
+    files = [file for test in tests for file in _files(ROOT / test) if file.stem.startswith("test_")]
+    notes = take_notes([str(file) for file in files if file.stem not in QUIET])
     print(f"{len(notes['seconds'])} tests, {sum(notes['seconds'].values()):.0f} s, exit code {notes['code']}", flush=True)
-    results = []
-    for number, mutant in enumerate(sample, start=1):
+    for name in IMPORTED:
+        import_module(name)
+    results = json.loads(output.read_text()) if output.exists() else []  # of a run that was stopped
+    for number, mutant in enumerate(sample[len(results) :], start=len(results) + 1):
         nodeids = tests_of(mutant, notes, most_seconds=most_seconds)
         usual = sum(notes["seconds"][nodeid] for nodeid in nodeids)
         start = time.monotonic()
@@ -220,7 +225,8 @@ def run(sample: list[Mutant], tests: list[str], *, most_seconds: float, output: 
             outcome = "explained"
         results.append({**mutant.to_json(), "outcome": outcome, "tests": len(nodeids)})
         took = time.monotonic() - start
-        print(f"{number} {outcome} {took:.1f} s, {len(nodeids)} tests: {mutant.file}:{mutant.line} {mutant.change} | {mutant.text}", flush=True)
+        where = f"{mutant.file}:{mutant.line} {mutant.change} | {mutant.text}"
+        print(f"{number} {outcome} {took:.1f} s, {len(nodeids)} tests: {where}", flush=True)
         output.write_text(json.dumps(results, indent=0) + "\n")
     counts: dict[str, int] = defaultdict(int)
     for result in results:
@@ -238,14 +244,16 @@ def main() -> None:
     running = commands.add_parser("run")
     running.add_argument("sample", type=Path)
     running.add_argument("--tests", nargs="+", default=["tests/light"])
-    running.add_argument("--most-seconds", type=float, default=30.0, help="of tests for one mutant")
+    running.add_argument("--most-seconds", type=float, default=10.0, help="of tests for one mutant")
     running.add_argument("--output", type=Path, required=True)
     given = parser.parse_args()
     if given.command == "draw":
         print(json.dumps([mutant.to_json() for mutant in draw(given.folders, number=given.number, seed=given.seed)], indent=0))
         return
-    fields = Mutant.__dataclass_fields__
-    sample = [Mutant(**{name: value for name, value in entry.items() if name in fields}) for entry in json.loads(given.sample.read_text())]
+    sample = [
+        Mutant(**{name: value for name, value in entry.items() if name in Mutant.__dataclass_fields__})
+        for entry in json.loads(given.sample.read_text())
+    ]
     run(sample, given.tests, most_seconds=given.most_seconds, output=given.output)
 
 

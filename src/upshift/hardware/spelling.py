@@ -66,7 +66,7 @@ def _used_words(joined: str, words: tuple[str, ...], product: Product) -> Iterat
         for spelling in _spellings(word):
             if joined.startswith(spelling):
                 others = words[:place] + words[place + 1 :]
-                yield from ({word} | used for used in _used_words(joined[len(spelling) :], others, product))
+                yield from (used | {word} for used in _used_words(joined[len(spelling) :], others, product))
     memory = re.match(r"([0-9]{1,4})(?:gib|gb|g)", joined)
     if memory and _has_memory(product, int(memory[1]), words):
         without = product._replace(memory_gib=None)

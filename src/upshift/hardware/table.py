@@ -1,7 +1,7 @@
 """All products that can be described, and `describe`: the Host that a text such as 8xh100 names.
 
-A name is understood however its words are joined (spelling.py). An unknown product has no figures. The rows are in nvidia.py, vendors/,
-tpu.py, apple.py and cpus.py, the links between nodes in network.py.
+A name is understood however its words are joined (spelling.py). An unknown product has no figures. The rows are in nvidia.py,
+vendors/, tpu.py, apple.py and cpus.py, the links between nodes in network.py.
 """
 
 from __future__ import annotations
@@ -91,7 +91,10 @@ def _keys_of(matches: tuple[str, ...]) -> list[str]:
 @cache
 def _named_products() -> dict[str, Product]:
     """Return every name that a product, or a family of products, is described by."""
-    products = {key: Product(key, facts.gpu.name, facts.gpu.memory_bytes / GIB) for key, facts in GPUS.items()}
+    products = {
+        key: Product(key, facts.gpu.name, facts.gpu.memory_bytes / GIB if facts.gpu.memory_bytes else None)
+        for key, facts in GPUS.items()
+    }
     products |= {key: Product(key, facts.cpu.model_name or "", None) for key, facts in CPUS.items()}
     products |= {alias: products[key] for alias, key in ALIASES.items()}
     return products | {family: Product(family, "", None) for family in AMBIGUOUS}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+from collections import Counter
 
 import torch
 import transformers
@@ -15,7 +16,7 @@ from upshift.errors import RequestError
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.models.profile import Declares, Experts, Parameters, ParameterShape
-from upshift.models.quantized import num_weights, stored_bytes
+from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
 
 
@@ -63,7 +64,8 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
     paths = tuple(path + "." for path in stack_paths)
     parts = {"embedding": 0, "layers": 0, "head": 0, "other": 0}
     trainable = {"layers": 0, "head": 0, "outside": 0}
-    shapes: dict[tuple[int, ...], int] = {}
+    shapes: Counter[tuple[int, ...]] = Counter()
+    frozen_shapes: Counter[tuple[int, ...]] = Counter()
     for name, parameter in named.items():
         part = (
             "layers"
@@ -78,7 +80,9 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
         if parameter.requires_grad:
             in_head = id(parameter) in head_ids
             trainable["layers" if part == "layers" else "head" if in_head else "outside"] += parameter.numel()
-            shapes[tuple(parameter.shape)] = shapes.get(tuple(parameter.shape), 0) + 1
+            shapes[tuple(parameter.shape)] += 1
+        else:
+            frozen_shapes[weight_shape(parameter)] += 1
     frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
     packed = [parameter for parameter in frozen if hasattr(parameter, "quant_state")]
     return Parameters(
@@ -94,6 +98,7 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
         trainable_head=trainable["head"],
         always_fp32=always_fp32,
         trainable_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
+        frozen_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(frozen_shapes.items())),
     )
 
 

@@ -165,6 +165,7 @@ class Parameters(Value):
     quantized: int = 0  # frozen ones below an adapter that are stored in 4 bits
     quantized_bytes: int = 0  # with their scales
     trainable_shapes: tuple[ParameterShape, ...]
+    frozen_shapes: tuple[ParameterShape, ...] = ()  # of the others; of weights that are stored in 4 bits, as they are used
 
     @property
     def adapter(self) -> bool:

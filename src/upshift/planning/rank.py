@@ -69,6 +69,14 @@ class Candidate:
         )
 
 
+def limit_of(candidate: Candidate, host: Host, workload: Workload) -> float | None:
+    """Return the bytes that one process of the candidate may be predicted to hold; None where the host's memory is unknown.
+
+    They follow from the risk that the workload accepts and from how sure the candidate's held memory is.
+    """
+    return memory_limit(candidate.plan, host, risk=workload.risk, spread=held_spread(candidate.basis("held")))
+
+
 @dataclass(frozen=True)
 class Rejected:
     plan: Plan
