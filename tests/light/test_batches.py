@@ -128,7 +128,8 @@ def pieces_of(micro, row: int) -> Iterator[list[int]]:
     starts = np.flatnonzero(positions == 0).tolist()
     for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
         assert positions[start:end].tolist() == list(range(end - start))
-        real = inputs[start:end] != PAD
+        real = labels[start:end] != IGNORED
+        real[0] = real[1:2].any()  # the first token of a sequence, of two tokens or more, is no label
         assert labels[start] == IGNORED
         assert (labels[start + 1 : end] == np.where(real, inputs[start:end], IGNORED)[1:]).all()
         if "attention_mask" in micro.arrays:

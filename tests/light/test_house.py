@@ -56,6 +56,8 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.measure",
     "upshift.models.model_flops",
     "upshift.models.quantized",
+    "upshift.models.isolation",
+    "upshift.models.narrow",
     "upshift.models.recompute",
     "upshift.models.sizes",
     "upshift.models.tensor_parallel",

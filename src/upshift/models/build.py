@@ -258,6 +258,16 @@ def check_depth(config: PretrainedConfig, reference: str) -> None:
                 raise RequestError(f"the config of {reference!r} says {name}=0, a model without layers; give 1 or more")
 
 
+def forget_cache(model: nn.Module) -> list[PretrainedConfig]:
+    """Tell every config of the model to keep no keys and values, and return those that did. A class may read it there alone, and
+    with a cache transformers looks for no texts that share a row."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    return caching
+
+
 @dataclass(frozen=True)
 class LayerStack:
     """A ModuleList of the model: where it stands, which original layers were kept, and which kept one stands for each."""

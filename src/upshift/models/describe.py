@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 import re
 from collections import Counter
 
@@ -113,7 +112,6 @@ def declarations(model: PreTrainedModel) -> Declares:
         gradient_checkpointing_per_layer=all(
             isinstance(layer, GradientCheckpointingLayer) for _, stack in find_stacks(model) for layer in stack
         ),
-        position_ids="position_ids" in inspect.signature(model.forward).parameters,
         can_generate=bool(model.can_generate()),
     )
 

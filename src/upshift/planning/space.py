@@ -15,6 +15,7 @@ from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
 from upshift.planning.assignments import read_assignments
 from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
+from upshift.planning.isolation import packs, why_never_packed
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.layouts import check_layout, check_processes, shares_work
 from upshift.planning.mup import read_base
@@ -184,6 +185,8 @@ def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Wor
     """Why a value of a field is not legal for this model."""
     if value in PACKED_KERNELS:
         return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
+    if name == "packing":
+        return f" ({why_never_packed(profile) or 'no sequence of the data leaves room in its row'})"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
     if name == WEIGHT_OFFLOAD and not has_frozen_layers(profile):
@@ -278,8 +281,8 @@ def _can_chunk(profile: ModelProfile) -> bool:
 
 def _worth_packing(profile: ModelProfile, workload: Workload) -> bool:
     lengths = workload.lengths
-    legal = profile.objective == "causal-lm" and profile.declares.position_ids
-    return legal and lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+    short = lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+    return short and profile.objective == "causal-lm" and packs(profile)
 
 
 def _process_counts(host: Host, workload: Workload) -> list[int]:

@@ -30,7 +30,7 @@ from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.parallel.place import find_place
 from upshift.training.parallel.ranks import slowest
 from upshift.training.parallel.stage import modules_of
-from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
+from upshift.training.prepare import compile_layers, computing, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes
 from upshift.training.step import Stepper
 from upshift.training.weight_offload import in_memory_bytes
@@ -184,7 +184,7 @@ def _measure_steps(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) 
 def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> tuple[float, float]:
     """(compiled over eager loss of one micro-batch, or 1 where they agree as far as dropout lets them; seconds)."""
     with torch.no_grad():
-        eager = float(loss_of(stepper.model, stepper.plan, micro_batch, extra_inputs(stepper.model)))
+        eager = float(loss_of(stepper.model, stepper.plan, micro_batch))
     start = time.perf_counter()
     compile_layers(stepper.model, stepper.plan)
     waits = stepper.plan.layout.exchanges

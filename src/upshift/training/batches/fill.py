@@ -1,8 +1,8 @@
 """One micro-batch as arrays: inputs, labels, and a mask or positions only where the model needs them.
 
-A packed row restarts position_ids at 0 for each sequence; transformers builds the block-diagonal mask from that,
-provided that attention_mask is None and the model is called with use_cache=False (with a cache it attends across the
-borders, silently).
+A packed row restarts position_ids at 0 for each sequence; a model that was seen to isolate them (models/isolation.py) builds
+the block-diagonal mask from that, provided that attention_mask is None and its config says use_cache=False. Padding in such a
+row is a sequence of its own.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None
 def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int) -> MicroBatch:
     """Fill one row group. The rows of the group hold ids of `sequences`."""
     if objective.kind == "causal-lm":
-        return _fill_causal(group, sequences, layout, objective)
+        return _fill_causal(group, sequences, layout)
     ids = np.array([row[0] for row in group.rows], np.int64)
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
@@ -78,9 +78,10 @@ def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objec
     )
 
 
-def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
+def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> MicroBatch:
     shape = (max(1, len(group.rows)), group.width)
-    input_ids = np.full(shape, objective.pad_token_id, np.int64)
+    # Not the padding token: its embedding is 0, where a norm that the model takes of it has no finite gradient (Gemma 3n).
+    input_ids = np.full(shape, sequences.tokens[0], np.int64)
     labels = np.full(shape, IGNORED, np.int64)
     count = np.arange(group.width)
     # Alone in its row, a sequence needs no positions: under a causal mask it never sees the padding behind it.

@@ -30,6 +30,8 @@ class Objective(Value):
     special_token_ids: tuple[int, ...] = ()  # never masked
     vocab_size: int | None = None  # the range of random replacements
     mask_probability: float = labelled_share("masked-lm")
+    # causal-lm: what padding on the right of a text needs (models/isolation.py); none: rows hold texts of one length
+    padding: Literal["unmasked", "masked", "none"] = "unmasked"
 
     @model_validator(mode="after")
     def _check(self) -> Objective:

@@ -24,7 +24,7 @@ from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.parallel.context import padded_width
 from upshift.training.parallel.stage import Stage, modules_of
-from upshift.training.prepare import autocast, computing, extra_inputs
+from upshift.training.prepare import autocast, computing, no_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
 Scale = Callable[[torch.Tensor], torch.Tensor]
@@ -55,7 +55,7 @@ class PipelineStage(_PipelineStageBase):
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.own: Stage = module.pipeline_stage  # type: ignore[assignment]
         super().__init__(module, self.own.index, self.own.count, torch.device(plan.device), self.own.group)
-        self._plan, self._extra = plan, extra_inputs(module)
+        self._plan = plan
         self._stage_meta.inputs = () if self.is_first else (None,)  # type: ignore[assignment]
         self.args_recv_info = {0: ()}
         self._shapes: list[tuple[int, ...]] = []
@@ -80,8 +80,8 @@ class PipelineStage(_PipelineStageBase):
         if not self.is_last:
             kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
         offloading = activations_on_host(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
-        with autocast(self._plan), offloading:
-            output = self.submod(**kwargs, **self._extra)
+        with autocast(self._plan), offloading, no_cache(self.submod):
+            output = self.submod(**kwargs)
         made: torch.Tensor = output.loss if self.is_last else output
         return made
 

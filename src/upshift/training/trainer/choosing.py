@@ -23,7 +23,17 @@ from upshift.training.batches.collated import CollatedRows, NotRows
 from upshift.training.parallel.refusals import cannot_run
 from upshift.training.trainer.asked import OWN_LOOP_OPTIMIZERS, allowed_by_hand, fixed_fields, optimizer_name
 from upshift.training.trainer.asked_layout import layout_fields, local_ranks, not_in_trainer
-from upshift.training.trainer.choose import SHORT_RUN_SECONDS, Choice, Request, choose, plain_plan, too_short, words_of
+from upshift.training.trainer.choose import (
+    SHORT_RUN_SECONDS,
+    Choice,
+    Request,
+    check_given,
+    choose,
+    isolated,
+    plain_plan,
+    too_short,
+    words_of,
+)
 from upshift.training.trainer.chosen import chosen_by_rank_0
 from upshift.training.trainer.report import tell, trial_line
 from upshift.training.trainer.sample import NoSample, Sample, draw_sample
@@ -88,7 +98,9 @@ class Choosing:
             split, forward_seconds = self._upshift_measure_split(sample, rows)
         except (NoSample, NotRows) as error:
             return self._upshift_without_plan(plain, str(error), demanded), whole
+        split = isolated(split, self.model)
         if self._upshift_given_plan is not None:
+            check_given(self._upshift_given_plan, split)
             return Choice(self._upshift_given_plan, "this plan was given"), split
         steps = self._upshift_total_steps(loader)
         seconds = STEP_OVER_FORWARD * steps * accumulation * batch * forward_seconds

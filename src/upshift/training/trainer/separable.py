@@ -16,6 +16,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from upshift.models.profile import Isolation
 from upshift.training.batches.collated import CollatedRows
 from upshift.training.batches.layout import RowGroup
 from upshift.training.checkpoint.rng import undisturbed_rng
@@ -42,6 +43,8 @@ class Split:
     flattens: bool = False  # several sequences may share a row
     even: bool = False  # it was seen for rows with as many labels each, and nothing is known of others
     reason: str = ""
+    why_not_flat: str = "the loss of two rows end to end is not that of the two"
+    isolation: Isolation | None = None  # None: nothing is known of the model's class
 
 
 def has_batch_statistics(model: nn.Module) -> str | None:
