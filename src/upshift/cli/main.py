@@ -29,7 +29,8 @@ from upshift.cli import (
     tune,
     xla,
 )
-from upshift.errors import UpshiftError
+from upshift.disk_full import FREE_SOME, full_disk
+from upshift.errors import JobFailed, UpshiftError
 from upshift.settings import quiet_libraries
 
 UsageError: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy which newer versions of typer carry
@@ -97,6 +98,12 @@ def main() -> None:
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except Exception as error:  # of any library: a full disk is the user's to mend, and no fault to report
+        reason = full_disk(error)
+        if reason is None:
+            raise
+        print(f"upshift: a file could not be written ({reason}); {FREE_SOME}", file=sys.stderr)
+        sys.exit(JobFailed.exit_code)
     if code == INTERRUPTED:
         print("upshift: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)

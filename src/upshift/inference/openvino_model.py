@@ -44,6 +44,11 @@ def _save(model: Any, path: Path) -> None:
     import openvino
 
     temporary = path.with_name(f"writing-{path.name}")
-    openvino.save_model(model, temporary, compress_to_fp16=False)
-    temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
-    temporary.replace(path)
+    try:
+        openvino.save_model(model, temporary, compress_to_fp16=False)
+        temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
+        temporary.replace(path)
+    except BaseException:  # a disk that is full is not filled for good
+        temporary.unlink(missing_ok=True)
+        temporary.with_suffix(".bin").unlink(missing_ok=True)
+        raise
