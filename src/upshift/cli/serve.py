@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show
+from upshift.cli import progress, show
 from upshift.cli.number import number
 from upshift.cli.race import RaceSeconds, dim
 from upshift.errors import MissingExtra, RequestError
@@ -116,6 +116,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
 
 
 def _tell_open(url: str) -> None:
+    progress.stop()  # from here on it waits for requests
     show.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)", soft_wrap=True)
 
 
