@@ -3,22 +3,22 @@
 from __future__ import annotations
 
 import errno
-import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 from test_checkpoint import _mount
-from test_train import home  # noqa: F401  a fixture
+from test_train import a_job, home, prepared  # noqa: F401  fixtures
 
+from upshift.cli import main as command_line
 from upshift.disk_full import full_disk, keep
 from upshift.errors import JobFailed
-
-PATIENCE_SECONDS = 300
+from upshift.training.data.training_data import TrainingData
+from upshift.training.job.processes import result_in, run_in, written
 
 
 @pytest.fixture
@@ -36,14 +36,6 @@ def full(tmp_path: Path) -> Iterator[Path]:
         yield path
     finally:
         subprocess.run(["umount", "-l", path], check=True)
-
-
-def upshift(*words: object, cache: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "upshift.cli.main", *map(str, words)]
-    env = {**os.environ, "UPSHIFT_CACHE": str(cache), "COLUMNS": "300", **environment}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, timeout=PATIENCE_SECONDS, check=False)
-    assert "Traceback" not in done.stderr and "Traceback" not in done.stdout, done.stderr
-    return done
 
 
 def test_what_is_found_in_errors() -> None:
@@ -71,10 +63,38 @@ def test_a_cache_goes_without(full: Path, caplog: pytest.LogCaptureFixture) -> N
     assert not list(full.rglob("numbers.json*"))
 
 
-def test_planning_with_a_full_cache(full: Path, home: Path) -> None:  # noqa: F811
-    done = upshift("plan", home / "llama", "--sequence-length", 32, "--global-batch", 4, cache=full)
-    assert done.returncode == 0, done.stderr
-    assert "not kept" in done.stderr and "No space left on device" in done.stderr
+def full_compiler(**_: object) -> None:
+    try:
+        raise OSError(errno.ENOSPC, "No space left on device", "/tmp/torchinductor/x.cpp")
+    except OSError as error:
+        raise RuntimeError("backend='inductor' raised:\nmany lines") from error
+
+
+def test_a_command_ends_in_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever it wrote, and whichever library did."""
+    monkeypatch.setattr(command_line, "app", full_compiler)
+    monkeypatch.setattr(sys, "argv", ["upshift", "encode"])
+    with pytest.raises(SystemExit) as ended:
+        command_line.main()
+    (line,) = capsys.readouterr().err.splitlines()
+    assert ended.value.code == 1 and "No space left on device: /tmp/torchinductor/x.cpp" in line and "TMPDIR" in line
+
+    def other(**_: object) -> None:
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr(command_line, "app", other)
+    with pytest.raises(OSError):
+        command_line.main()
+
+
+def test_the_process_of_a_job_says_it_in_words(
+    home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, monkeypatch: pytest.MonkeyPatch  # noqa: F811
+) -> None:
+    job = a_job(home, tmp_path / "run")
+    with written(job, prepared("llama")) as folder:
+        run_in(folder, lambda *given: full_compiler(), lambda event: None)
+        with pytest.raises(JobFailed, match=r"No space left on device: .*x.cpp.*there is no earlier checkpoint; free some space"):
+            result_in(folder, 0, interrupted=False)
 
 
 def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,25 +115,3 @@ def test_an_engine_whose_files_have_no_room(full: Path, monkeypatch: pytest.Monk
     with pytest.raises(JobFailed, match=r"the files that openvino makes of the model could not be written \(.*UPSHIFT_CACHE"):
         engines.build_engine("encode", "openvino", None)
     assert sorted(path.name for path in full.iterdir() if path.suffix != ".lock") == ["filler"]
-
-
-def test_training_with_a_full_output(full: Path, home: Path, tmp_path: Path) -> None:  # noqa: F811
-    (full / "filler").write_bytes(b"")
-    (full / "filler").write_bytes(bytes(600_000))
-    done = upshift(
-        "train", home / "llama", "--from-config", "--data", home / "data.jsonl", "--sequence-length", 32, "--global-batch", 8,
-        "--max-steps", 3, "--save-steps", 1, "--trial-seconds", 0, "-o", full / "run", cache=tmp_path / "cache",
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    last = done.stderr.strip().splitlines()[-1]
-    assert last.startswith("upshift: checkpoint-") or "final model" in last or "full" in last, last
-    assert "loadable" in last or "no earlier checkpoint" in last
-
-
-def test_temporary_files_on_a_full_disk(full: Path, home: Path, tmp_path: Path) -> None:  # noqa: F811
-    done = upshift(
-        "train", home / "llama", "--from-config", "--data", home / "data.jsonl", "--sequence-length", 32, "--global-batch", 8,
-        "--max-steps", 1, "--trial-seconds", 0, "-o", tmp_path / "run", cache=tmp_path / "cache", TMPDIR=str(full),
-    )  # fmt: skip
-    assert done.returncode == 1, done.stderr
-    assert "space" in done.stderr and "TMPDIR" in done.stderr

@@ -59,11 +59,12 @@ def command(
     }  # fmt: skip
     limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_keys(api_key_file))
     show.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
-    serve(
-        requests, Address(host, port), limits, replicas=_replicas(replicas),
-        memory_bytes=None if max_memory is None else int(max_memory * GIB),
-        on_ready=_tell_ready, on_open=_tell_open,
-    )  # fmt: skip
+    with progress.activity(f"Starting {', '.join(names)}"):
+        serve(
+            requests, Address(host, port), limits, replicas=_replicas(replicas),
+            memory_bytes=None if max_memory is None else int(max_memory * GIB),
+            on_ready=_tell_ready, on_open=_tell_open,
+        )  # fmt: skip
 
 
 def _check() -> None:
