@@ -13,6 +13,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from upshift.cli.progress import activity
 from upshift.hardware.spec import Host
 from upshift.models.profile import Isolation
 from upshift.planning.cost.basis import Number
@@ -41,11 +42,12 @@ err = Console(stderr=True)
 def bar(title: str) -> Iterator[Callable[[float, float], None]]:
     """A progress bar on standard error, gone when done; yields ``update(done, total)``."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True) as progress, activity(title) as current:
         task = progress.add_task(title, total=None)
 
         def update(done: float, total: float) -> None:
             progress.update(task, completed=done, total=total)
+            current.update(done, total)
 
         yield update
 
@@ -54,7 +56,7 @@ def bar(title: str) -> Iterator[Callable[[float, float], None]]:
 def step(title: str) -> Iterator[None]:
     """Spinner with elapsed time while something runs; then one line saying how long it took."""
     start = time.perf_counter()
-    with err.status(title):
+    with err.status(title), activity(title):
         yield
     err.print(f"[dim]{title}: {format_seconds(time.perf_counter() - start)}[/dim]")
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from upshift.cli import show, train_xla
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.number import number
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
+from upshift.cli.progress import activity
 from upshift.record import Record
 from upshift.settings import read_ranks
 from upshift.training.arguments import SEEDS
@@ -130,14 +132,17 @@ class RunDisplay:
         self.progress = Progress(*columns, console=show.err, transient=True, disable=quiet)
         self._tasks: dict[str, Any] = {}
         self.predicted_bytes: float | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> RunDisplay:
         self.progress.start()
+        self._now = self._open.enter_context(activity("Reading the data"))
         if self.title is not None:
             self._print(self.title)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._open.close()
         self.progress.stop()
 
     @property
@@ -161,8 +166,10 @@ class RunDisplay:
                 self.progress.update(task, visible=False)
             self._tasks[name] = self.progress.add_task(title, total=total, text=text)
         self.progress.update(self._tasks[name], description=title, completed=done or 0, total=total, text=text)
+        self._now.update(done, total, title=title if key is None or done is None else key, text=text and f"{title}, {text}")
 
     def _planned(self, planning: Any) -> None:
+        self._now.update(title="Choosing among the plans")
         best = planning.ranking.candidates[0]
         self._print(
             f"[dim]{len(planning.ranking.candidates):,} plans fit {planning.host.name}; best predicted: {best.plan.label()}, "
@@ -174,6 +181,7 @@ class RunDisplay:
         self._print(f"[dim]tried {tried.candidate.plan.label()}: {said}[/dim]")
 
     def _ready(self, prepared: Any) -> None:
+        self._now.update(title="Loading the model")
         held = prepared.predicted.resident_gib
         self.predicted_bytes = held * GIB if held else None
         self._print(f"[bold]Plan: {prepared.plan.label()}[/bold]")
@@ -210,8 +218,10 @@ class RunDisplay:
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
         elif kind == "Saved":
             self._print(f"[dim]saved {event.path}[/dim]")
-        elif kind == "Started" and event.resumed_from:
-            self._print(f"[dim]resumed from {event.resumed_from} after step {event.step}[/dim]")
+        elif kind == "Started":
+            self._now.update(title="The first step")
+            if event.resumed_from:
+                self._print(f"[dim]resumed from {event.resumed_from} after step {event.step}[/dim]")
 
     def _print(self, text: str) -> None:
         if not self.quiet:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import show
+from upshift.cli.progress import activity
 from upshift.errors import RequestError
 from upshift.units import format_seconds
 
@@ -21,6 +22,8 @@ TORCH_ONLY = {  # option -> what it is when it is not given
     "mup_base": None, "heal": False,
 }  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
+
+RECENT_STEPS = 10  # whose mean time says what is left
 
 
 def is_asked(backend: str) -> bool:
@@ -52,15 +55,18 @@ def run(
     told: list[Any] = []
     start = time.perf_counter()
 
-    def on_step(done: Any) -> None:
-        told.append(done)
-        _tell(done, quiet=as_json)
-
     names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps")
-    trained = train(
-        model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
-        save_steps=save_steps, **{name: others[name] for name in names}, **fields,
-    )  # fmt: skip
+    with activity("Building the model and compiling its first step") as now:
+
+        def on_step(done: Any) -> None:
+            told.append(done)
+            now.update(title="Training", text=_line(done, told[-RECENT_STEPS:], global_batch))
+            _tell(done, quiet=as_json)
+
+        trained = train(
+            model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
+            save_steps=save_steps, **{name: others[name] for name in names}, **fields,
+        )  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(trained.model_directory)
     _print(trained, told, time.perf_counter() - start, as_json=as_json)
@@ -116,8 +122,16 @@ def _tokenized(
     return batches, steps, found.tokenizer
 
 
+def _line(done: Any, recent: list[Any], global_batch: int) -> str:
+    seconds = sum(one.seconds for one in recent) / len(recent)
+    speed = f"{global_batch * sum(one.width for one in recent) / len(recent) / seconds:,.0f} tokens/s with padding"
+    left = f"{format_seconds((done.max_steps - done.step) * seconds)} left"
+    return f"step {done.step}/{done.max_steps}, loss {done.loss:.3f}, {speed}, {left}"
+
+
 def _tell(done: Any, *, quiet: bool) -> None:
-    if not quiet:
+    """A line a step, on a terminal."""
+    if not quiet and show.err.is_terminal:
         compiled = f", {done.num_traces} programs" if done.num_traces > 1 else ""
         held_out = "" if done.evaluation_loss is None else f", held-out loss {done.evaluation_loss:.4f}"
         step = f"step {done.step}/{done.max_steps} loss {done.loss:.4f}"

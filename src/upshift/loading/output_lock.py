@@ -166,4 +166,9 @@ def _is_at(descriptor: int, path: Path) -> bool:
 def _may_live(holder: str) -> bool:
     """Return False only for a process of this host that is gone."""
     pid, _, host = holder.partition(" ")
-    return not (pid.isdecimal() and host == socket.gethostname()) or psutil.pid_exists(int(pid))
+    if not pid.isdecimal() or host != socket.gethostname():
+        return True
+    try:
+        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False

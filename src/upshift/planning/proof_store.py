@@ -6,6 +6,7 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
+from upshift.disk_full import keep
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
@@ -14,7 +15,6 @@ from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.trial import TrialResult
 from upshift.settings import read_settings
 from upshift.value import Value
-from upshift.whole_file import write_whole
 
 FORMAT = "5"
 MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
@@ -93,5 +93,4 @@ def forget_plan(path: Path, plan: Plan) -> None:
 
 
 def _write(path: Path, proof: StoredProof) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, proof.to_json())
+    keep("the trials' results are", path, proof.to_json())

@@ -18,9 +18,11 @@ from functools import partial
 from pathlib import Path
 
 from upshift import errors, with_parent
+from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
+from upshift.training.checkpoint.files import still_loadable
 from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.training_data import TrainingData, load_data, save_data
 from upshift.training.job.request import Job
@@ -103,4 +105,10 @@ def run_in(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, 
         except UpshiftError as error:
             kind = type(error) if type(error) in (errors.RequestError, Interrupted) else JobFailed
             answer = json.dumps({"error": kind.__name__, "message": str(error)})
+        except Exception as error:  # libraries have classes of their own for a full disk
+            reason = full_disk(error)
+            if reason is None:
+                raise
+            message = f"a file could not be written ({reason}); {still_loadable(Path(job.output))}; {FREE_SOME}"
+            answer = json.dumps({"error": JobFailed.__name__, "message": message})
     (folder / names[1]).write_text(answer, encoding="utf-8")
