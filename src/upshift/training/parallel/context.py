@@ -17,9 +17,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from upshift.errors import JobFailed
@@ -128,6 +128,24 @@ def eager_of(module: nn.Module) -> Any:
     return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
 
 
+def document_of_each_token(positions: torch.Tensor) -> torch.Tensor | None:
+    """Return the number of each token's document in its row [B, S]: one begins where positions do not go on by 1. Return None
+    where every row is one document."""
+    begins = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
+    return begins.cumsum(-1) if bool(begins.any()) else None
+
+
+def within_documents(mask_function: Any, positions: torch.Tensor, documents: torch.Tensor) -> Any:
+    """Return a mask function, as transformers' AttentionMaskInterface takes them, that allows what ``mask_function`` allows at the
+    tokens' own positions, and only between tokens of one document."""
+
+    def allowed(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        same = documents[batch, query] == documents[batch, key]
+        return same & mask_function(batch, head, positions[batch, query], positions[batch, key])
+
+    return allowed
+
+
 class SharedContext:
     """One rank's part of a model's sequences."""
 
@@ -156,7 +174,7 @@ class SharedContext:
         positions = tensors.get("position_ids")
         if positions is None:
             positions = torch.arange(width + missing, device=tensors["input_ids"].device).expand(rows, -1)
-        packed = masking_utils.find_packed_sequence_indices(positions) if mask is None else None
+        packed = document_of_each_token(positions) if mask is None else None
         self.whole = Whole(width + missing, None if mask is None else mask.bool(), positions, packed)
         labels = tensors.pop("labels", None)
         if labels is not None:
@@ -182,7 +200,7 @@ class SharedContext:
         """Of all tokens against all, as the wrapped attention takes it."""
         whole = self.whole
         if whole.packed is not None:
-            mask_function = packed_sequence_compatibility_function(mask_function, whole.position_ids, whole.packed)
+            mask_function = within_documents(mask_function, whole.position_ids, whole.packed)
             settings["allow_is_causal_skip"] = False
         settings |= {"q_length": whole.width, "kv_length": whole.width, "q_offset": 0, "kv_offset": 0}
         return self._inner_mask(mask_function=mask_function, attention_mask=whole.attention_mask, **settings)
