@@ -34,9 +34,10 @@ class MissingInternal(RequestError):
     library and its version, the name, and what else to do."""
 
     def __init__(self, *, library: str, version: str, name: str, feature: str, instead: str = "") -> None:
-        older = f"install an earlier {library}: pip install '{library}<{version}'"
+        older = f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
         self.library, self.name = library, name
-        super().__init__(f"{feature} needs {name}, which {library} {version} does not have; {f'{instead}, or ' * bool(instead)}{older}")
+        ways = f"{instead}, or {older}" if instead else older
+        super().__init__(f"{feature} needs {name}, which {library} {version or "(not installed)"} does not have; {ways}")
 
 
 class NothingFits(UpshiftError):

@@ -23,7 +23,7 @@ PUBLIC_NAMES = [
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (
-    ("characters", "errors", "installed", "units", "value", "whole_file"),
+    ("characters", "errors", "installed", "internals", "units", "value", "whole_file"),
     ("fork_server", "fork_server_process", "models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),
@@ -33,6 +33,8 @@ FLOORS = (
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
 SIDEWAYS = {  # the only imports within one floor
+    ("internals", "errors"): "a name that a library took away is refused",
+    ("internals", "installed"): "the refusal says the library's version",
     ("value", "errors"): "a value that cannot be read is a RequestError",
     ("models", "settings"): "settings is the only reader of the environment",
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",

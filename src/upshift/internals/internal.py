@@ -1,12 +1,16 @@
-"""A name of a library that is not promised: looked up when it is used, and refused in words where the library no longer has it."""
+"""Names of libraries that are not promised: looked up when they are used, refused in words where a library has them no longer."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import lru_cache
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from upshift.errors import MissingInternal
 from upshift.installed import installed_version
@@ -20,6 +24,10 @@ class Internal:
     name: str  # "torch.utils._pytree:tree_leaves", or "Module._parameters" of an object
     feature: str
     instead: str = ""
+    attribute: str = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "attribute", re.split("[.:]", self.name)[-1])
 
     def get(self) -> Any:
         """Return what the module has under this name. Raises MissingInternal where it has none."""
@@ -40,12 +48,15 @@ class Internal:
         self.of(owner)
         setattr(owner, self.attribute, value)
 
-    @property
-    def attribute(self) -> str:
-        return self.name.rpartition(".")[2]
+    @contextmanager
+    def replaced(self, value: Any) -> Iterator[None]:
+        """Put something in its place for a while, for the library's own use. Raises MissingInternal where nobody would use it."""
+        self.get()
+        with mock.patch(self.name.replace(":", "."), value):
+            yield
 
     def missing(self) -> MissingInternal:
-        version = installed_version(self.library) or "unknown"
+        version = installed_version(self.library) or ""
         return MissingInternal(
             library=self.library, version=version, name=self.name.replace(":", "."), feature=self.feature, instead=self.instead
         )
@@ -67,12 +78,8 @@ class Mark(Internal):
             raise self.missing()
         return getattr(owner, self.attribute, default)
 
-    @property
-    def attribute(self) -> str:
-        return self.name.partition(":")[2]
 
-
-@lru_cache(maxsize=None)
+@cache
 def _find(name: str) -> Any:
     module, _, path = name.partition(":")
     owner: Any = import_module(module)
@@ -81,7 +88,7 @@ def _find(name: str) -> Any:
     return owner
 
 
-@lru_cache(maxsize=None)
+@cache
 def _mentions(module: str, attribute: str) -> bool:
     try:
         file = import_module(module).__file__

@@ -6,7 +6,7 @@ A function here has a plain fall-back that gives the same; a constant is refused
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 from upshift.errors import MissingInternal
@@ -41,8 +41,7 @@ DECOMPOSITIONS = Internal("torch", "torch._inductor.decomposition:select_decomp_
 VIRTUALIZED = Internal("torch", "torch._inductor.virtualized:V", COMPILED, "use torch_compile=off")
 CPP_COMPILER = Internal("torch", "torch._inductor.cpp_builder:get_cpp_compiler", "Finding the C++ compiler")
 NO_COMPILER = Internal("torch", "torch._inductor.exc:InvalidCxxCompiler", "Finding the C++ compiler")
-COMPILED_CALL = Internal("torch", "Module._compiled_call_impl", "Compiling layers of a Trainer's model", "use torch_compile=off")
-CONSTANT_RESULT = Internal("torch", "torch._dynamo:assume_constant_result", "Checking numbers in compiled layers", "use torch_compile=off")
+COMPILED_CALL = Internal("torch", "Module._compiled_call_impl", "Compiling a Trainer's layers", "use torch_compile=off")
 
 # Modules and graphs.
 PARAMETERS = Internal("torch", "Module._parameters", MODULES)
@@ -62,11 +61,15 @@ EXPORT_ERROR = Internal("torch", "torch._dynamo:exc.UserError", ONEDNN, ONEDNN_I
 
 # Several processes.
 COLLECTIVES = Internal("torch", "torch.ops:_c10d_functional", DIVIDED, DIVIDED_INSTEAD)
+EXCHANGES = tuple(
+    Internal("torch", f"torch.ops:_c10d_functional.{operation}", DIVIDED, DIVIDED_INSTEAD)
+    for operation in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor", "wait_tensor")
+)
 CHUNK_CAT = Internal("torch", "torch:_chunk_cat", DIVIDED, DIVIDED_INSTEAD)
 DEFAULT_STORE = Internal("torch", "torch.distributed.distributed_c10d:_get_default_store", "What ranks tell each other")
 FLIGHT_RECORDER = Internal("torch", "torch._C:_distributed_c10d", "Naming the collective that ranks wait in")
 FSDP_GATHER = Internal(
-    "torch", "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather", "Going on after one rank ran out of memory",
+    "torch", "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather", "Going on after a rank ran out of memory",
     "use fully_shard=off",
 )  # fmt: skip
 FSDP_SUM = Internal(
@@ -89,6 +92,22 @@ NORMS = Internal("torch", "torch:_foreach_norm", "The norm of gradients")
 TREE = Internal("torch", "torch.utils:_pytree", "Walking over nested tensors")
 
 
+def dispatch_mode(handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """Return a context manager under which every operator is handed to ``handle(operator, args, kwargs)``, which runs it."""
+    base: Any = DISPATCH_MODE.get()
+
+    class Handed(base):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """Nothing is compiled under it; else PyTorch wraps the next method in a guard that costs as much as an operator."""
+            return False
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handle(function, args, kwargs or {})
+
+    return Handed()
+
+
 def softmax_backward(gradient: Any, probabilities: Any) -> Any:
     """Return the gradient of what softmax was taken of over the last dimension; both arguments have its shape."""
     try:
@@ -109,7 +128,7 @@ def norms(tensors: list[Any]) -> list[Any]:
 
 
 def tree_leaves(tree: Any) -> list[Any]:
-    """Return what is neither a tuple, a list nor a mapping, in order. Types that a library registered with torch are walked too."""
+    """Return what is neither a tuple, a list nor a mapping, in order; inside of types that were registered with torch, too."""
     walk = _torch_leaves()
     if walk is not None:
         return list(walk(tree))
@@ -120,7 +139,7 @@ def tree_leaves(tree: Any) -> list[Any]:
     return [tree]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _torch_leaves() -> Callable[[Any], list[Any]] | None:
     try:
         leaves: Callable[[Any], list[Any]] = TREE.get().tree_leaves
@@ -146,7 +165,7 @@ def tree_map(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
     return tree
 
 
-@lru_cache(maxsize=None)
+@cache
 def _fake_type() -> type | None:
     try:
         fake: type = FAKE_TENSOR.get()

@@ -15,7 +15,10 @@ CORE = "transformers.core_model_loading"
 
 # Loading.
 GET_MODEL_CLASS = Internal(
-    "transformers", "transformers.models.auto.auto_factory:_get_model_class", "An Auto class as model_class", "give the model's own class"
+    "transformers",
+    "transformers.models.auto.auto_factory:_get_model_class",
+    "An Auto class as model_class",
+    "give the model's own class",
 )
 MODEL_MAPPING = Mark("transformers", "transformers.models.auto.auto_factory:_model_mapping", "An Auto class as model_class")
 LOADING_OPTIONS = Internal("transformers", "transformers.modeling_utils:LoadStateDictConfig", LOADING)
@@ -41,7 +44,9 @@ GGUF_CHECKPOINT = Internal("transformers", "transformers.modeling_gguf_pytorch_u
 GGUF_PROCESSORS = Internal("transformers", "transformers.modeling_gguf_pytorch_utils:TENSOR_PROCESSORS", GGUF, GGUF_INSTEAD)
 GGUF_PROCESSOR = Internal("transformers", "transformers.modeling_gguf_pytorch_utils:TensorProcessor", GGUF, GGUF_INSTEAD)
 GGUF_METADATA = Internal("transformers", "transformers.integrations.gguf:read_gguf_metadata", GGUF, GGUF_INSTEAD)
-ROPE_FUNCTIONS = Internal("transformers", "transformers.modeling_rope_utils:ROPE_INIT_FUNCTIONS", "The engine llamacpp", "use another engine (--engine)")
+ROPE_FUNCTIONS = Internal(
+    "transformers", "transformers.modeling_rope_utils:ROPE_INIT_FUNCTIONS", "The engine llamacpp", "use another engine (--engine)"
+)
 CLASS_NAMES = Internal("transformers", "transformers.models.auto:modeling_auto", "Finding what a model is for")
 
 # What a model declares.
@@ -50,11 +55,11 @@ WHOLE_MODULES = Mark("transformers", "transformers.modeling_utils:_no_split_modu
 TENSOR_PLAN = Mark("transformers", "transformers.modeling_utils:_tp_plan", TENSOR, TENSOR_INSTEAD)
 SUPPORTS_BACKEND = Internal("transformers", "PreTrainedModel._supports_attention_backend", CONTEXT, CONTEXT_INSTEAD)
 ATTENTION = Internal("transformers", "PretrainedConfig._attn_implementation", "Choosing a model's attention kernel")
-SDPA_MASK = Internal("transformers", "transformers.masking_utils:sdpa_mask", "Block attention", "use attention=sdpa")
-SDPA = Internal("transformers", "transformers.integrations.sdpa_attention:sdpa_attention_forward", "Block attention", "use attention=sdpa")
 MASK_FUNCTIONS = Internal("transformers", "transformers.masking_utils:ALL_MASK_ATTENTION_FUNCTIONS", CONTEXT, CONTEXT_INSTEAD)
 ATTENTION_FUNCTIONS = Internal("transformers", "transformers.modeling_utils:ALL_ATTENTION_FUNCTIONS", CONTEXT, CONTEXT_INSTEAD)
-PACKED_ROWS = Internal("transformers", "transformers.masking_utils:find_packed_sequence_indices", "Measuring a model without its weights")
+PACKED_ROWS = Internal(
+    "transformers", "transformers.masking_utils:find_packed_sequence_indices", "Measuring a model without its weights"
+)
 GROUPED_PRODUCT = Internal("transformers", "transformers.integrations.moe:_can_use_grouped_mm", "Measuring a mixture of experts")
 CAUSAL_LOSS = Internal("transformers", "transformers.loss.loss_utils:ForCausalLMLoss", CONTEXT, CONTEXT_INSTEAD)
 MASKED_LOSS = Internal("transformers", "transformers.loss.loss_utils:ForMaskedLMLoss", CONTEXT, CONTEXT_INSTEAD)
@@ -63,18 +68,24 @@ ADAPTER_LOADED = Mark("transformers", "transformers.integrations.peft:_hf_peft_c
 NOT_SAVED = Mark("transformers", "transformers.modeling_utils:_keys_to_ignore_on_save", "Saving a model")
 INPUT_GRADIENTS = Mark("transformers", "transformers.modeling_utils:_require_grads_hook", "Activation checkpointing")
 CHECKPOINTED = Mark(
-    "transformers", "transformers.modeling_layers:_gradient_checkpointing_func", "Recomputing layers that wait outside the device",
+    "transformers", "transformers.modeling_layers:_gradient_checkpointing_func", "Recomputing layers of offloaded weights",
     "use activation_checkpointing=off",
 )  # fmt: skip
 
 # Several processes.
 EXPAND_PLAN = Internal("transformers", "PreTrainedModel._expand_parallel_plan", TENSOR, TENSOR_INSTEAD)
 PARALLEL_STYLES = Internal("transformers", "transformers.distributed.tensor_parallel:ALL_PARALLEL_STYLES", TENSOR, TENSOR_INSTEAD)
-DIVIDE_EXPERTS = Internal("transformers", "transformers.distributed.expert_parallel:apply_expert_parallelism", EXPERTS, EXPERTS_INSTEAD)
-FSDP_MANAGED = Mark("transformers", "transformers.distributed.fsdp:_is_fsdp_managed_module", "Generation during evaluation of a divided model")
+DIVIDE_EXPERTS = Internal(
+    "transformers", "transformers.distributed.expert_parallel:apply_expert_parallelism", EXPERTS, EXPERTS_INSTEAD
+)
+FSDP_MANAGED = Mark(
+    "transformers", "transformers.distributed.fsdp:_is_fsdp_managed_module", "Generation during evaluation of a divided model"
+)
 
 # The Trainer.
-PUSH_CHECKPOINT = Internal("transformers", "Trainer._push_from_checkpoint", "push_to_hub of checkpoints", "leave push_to_hub unset")
+PUSH_CHECKPOINT = Internal(
+    "transformers", "Trainer._push_from_checkpoint", "push_to_hub of checkpoints", "leave push_to_hub unset"
+)
 SEARCH_BACKEND = Internal(
     "transformers", "transformers.hyperparameter_search:default_hp_search_backend", "hyperparameter_search without a backend",
     'give backend="optuna"',

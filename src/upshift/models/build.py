@@ -11,9 +11,9 @@ import torch
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto import modeling_auto
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG
 from upshift.models.profile import Objective
 from upshift.models.source import ModelSource
 
@@ -51,9 +51,9 @@ def named_class(config: PretrainedConfig) -> type[PreTrainedModel] | None:
 
 def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrainedModel], Objective]:
     """The class that trains: the one the config names, else the first auto mapping that knows the config."""
-    tables = {objective: getattr(modeling_auto, name) for objective, name in OBJECTIVES}
+    tables = {objective: getattr(CLASS_NAMES.get(), name) for objective, name in OBJECTIVES}
     for name in config.architectures or ():
-        if name in modeling_auto.MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
+        if name in CLASS_NAMES.get().MODEL_FOR_MULTIPLE_CHOICE_MAPPING_NAMES.values():
             raise RequestError(
                 f"{reference!r} ({name}) takes several rows for each example, and how many its config does not say; "
                 "Upshift plans for one row an example"
@@ -89,7 +89,7 @@ def building(what: str) -> Iterator[None]:
 
 def build_model(config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> PreTrainedModel:
     """Random weights in ``dtype``, training mode. Under FakeTensorMode no memory is used."""
-    model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+    model: PreTrainedModel = FROM_CONFIG.of(model_class)(config, dtype=dtype)
     return model.train()
 
 

@@ -15,6 +15,7 @@ from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ATTENTION
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.load import load_source
 from upshift.loading.offload import recompute_offloaded
@@ -133,7 +134,7 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     modules = modules_of(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
-        if plan.attention != base.config._attn_implementation:
+        if plan.attention != ATTENTION.of(base.config):
             set_attention(base, plan.attention)
     share_context(bases, place)
     recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
