@@ -23,7 +23,7 @@ PUBLIC_NAMES = [
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (
-    ("characters", "disk_full", "errors", "installed", "units", "value", "whole_file", "with_parent"),
+    ("characters", "disk_full", "errors", "installed", "internals", "units", "value", "whole_file", "with_parent"),
     ("fork_server", "fork_server_process", "models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),
@@ -34,6 +34,8 @@ FLOORS = (
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
 SIDEWAYS = {  # the only imports within one floor
     ("disk_full", "whole_file"): "what a cache keeps is written whole",
+    ("internals", "errors"): "a name that a library took away is refused",
+    ("internals", "installed"): "the refusal says the library's version",
     ("value", "errors"): "a value that cannot be read is a RequestError",
     ("models", "settings"): "settings is the only reader of the environment",
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",

@@ -13,6 +13,8 @@ from pathlib import Path
 
 import psutil
 
+from upshift.internals.torch_names import STORAGE
+
 
 @dataclass
 class AllocatedPeak:
@@ -57,7 +59,7 @@ def tensor_bytes(*groups: object) -> int:
             for name in value.__tensor_flatten__()[0]:
                 add(getattr(value, name))
         elif isinstance(value, torch.Tensor):
-            storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            storages[STORAGE.of(value.untyped_storage())] = value.untyped_storage().nbytes()
             add(getattr(value, "quant_state", None))
         elif type(value).__name__ == "QuantState":  # bitsandbytes' scales beside a 4-bit weight
             for tensor in vars(value).values():

@@ -22,6 +22,8 @@ from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 
+from upshift.errors import MissingInternal
+from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
 from upshift.with_parent import end_with
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
@@ -44,12 +46,16 @@ def resident_bytes(num_threads: int) -> int:
 
 def compiler_works() -> bool:
     """Whether the C++ compiler that torch inductor picks accepts the headers that its CPU kernels include."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        compiler = get_cpp_compiler()
-    except InvalidCxxCompiler:
+        find, no_compiler = CPP_COMPILER.get(), NO_COMPILER.get()
+    except MissingInternal:  # then torch's helper for extensions, which takes the same variables
+        from torch.utils.cpp_extension import get_cxx_compiler as find
+
+        no_compiler = RuntimeError
+    try:
+        compiler = find()
+    except no_compiler:
         return False
     if sys.platform == "win32":
         return True  # get_cpp_compiler ran it; cl has other flags than below

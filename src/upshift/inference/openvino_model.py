@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from upshift.inference.openvino_core import core, signal_stack_kept
+from upshift.internals.openvino_names import FP16_WEIGHTS
 from upshift.settings import without_telemetry
 from upshift.units import MIB
 from upshift.whole_file import make_once
@@ -31,9 +32,8 @@ def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any] | 
 
 
 def fp16_weights(model: Any) -> Any:
-    from openvino._offline_transformations import compress_model_transformation
 
-    compress_model_transformation(model)
+    FP16_WEIGHTS.get()(model)
     return model
 
 

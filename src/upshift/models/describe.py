@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.models.profile import Declares, Experts, Parameters, ParameterShape
@@ -103,10 +104,10 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
 
 def declarations(model: PreTrainedModel) -> Declares:
     return Declares(
-        tensor_parallel_plan=dict(getattr(model, "_tp_plan", None) or getattr(model.config, "base_model_tp_plan", None) or {}),
+        tensor_parallel_plan=dict(TENSOR_PLAN.read(model) or getattr(model.config, "base_model_tp_plan", None) or {}),
         pipeline_parallel_plan=tuple(getattr(model.config, "base_model_pp_plan", None) or ()),
         expert_parallel=bool(getattr(model.config.get_text_config(), "base_model_ep_plan", None)),
-        no_split_modules=tuple(sorted(model._no_split_modules or ())),
+        no_split_modules=tuple(sorted(NO_SPLIT.of(model) or ())),
         attention_kernels=attention_kernels(model),
         gradient_checkpointing=bool(model.supports_gradient_checkpointing),
         gradient_checkpointing_per_layer=all(

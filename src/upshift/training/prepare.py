@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ATTENTION
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.coverage import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
@@ -145,7 +146,7 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     modules = modules_of(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
-        if plan.attention != base.config._attn_implementation:
+        if plan.attention != ATTENTION.of(base.config):
             set_attention(base, plan.attention)
     share_context(bases, place)
     recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)

@@ -14,9 +14,9 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
+from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError, UpshiftError
+from upshift.internals.torch_names import DEFAULT_STORE
 from upshift.planning.plan import Plan
 from upshift.training.out_of_memory import find_out_of_memory
 from upshift.with_parent import end_with
@@ -134,8 +134,8 @@ def _raise_cause(error: Exception, rank: int, plan: Plan) -> None:
 
     Returns where they are this rank's own, or there are none: the other was killed, or was rank 0, which had the store.
     """
-    with suppress(dist.DistError):
-        store = _get_default_store()
+    with suppress(dist.DistError, MissingInternal):
+        store = DEFAULT_STORE.get()()
         if not lost_another(error):
             store.compare_set(CAUSE, "", json.dumps(_cause(error, rank, plan)))
         elif store.check([CAUSE]):

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import NOT_SAVED
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.header import StoredTensor, read_header
 from upshift.loading.tensors import dtype_of, read_tensor
@@ -219,7 +220,7 @@ def load_weights(
 ) -> None:
     """Of a checkpoint of any ranks, into what this rank has. ``rounds``: as of ``fill``."""
     stored = stored or read_pieces(directory)
-    ignored = set(getattr(base_of(parts_of(model)[0]), "_keys_to_ignore_on_save", None) or ())
+    ignored = set(NOT_SAVED.read(base_of(parts_of(model)[0])) or ())
     for name, (piece, tensor) in weights_here(model).items():
         if name in ignored:
             continue

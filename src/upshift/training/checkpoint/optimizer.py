@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import STORAGE
 from upshift.loading.header import read_header
 from upshift.loading.tensors import read_tensor
 from upshift.planning.optimizers import optimizers
@@ -116,7 +117,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
         contents, storages = {}, set()
         for name in members:  # safetensors takes no two names for one storage, such as bitsandbytes' tables
-            storage = tensors[name].untyped_storage()._cdata
+            storage = STORAGE.of(tensors[name].untyped_storage())
             contents[name] = tensors[name].clone() if storage in storages else tensors[name].contiguous()
             storages.add(storage)
         save_file(contents, directory / f"optimizer{suffix}.safetensors")

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.internals.transformers_names import LOSS_FUNCTION
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.attention import PACKED_KERNELS
@@ -229,7 +230,7 @@ class Choosing:
     def _upshift_loss_is_of_library(self) -> bool:
         """Whether it is code of transformers: means over labels."""
         base = base_of(self.model)
-        function = getattr(base, "_loss_function", None)  # one that the user set
+        function = LOSS_FUNCTION.read(base)  # one that the user set
         codes = (type(base), function) if function is not None else (type(base),)
         return not self._upshift_loss_is_of_script and all(
             getattr(code, "__module__", "").startswith("transformers.") for code in codes

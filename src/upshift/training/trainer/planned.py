@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from upshift.errors import JobFailed
+from upshift.internals.torch_names import COMPILED_CALL
+from upshift.internals.transformers_names import ATTENTION
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
@@ -163,8 +165,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             return
         threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
         optim, workers = self.args.optim, self.args.dataloader_num_workers
-        attention = base_of(self.model).config._attn_implementation
-        plain = [module for module in self.model.modules() if module._compiled_call_impl is None]
+        attention = ATTENTION.of(base_of(self.model).config)
+        plain = [module for module in self.model.modules() if COMPILED_CALL.of(module) is None]
         set_process(plan)
         self._upshift_prepare_model(plan)
         if not was_set(self.args, "optim") and plan.optim in {*type(optim)}:
@@ -180,7 +182,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             torch.set_float32_matmul_precision(products)
             self.args.optim, self.args.dataloader_num_workers = optim, workers
             for module in plain if plan.torch_compile != "off" else ():
-                module._compiled_call_impl = None
+                COMPILED_CALL.put(module, None)
             if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
             if not recomputes(self.args):
@@ -208,7 +210,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         if plan.precision == "fp8":
             convert_to_fp8(self.model, emulate=plan.device != "cuda")
         self._upshift_divide_model(plan)
-        own = base.config._attn_implementation  # one that plans do not know was asked for by the user
+        own = ATTENTION.of(base.config)  # one that plans do not know was asked for by the user
         if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
         if not recomputes(self.args):

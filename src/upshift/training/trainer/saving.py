@@ -20,6 +20,7 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ADAPTER_LOADED, PUSH_CHECKPOINT
 from upshift.training.checkpoint.background import BackgroundWriter
 from upshift.training.checkpoint.files import check_room, remove_leftovers, writing
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
@@ -257,7 +258,7 @@ class PlainSaving:
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         """transformers pickles the arguments here; JSON takes their place."""
         writer = SimpleNamespace(save=lambda arguments, path: write_arguments(Path(path).parent, arguments))
-        with_global(Trainer._push_from_checkpoint, "torch", writer)(self, checkpoint_folder)
+        with_global(PUSH_CHECKPOINT.of(Trainer), "torch", writer)(self, checkpoint_folder)
 
     def _prepare_for_training(self: Any, *args: Any, **options: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **options)
@@ -298,4 +299,4 @@ class PlainSaving:
     def _upshift_is_saved_whole(self: Any) -> bool:
         """Not so where there are adapters: they are saved alone."""
         model = self._upshift_plain_model()
-        return not hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False)
+        return not hasattr(model, "peft_config") and not ADAPTER_LOADED.read(model, False)

@@ -22,6 +22,7 @@ from upshift.training.batches.layout import RowGroup
 from upshift.training.checkpoint.rng import undisturbed_rng
 from upshift.training.out_of_memory import is_out_of_memory
 
+BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 TOLERANCE = 1e-4  # relative; fp32 sums in another order differ by some 1e-6
 PAIR_CANDIDATES = 64  # rows among which two short ones of different length are looked for
 MOST_CLASSES = 8  # pairs that are measured for the sake of their labels
@@ -50,7 +51,7 @@ class Split:
 def has_batch_statistics(model: nn.Module) -> str | None:
     """The first module that computes over the rows of a batch, by its name."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.modules.batchnorm._BatchNorm) and module.track_running_stats:
+        if isinstance(module, BATCH_NORMS) and module.track_running_stats:
             return name
     return None
 

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from upshift.internals.transformers_names import FSDP_MANAGED
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.training.optimizers.on_parts import Division, OnParts
@@ -99,7 +100,7 @@ class SharedTraining:
                 module.set_gradient_divide_factor(float(self.args.world_size))
         if hasattr(self.model, "generate"):
             register_fsdp_forward_method(self.model, "generate")
-            self.model._is_fsdp_managed_module = True  # transformers then generates as many tokens on every rank
+            FSDP_MANAGED.put(self.model, True)  # transformers then generates as many tokens on every rank
 
     def _upshift_broadcast_statistics(self) -> None:
         """Rank 0's running means and variances, as DistributedDataParallel sends them at each step."""
