@@ -105,7 +105,7 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
     return MicroBatch(
         arrays=_given(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, labels=labels),
         sequence_ids=ids,
-        num_label_tokens=int(objective.counted_labels(sequences, ids).sum()),
+        num_label_tokens=int(sequences.num_labels(ids, first=1).sum()),
         num_tokens=int(lengths.sum()),
     )
 
