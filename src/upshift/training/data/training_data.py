@@ -22,7 +22,6 @@ from upshift.training.data.corpus import CorpusSummary, read_corpus
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
 from upshift.training.data.tokens import (
     Sequences,
-    TokenizedCorpus,
     check_sequence_length,
     check_vocabulary,
     cut_sequences,
@@ -102,15 +101,6 @@ def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
     if objective.pad_token_id >= (objective.vocab_size or 0):
         return objective.changed(pad_token_id=0)  # padding is never a label nor attended to, but it is embedded
     return objective
-
-
-def write_sample(sequences: Sequences, path: Path, num_sequences: int) -> None:
-    """A random sample for trials, each sequence a document, so that cutting them again gives the same sequences."""
-    chosen = np.random.default_rng(0).permutation(len(sequences))[:num_sequences].tolist()
-    documents = [sequences.tokens[sequences.starts[i] : sequences.starts[i] + sequences.lengths[i]] for i in chosen]
-    sample = TokenizedCorpus.from_documents(documents)
-    with path.open("wb") as file:  # given a name, numpy would add a suffix
-        np.savez(file, tokens=sample.tokens, offsets=sample.offsets)
 
 
 def save_data(data: TrainingData, folder: Path) -> None:
