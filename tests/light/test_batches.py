@@ -22,7 +22,7 @@ from upshift.training.batches.source import (
     GlobalBatch,
     Position,
     evaluation_batches,
-    longest_batch,
+    look_ahead,
     synthetic_batch,
 )
 from upshift.training.data.tokens import (
@@ -30,8 +30,8 @@ from upshift.training.data.tokens import (
     check_sequence_length,
     check_vocabulary,
     cut_sequences,
-    hold_out_evaluation,
     histogram_of,
+    hold_out_evaluation,
 )
 
 PAD = 1
@@ -298,10 +298,29 @@ def test_histogram_estimates():
     assert long.num_tokens == 4779
 
 
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("packing", [False, True])
+def test_looking_ahead_sees_what_the_batches_then_are(packing, world_size):
+    sequences = cut_sequences(corpus_of([3, 9, 2, 5, 14, 3, 7] * 9 + [16]), 16)
+    layout = Layout(micro_batch=2, packing=packing, world_size=world_size)
+    sources = [
+        BatchSource(sequences=sequences, global_batch=6, layout=layout.changed(rank=rank), seed=3) for rank in range(world_size)
+    ]
+    steps, first = sources[0].batches_per_epoch + 2, 3
+    ahead = look_ahead(sources[0], num_steps=steps, first_step=first)
+    batches = [list(islice(source.batches(source.position_of_step(first)), steps)) for source in sources]
+    sizes = [[[micro.num_padded_tokens for micro in batch.micro_batches] for batch in of_rank] for of_rank in batches]
+    assert ahead.steps == steps
+    assert ahead.num_tokens == pytest.approx(sum(batch.num_tokens for batch in batches[0]) / steps)
+    assert ahead.num_padded_tokens == pytest.approx(sum(max(map(sum, ranks)) for ranks in zip(*sizes, strict=True)) / steps)
+    assert ahead.longest_tokens == max(size for of_rank in sizes for step in of_rank for size in step)
+    assert ahead.longest_tokens == max(max(of_rank[ahead.longest_step]) for of_rank in sizes)
+
+
 def test_longest_and_synthetic_batches():
     sequences = cut_sequences(corpus_of([3] * 30 + [16]), 16)
     source = BatchSource(sequences=sequences, global_batch=31, layout=Layout(micro_batch=4))
-    assert longest_batch(source).shape == (4, 16)
+    assert look_ahead(source, num_steps=100).longest_tokens == 4 * 16
     for packing in (False, True):
         micro = synthetic_batch(Layout(micro_batch=3, packing=packing), sequence_length=16, vocab_size=50)
         assert micro.arrays["input_ids"].shape == (3, 16)

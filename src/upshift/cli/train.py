@@ -155,6 +155,7 @@ class RunDisplay:
             planned=self._planned,
             trying=lambda plan: self._show(f"Trial {plan.label()}"[:90], None, None, key="trial"),
             tried=self._tried,
+            proved=self._proved,
             ready=self._ready,
             event=self._event,
         )
@@ -179,6 +180,10 @@ class RunDisplay:
     def _tried(self, tried: Any) -> None:
         said = f"{tried.best.tokens_per_second:,.0f} tokens/s" if tried.ok else f"[red]{tried.failure}[/red]"
         self._print(f"[dim]tried {tried.candidate.plan.label()}: {said}[/dim]")
+
+    def _proved(self, proof: Any) -> None:
+        for note in proof.notes:
+            self._print(f"[dim]{note}[/dim]")
 
     def _ready(self, prepared: Any) -> None:
         self._now.update(title="Loading the model")

@@ -79,16 +79,6 @@ class Sequences:
     def chosen(self, members: NDArray[np.int64]) -> Sequences:
         return replace(self, starts=self.starts[members], lengths=self.lengths[members])
 
-    def documents(self, members: NDArray[np.int64]) -> TokenizedCorpus:
-        """Return copies of the sequences, each a document, so that cutting them again gives the same sequences."""
-        starts = self.starts[members]
-        spans = list(zip(starts.tolist(), (starts + self.lengths[members]).tolist(), strict=True))
-        whole = TokenizedCorpus.from_documents(self.tokens[start:end] for start, end in spans)
-        if self.labels is None:
-            return whole
-        labels = [self.labels[start:end] for start, end in spans]
-        return replace(whole, labels=np.concatenate(labels) if labels else np.empty(0, np.int32))
-
 
 def check_sequence_length(sequence_length: int, longest_allowed: int | None) -> None:
     """`longest_allowed` is the model's own limit, where it has one."""

@@ -23,7 +23,6 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
 from upshift.training.data.tokens import (
     Sequences,
-    TokenizedCorpus,
     check_sequence_length,
     check_vocabulary,
     cut_sequences,
@@ -122,21 +121,6 @@ def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
     if objective.pad_token_id >= (objective.vocab_size or 0):
         return objective.changed(pad_token_id=0)  # padding is never a label nor attended to, but it is embedded
     return objective
-
-
-def write_sample(sequences: Sequences, path: Path, num_sequences: int) -> None:
-    """Write a random sample for trials, each sequence a document, so that cutting them again gives the same sequences."""
-    sample = sequences.documents(np.random.default_rng(0).permutation(len(sequences))[:num_sequences])
-    arrays = {"tokens": sample.tokens, "offsets": sample.offsets}
-    if sample.labels is not None:
-        arrays["labels"] = sample.labels
-    with path.open("wb") as file:  # given a name, numpy would add a suffix
-        np.savez(file, **arrays)
-
-
-def read_sample(path: Path, sequence_length: int) -> Sequences:
-    with np.load(path) as arrays:
-        return cut_sequences(TokenizedCorpus(**{name: arrays[name] for name in arrays.files}), sequence_length)
 
 
 def save_data(data: TrainingData, folder: Path) -> None:

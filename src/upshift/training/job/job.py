@@ -21,7 +21,7 @@ from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
-from upshift.training.data.training_data import TrainingData, prepare_data, write_sample
+from upshift.training.data.training_data import TrainingData, prepare_data
 from upshift.training.heal.heal import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
@@ -33,7 +33,7 @@ from upshift.training.mup import check_random
 from upshift.training.parallel.refusals import cannot_run
 from upshift.units import FLOP_CONVENTION
 
-__all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job", "write_sample"]
+__all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]
 
 logger = logging.getLogger(__name__)
 
@@ -128,6 +128,8 @@ def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
         "steps": len(outcome.loss_curve),
         "resumed_from_step": outcome.resumed_step,
         "total_seconds": outcome.seconds,
+        "waited_share": outcome.waited_share,
+        "cpu_seconds_per_step": outcome.cpu_seconds,
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
         "memory_samples": [[s.seconds, s.phase, s.resident] for s in thinned(outcome.memory_samples)],

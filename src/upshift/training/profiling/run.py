@@ -60,8 +60,8 @@ def profile(
     with claimed(output):
         _empty(output)
         prepared, total = prepare_run(
-            model, data, max_steps=arguments.get("max_steps"), clips_gradients=asked.max_grad_norm > 0, resume_from=resume_from,
-            watcher=watcher, **request,
+            model, data, max_steps=arguments.get("max_steps"), clips_gradients=asked.max_grad_norm > 0, seed=asked.seed,
+            resume_from=resume_from, watcher=watcher, **request,
         )  # fmt: skip
         job = prepared.job(asked.changed(eval_steps=0, save_steps=0), output=output)
         check_job(job, prepared.data)
