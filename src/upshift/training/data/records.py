@@ -10,6 +10,7 @@ import csv
 import io
 import json
 import sys
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
@@ -31,13 +32,15 @@ ARROW_ROWS = 1024  # at once in memory
 def read_json(file: Path) -> Iterator[Row]:
     """Read an object a line, or, of a .json file, the objects of one array."""
     with open_data(file) as handle:
-        lines = iter(handle)
-        for number, line in enumerate(lines, start=1):
-            if number == 1 and suffix_of(file) == ".json" and line.decode("utf-8-sig", "replace").lstrip().startswith("["):
+        may_be_array = suffix_of(file) == ".json"
+        for number, line in enumerate(handle, start=1):
+            if not line.removeprefix(BOM_UTF8).strip():
+                continue
+            if may_be_array and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
                 break
-            if line.strip():
-                place = f"{file}:{number}"
-                yield place, _object(_parse(line, place), place)
+            may_be_array = False
+            place = f"{file}:{number}"
+            yield place, _object(_parse(line, place), place)
         else:
             return
     with open_data(file) as handle:
@@ -77,7 +80,8 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
     """Decode the values of one JSON array, of which only the part that is decoded stands in memory."""
     decoder = json.JSONDecoder(object_pairs_hook=_unique)
     text = io.TextIOWrapper(handle, encoding="utf-8-sig")
-    buffer, wanted, at_end, opened, expects_value = "", READ_CHARACTERS, False, False, True
+    buffer, wanted, at_end = "", READ_CHARACTERS, False
+    previous = ""  # of the array: [ , or a value
     try:
         while True:
             buffer = buffer.lstrip(" \t\r\n")
@@ -86,13 +90,13 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
                 at_end = not more
                 buffer += more
                 continue
-            if not opened:
-                buffer, opened = buffer[1:], True
-            elif buffer.startswith("]"):
+            if not previous:
+                buffer, previous = buffer[1:], "["
+            elif buffer.startswith("]") and previous != ",":
                 break
-            elif not expects_value and buffer.startswith(","):
-                buffer, expects_value = buffer[1:], True
-            elif not expects_value:
+            elif previous == "value" and buffer.startswith(","):
+                buffer, previous = buffer[1:], ","
+            elif previous == "value":
                 raise ValueError(f"Expecting ',' or ']' before {buffer[:20]!r}" if buffer else "the array does not end")
             else:
                 try:
@@ -103,7 +107,7 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
                     wanted = 2 * len(buffer) + READ_CHARACTERS
                     continue
                 yield value
-                buffer, wanted, expects_value = buffer[end:], READ_CHARACTERS, False
+                buffer, wanted, previous = buffer[end:], READ_CHARACTERS, "value"
         if (buffer[1:] + text.read()).strip():
             raise ValueError("more follows after the array")
     except UnicodeDecodeError:
