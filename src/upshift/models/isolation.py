@@ -23,6 +23,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
 from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
+from upshift.errors import RequestError
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, forget_cache, read_config
 from upshift.models.describe import attention_kernels
@@ -33,7 +34,7 @@ from upshift.models.source import ModelSource
 FIRST, SECOND, PADDING = 11, 21, 5  # tokens: beyond SHORT windows, of no round number
 TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, what leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-4
-# Kernels that need another device have something run in their place: one function makes flex attention's mask and that of sdpa and
+# Kernels that need another device have something run in their place: one function makes the masks of flex attention, sdpa and
 # eager; and flash attention is told of a row's texts by their positions alone.
 STAND_IN, FLASH = "positions_alone", ("flash_attention_2", "flash_attention_3")
 IGNORED = -100  # a label that does not count
@@ -60,7 +61,7 @@ def measure_isolation(
 
 def test_source(source: ModelSource, *, states: bool) -> Isolation:
     """Return what was seen of a source's model; ``states``: of the one without a head. Raises RequestError for a config that
-    transformers cannot read, or that names no class with a loss."""
+    transformers cannot read."""
     config = read_config(source)
     if states:
         name = MODEL_MAPPING_NAMES.get(config.model_type)
@@ -68,7 +69,11 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
         if model_class is None:
             return Isolation(reason=f"transformers has no one model for {config.model_type} without a head")
         return measure_isolation(config, model_class, None)
-    return measure_isolation(config, *choose_class(config, source.reference))
+    try:
+        model_class, objective = choose_class(config, source.reference)
+    except RequestError as problem:
+        return Isolation(reason=str(problem))
+    return measure_isolation(config, model_class, objective)
 
 
 @contextmanager
@@ -127,7 +132,9 @@ class _Probe:
             self._alone_results.clear()
             set_attention(self.model, kernel)
             runs[kernel] = self._packing()
-        if "" in runs.values():
+        isolating = next((kernel for kernel, reason in runs.items() if not reason), None)
+        if isolating is not None:
+            set_attention(self.model, isolating)
             bad = self._bad_gradients(self._row(self.first))
             runs = {kernel: reason or bad for kernel, reason in runs.items()}
         return {kernel: runs[alike.get(kernel, kernel)] or "" for kernel in has}
@@ -273,8 +280,9 @@ def attend_by_positions(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> Any:
     """Attention as flash kernels compute it for one row of texts, slowly: which text a token is of is read from ``position_ids``,
-    as far as the model's layers hand them down."""
+    as far as the model's layers hand them down. A soft cap is left out: it is the same for a text alone."""
     positions, window = given.get("position_ids"), given.get("sliding_window")
+    given.pop("softcap", None)
     if positions is not None and attention_mask is None:
         steps = torch.diff(positions, prepend=positions[:, :1] - 1)
         text = (steps != 1).cumsum(-1)

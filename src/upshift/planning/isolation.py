@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import get_args
+from collections.abc import Sequence
 
 from upshift.models.profile import Isolation, ModelProfile
-from upshift.planning.plan import Attention, Plan
+from upshift.planning.plan import Plan
 
 
 def why_not_isolated(isolation: Isolation, plan: Plan) -> str | None:
@@ -23,16 +23,15 @@ def why_not_isolated(isolation: Isolation, plan: Plan) -> str | None:
     return None
 
 
-def packs(profile: ModelProfile) -> bool:
-    """Return whether texts may share a row with any attention kernel."""
-    return any(profile.isolation.why_not_packed(kernel) is None for kernel in get_args(Attention))
+def packs(profile: ModelProfile, kernels: Sequence[str]) -> bool:
+    """Return whether texts may share a row with any of these attention kernels."""
+    return any(profile.isolation.why_not_packed(kernel) is None for kernel in kernels)
 
 
-def why_never_packed(profile: ModelProfile) -> str | None:
-    """Return why texts may share a row with no attention kernel, or None where they may with some."""
-    if packs(profile):
-        return None
+def why_never_packed(profile: ModelProfile, kernels: Sequence[str]) -> str | None:
+    """Return why texts may share a row with none of these attention kernels, or None where they may with some."""
     if profile.objective != "causal-lm":
         return f"packing is for causal-lm, and the model trains on {profile.objective}"
-    reasons = [reason for kernel in get_args(Attention) if (reason := profile.isolation.packing.get(kernel))]
-    return reasons[0] if reasons else profile.isolation.why_not_packed("sdpa")
+    if packs(profile, kernels):
+        return None
+    return next((reason for kernel in kernels if (reason := profile.isolation.why_not_packed(kernel))), None)

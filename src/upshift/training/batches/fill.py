@@ -8,7 +8,7 @@ row is a sequence of its own.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class MicroBatch:
     sequence_ids: Ids  # which sequences it holds; empty for a stand-in that only keeps ranks in step
     num_label_tokens: int  # labels that count; causal-lm: after the shift that the model does
     num_tokens: int  # real tokens, without padding
+    splits: bool = True  # False: its loss is not that of its parts
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,7 +59,7 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None
 def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int) -> MicroBatch:
     """Fill one row group. The rows of the group hold ids of `sequences`."""
     if objective.kind == "causal-lm":
-        return _fill_causal(group, sequences, layout)
+        return replace(_fill_causal(group, sequences, layout), splits=objective.loss_splits)
     ids = np.array([row[0] for row in group.rows], np.int64)
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":

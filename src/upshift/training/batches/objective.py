@@ -32,6 +32,7 @@ class Objective(Value):
     mask_probability: float = labelled_share("masked-lm")
     # causal-lm: what padding on the right of a text needs (models/isolation.py); none: rows hold texts of one length
     padding: Literal["unmasked", "masked", "none"] = "unmasked"
+    loss_splits: bool = True  # False: the loss of a batch is not that of its parts, so that it must not be halved
 
     @model_validator(mode="after")
     def _check(self) -> Objective:

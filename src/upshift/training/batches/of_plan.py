@@ -37,8 +37,9 @@ def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
             f"{source.reference!r} trains on {kind}; `upshift train` takes text for causal-lm, masked-lm, seq2seq-lm"
         )
     vocab_size = config.get_text_config().vocab_size
-    padding = isolation_of(source).padding
     if tokenizer is None:
-        mask = 0 if kind == "masked-lm" else None
-        return Objective(kind=kind, vocab_size=vocab_size, mask_token_id=mask, padding=padding)
-    return objective_for(kind, tokenizer, vocab_size=vocab_size).changed(padding=padding)
+        objective = Objective(kind=kind, vocab_size=vocab_size, mask_token_id=0 if kind == "masked-lm" else None)
+    else:
+        objective = objective_for(kind, tokenizer, vocab_size=vocab_size)
+    isolation = isolation_of(source)
+    return objective.changed(padding=isolation.padding, loss_splits=isolation.loss_splits)

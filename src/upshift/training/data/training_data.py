@@ -116,8 +116,8 @@ def _max_positions(source: ModelSource) -> int | None:
 def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
     objective = objective_of(source, tokenizer=tokenizer)
     if tokenizer is None:  # objective_of masks with token 0 then, which is for trials only
-        padding = objective.padding
-        objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0).changed(padding=padding)
+        seen = {name: getattr(objective, name) for name in ("padding", "loss_splits")}
+        objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0).changed(**seen)
     if objective.pad_token_id >= (objective.vocab_size or 0):
         return objective.changed(pad_token_id=0)  # padding is never a label nor attended to, but it is embedded
     return objective

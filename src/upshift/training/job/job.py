@@ -17,6 +17,8 @@ from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
 from upshift.models.measure import Tracer
 from upshift.models.profile import num_sides
+from upshift.models.store import isolation_of
+from upshift.planning.isolation import why_not_isolated
 from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
@@ -88,7 +90,9 @@ def check_job(job: Job, data: TrainingData) -> None:
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
-    problem = None if job.plan.layout == ALONE else cannot_run(job.plan, Tracer(source).whole(torch.float32))
+    problem = why_not_isolated(isolation_of(source), job.plan)
+    if problem is None and job.plan.layout != ALONE:
+        problem = cannot_run(job.plan, Tracer(source).whole(torch.float32))
     if problem is not None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:
