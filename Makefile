@@ -11,8 +11,8 @@ PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 UPSHIFT := src/upshift
 HARDWARE := $(filter-out %/probe.py %/base_process.py, $(wildcard $(UPSHIFT)/hardware/*.py $(UPSHIFT)/hardware/vendors/*.py))
 LOADING := $(addprefix loading/, header.py checkpoint.py pickled.py pickled_process.py place.py memory_limits.py speed.py model_folder.py \
-	output_folder.py rewriting.py writing.py shard.py)
-TYPED := $(addprefix $(UPSHIFT)/, characters.py errors.py installed.py units.py value.py whole_file.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
+	output_folder.py output_lock.py rewriting.py writing.py shard.py)
+TYPED := $(addprefix $(UPSHIFT)/, characters.py disk_full.py errors.py installed.py units.py value.py whole_file.py with_parent.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
 	$(HARDWARE)
 
 .PHONY: help demo test light check docs clean

@@ -168,6 +168,8 @@ class RunDisplay:
             self._tasks[name] = self.progress.add_task(title, total=total, text=text)
         self.progress.update(self._tasks[name], description=title, completed=done or 0, total=total, text=text)
         self._now.update(done, total, title=title if key is None or done is None else key, text=text and f"{title}, {text}")
+        if key is None and total and done is not None and done >= total:
+            self._now.update(title="Planning")  # whatever comes between what is counted
 
     def _planned(self, planning: Any) -> None:
         self._now.update(title="Choosing among the plans")

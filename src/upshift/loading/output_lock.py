@@ -15,8 +15,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-import psutil
-
 from upshift.errors import RequestError
 
 LOCK_NAME = ".upshift.lock"  # in a folder that is an output
@@ -169,6 +167,13 @@ def _may_live(holder: str) -> bool:
     if not pid.isdecimal() or host != socket.gethostname():
         return True
     try:
-        return psutil.Process(int(pid)).status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
         return False
+    except OSError:  # another user's
+        return True
+    try:  # on Linux a process that nobody has waited for is still there
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state != "Z"
