@@ -167,9 +167,9 @@ def read_parquet(file: Path, wanted: Wanted) -> Iterator[Row]:
     try:
         with open_data(file) as opened:
             source = opened if suffix_of(file) == file.suffix.lower() else arrow.BufferReader(opened.read())
-            handle = arrow.parquet.ParquetFile(source)
+            handle = arrow.parquet.ParquetFile(source, pre_buffer=False)
             columns = wanted(handle.schema_arrow, str(file))
-            batches = handle.iter_batches(columns=columns, batch_size=ARROW_ROWS)
+            batches = handle.iter_batches(columns=columns, batch_size=ARROW_ROWS, use_threads=False)
             yield from rows_of(batches, str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "parquet", error) from None
