@@ -20,7 +20,7 @@ from upshift.training.arguments import SEEDS
 from upshift.units import GIB, format_bytes, format_seconds
 
 Data = Annotated[
-    str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")
+    str, typer.Option("--data", help="text, JSON, CSV, Parquet, a folder of them, or a saved datasets directory (docs/data.md)")
 ]
 MupBase = Annotated[
     str | None, typer.Option("--mup-base", help="muP: a narrower model or config.json whose learning rate is to hold here")
@@ -55,7 +55,7 @@ def command(
     mup_base: MupBase = None,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
-    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    text_column: Annotated[str | None, typer.Option("--text-column", help="the column that holds the text, if not text")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
     set_: Set = None,
     allow: Allow = "",

@@ -43,6 +43,8 @@ SPLIT_WORDS = {
     "test": ("test", "testing", "eval", "evaluation"),
 }
 EVALUATION_SPLIT = "validation"
+FOLDER_PATTERNS = ("{word}", "{word}{mark}.*", ".*{mark}{word}", ".*{mark}{word}{mark}.*")
+NAME_PATTERNS = ("{word}{mark}.*", ".*{mark}{word}{mark}.*")
 MAX_NAMES = 5  # of files that one message names
 
 
@@ -126,22 +128,23 @@ def split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
             shards.setdefault(shard[1], []).append(file)
     if shards:
         return shards
-    for matches in (_is_in_folder_named, _is_named):
-        splits = {
-            split: list(dict.fromkeys(file for word in words for file, name in names.items() if matches(name, word)))
-            for split, words in SPLIT_WORDS.items()
-        }
+    for patterns, matches in ((FOLDER_PATTERNS, _is_in_folder_named), (NAME_PATTERNS, _is_named)):
+        splits: dict[str, list[Path]] = {}
+        for split, words in SPLIT_WORDS.items():
+            wanted = [pattern.format(word=word, mark="[-._ 0-9]") for word in words for pattern in patterns]
+            members = (file for pattern in wanted for file, name in names.items() if matches(name, pattern))
+            splits[split] = list(dict.fromkeys(members))  # in the order of the patterns, as datasets reads them
         if any(splits.values()):
             return {split: members for split, members in splits.items() if members}
     return {"train": list(files)}
 
 
-def _is_in_folder_named(name: str, word: str) -> bool:
-    return any(re.fullmatch(rf"(.*[-._ 0-9])?{word}([-._ 0-9].*)?", folder) for folder in name.split("/")[:-1])
+def _is_in_folder_named(name: str, pattern: str) -> bool:
+    return any(re.fullmatch(pattern, folder) for folder in name.split("/")[:-1])
 
 
-def _is_named(name: str, word: str) -> bool:
-    return re.fullmatch(rf"(.*[-._ 0-9])?{word}[-._ 0-9].*", name.rsplit("/", 1)[-1]) is not None
+def _is_named(name: str, pattern: str) -> bool:
+    return re.fullmatch(pattern, name.rsplit("/", 1)[-1]) is not None
 
 
 def _visible_files(folder: Path, pattern: str) -> list[Path]:

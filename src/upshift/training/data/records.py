@@ -167,9 +167,9 @@ def read_parquet(file: Path, wanted: Wanted) -> Iterator[Row]:
     try:
         with open_data(file) as opened:
             source = opened if suffix_of(file) == file.suffix.lower() else arrow.BufferReader(opened.read())
-            handle = arrow.parquet.ParquetFile(source)
+            handle = arrow.parquet.ParquetFile(source, pre_buffer=False)
             columns = wanted(handle.schema_arrow, str(file))
-            batches = handle.iter_batches(columns=columns, batch_size=ARROW_ROWS)
+            batches = handle.iter_batches(columns=columns, batch_size=ARROW_ROWS, use_threads=False)
             yield from rows_of(batches, str(file))
     except arrow.ArrowException as error:
         raise _damaged(file, "parquet", error) from None
@@ -216,13 +216,11 @@ def _values(column: Any, name: str, place: str) -> list[Any]:
 
     if isinstance(column, pyarrow.ChunkedArray):
         column = column.combine_chunks()
-    if not is_number_list(column.type):
-        try:
+    if not is_number_list(column.type) or not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
+        try:  # other lists, too: Arrow 26 casts a list_view of bytes to half of its rows
             return list(column.to_pylist())
         except UnicodeDecodeError:  # Arrow's files are read without a look at their bytes
             raise RequestError(f"{place}: column {name!r} holds bytes that are not UTF-8; write them again as text") from None
-    if not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
-        column = column.cast(pyarrow.large_list(column.type.value_type))
     numbers = column.flatten()
     values = numbers.to_numpy(zero_copy_only=False)
     lengths = np.array(column.value_lengths().fill_null(0), np.int64)

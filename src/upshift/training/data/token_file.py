@@ -17,7 +17,7 @@ from upshift.errors import RequestError
 from upshift.settings import read_settings
 from upshift.units import MIB
 
-IN_MEMORY_BYTES = 32 * MIB
+IN_MEMORY_BYTES = 8 * MIB
 CHUNK = 2**18  # numbers that are written at once
 
 
