@@ -56,10 +56,13 @@ class Mutations:
         self.notes: dict[str, Any] = {}
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        results = json.loads(self.output.read_text()) if self.output.exists() else []
+        if len(results) >= len(self.sample):  # a run that ended: this is another one
+            results = []
+            self.notes_path.unlink(missing_ok=True)
         if not self.notes_path.exists():
             in_child(lambda: take_notes(session.items, self.notes_path))
         self.notes = json.loads(self.notes_path.read_text())
-        results = json.loads(self.output.read_text()) if self.output.exists() else []
         for number, mutant in enumerate(self.sample[len(results) :], start=len(results) + 1):
             start = time.monotonic()
             nodeids = tests_of(mutant, self.notes, most_seconds=self.most_seconds)
