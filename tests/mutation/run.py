@@ -20,10 +20,12 @@ import ast
 import json
 import os
 import random
+import re
 import resource
 import sys
 import time
 from collections import Counter, defaultdict
+from functools import cache
 from importlib import import_module
 from importlib.machinery import ModuleSpec, SourceFileLoader
 from importlib.util import spec_from_loader
@@ -236,13 +238,19 @@ def take_notes(items: list[pytest.Item], path: Path) -> None:
 
 
 def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> list[str]:
-    """Return the tests that call the mutated function, or any of its module where it stands outside functions; the quick ones
-    first, files in turn, no more than take ``most_seconds``."""
+    """Return the tests that call the mutated function; where it stands outside functions, those that call any of its module and
+    those of files that import it. The quick ones first, files in turn, no more than take ``most_seconds``."""
     file = str(ROOT / mutant.file)
     seconds = notes["seconds"]
     calls = {nodeid: found for nodeid, found in notes["calls"].items() if not nodeid.endswith(TIMED)}
     called = [nodeid for nodeid, found in calls.items() if [file, mutant.function] in found]
-    called = called or [nodeid for nodeid, found in calls.items() if any(where == file for where, _ in found)]
+    if not called:
+        importing = _files_that_name(_module_of(ROOT / mutant.file))
+        called = [
+            nodeid
+            for nodeid, found in calls.items()
+            if nodeid.partition("::")[0] in importing or any(where == file for where, _ in found)
+        ]
     by_file: dict[str, list[str]] = defaultdict(list)
     for nodeid in sorted(called, key=lambda nodeid: seconds[nodeid]):
         by_file[nodeid.partition("::")[0]].append(nodeid)
@@ -255,6 +263,15 @@ def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> l
             break
         chosen.append(nodeid)
     return chosen or in_turn[:1]
+
+
+@cache
+def _files_that_name(module: str) -> set[str]:
+    """Return the files of tests, as in the ids of tests, that import a module."""
+    package, _, name = module.rpartition(".")
+    line = re.compile(rf"from {re.escape(module)} import|import {re.escape(module)}|from {re.escape(package)} import .*{name}")
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return {str(file.relative_to(ROOT)) for file in files if line.search(file.read_text(encoding="utf-8"))}
 
 
 def _files(path: Path) -> list[Path]:
