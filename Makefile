@@ -15,12 +15,13 @@ LOADING := $(addprefix loading/, header.py checkpoint.py pickled.py pickled_proc
 TYPED := $(addprefix $(UPSHIFT)/, characters.py disk_full.py errors.py installed.py units.py value.py whole_file.py with_parent.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
 	$(HARDWARE)
 
-.PHONY: help demo test light check docs clean
+.PHONY: help demo test light mutants check docs clean
 
 help:
 	@echo "make demo   install the core and run upshift demo"
 	@echo "make test   install the core, the extras and the tools; lint, types, every test that this machine can run"
 	@echo "make light  only the tests that need no torch"
+	@echo "make mutants  change planning in 200 small places; does a light test see each?"
 	@echo "make docs   the pages of docs/ as a site that works offline, in build/site"
 	@echo "make clean  remove .venv, caches and builds"
 
@@ -34,6 +35,11 @@ test: check
 
 light: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/light -n auto --dist loadfile
+
+mutants: $(VENV)/.dev
+	mkdir -p build
+	$(BIN)/python tests/mutation/run.py draw src/upshift/planning --number 200 --seed 30 > build/mutants.json
+	$(BIN)/python tests/mutation/run.py run build/mutants.json --tests tests/light --output build/mutants-result.json
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .

@@ -133,11 +133,7 @@ def plan_training(
 ) -> Planning:
     """Rank the space. ``described``: the host is not this machine, and what ran here says nothing of it. Raises RequestError for
     a wrong request, NothingFits with the nearest plan that would."""
-    if host.device not in get_args(Plan.model_fields["device"].annotation):
-        known = compiled_so_far(source, host)
-        raise RequestError(
-            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{known}"
-        )
+    check_device(host, source)
     host = with_disk_rate(host, source) if asks_where_weights_wait(fixed) and not described else host
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
@@ -165,8 +161,18 @@ def plan_training(
     return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
 
 
+def check_device(host: Host, source: ModelSource) -> None:
+    """Raise RequestError for a host whose devices no training plan is for."""
+    if host.device not in get_args(Plan.model_fields["device"].annotation):
+        known = compiled_so_far(source, host)
+        raise RequestError(
+            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{known}"
+        )
+
+
 def check_fixed(fixed: tuple[str, ...], host: Host, source: ModelSource, workload: Workload) -> None:
-    """What of --set can be refused before the model is traced."""
+    """Raise RequestError for what can be refused before the model is traced: the host's devices, and --set."""
+    check_device(host, source)
     read_fixed(fixed, host, workload, quantized=source.quantized_from is not None)
 
 
