@@ -72,6 +72,8 @@ def tiny_config(config_class: Any, otherwise: dict[str, int | None]) -> Any:
         asked["use_cache"] = False
     fields = default.to_dict()
     asked = {name: size for name, size in (asked | otherwise).items() if size is not None and name in fields}
+    if default.is_encoder_decoder and _value(default, "decoder_start_token_id") is None:
+        asked["decoder_start_token_id"] = 0
     for name, part in default.sub_configs.items():
         if isinstance(_value(default, name), transformers.PretrainedConfig) and part in transformers.CONFIG_MAPPING.values():
             asked[name] = tiny_config(type(_value(default, name)), otherwise).to_dict()
@@ -122,7 +124,7 @@ def every_tiny(model_type: str, architecture: str) -> Iterator[Any]:
 
 
 def made_tiny(model_type: str, architecture: str, folder: Path, otherwise: dict[str, int | None]) -> Any:
-    """Save a tiny model with every part at work. Raises what making it raises: a config whose fields this script does not know."""
+    """Save a tiny model with every part at work. Raises what making it raises: fields that this script does not know."""
     config = tiny_config(transformers.CONFIG_MAPPING[model_type], otherwise)
     config.architectures = [architecture]
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ SMALL = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2, "i
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 LLAMA = transformers.LlamaConfig(**SMALL, **TOKENS)
 BERT = transformers.BertConfig(**SMALL)
+T5 = transformers.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=96)
 
 
 def saved(model_class: type, config: PretrainedConfig, folder: Path, **changed: Any) -> Path:
@@ -89,14 +90,14 @@ NOT_TRAINED = {  # by the class that the config names
         text_config={**PART, "vocab_size": 64}, vision_config={**PART, "image_size": 8, "patch_size": 4}
     ),
     "SegformerForSemanticSegmentation": transformers.SegformerConfig(),
-    "BertModel": BERT, "LlamaModel": LLAMA, "BertForPreTraining": BERT, "BertForMultipleChoice": BERT, "T5EncoderModel": None,
+    "BertModel": BERT, "LlamaModel": LLAMA, "BertForPreTraining": BERT, "BertForMultipleChoice": BERT, "T5EncoderModel": T5,
     "MllamaForConditionalGeneration": transformers.MllamaConfig(),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", NOT_TRAINED)
 def test_a_class_is_never_taken_for_another(name: str) -> None:
-    config = NOT_TRAINED[name] or transformers.T5Config(d_model=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=96)
+    config = NOT_TRAINED[name]
     config.architectures = [name]
     found = find_architecture(config, "m")
     assert (found.model_class.__name__, found.objective) == (name, None)
@@ -129,19 +130,27 @@ def as_tuple(names: str | tuple[str, ...]) -> tuple[str, ...]:
 
 
 REFUSED = {
-    "a class that transformers has not": ({"architectures": ["LLaMAForCausalLM"]}, "is a LLaMAForCausalLM, which is not in tr.*LlamaForC"),
-    "a class of another type": ({"architectures": ["MistralForCausalLM"]}, "model_type 'llama' and architectures 'MistralForCausalLM'"),
+    "a class that transformers has not": (
+        {"architectures": ["LLaMAForCausalLM"]}, "is a LLaMAForCausalLM, which is not in transformers.*LlamaForCausalLM",
+    ),
+    "a class of another type": (
+        {"architectures": ["MistralForCausalLM"]}, "model_type 'llama' and architectures 'MistralForCausalLM'",
+    ),
     "code beside the weights": (
         {"architectures": ["MyForCausalLM"], "auto_map": {"AutoModelForCausalLM": "modeling_my.MyForCausalLM"}},
         "is a MyForCausalLM, which is Python code beside the weights",
     ),
     "code beside the weights, and no architectures": (
-        {"architectures": None, "auto_map": {"AutoModelForCausalLM": "modeling_my.MyForCausalLM"}}, "is a MyForCausalLM, which is Py",
+        {"architectures": None, "auto_map": {"AutoModelForCausalLM": "modeling_my.MyForCausalLM"}},
+        "is a MyForCausalLM, which is Python code beside the weights",
     ),
     "a type that is beside the weights": (
-        {"model_type": "my", "auto_map": {"AutoConfig": "x--configuration_my.MyConfig"}}, "model_type 'my'.*configuration_my.MyConfig",
+        {"model_type": "my", "auto_map": {"AutoConfig": "x--configuration_my.MyConfig"}},
+        "model_type 'my'.*configuration_my.MyConfig",
     ),
-    "another class's weights": ({"architectures": ["LlamaForTokenClassification"]}, "lack .*% of the weights of LlamaForTokenCl"),
+    "another class's weights": (
+        {"architectures": ["LlamaForTokenClassification"]}, "lack .*% of the weights of LlamaForTokenClassification",
+    ),
 }  # fmt: skip
 
 
@@ -205,10 +214,7 @@ ENCODERS = {  # what is saved, what the config names: texts become vectors with 
     "BertForMaskedLM": (transformers.BertForMaskedLM, BERT, "BertModel"),
     "BertModel": (transformers.BertModel, BERT, "BertModel"),
     "LlamaModel": (transformers.LlamaModel, LLAMA, "LlamaModel"),
-    "T5EncoderModel": (
-        transformers.T5EncoderModel, transformers.T5Config(d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=16, vocab_size=96),
-        "T5Stack",
-    ),
+    "T5EncoderModel": (transformers.T5EncoderModel, T5, "T5Stack"),
 }  # fmt: skip
 
 
@@ -226,5 +232,5 @@ def test_vectors_are_those_of_the_model_inside(name: str, tmp_path: Path) -> Non
     assert type(forward.model).__name__ == inside
     ids = torch.tensor([[3, 4, 5, 6]])
     reference = model_class.from_pretrained(folder).eval()
-    states = (reference.base_model if name != "T5EncoderModel" else reference)(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
+    states = reference.base_model(input_ids=ids, attention_mask=torch.ones_like(ids))[0]
     assert torch.allclose(forward(ids, torch.ones_like(ids)), states, atol=1e-6)

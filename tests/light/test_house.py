@@ -52,6 +52,7 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.chunked_loss",
     "upshift.models.compiled",
     "upshift.models.describe",
+    "upshift.models.experts",
     "upshift.models.fit",
     "upshift.models.forked",
     "upshift.models.linear_cross_entropy",

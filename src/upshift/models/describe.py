@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 
 import torch
@@ -15,7 +14,7 @@ from upshift.errors import RequestError
 from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
-from upshift.models.profile import Declares, Experts, Parameters, ParameterShape
+from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
 
@@ -115,22 +114,6 @@ def declarations(model: PreTrainedModel) -> Declares:
         ),
         can_generate=bool(model.can_generate()),
     )
-
-
-def count_experts(model: PreTrainedModel) -> Experts | None:
-    """Of a mixture whose plan for expert parallelism names the experts' weights, stacked by expert; else None."""
-    config = model.config.get_text_config()
-    plan = getattr(config, "base_model_ep_plan", None) or {}
-    names = [name for name, style in plan.items() if style == "grouped_gemm"]
-    weights = [
-        parameter
-        for path, parameter in model.named_parameters()
-        if parameter.ndim == 3 and any(re.sub(r"\.\d+\.", ".*.", path).endswith(name) for name in names)
-    ]
-    per_token = getattr(config, "num_experts_per_tok", None)
-    if not weights or not isinstance(per_token, int):
-        return None
-    return Experts(count=weights[0].shape[0], parameters=sum(weight.numel() for weight in weights), per_token=per_token)
 
 
 def attention_heads(model: PreTrainedModel) -> tuple[int, int] | None:

@@ -24,17 +24,26 @@ from upshift.models.describe import (
     attention_heads,
     attention_kernels,
     check_length,
-    count_experts,
     count_parameters,
     declarations,
     max_positions,
     why_untraceable,
 )
+from upshift.models.experts import count_experts
 from upshift.models.fit import fit_single
 from upshift.models.forked import run_forked
 from upshift.models.measure import Tracer, fake_masks
 from upshift.models.model_flops import model_flops
-from upshift.models.profile import BLOCK_QUERIES, CachedLayers, ModelProfile, Parameters, Polynomial, Stack, TensorParallel
+from upshift.models.profile import (
+    BLOCK_QUERIES,
+    CachedLayers,
+    Experts,
+    ModelProfile,
+    Parameters,
+    Polynomial,
+    Stack,
+    TensorParallel,
+)
 from upshift.models.quantized import check_quantization
 from upshift.models.source import ModelSource
 from upshift.models.store import SegmentStore, Variant, isolation_of
@@ -70,6 +79,7 @@ def trace_model(
             variants = tuple(variant._replace(divided=False) for variant in variants)
         steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
         wanted = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
+        described = _described(tracer)
         (flops, kv, cache), found = _run(wanted, steps, kept, progress, compiled=any(variant.compiled for variant in variants))
     except RequestError:
         raise
@@ -79,7 +89,7 @@ def trace_model(
         key=key,
         model_hash=source.model_hash,
         versions=versions,
-        **_described(tracer),
+        **described,
         isolation=isolation,
         parameters=_count_parameters(tracer),
         stacks=tuple(
@@ -131,9 +141,19 @@ def _described(tracer: Tracer) -> dict[str, Any]:
         "hidden_size": getattr(text, "hidden_size", None),
         "max_positions": max_positions(tracer.base),
         "declares": declarations(tracer.base),
-        "experts": count_experts(base_of(tracer.whole(torch.float32))),
+        "experts": _experts(tracer),
         "heads": attention_heads(tracer.base),
     }
+
+
+def _experts(tracer: Tracer) -> Experts | None:
+    tracer.model(torch.float32).train(False)
+    batch, sequence = trace_points(1)[0]
+    inputs = partial(sample_inputs, tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
+    with fake_masks(masked=False), tracer.fake:
+        found = count_experts(base_of(tracer.whole(torch.float32)), tracer.base, inputs)
+    tracer.model(torch.float32).train()
+    return found
 
 
 def choose_variants(

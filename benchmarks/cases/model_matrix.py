@@ -1,0 +1,247 @@
+"""What Upshift does with every model type of the installed transformers that can be made tiny: right, refused in words, or wrong.
+
+    python benchmarks/cases/model_matrix.py [--only bert,llama] [--sample N] [--processes 2] [--write docs/model_matrix.md]
+
+A model is two layers of width 32 or so with random weights, saved by transformers. Its cells:
+
+inspect            traced whole: parameters, FLOPs, memory
+load               upshift.load_model: logits against from_pretrained's
+plan               plans for a machine
+train plain        losses of three steps of the plain default against a plain torch loop that runs each sequence alone
+train as planned   of the plan that is ranked best
+recompute          with all activations computed again
+packed             with several sequences in a row
+encode             vectors of texts in one batch against each text alone
+generate           logits of greedy generation of prompts in one batch against model.generate() of each alone
+
+A cell is ok (with the largest difference), refused (with the words), WRONG (with figures) or none: transformers alone does not do
+it. Each model runs in a process that is forked from one that has imported everything, with a limit of memory, and of seconds for
+each cell. Types that have a row of these versions are not run again: give another --results, or --again. --only and --sample take
+few of them. --write makes the page from the newest rows.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import signal
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import transformers
+from tiny_models import every_model
+
+from upshift.benchmarking.case import Case, command_line, tell
+from upshift.benchmarking.figures import Claim, Source
+from upshift.hardware import describe, detect
+
+ROOT = Path(__file__).parents[1]
+HOST = "epyc-7763"  # plans are for this machine, wherever the case runs
+CELLS = ("inspect", "load", "plan", "train plain", "train as planned", "recompute", "packed", "encode", "generate")
+OUTCOMES = ("ok", "refused", "WRONG", "none")
+KINDS = "causal,masked,seq2seq"
+QUICK = "gpt2,bert"
+SECONDS_OF_A_CELL = 300
+GIB_OF_A_MODEL = 3.0
+CLAIMS = (
+    Claim(
+        name="wrong", text="no model type gives another result than transformers without a word", ours="Upshift",
+        baseline="transformers", better="lower", unit="wrong cells", goal=0,
+        of=Source(row="summary", value="details.counts.WRONG"),
+    ),
+    Claim(
+        name="types", text="model types are tried", ours="Upshift", baseline="transformers", unit="model types", goal=150,
+        of=Source(row="summary", value="details.types"),
+    ),
+)  # fmt: skip
+
+
+def work(kind: str, model_type: str, architecture: str, file: Path, skipped: dict[str, list[str]]) -> None:
+    """In a process of its own: a line of ``file`` for each cell, as it ends. ``skipped``: cells that ended a process before."""
+    import model_matrix_cells as matrix
+
+    limit = int(GIB_OF_A_MODEL * 2**30)
+    with tempfile.TemporaryDirectory(prefix="upshift-matrix-") as folder, file.open("a") as lines:
+        os.environ["UPSHIFT_CACHE"] = f"{folder}/cache"
+        try:
+            model = matrix.TinyModel(kind, model_type, architecture, Path(folder) / "model", describe(HOST))
+        except Exception as error:  # any of 400 configs and models may refuse these sizes in its own way
+            print(json.dumps(["not tiny", [type(error).__name__, " ".join(str(error).split())[:300]]]), file=lines, flush=True)
+            return
+        resource.setrlimit(resource.RLIMIT_DATA, (limit, limit))
+        for name, run in matrix.cells(model).items():
+            if name not in skipped:
+                print(json.dumps([name, None]), file=lines, flush=True)
+                signal.alarm(SECONDS_OF_A_CELL)  # whose default is to end the process
+                found = matrix.outcome_of(run)
+                signal.alarm(0)
+                print(json.dumps([name, found]), file=lines, flush=True)
+
+
+def run_model(kind: str, model_type: str, architecture: str) -> dict[str, Any]:
+    """Every cell's outcome. A cell that ends its process is wrong, and the others run in the next one."""
+    with tempfile.NamedTemporaryFile(prefix="upshift-matrix-", suffix=".jsonl") as file:
+        cells: dict[str, list[str]] = {}
+        while len(cells) < len(CELLS):
+            child = os.fork()
+            if child == 0:
+                try:
+                    os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what libraries say on the way
+                    work(kind, model_type, architecture, Path(file.name), cells)
+                finally:
+                    os._exit(0)
+            _, status = os.waitpid(child, 0)
+            lines = [json.loads(line) for line in Path(file.name).read_text().splitlines()]
+            cells |= {name: found for name, found in lines if found is not None}
+            if "not tiny" in cells:
+                return {"not_tiny": ": ".join(cells["not tiny"])}
+            begun = [name for name, found in lines if found is None and name not in cells]
+            if not begun and len(cells) < len(CELLS):
+                begun = [name for name in CELLS if name not in cells]
+            for name in begun:
+                cells[name] = ["WRONG", _ending(status)]
+    return {"cells": {name: cells[name] for name in CELLS}}
+
+
+def _ending(status: int) -> str:
+    if os.WIFSIGNALED(status) and os.WTERMSIG(status) == signal.SIGALRM:
+        return f"not done in {SECONDS_OF_A_CELL} s"
+    return f"its process ended with status {status}"
+
+
+def versions() -> dict[str, str]:
+    import torch
+
+    return {"torch": torch.__version__.partition("+")[0], "transformers": transformers.__version__}
+
+
+def newest_rows(path: Path) -> dict[tuple[str, str], dict[str, Any]]:
+    """Details by (kind, model type), of these versions."""
+    lines = path.read_text().splitlines() if path.exists() else []
+    found = [row["details"] for row in map(json.loads, lines) if "model" in row["details"]]
+    return {(one["kind"], one["model"]): one for one in found if one["versions"] == versions()}
+
+
+def chosen(only: str | None, sample: int | None) -> list[tuple[str, str, str]]:
+    every = list(every_model(KINDS))
+    if only is not None:
+        return [entry for entry in every if entry[1] in only.split(",")]
+    return every if sample is None else every[:: max(len(every) // sample, 1)][:sample]
+
+
+def run_all(entries: list[tuple[str, str, str]], processes: int) -> Iterator[tuple[str, str, str, dict[str, Any]]]:
+    """In so many processes at once, each forked from this one, which has imported what they need."""
+    running: dict[int, tuple[tuple[str, str, str], Path]] = {}
+    waiting = list(entries)
+    with tempfile.TemporaryDirectory(prefix="upshift-matrix-") as folder:
+        while waiting or running:
+            while waiting and len(running) < processes:
+                entry = waiting.pop(0)
+                file = Path(folder) / f"{len(waiting)}.json"
+                child = os.fork()
+                if child == 0:
+                    try:
+                        file.write_text(json.dumps(run_model(*entry)))
+                    finally:
+                        os._exit(0)
+                running[child] = (entry, file)
+            child, status = os.waitpid(-1, 0)
+            entry, file = running.pop(child)
+            yield *entry, json.loads(file.read_text()) if file.exists() else {"not_tiny": _ending(status)}
+
+
+def page(rows: dict[tuple[str, str], dict[str, Any]]) -> str:
+    """The matrix, and the words behind it."""
+    tried = {key: row for key, row in sorted(rows.items()) if "cells" in row}
+    counts = Counter(found[0] for row in tried.values() for found in row["cells"].values())
+    shown = versions()
+    lines = [
+        "# Model matrix",
+        "",
+        f"What Upshift does with {len({model for _, model in tried})} model types of transformers {shown['transformers']} "
+        f"(torch {shown['torch']}), each made tiny with random weights and held against transformers on the same weights.",
+        "This page is written by `python benchmarks/cases/model_matrix.py --write docs/model_matrix.md`; the",
+        "[rows](../benchmarks/results/model_matrix.jsonl) have every figure.",
+        "",
+        "- **ok**: transformers' own result. Logits for load, losses of a plain loop that runs each sequence alone for the "
+        "training cells, each text alone for encode, `model.generate()` for generate.",
+        "- **refused**: one line says why, before anything slow starts. The words are below the table.",
+        "- **WRONG**: another result, or a crash. The figures are below the table.",
+        "- **none**: transformers alone does not do it.",
+        "",
+        f"{', '.join(f'{counts[name]:,} {name}' for name in OUTCOMES)}.",
+        "",
+        "| model type | kind | " + " | ".join(CELLS) + " |",
+        "| --- | --- | " + " | ".join("---" for _ in CELLS) + " |",
+    ]
+    for (kind, model), row in sorted(tried.items(), key=lambda item: (item[0][1], item[0][0])):
+        lines.append(f"| {model} | {kind} | " + " | ".join(row["cells"][name][0] for name in CELLS) + " |")
+    for outcome in ("WRONG", "refused"):
+        lines += ["", f"## {outcome[0].upper() + outcome[1:].lower()}", ""]
+        lines += _words(tried, outcome) or ["Nothing."]
+    left = sorted({model for (_, model), row in rows.items() if "not_tiny" in row} - {model for _, model in tried})
+    lines += ["", "## Not tried", "", f"The case does not know how to make these types tiny: {', '.join(left) or 'none'}.", ""]
+    return "\n".join(lines)
+
+
+def _words(tried: dict[tuple[str, str], dict[str, Any]], outcome: str) -> list[str]:
+    """Cells with the same words are one line."""
+    found: dict[str, list[str]] = {}
+    for (kind, model), row in tried.items():
+        for name, (ended, text) in row["cells"].items():
+            if ended == outcome:
+                found.setdefault(f"{name}: {_plain(text)}", []).append(f"{model} ({kind})")
+    return [f"- {text}. {', '.join(models)}" for text, models in sorted(found.items())]
+
+
+def _plain(text: str) -> str:
+    """Without the folder, and what a page would take for markup."""
+    words = ["the model" if "upshift-matrix-" in word else word for word in text.split()]
+    return " ".join(words).replace("|", "\\|").replace("<", "&lt;").replace("*", "\\*").replace("_", "\\_")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = command_line(__doc__ or "", results=ROOT / "results")
+    parser.add_argument("--only", help="model types, with commas")
+    parser.add_argument("--sample", type=int, help="so many, spread over all")
+    parser.add_argument("--again", action="store_true", help="types that have a row, too")
+    parser.add_argument("--processes", type=int, default=max(min(os.cpu_count() or 1, 8), 1), help="models at once")
+    parser.add_argument("--write", type=Path, help="the page to make from the newest rows")
+    options = parser.parse_args(arguments)
+    transformers.logging.set_verbosity_error()
+    case = Case("model_matrix", options.results, detect(), options.quick, {"host": HOST})
+    known, start = newest_rows(case.path), time.monotonic()
+    entries = chosen(QUICK if options.quick else options.only, options.sample)
+    entries = [entry for entry in entries if options.again or entry[:2] not in known]
+    import model_matrix_cells  # noqa: F401  once, before processes are forked
+
+    for number, (kind, model, architecture, found) in enumerate(run_all(entries, options.processes), start=1):
+        found = {"kind": kind, "model": model, "class": architecture, "versions": versions(), **found}
+        wrong = [name for name, (outcome, _) in found.get("cells", {}).items() if outcome == "WRONG"]
+        case.add(
+            f"{kind} {model}", plan={}, measured=None, details=found, failure=f"wrong: {', '.join(wrong)}" if wrong else None
+        )
+        known[kind, model] = found
+        short = found.get("not_tiny") or " ".join(f"{name}={outcome}" for name, (outcome, _) in found["cells"].items())
+        tell(f"{number}/{len(entries)} {kind} {model}: {short}")
+    tried = [row for row in known.values() if "cells" in row]
+    counts = Counter(found[0] for row in tried for found in row["cells"].values())
+    details = {
+        "types": len({row["model"] for row in tried}), "models": len(tried), "minutes": (time.monotonic() - start) / 60,
+        "counts": {name: counts[name] for name in OUTCOMES}, "versions": versions(),
+    }  # fmt: skip
+    case.add("summary", plan={}, measured=None, details=details)
+    if options.write is not None:
+        options.write.write_text(page(known), encoding="utf-8")
+    print(json.dumps(details))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,94 @@
+"""A sample of benchmarks/cases/model_matrix.py: cheap model types, each cell held against transformers; and the case."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import model_matrix
+import model_matrix_cells
+import pytest
+import torch
+from model_matrix_cells import NoReference, TinyModel, Wrong, cells, outcome_of
+from tiny_models import every_model
+
+from upshift.errors import RequestError
+from upshift.hardware import describe
+
+SAMPLE = {  # the cells that are not ok, in words that say why
+    "causal gpt2": {}, "causal llama": {}, "causal opt": {"packed": "refused"}, "causal xglm": {"packed": "refused"},
+    "masked bert": {"packed": "refused", "generate": "refused"}, "seq2seq bart": {"packed": "refused"},
+}  # fmt: skip
+UNTRACED = {"inspect", "plan"}  # tested by test_profile.py and test_architectures.py, and slow
+CLASSES = {f"{kind} {model_type}": name for kind, model_type, name in every_model(model_matrix.KINDS)}
+
+
+@pytest.mark.parametrize("name", SAMPLE)
+def test_no_cell_is_wrong(name: str, tmp_path: Path) -> None:
+    kind, model_type = name.split()
+    model = TinyModel(kind, model_type, CLASSES[name], tmp_path, describe(model_matrix.HOST))
+    for cell, run in cells(model).items():
+        if cell not in UNTRACED:
+            outcome, words = outcome_of(run)
+            assert outcome == SAMPLE[name].get(cell, "ok"), (cell, words)
+
+
+def test_another_result_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The cells can fail: a weight that is changed behind their back shows in every one that computes."""
+    model = TinyModel("causal", "gpt2", "GPT2LMHeadModel", tmp_path, describe(model_matrix.HOST))
+    right = model.reference
+
+    def changed() -> torch.nn.Module:
+        found = right()
+        with torch.no_grad():
+            found.transformer.ln_f.bias.add_(0.1)
+        return found
+
+    monkeypatch.setattr(model, "reference", changed)
+    for cell in ("load", "train plain", "encode", "generate"):
+        assert outcome_of(cells(model)[cell])[0] == "WRONG", cell
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [(RequestError("no"), "refused"), (Wrong("1"), "WRONG"), (NoReference("x"), "none"), (KeyError("crash"), "WRONG")],
+)
+def test_outcomes(error: Exception, outcome: str) -> None:
+    def run() -> str:
+        raise error
+
+    assert outcome_of(run)[0] == outcome
+
+
+def test_a_cell_that_ends_its_process_is_wrong_and_the_others_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    import os
+
+    class Made:
+        def __init__(self, *_: object) -> None: ...
+
+    def made_cells(_: object) -> dict[str, object]:
+        return {name: (lambda: "1") if name != "plan" else (lambda: os._exit(3)) for name in model_matrix.CELLS}
+
+    monkeypatch.setattr(model_matrix_cells, "TinyModel", Made)
+    monkeypatch.setattr(model_matrix_cells, "cells", made_cells)
+    found = model_matrix.run_model("causal", "gpt2", "GPT2LMHeadModel")["cells"]
+    assert {name: outcome for name, (outcome, _) in found.items() if outcome != "ok"} == {"plan": "WRONG"}
+    assert found["plan"][1].startswith("its process ended")
+
+
+def test_the_page_has_every_model_and_every_reason() -> None:
+    cells = {name: ["ok", "1e-7"] for name in model_matrix.CELLS}
+    rows = {
+        ("causal", "one"): {"cells": cells}, ("masked", "two"): {"cells": cells | {"packed": ["refused", "why | not"]}},
+        ("causal", "three"): {"not_tiny": "too large"},
+    }  # fmt: skip
+    page = model_matrix.page(rows)
+    assert "| one | causal | ok |" in page and "- packed: why \\| not. two (masked)" in page
+    assert "17 ok, 1 refused, 0 WRONG, 0 none." in page and "types tiny: three." in page
+
+
+def test_a_sample_is_spread_over_all_types() -> None:
+    every = model_matrix.chosen(None, None)
+    few = model_matrix.chosen(None, 6)
+    assert len(few) == 6 and {kind for kind, _, _ in few} == {"causal", "masked", "seq2seq"}
+    assert len(every) > 250 and few == model_matrix.chosen(None, 6)
+    assert [entry[1] for entry in model_matrix.chosen("bert", None)] == ["bert", "bert"]
