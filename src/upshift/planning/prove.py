@@ -201,7 +201,7 @@ class _Trials:
                 self.look(entry.candidate)
 
     def _doubtful(self) -> Tried | None:
-        """Of what would be chosen, the plain default and the best few, one that was measured once, on a busy machine or roughly."""
+        """Return one to measure again, of what would be chosen, the plain default and the best few; None where all are sure."""
         working = sorted((entry for entry in self.tried if entry.ok), key=self._speed, reverse=True)
         if not working:
             return None

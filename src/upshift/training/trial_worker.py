@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,10 +33,12 @@ from upshift.training.batches.of_plan import layout_for, objective_of
 from upshift.training.batches.source import BatchSource, GlobalBatch, Position, Upcoming, evaluation_batches, look_ahead
 from upshift.training.batches.stored_rows import cut_stored, read_rows
 from upshift.training.checkpoint.rng import seed_rng
+from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
 from upshift.training.data.training_data import load_data
 from upshift.training.evaluate import evaluate
 from upshift.training.host_memory import limited_memory
+from upshift.training.job.processes import TOKENIZER
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.parallel.place import Place, find_place
 from upshift.training.parallel.stage import modules_of
@@ -84,6 +86,8 @@ class Batches:
     longest: GlobalBatch  # the one whose micro-batches hold most tokens
     largest_of_run: bool  # whether no later batch has a longer micro-batch
     checked: list[GlobalBatch]  # a few sequences, the same under every plan, whose loss is compared
+    data_bytes: int = 0  # of the data that a whole run reads, and with it holds; a trial reads little of it
+    tokenizer: Any = None  # a run holds it for what it saves
 
     @property
     def num_check_labels(self) -> int:
@@ -127,9 +131,12 @@ def _does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
 
 def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> Batches:
     """The run's own batches where there is data, else sequences of random tokens, all of full length."""
+    tokenizer = None
     if request.data is not None:
         data = load_data(Path(request.data))
         sequences, objective = data.training, data.objective
+        if place.rank == 0 and (Path(request.data) / TOKENIZER).exists():
+            tokenizer = load_tokenizer(Path(request.data) / TOKENIZER)
     else:
         objective = objective_of(source)
         sequences = _synthetic(request, num_sides(objective.kind), objective.vocab_size or 2)
@@ -144,7 +151,10 @@ def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> 
     longest = next(run.batches(run.position_of_step(ahead.longest_step)))
     full = request.plan.per_device_train_batch_size * sequences.sequence_length
     largest = ahead.steps == request.total_steps or ahead.longest_tokens >= full
-    return Batches(run.batches(), ahead, longest, largest, list(checked))
+    share = min(request.total_steps * request.global_batch / len(sequences), 1.0) if request.data is not None else 0.0
+    arrays = (sequences.tokens, sequences.starts, sequences.lengths)
+    data_bytes = int(share * sum(array.nbytes for array in arrays))
+    return Batches(run.batches(), ahead, longest, largest, list(checked), data_bytes, tokenizer)
 
 
 def _synthetic(request: TrialRequest, sides: int, vocab_size: int) -> Sequences:
@@ -234,7 +244,7 @@ class Trial:
         average = max(seconds - update_seconds, 0.0) * scale + min(update_seconds, seconds)
         once += sum(max(timing.seconds - seconds, 0.0) for timing, _ in warm)
         samples = [timing.calm_seconds * average / seconds for timing, _ in chosen]
-        resident = resident_peak_bytes()
+        resident = resident_peak_bytes() + self.batches.data_bytes
         peak = self._allocated_peak() if seconds <= EXPENSIVE * self.request.seconds else None
         return self._result(average, samples, update_seconds, once, [timing for timing, _ in chosen], resident, peak, scale)
 
@@ -266,7 +276,7 @@ class Trial:
         scale = self.batches.ahead.num_padded_tokens / max(padded, 1.0) * len(picked)
         average = seconds / len(picked) * scale + update.calm_seconds
         samples = [timing.calm_seconds * scale + update.calm_seconds for timing, _ in picked]
-        resident = resident_peak_bytes()
+        resident = resident_peak_bytes() + self.batches.data_bytes
         peak = None if expensive else self._allocated_peak()
         timings = [timing for timing, _ in picked]
         return self._result(average, samples, update.calm_seconds, once, timings, resident, peak, scale)
