@@ -61,9 +61,7 @@ def a_plan(model: str, **fields: Any) -> Plan:
 
 def a_request(model: str, stored: Path, plan: Plan, **fields: Any) -> TrialRequest:
     given = {"seconds": 0.5, "limit_seconds": 300.0, "total_steps": STEPS, "seed": 42} | fields
-    return TrialRequest(
-        model_reference=model, from_config=True, plan=plan, global_batch=GLOBAL_BATCH, data=str(stored), **given
-    )
+    return TrialRequest(model_reference=model, from_config=True, plan=plan, global_batch=GLOBAL_BATCH, data=str(stored), **given)
 
 
 def tried(request: TrialRequest, folder: Path) -> TrialResult:

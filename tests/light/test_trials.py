@@ -222,3 +222,20 @@ def test_the_counters_of_this_machine_are_read() -> None:
     timing = between(before, after)
     assert timing.seconds > 0.0 and 0.0 <= timing.waited <= timing.seconds and timing.other_cores >= 0.0
     assert timing.calm_seconds <= timing.seconds
+
+
+def test_free_heap_goes_back_when_the_process_holds_more_than_predicted_and_ever_less_often_where_that_does_not_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pytest.importorskip("torch", reason="floor 5 may import torch")
+    from upshift.training import host_memory
+
+    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    given_back: list[int] = []
+    held = host_memory.HeldMemory(1000.0, give_back=lambda: given_back.append(1))
+    assert [held.after_step(size) for size in (900, 1000, 1001, 900)] == [False, False, True, False]
+    at = [step for step in range(20) if held.after_step(2000)]
+    gaps = [second - first for first, second in zip(at, at[1:], strict=False)]
+    assert gaps == sorted(gaps) and gaps[-1] > gaps[0] and len(at) == len(given_back) - 1
+    nothing_known = host_memory.HeldMemory(None, give_back=lambda: given_back.append(1))
+    assert not nothing_known.after_step(10**12)

@@ -45,7 +45,7 @@ def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPea
         live += event.nbytes()
         highest = max(highest, live)
     peak.bytes, peak.left = resident_bytes + highest if events else None, live
-    # The profiler's own records are in cycles. Left to a later collection they stand between the holes of the heap, and what comes
+    # The profiler's own records are in cycles. Left to a later collection they stand among the holes of the heap, and what comes
     # next is put behind them: 16 MiB more from then on for a model of 1 M parameters.
     del profiler, events
     gc.collect()
