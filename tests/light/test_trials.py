@@ -21,6 +21,7 @@ from upshift.planning.proof_store import recall_proof, store_proof
 from upshift.planning.prove import FIRST_SHARE, Proof, Tried, after_trial, prove
 from upshift.planning.trial import TrialResult, unfinished
 from upshift.record import Spread
+from upshift.training import host_memory
 
 BUDGET = 60.0
 
@@ -227,9 +228,6 @@ def test_the_counters_of_this_machine_are_read() -> None:
 def test_free_heap_goes_back_when_the_process_holds_more_than_predicted_and_ever_less_often_where_that_does_not_last(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    pytest.importorskip("torch", reason="floor 5 may import torch")
-    from upshift.training import host_memory
-
     monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
     given_back: list[int] = []
     held = host_memory.HeldMemory(1000.0, give_back=lambda: given_back.append(1))

@@ -207,13 +207,13 @@ class Trial:
             self._drop_gradients()
         once = compile_seconds + first_update.seconds - update.seconds
         share = self.batches.ahead.num_padded_tokens / self.batches.ahead.longest_tokens
-        expected = looks[0].seconds * share + update.seconds
+        expected = looks[0].calm_seconds * share + update.calm_seconds
         if self.stepper.place.rank == 0:
             self.tell(self._rough(expected, once).changed(check_loss=factor))
         if expected * (WARM_STEPS + MIN_TIMED) <= WHOLE_STEPS_SHARE * self.request.seconds:
             result = self._whole_steps(update.calm_seconds, once)
         else:
-            result = self._micro_batches(looks[0], once)
+            result = self._micro_batches(looks[-1], once)
         return result.changed(check_loss=factor)
 
     def _most_at_once(self) -> tuple[MicroBatch, ...]:
@@ -249,11 +249,12 @@ class Trial:
         return self._result(average, samples, update_seconds, once, [timing for timing, _ in chosen], resident, peak, scale)
 
     def _micro_batches(self, look: Timing, once: float) -> TrialResult:
-        """Measure some of a step's micro-batches, and an update. ``look``: of the longest micro-batch of the run."""
+        """Measure some of a step's micro-batches, and an update. ``look``: of the last of the longest ones."""
         batch = next(self.batches.upcoming)
-        chosen = _spread(batch.micro_batches, with_stand_ins=self.waits)
+        several = self.plan.num_processes > 1  # all of them time as many micro-batches
+        chosen = _spread(batch.micro_batches, with_stand_ins=several)
         timed: list[tuple[Timing, int]] = []
-        expensive = look.seconds > EXPENSIVE * self.request.seconds
+        expensive = look.calm_seconds > EXPENSIVE * self.request.seconds
 
         def accumulate(micro_batch: MicroBatch) -> Timing:
             if self.plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
@@ -262,10 +263,10 @@ class Trial:
 
         with computing(self.stepper.model, self.plan):
             if self.plan.torch_compile != "off" and not expensive:  # shapes that were not compiled yet
-                shapes = chosen if self.waits else list({micro_batch.shape: micro_batch for micro_batch in chosen}.values())
+                shapes = chosen if several else list({micro_batch.shape: micro_batch for micro_batch in chosen}.values())
                 once += sum(accumulate(micro_batch).seconds for micro_batch in shapes)
-            if expensive:  # the longest one, again where gradients existed, stands for all
-                timed.append((look, self.batches.ahead.longest_tokens))
+            if expensive:  # it stands for all
+                timed.append((look, self._most_at_once()[-1].num_padded_tokens))
             while not expensive and self._goes_on([timing for timing, _ in timed]):
                 micro_batch = chosen[len(timed) % len(chosen)]
                 timed.append((accumulate(micro_batch), micro_batch.num_padded_tokens))
