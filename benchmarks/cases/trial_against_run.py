@@ -184,13 +184,16 @@ def summary(found: dict[str, dict[str, Any]], failed: list[str]) -> dict[str, An
 def main(arguments: list[str] | None = None) -> int:
     parser = command_line(__doc__ or "", results=ROOT / "results")
     parser.add_argument("--only", help="names of runs, with commas; default: all")
-    parser.add_argument("--trial-seconds", type=float, default=20.0, help="of each run's trials")
+    parser.add_argument("--trial-seconds", type=float, help="of each run's trials; default 20, 6 with --quick")
     options = parser.parse_args(arguments)
+    trial_seconds = options.trial_seconds or (6.0 if options.quick else 20.0)
     settings = QUICK if options.quick else SETTINGS
     names = options.only.split(",") if options.only else list(settings)
     if unknown := [name for name in names if name not in settings]:
         parser.error(f"--only: {', '.join(unknown)} is none of {', '.join(settings)}")
-    case = Case(Path(__file__).stem, options.results, detect(), options.quick, {"seed": options.seed, "runs": names})
+    case = Case(Path(__file__).stem, options.results, detect(), options.quick, {
+        "seed": options.seed, "runs": names, "trial_seconds": trial_seconds,
+    })  # fmt: skip
     found: dict[str, dict[str, Any]] = {}
     failed: list[str] = []
     with tempfile.TemporaryDirectory(prefix="upshift-trial-against-run-") as name:
@@ -199,7 +202,7 @@ def main(arguments: list[str] | None = None) -> int:
             folder.mkdir()
             tell(run)
             try:
-                record = train(case, settings[run], folder, Path(name) / "cache", options.trial_seconds)
+                record = train(case, settings[run], folder, Path(name) / "cache", trial_seconds)
             except JobFailed as error:
                 failed.append(run)
                 case.add(run, plan={}, measured=None, failure=str(error))
