@@ -20,7 +20,13 @@ import torch
 import torch.distributed as dist
 
 from upshift.benchmarking.load import LoadMeter, Timing
-from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes
+from upshift.benchmarking.meters import (
+    allocated_peak,
+    bytes_left_with_parent,
+    reset_resident_peak,
+    resident_bytes,
+    resident_peak_bytes,
+)
 from upshift.benchmarking.timer import synchronise
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_to_train
@@ -99,7 +105,7 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     plan = request.plan
     set_process(plan)
     place = find_place(plan)
-    base = resident_bytes()
+    base = resident_bytes() + bytes_left_with_parent()
     reset_resident_peak()
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
@@ -227,8 +233,12 @@ class Trial:
         return TrialResult(
             rough=True, step_seconds=Spread.of([expected]), tokens_per_second=self.batches.ahead.num_tokens / expected,
             one_time_seconds=max(once, 0.0), largest_micro_batch=self.batches.longest.micro_batches[0].shape,
-            largest_of_run=self.batches.largest_of_run, resident_bytes=resident_peak_bytes(),
+            largest_of_run=self.batches.largest_of_run, resident_bytes=self._held_bytes(),
         )  # fmt: skip
+
+    def _held_bytes(self) -> int:
+        """What a process of its own would hold at most, that has imported all libraries itself and reads all data."""
+        return resident_peak_bytes() + bytes_left_with_parent() + self.batches.data_bytes
 
     def _whole_steps(self, update_seconds: float, once: float) -> TrialResult:
         """Measure optimizer steps over the run's own batches."""
@@ -244,7 +254,7 @@ class Trial:
         average = max(seconds - update_seconds, 0.0) * scale + min(update_seconds, seconds)
         once += sum(max(timing.seconds - seconds, 0.0) for timing, _ in warm)
         samples = [timing.calm_seconds * average / seconds for timing, _ in chosen]
-        resident = resident_peak_bytes() + self.batches.data_bytes
+        resident = self._held_bytes()
         peak = self._allocated_peak() if seconds <= EXPENSIVE * self.request.seconds else None
         return self._result(average, samples, update_seconds, once, [timing for timing, _ in chosen], resident, peak, scale)
 
@@ -277,7 +287,7 @@ class Trial:
         scale = self.batches.ahead.num_padded_tokens / max(padded, 1.0) * len(picked)
         average = seconds / len(picked) * scale + update.calm_seconds
         samples = [timing.calm_seconds * scale + update.calm_seconds for timing, _ in picked]
-        resident = resident_peak_bytes() + self.batches.data_bytes
+        resident = self._held_bytes()
         peak = None if expensive else self._allocated_peak()
         timings = [timing for timing, _ in picked]
         return self._result(average, samples, update.calm_seconds, once, timings, resident, peak, scale)
