@@ -16,6 +16,7 @@ from pathlib import Path
 
 BUSY_SHARE = 0.05  # of the seconds in which the most delayed thread waited for a core
 BUSY_CORES = 0.25  # that other programs used of this process's processors meanwhile
+LEAST_SHARE = 0.02  # of a timing that is never taken for waiting: the counters are read one after the other
 LEAST_SECONDS = 0.2  # of a timing whose other programs are looked at: /proc/stat counts in ticks of 0.01 s
 NANOSECONDS = 1e9
 IDLE_FIELDS = (3, 4)  # idle and iowait, of a processor's line in /proc/stat (proc_stat(5))
@@ -48,8 +49,8 @@ class Timing:
 
     @property
     def calm_seconds(self) -> float:
-        """Return the seconds that the work would have taken without the waiting. At least a tenth of those it took."""
-        return max(self.seconds - self.waited, 0.1 * self.seconds)
+        """Return the seconds that the work would have taken without the waiting."""
+        return max(self.seconds - self.waited, LEAST_SHARE * self.seconds)
 
 
 def read_moment() -> Moment:

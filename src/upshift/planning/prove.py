@@ -9,14 +9,15 @@ from dataclasses import dataclass, field, replace
 
 from upshift.errors import JobFailed
 from upshift.planning.calibration import Calibration, Sample, remember, sample_of
-from upshift.planning.cost.basis import Number
+from upshift.planning.cost.basis import Number, formula_interval
+from upshift.planning.cost.memory import scaled_to
 from upshift.planning.cost.time import tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
 from upshift.planning.rank import COST_KEY, Candidate, cost_plan
 from upshift.planning.trial import TrialResult, loosened
 from upshift.planning.workload import Workload
-from upshift.record import Numbers, Record, Spread
+from upshift.record import Basis, Numbers, Record, Spread
 from upshift.units import format_bytes, gib
 
 LOSS_TOLERANCE = 0.005  # relative; of the untrained model's loss against the plain default's, on the same tokens
@@ -193,26 +194,40 @@ class _Trials:
 
     def look_again(self) -> None:
         """Measure the best few again where one look does not tell them apart, and what was measured on a busy machine."""
-        ordered = sorted((entry for entry in self.tried if entry.ok), key=self._speed, reverse=True)
-        for entry in _distinct(self.tried[0], *ordered[:SECOND_LOOKS]):
-            room = self.deadline - self.clock() + BUSY_SHARE * self.budget
-            if entry.needs_another_look and room > entry.best.wall_seconds:
-                self.look(entry.candidate)
+        while (doubtful := self._doubtful()) is not None:
+            self.look(doubtful.candidate)
         for entry in _rivals(self.tried, self.workload):
             if self.deadline - self.clock() > 0.5 * entry.best.wall_seconds:
                 self.look(entry.candidate)
+
+    def _doubtful(self) -> Tried | None:
+        """Return one to measure again, of what would be chosen, the plain default and the best few; None where all are sure."""
+        working = sorted((entry for entry in self.tried if entry.ok), key=self._speed, reverse=True)
+        if not working:
+            return None
+        room = self.deadline - self.clock() + BUSY_SHARE * self.budget
+        for entry in _distinct(self._fastest(working), self.tried[0], *working[:SECOND_LOOKS]):
+            if entry.needs_another_look and len(entry.results) == 1 and room > entry.best.wall_seconds:
+                return entry
+        return None
 
     def proof(self) -> Proof:
         """Raises JobFailed where no plan ran."""
         working = [entry for entry in self.allowed if entry.ok and not entry.holds_more_than(self.limit_bytes)]
         if working:
-            chosen = max(working, key=self._speed)
+            chosen = self._fastest(working)
         else:
             late = [entry for entry in self.allowed if entry.best.timed_out and not entry.wrong_loss]
             if not late:
                 raise _failed((self.allowed or self.tried)[0], self.tried[0], self.limit_bytes)
             chosen = max(late, key=lambda entry: entry.candidate.tokens_per_second)
         return Proof(self.tried[0], self.tried, chosen, tuple(self._notes(chosen)))
+
+    def _fastest(self, working: list[Tried]) -> Tried:
+        """Return the fastest; of those that are too close to tell apart one that was measured on a quiet machine."""
+        best = max(working, key=self._speed)
+        calm = [one for one in working if not one.needs_another_look and self._speed(one) > CLOSE * self._speed(best)]
+        return max(calm, key=self._speed) if best.needs_another_look and calm else best
 
     def _speed(self, entry: Tried) -> float:
         return entry.whole_run_speed(self.workload)
@@ -352,19 +367,45 @@ def _key(plan: Plan) -> tuple[object, ...]:
 
 
 def after_trial(entry: Tried, planning: Planning) -> Candidate:
-    """The candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed."""
+    """The candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed.
+
+    Memory is what the trial held with the longest micro-batch of the run. Where a later batch may have a longer one it is the
+    formula's for the longest possible, corrected by the trial; its interval says that the run may need as little as the trial.
+    """
     sample, best = _trial_sample(entry, planning), entry.best
     if sample is None or best.tokens_per_second is None:
         return entry.candidate
     found = Calibration((sample,)).of(_by_formula(entry.candidate.plan, planning), planning.workload)
     time = replace(found.time, one_time=best.one_time_seconds or 0.0)
-    return replace(found, time=time, tokens_per_second=best.tokens_per_second)
+    found = replace(found, time=time, tokens_per_second=best.tokens_per_second)
+    if best.largest_of_run:
+        memory = scaled_to(found.memory, best.peak_bytes) if best.peak_bytes else found.memory
+        return replace(found, memory=memory, resident=float(best.resident_bytes or found.resident))
+    bases = dict(found.bases)
+    for name, measured, predicted in _memory_pairs(best, found):
+        low, high = formula_interval(name, found.plan)
+        bases[name] = Basis(tier="formula", interval=(min(low, measured / predicted), high), num_records=1)
+    return replace(found, bases=bases)
+
+
+def _memory_pairs(best: TrialResult, found: Candidate) -> list[tuple[Number, float, float]]:
+    """(which number, what the trial measured, what is predicted for the largest micro-batch that the run may have)"""
+    pairs: list[tuple[Number, int | None, float]] = [
+        ("allocated", best.peak_bytes, found.memory.peak), ("held", best.resident_bytes, found.resident),
+    ]  # fmt: skip
+    return [(name, float(measured), predicted) for name, measured, predicted in pairs if measured]
 
 
 def remember_trials(tried: list[Tried], planning: Planning) -> None:
-    """For the predictions of later plans on this machine."""
-    samples = [_trial_sample(entry, planning) for entry in tried if entry.ok]
-    remember(sample for sample in samples if sample is not None)
+    """For the predictions of later plans on this machine. Speeds that were measured beside other programs are left out."""
+    samples = []
+    for entry in tried:
+        sample = _trial_sample(entry, planning) if entry.ok else None
+        if sample is not None and entry.needs_another_look:
+            sample = sample.changed(numbers={name: pair for name, pair in sample.numbers.items() if name != "step"})
+        if sample is not None and sample.numbers:
+            samples.append(sample)
+    remember(samples)
 
 
 def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
@@ -390,6 +431,7 @@ def remember_run(record: Record, planning: Planning) -> None:
         return
     formula = _by_formula(plan, planning)
     step = tokens_per_step(planning.profile, workload) / measured.tokens_per_second
+    step *= 1.0 - record.details.get("waited_share", 0.0)  # that was time of other programs
     numbers: dict[Number, tuple[float, float | None]] = {"step": (formula.time.total, step)}
     if workload.lengths is None or (plan.packing and not plan.flattens):
         numbers["allocated"] = (gib(formula.memory.peak), measured.peak_gib)

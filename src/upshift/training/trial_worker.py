@@ -13,14 +13,20 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from itertools import cycle
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 import torch.distributed as dist
 
 from upshift.benchmarking.load import LoadMeter, Timing
-from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes
+from upshift.benchmarking.meters import (
+    allocated_peak,
+    bytes_left_with_parent,
+    reset_resident_peak,
+    resident_bytes,
+    resident_peak_bytes,
+)
 from upshift.benchmarking.timer import synchronise
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_to_train
@@ -33,10 +39,12 @@ from upshift.training.batches.of_plan import layout_for, objective_of
 from upshift.training.batches.source import BatchSource, GlobalBatch, Position, Upcoming, evaluation_batches, look_ahead
 from upshift.training.batches.stored_rows import cut_stored, read_rows
 from upshift.training.checkpoint.rng import seed_rng
+from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
 from upshift.training.data.training_data import load_data
 from upshift.training.evaluate import evaluate
 from upshift.training.host_memory import limited_memory
+from upshift.training.job.processes import TOKENIZER
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.parallel.place import Place, find_place
 from upshift.training.parallel.stage import modules_of
@@ -84,6 +92,8 @@ class Batches:
     longest: GlobalBatch  # the one whose micro-batches hold most tokens
     largest_of_run: bool  # whether no later batch has a longer micro-batch
     checked: list[GlobalBatch]  # a few sequences, the same under every plan, whose loss is compared
+    data_bytes: int = 0  # of the data that a whole run reads, and with it holds; a trial reads little of it
+    tokenizer: Any = None  # a run holds it for what it saves
 
     @property
     def num_check_labels(self) -> int:
@@ -95,7 +105,7 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     plan = request.plan
     set_process(plan)
     place = find_place(plan)
-    base = resident_bytes()
+    base = resident_bytes() + bytes_left_with_parent()
     reset_resident_peak()
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
@@ -127,9 +137,12 @@ def _does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
 
 def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> Batches:
     """The run's own batches where there is data, else sequences of random tokens, all of full length."""
+    tokenizer = None
     if request.data is not None:
         data = load_data(Path(request.data))
         sequences, objective = data.training, data.objective
+        if place.rank == 0 and (Path(request.data) / TOKENIZER).exists():
+            tokenizer = load_tokenizer(Path(request.data) / TOKENIZER)
     else:
         objective = objective_of(source)
         sequences = _synthetic(request, num_sides(objective.kind), objective.vocab_size or 2)
@@ -144,7 +157,10 @@ def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> 
     longest = next(run.batches(run.position_of_step(ahead.longest_step)))
     full = request.plan.per_device_train_batch_size * sequences.sequence_length
     largest = ahead.steps == request.total_steps or ahead.longest_tokens >= full
-    return Batches(run.batches(), ahead, longest, largest, list(checked))
+    share = min(request.total_steps * request.global_batch / len(sequences), 1.0) if request.data is not None else 0.0
+    arrays = (sequences.tokens, sequences.starts, sequences.lengths)
+    data_bytes = int(share * sum(array.nbytes for array in arrays))
+    return Batches(run.batches(), ahead, longest, largest, list(checked), data_bytes, tokenizer)
 
 
 def _synthetic(request: TrialRequest, sides: int, vocab_size: int) -> Sequences:
@@ -197,13 +213,13 @@ class Trial:
             self._drop_gradients()
         once = compile_seconds + first_update.seconds - update.seconds
         share = self.batches.ahead.num_padded_tokens / self.batches.ahead.longest_tokens
-        expected = looks[0].seconds * share + update.seconds
+        expected = looks[0].calm_seconds * share + update.calm_seconds
         if self.stepper.place.rank == 0:
             self.tell(self._rough(expected, once).changed(check_loss=factor))
         if expected * (WARM_STEPS + MIN_TIMED) <= WHOLE_STEPS_SHARE * self.request.seconds:
             result = self._whole_steps(update.calm_seconds, once)
         else:
-            result = self._micro_batches(looks[0], once)
+            result = self._micro_batches(looks[-1], once)
         return result.changed(check_loss=factor)
 
     def _most_at_once(self) -> tuple[MicroBatch, ...]:
@@ -217,8 +233,12 @@ class Trial:
         return TrialResult(
             rough=True, step_seconds=Spread.of([expected]), tokens_per_second=self.batches.ahead.num_tokens / expected,
             one_time_seconds=max(once, 0.0), largest_micro_batch=self.batches.longest.micro_batches[0].shape,
-            largest_of_run=self.batches.largest_of_run, resident_bytes=resident_peak_bytes(),
+            largest_of_run=self.batches.largest_of_run, resident_bytes=self._held_bytes(),
         )  # fmt: skip
+
+    def _held_bytes(self) -> int:
+        """What a process of its own would hold at most, that has imported all libraries itself and reads all data."""
+        return resident_peak_bytes() + bytes_left_with_parent() + self.batches.data_bytes
 
     def _whole_steps(self, update_seconds: float, once: float) -> TrialResult:
         """Measure optimizer steps over the run's own batches."""
@@ -234,16 +254,17 @@ class Trial:
         average = max(seconds - update_seconds, 0.0) * scale + min(update_seconds, seconds)
         once += sum(max(timing.seconds - seconds, 0.0) for timing, _ in warm)
         samples = [timing.calm_seconds * average / seconds for timing, _ in chosen]
-        resident = resident_peak_bytes()
+        resident = self._held_bytes()
         peak = self._allocated_peak() if seconds <= EXPENSIVE * self.request.seconds else None
         return self._result(average, samples, update_seconds, once, [timing for timing, _ in chosen], resident, peak, scale)
 
     def _micro_batches(self, look: Timing, once: float) -> TrialResult:
-        """Measure some of a step's micro-batches, and an update. ``look``: of the longest micro-batch of the run."""
+        """Measure some of a step's micro-batches, and an update. ``look``: of the last of the longest ones."""
         batch = next(self.batches.upcoming)
-        chosen = _spread(batch.micro_batches, with_stand_ins=self.waits)
+        several = self.plan.num_processes > 1  # all of them time as many micro-batches
+        chosen = _spread(batch.micro_batches, with_stand_ins=several)
         timed: list[tuple[Timing, int]] = []
-        expensive = look.seconds > EXPENSIVE * self.request.seconds
+        expensive = look.calm_seconds > EXPENSIVE * self.request.seconds
 
         def accumulate(micro_batch: MicroBatch) -> Timing:
             if self.plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
@@ -252,10 +273,10 @@ class Trial:
 
         with computing(self.stepper.model, self.plan):
             if self.plan.torch_compile != "off" and not expensive:  # shapes that were not compiled yet
-                shapes = chosen if self.waits else list({micro_batch.shape: micro_batch for micro_batch in chosen}.values())
+                shapes = chosen if several else list({micro_batch.shape: micro_batch for micro_batch in chosen}.values())
                 once += sum(accumulate(micro_batch).seconds for micro_batch in shapes)
-            if expensive:  # the longest one, again where gradients existed, stands for all
-                timed.append((look, self.batches.ahead.longest_tokens))
+            if expensive:  # it stands for all
+                timed.append((look, self._most_at_once()[-1].num_padded_tokens))
             while not expensive and self._goes_on([timing for timing, _ in timed]):
                 micro_batch = chosen[len(timed) % len(chosen)]
                 timed.append((accumulate(micro_batch), micro_batch.num_padded_tokens))
@@ -266,7 +287,7 @@ class Trial:
         scale = self.batches.ahead.num_padded_tokens / max(padded, 1.0) * len(picked)
         average = seconds / len(picked) * scale + update.calm_seconds
         samples = [timing.calm_seconds * scale + update.calm_seconds for timing, _ in picked]
-        resident = resident_peak_bytes()
+        resident = self._held_bytes()
         peak = None if expensive else self._allocated_peak()
         timings = [timing for timing, _ in picked]
         return self._result(average, samples, update.calm_seconds, once, timings, resident, peak, scale)

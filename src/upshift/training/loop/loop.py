@@ -24,6 +24,7 @@ from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
 from upshift.training.heal.copies import Again, Copies
+from upshift.training.host_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.events import (
     Doubted,
@@ -50,9 +51,10 @@ from upshift.training.prepare import load_or_build, load_shared, prepare, set_pr
 from upshift.training.processes import rank_environment
 from upshift.training.signs import RunSigns
 from upshift.training.step import Shape, Stepper
-from upshift.units import gib
+from upshift.units import GIB, gib
 
 REASONS = ("", "tokens", "seconds", "interrupted", "not saved")  # why to stop before max_steps; the later one wins
+HELD_LIMIT = 1.05  # of the predicted memory: above it, what the heap holds free goes back to the system
 LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
 
 
@@ -103,6 +105,8 @@ class TrainingLoop:
         self.resumed_step = self.progress.step
         self.saved_step = self.progress.step
         self.meter = self._new_meter()
+        held = job.predicted.resident_gib if job.predicted and self.plan.device == "cpu" else None
+        self.held_memory = HeldMemory(HELD_LIMIT * held * GIB if held else None)
         keep = self.arguments.save_total_limit
         self.saves = Saves(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
         self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
@@ -209,11 +213,13 @@ class TrainingLoop:
             raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
         self.meter.add(outcome.num_tokens, time.perf_counter() - start)
         self.progress.add(batch, outcome)
+        resident = self.meter.resident_now()
+        self.held_memory.after_step(resident)
         done = StepDone(
             step=self.progress.step, max_steps=self.arguments.max_steps, tokens=self.progress.tokens[-1], loss=outcome.loss,
             learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
             tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self.progress.seconds_left(self.meter),
-            resident_bytes=self.meter.resident_now(),
+            resident_bytes=resident,
         )  # fmt: skip
         self._tell(done)
 
