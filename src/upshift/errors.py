@@ -37,7 +37,7 @@ class MissingInternal(RequestError):
         older = f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
         self.library, self.name = library, name
         ways = f"{instead}, or {older}" if instead else older
-        super().__init__(f"{feature} needs {name}, which {library} {version or "(not installed)"} does not have; {ways}")
+        super().__init__(f"{feature} needs {name}, which {library} {version or '(not installed)'} does not have; {ways}")
 
 
 class NothingFits(UpshiftError):
