@@ -24,7 +24,8 @@ DOCUMENTED = {
         "torch.distributed", "torch.distributed.device_mesh", "torch.distributed.fsdp", "torch.distributed.pipelining",
         "torch.distributed.tensor", "torch.distributed.tensor.placement_types", "torch.export", "torch.export.graph_signature",
         "torch.fx", "torch.nn", "torch.nn.functional", "torch.optim.adamw", "torch.optim.lr_scheduler", "torch.profiler",
-        "torch.utils.checkpoint", "torch.utils.cpp_extension", "torch.utils.data", "torch.utils.flop_counter", "torch.utils.hooks",
+        "torch.utils.checkpoint", "torch.utils.cpp_extension", "torch.utils.data", "torch.utils.flop_counter",
+        "torch.utils.hooks",
     },
     "transformers": {
         "transformers.cache_utils", "transformers.generation", "transformers.integrations.sdpa_attention",
@@ -82,9 +83,8 @@ def private_names(file: Path, allowed: set[str]) -> Iterator[str]:
             if private or undocumented:
                 yield f"{at(file, node.lineno)} from {node.module} import {', '.join(alias.name for alias in node.names)}"
         if isinstance(node, ast.Import):
-            yield from (
-                f"{at(file, node.lineno)} import {alias.name}" for alias in node.names if any(map(is_private, alias.name.split(".")))
-            )
+            whole = [alias.name for alias in node.names]
+            yield from (f"{at(file, node.lineno)} import {name}" for name in whole if any(map(is_private, name.split("."))))
         if isinstance(node, ast.Attribute) and is_private(node.attr) and node.attr not in allowed | NAMED_TUPLE:
             own = isinstance(node.value, ast.Name) and node.value.id in ("self", "cls")
             if not own and not ast.unparse(node.value).startswith("super(") and ast.unparse(node) not in OF_PYTHON:

@@ -1,4 +1,4 @@
-"""Which of the pinned libraries have newer versions: `python newer.py constraints.txt NAME...` prints "name pinned -> newest" lines.
+"""Say which pinned libraries have newer versions: `python newer.py constraints.txt NAME...` prints "name pinned -> newest" lines.
 
 Ends with 0 where there are newer ones, 3 where there are none, and 4 where the registry does not answer.
 """

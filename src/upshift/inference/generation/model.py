@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES
 
+from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.errors import RequestError
 from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
@@ -23,7 +23,7 @@ def generation_task(source: ModelSource) -> Task:
     config: Any = read_config(source)
     text = config.get_text_config(decoder=True)
     names = list(source.config.get("architectures") or ())
-    if config.is_encoder_decoder and config.model_type in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+    if config.is_encoder_decoder and config.model_type in CLASS_NAMES.get().MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
         return "seq2seq"
     wrong = [name for name in names if not name.endswith(("ForCausalLM", "LMHeadModel"))]
     if wrong or config.is_encoder_decoder:
