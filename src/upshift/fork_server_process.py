@@ -16,6 +16,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from upshift.settings import quiet_libraries
 from upshift.value import Value
 from upshift.with_parent import end_with
 
@@ -23,6 +24,7 @@ POLL_SECONDS = 0.02
 
 
 def main(worker_name: str) -> None:
+    quiet_libraries()  # else a library's line may be the last words of a child
     children: list[int] = []
     asker = os.getppid()
     signal.signal(signal.SIGINT, partial(_end, children))

@@ -37,6 +37,7 @@ SIDEWAYS = {  # the only imports within one floor
     ("internals", "errors"): "a name that a library took away is refused",
     ("internals", "installed"): "the refusal says the library's version",
     ("value", "errors"): "a value that cannot be read is a RequestError",
+    ("fork_server_process", "settings"): "a program's entry point leaves out what libraries say about their own parts",
     ("models", "settings"): "settings is the only reader of the environment",
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",
     ("cli", "serving"): "likewise; the server is serving's",

@@ -1,9 +1,8 @@
-"""Run as a script by the probe: the memory of a process that imported torch and transformers, whether compiling works, and how
+"""Run as a process by the probe: the memory of a process that imported torch and transformers, whether compiling works, and how
 fast gloo exchanges tensors between this process and another one.
 
 Prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a small one, bytes per second]}}.
-A process of its own, because that is what a trial is; and free of upshift's
-other modules but for one, which imports nothing, so that it runs wherever this interpreter does.
+A process of its own, because that is what a trial is.
 """
 
 from __future__ import annotations

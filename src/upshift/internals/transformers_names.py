@@ -97,3 +97,14 @@ INITIALIZE = Internal("transformers", "PreTrainedModel._initialize_missing_keys"
 EXPERTS_KERNEL = Mark("transformers", "transformers.modeling_utils:_experts_implementation", XLA, XLA_INSTEAD)
 EXPERTS_FUNCTIONS = Internal("transformers", "transformers.integrations.moe:ALL_EXPERTS_FUNCTIONS", XLA, XLA_INSTEAD)
 BATCHED_EXPERTS = Internal("transformers", "transformers.integrations.moe:batched_mm_experts_forward", XLA, XLA_INSTEAD)
+
+# Methods of transformers' Trainer that upshift.Trainer replaces or calls: under another name nobody would call ours.
+TRAINER_METHODS = tuple(
+    Internal("transformers", f"Trainer.{name}", "upshift.Trainer", "use upshift train")
+    for name in (
+        "_clip_grad_norm", "_finalize_training", "_get_grad_norm", "_get_output_dir", "_inner_training_loop", "_load_best_model",
+        "_load_from_checkpoint", "_load_optimizer_and_scheduler", "_load_rng_state", "_load_scaler", "_maybe_log_save_evaluate",
+        "_prepare_for_training", "_prepare_inputs", "_push_from_checkpoint", "_save", "_save_checkpoint",
+        "_save_optimizer_and_scheduler", "_save_rng_state", "_save_scaler", "_tune_save_checkpoint",
+    )
+)  # fmt: skip

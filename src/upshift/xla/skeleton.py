@@ -39,7 +39,7 @@ def set_implementations(model: PreTrainedModel) -> PreTrainedModel:
     model.set_attn_implementation("eager")
     name = experts.register()
     for part in model.modules():  # a part's config may be its own
-        if getattr(getattr(part, "config", None), "_experts_implementation", None) is not None:
+        if EXPERTS_KERNEL.read(getattr(part, "config", None)) is not None:
             EXPERTS_KERNEL.put(part.config, name)  # type: ignore[union-attr]
     return model
 

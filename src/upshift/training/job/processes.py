@@ -22,6 +22,7 @@ from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
+from upshift.settings import quiet_libraries
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.training_data import TrainingData, load_data, save_data
@@ -79,6 +80,7 @@ def result_in(folder: Path, exit_code: int, *, interrupted: bool, name: str = RE
 
 def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
     """In the fresh process. Events are lines on its standard output; what libraries print goes to standard error."""
+    quiet_libraries()
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 

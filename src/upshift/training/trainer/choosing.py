@@ -13,7 +13,7 @@ from torch import Tensor
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.internals.transformers_names import LOSS_FUNCTION
+from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.attention import PACKED_KERNELS
@@ -187,7 +187,7 @@ class Choosing:
         fixed = [*(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named), *self._upshift_fixed]
         if self._upshift_loss_is_of_script:
             fixed.append("loss_chunk_tokens=0")
-        own = getattr(getattr(base_of(self.model), "config", None), "_attn_implementation", None)
+        own = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
         if own in PACKED_KERNELS and "attention" not in named:
             fixed.append(f"attention={own}")
         return tuple(fixed)

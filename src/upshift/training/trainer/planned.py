@@ -13,11 +13,12 @@ from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from upshift.errors import JobFailed
 from upshift.internals.torch_names import COMPILED_CALL
-from upshift.internals.transformers_names import ATTENTION
+from upshift.internals.transformers_names import ATTENTION, TRAINER_METHODS
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
@@ -68,6 +69,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         memory_limit_gib: float | None = None,
         **named: Any,
     ) -> None:
+        for method in TRAINER_METHODS:
+            method.of(transformers.Trainer)
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
         check_devices(self.args)
