@@ -128,11 +128,13 @@ class TwoHeads(nn.Module):
 
 
 class StopEpoch(TrainerCallback):
-    """Ends the first epoch between two batches of one step."""
+    """Ends the first epoch between two batches of its second step."""
+
+    done = False
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 1:
-            control.should_epoch_stop = True
+        if state.global_step == 1 and not self.done:
+            control.should_epoch_stop = self.done = True
 
 
 class StopTraining(TrainerCallback):
