@@ -381,6 +381,71 @@ def test_every_argument_is_in_the_table() -> None:
     refuse_unsupported(TrainingArguments("unused", use_cpu=True))  # defaults are nobody's wish
 
 
+OTHER_VALUES: dict[str, Any] = {
+    "eval_strategy": "steps", "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}, "max_steps": 3,
+    "logging_strategy": "no", "save_strategy": "no", "save_steps": 7, "eval_steps": 7, "logging_steps": 7, "optim": "sgd",
+    "report_to": "tensorboard", "hub_strategy": "end", "log_level": "error", "log_level_replica": "error",
+    "debug": "underflow_overflow",
+    "accelerator_config": {"even_batches": False}, "train_sampling_strategy": "sequential", "include_for_metrics": ["inputs"],
+    "warmup_steps": 3, "torch_compile_backend": None, "torch_compile_mode": None, "deepspeed": None, "fsdp": "full_shard",
+    "label_names": ["labels"], "metric_for_best_model": "loss", "dataloader_prefetch_factor": 3, "ddp_backend": None,
+    "parallelism_config": ParallelismConfig(), "resume_from_checkpoint": "there", "local_rank": None, "bf16": True,
+}  # fmt: skip
+
+
+def _another(field: dataclasses.Field[Any]) -> Any:
+    """A value that is not the default."""
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if field.name in OTHER_VALUES:
+        return OTHER_VALUES[field.name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    if isinstance(default, dict) or "dict" in str(field.type):
+        return {"key": "value"}
+    if "bool" in str(field.type):
+        return True
+    if "str" in str(field.type):
+        return "text"
+    return 2 if "int" in str(field.type) or "float" in str(field.type) else None
+
+
+def test_a_field_that_is_not_in_the_table_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field of the installed transformers, as if it were new; a refused one is refused in any case."""
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # values arrive as they are given
+    plain = TrainingArguments(str(tmp_path))
+    walked = 0
+    for field in dataclasses.fields(TrainingArguments):
+        value = _another(field)
+        if not field.init or field.name in ("output_dir", "use_cpu") or value is None:
+            continue
+        walked += 1
+        arguments = dataclasses.replace(plain, **{field.name: value})
+        if FIELDS[field.name].treatment == "refused":
+            with pytest.raises(RequestError, match=f"{field.name}=.* cannot be honoured"):
+                refuse_unsupported(arguments)
+            continue
+        refuse_unsupported(arguments)
+        with monkeypatch.context() as patch:
+            patch.delitem(FIELDS, field.name)
+            with pytest.raises(RequestError, match=f"{field.name}=.* is an argument that this version of Upshift does not know"):
+                refuse_unsupported(arguments)
+            refuse_unsupported(plain)
+    assert walked > 100
+
+
+@pytest.mark.parametrize("value", [0, 0.0, "x", ["x"], {"x": 1}, True])
+def test_a_new_field_of_a_newer_transformers_is_refused(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = dataclasses.make_dataclass("Newer", [("novelty", Any, None)], bases=(TrainingArguments,))
+    monkeypatch.setattr(transformers, "TrainingArguments", newer)
+    refuse_unsupported(newer(output_dir=str(tmp_path), use_cpu=True))
+    with pytest.raises(
+        RequestError, match=re.escape(f"novelty={value!r} is an argument that this version of Upshift does not know")
+    ):
+        refuse_unsupported(newer(output_dir=str(tmp_path), use_cpu=True, novelty=value))
+
+
 def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __init__(self, rows: list[Any]) -> None:

@@ -40,7 +40,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
+def names_of_updated(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
     """Of the tensors that the optimizer updates: the model's parameters, or what stands for them on the host."""
     names = parameter_names(model)
     return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
@@ -51,7 +51,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
-    names = _names(optimizer, model)
+    names = names_of_updated(optimizer, model)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     subclasses: dict[str, SavedSubclass] = {}
@@ -155,7 +155,7 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
             f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
-    names = _names(optimizer, model)
+    names = names_of_updated(optimizer, model)
     restore_options(directory, saved, optimizer, names)
     parameters = {name: parameter for parameter, name in names.items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}

@@ -1,4 +1,4 @@
-"""Checkpoints of a transformers.Trainer without pickle: resuming from the newest whole one, to the bit."""
+"""Checkpoints of a Trainer: resuming from the newest whole one, to the bit, and from those of transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -13,31 +13,37 @@ from torch import nn
 
 from upshift.training.checkpoint.divided import is_divided, load_weights
 from upshift.training.checkpoint.files import writing
-from upshift.training.checkpoint.model import read_weights
-from upshift.training.checkpoint.optimizer import read_optimizer
-from upshift.training.checkpoint.rng import RNG_NAME, read_rng, restore_rng, seed_rng
+from upshift.training.checkpoint.rng import seed_rng
+from upshift.training.trainer.library_files import (
+    OPTIMIZER_FILE,
+    SCALER_FILE,
+    SCHEDULER_FILE,
+    SavedRng,
+    read_optimizer,
+    read_rng,
+    read_state,
+)
+from upshift.training.trainer.model_files import read_published_names, read_trained
 from upshift.training.trainer.saving import PlainSaving
-from upshift.training.trainer.shared_files import read_shared
+from upshift.training.trainer.shared_files import read_into_parts, read_shared
 from upshift.training.trainer.trainer_files import (
-    SCALER_NAME,
-    SCHEDULER_NAME,
+    PARTS_OPTIMIZER_NAME,
     check_adapters,
     check_resumable,
     finish_checkpoint,
+    is_own,
     newest_resumable,
-    read_saved_optimizer,
-    read_state,
 )
 
 logger = logging.getLogger(__name__)
 
 
 class PlainCheckpoints(PlainSaving):
-    """For a subclass of transformers.Trainer: checkpoints are safetensors and JSON, and PlainSaving says how they are saved.
+    """For a subclass of transformers.Trainer: PlainSaving says how checkpoints are saved, and either library goes on from both.
 
     Resuming restores weights, optimizer, schedule, scaler and random numbers bit for bit, and also what a data collator
     drew for the batch that was made ahead; data loader workers draw anew. `resume_from_checkpoint=True` takes the newest
-    whole checkpoint. Raises RequestError for a checkpoint that is not whole or that holds pickles.
+    whole checkpoint. Raises RequestError for a checkpoint that is not whole, and for files that need code to be unpickled.
     """
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -58,44 +64,53 @@ class PlainCheckpoints(PlainSaving):
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory = Path(resume_from_checkpoint)
+        check_resumable(directory)
         if self._upshift_is_divided_checkpoint(directory):
-            check_resumable(directory)
             load_weights(directory, self._upshift_plain_model())
-        elif self._upshift_is_saved_whole():
-            check_resumable(directory)
-            read_weights(directory, self._upshift_plain_model())
-        else:
+        elif not self._upshift_is_saved_whole():
             check_adapters(directory)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif is_own(directory):
+            read_trained(directory, self._upshift_plain_model())
+        elif not read_published_names(directory, self._upshift_plain_model()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         directory = Path(checkpoint)
-        saved = read_saved_optimizer(directory)
-        if saved is None:
+        model, optimizer = self._upshift_plain_model(), self._upshift_plain_optimizer()
+        in_parts = is_divided(directory)
+        if not (directory / (PARTS_OPTIMIZER_NAME if in_parts else OPTIMIZER_FILE)).is_file():
             logger.warning("%s is of a model only: optimizer, schedule and random numbers start anew", directory)
             return
-        read = read_shared if self._upshift_is_divided_checkpoint(directory) else read_optimizer
-        read(directory, saved, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer())
-        read_state(directory / SCHEDULER_NAME, self.lr_scheduler)
-        rng = read_rng(directory, rank=self._upshift_rng_rank())
+        if in_parts:
+            read_shared(directory, model=model, optimizer=optimizer)
+        elif self._upshift_has_parts():
+            read_into_parts(directory, model=model, optimizer=optimizer)
+        else:
+            read_optimizer(directory, optimizer, model)
+        read_state(directory / SCHEDULER_FILE, self.lr_scheduler)
+        rng = self._upshift_saved_rng(directory)
         if rng is not None:
             self._upshift_batch_rng.resume(rng, self.args.device)
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
         if checkpoint is not None and scaler is not None:
-            read_state(Path(checkpoint) / SCALER_NAME, scaler)
+            read_state(Path(checkpoint) / SCALER_FILE, scaler)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or self._upshift_batch_rng.resumed() or not (Path(checkpoint) / RNG_NAME).is_file():
+        if checkpoint is None or self._upshift_batch_rng.resumed() or not any(Path(checkpoint).glob("rng_state*.pth")):
             return
-        rng = read_rng(Path(checkpoint), rank=self._upshift_rng_rank())
+        rng = self._upshift_saved_rng(Path(checkpoint))
         if rng is not None:
-            restore_rng(rng, self.args.device)
+            rng.restore(self.args.device)
         else:  # of fewer processes
             seed_rng(self.args.seed, self.state.global_step, self._upshift_rng_rank())
+
+    def _upshift_saved_rng(self: Any, directory: Path) -> SavedRng | None:
+        return read_rng(directory, rank=self._upshift_rng_rank(), world_size=self.args.world_size)
 
     def _upshift_rng_rank(self: Any) -> int:
         """Whose random numbers this rank draws: ranks that share every layer's matrices drop out the same."""
@@ -115,11 +130,11 @@ class PlainCheckpoints(PlainSaving):
             check_resumable(best)
             load_weights(best, self._upshift_plain_model())
             return
-        if best.is_dir() and self._upshift_is_saved_whole():
+        if best.is_dir() and self._upshift_is_saved_whole() and is_own(best):
             check_resumable(best)
-            read_weights(best, self._upshift_plain_model())
+            read_trained(best, self._upshift_plain_model())
             return
-        if best.is_dir():
+        if best.is_dir() and not self._upshift_is_saved_whole():
             check_adapters(best)
         super()._load_best_model()
 

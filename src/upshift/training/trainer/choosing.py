@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.training.batches.collated import CollatedRows, NotRows
+from upshift.training.checkpoint.rng import undisturbed_rng
 from upshift.training.parallel.refusals import cannot_run
 from upshift.training.trainer.asked import OWN_LOOP_OPTIMIZERS, allowed_by_hand, fixed_fields, optimizer_name
 from upshift.training.trainer.asked_layout import layout_fields, local_ranks, not_in_trainer
@@ -36,9 +39,19 @@ from upshift.training.trainer.choose import (
     words_of,
 )
 from upshift.training.trainer.chosen import chosen_by_rank_0
+from upshift.training.trainer.loss_state import NOT_OF_THE_LOSS, KeptState
 from upshift.training.trainer.report import tell, trial_line
 from upshift.training.trainer.sample import NoSample, Sample, draw_sample
-from upshift.training.trainer.separable import Split, evaluating_loss, measure_split
+from upshift.training.trainer.separable import (
+    LARGER,
+    LossProbes,
+    Split,
+    evaluating_loss,
+    exact_products,
+    gradient_of,
+    measure_split,
+    training_loss,
+)
 
 STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
 
@@ -47,7 +60,10 @@ class Choosing:
     """Mixed into transformers' Trainer classes below ``PlannedTraining``, which sets what the user asked for."""
 
     args: Any
+    data_collator: Any
+    state: Any
     model: Any
+    _prepare_inputs: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
     _upshift_is_divided: bool
@@ -65,11 +81,11 @@ class Choosing:
         """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits. Once ranks
         have their parts of the model, what was chosen stays."""
         if self._upshift_last_choice is None or not self._upshift_is_divided:
-            chosen = (
-                chosen_by_rank_0(self._upshift_choose_on_this_rank)
-                if self.args.world_size > 1
-                else self._upshift_choose_on_this_rank()
-            )
+            if self.args.world_size > 1:
+                chosen = chosen_by_rank_0(self._upshift_choose_on_this_rank)
+            else:
+                with undisturbed_rng():
+                    chosen = self._upshift_choose_on_this_rank()
             problem = self._upshift_reason_not(chosen[0].plan)
             if problem is not None:
                 raise RequestError(problem)
@@ -92,18 +108,25 @@ class Choosing:
             which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
             reason = f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
             return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
+        if type(self)._prepare_inputs is not self._upshift_library_class._prepare_inputs:
+            reason = "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
+            return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
         loader = self.get_train_dataloader()
         try:
+            data = KeptState(
+                dataset=getattr(loader, "dataset", None), collator=self.data_collator
+            )  # with random numbers of theirs
             sample = draw_sample(loader, accumulation=accumulation)
+            data.restore()
             rows = self._upshift_collated_rows(sample, len(sample.batches))
-            split, forward_seconds = self._upshift_measure_split(sample, rows)
+            steps = self._upshift_total_steps(loader)
+            split, forward_seconds = self._upshift_measure_split(sample, rows, steps)
         except (NoSample, NotRows) as error:
             return self._upshift_without_plan(plain, str(error), demanded), whole
         split = isolated(split, self.model)
         if self._upshift_given_plan is not None:
             check_given(self._upshift_given_plan, split)
             return Choice(self._upshift_given_plan, "this plan was given"), split
-        steps = self._upshift_total_steps(loader)
         seconds = STEP_OVER_FORWARD * steps * accumulation * batch * forward_seconds
         if split.unit is None:
             return self._upshift_without_plan(plain, split.reason, demanded), split
@@ -133,30 +156,59 @@ class Choosing:
         decoder, shifts = self._upshift_is_encoder_decoder, self._upshift_shifts_labels
         return sample.rows(num_batches, encoder_decoder=decoder, shifts_labels=shifts)
 
-    def _upshift_measure_split(self, sample: Sample, rows: CollatedRows) -> tuple[Split, float]:
+    def _upshift_measure_split(self, sample: Sample, rows: CollatedRows, total_steps: int) -> tuple[Split, float]:
         """(how the loss splits, seconds of one row's forward pass). ``rows``: of the whole sample."""
         first = self._upshift_collated_rows(sample, self.args.gradient_accumulation_steps)
         counts = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         times: list[float] = []
 
-        def compute(inputs: dict[str, Tensor], items: int | None) -> Tensor:
+        def compute(inputs: dict[str, Tensor], items: int | None, step: int = 0) -> Tensor:
             start = time.perf_counter()
             told = None if items is None else torch.tensor(items, device=self.args.device)
-            with self.compute_loss_context_manager():
+            with self.compute_loss_context_manager(), self._upshift_at_step(step, total_steps):
                 loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=told)
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
             return loss
 
-        with self._upshift_without_logging():
-            split = measure_split(
-                rows, evaluating_loss(self.model, compute), model=self.model, counts_items=counts, num_first=len(first),
-                is_known=self._upshift_loss_is_of_library,
+        is_known = self._upshift_loss_is_of_library
+        elsewhere = {
+            f"at step {step}": evaluating_loss(self.model, partial(compute, step=step))
+            for step in sorted({total_steps // 2, max(total_steps - 1, 0)} - {0})
+        }
+        probes = LossProbes(
+            loss=evaluating_loss(self.model, compute),
+            gradient=gradient_of(self.model, compute),
+            larger_gradient=None if is_known else gradient_of(self.model, compute, scale=LARGER),
+            elsewhere={**elsewhere, "in training mode": training_loss(self.model, compute)},
+            counts_items=counts,
+            is_known=is_known,
+        )
+        with self._upshift_without_logging(), exact_products():
+            state = KeptState(
+                without=NOT_OF_THE_LOSS, Trainer=self, model=self.model, compute_loss=self.compute_loss,
+                function=self.compute_loss_func,
             )  # fmt: skip
+            split = measure_split(rows, probes, model=self.model, num_first=len(first))
+            changed = state.changed()
+            state.restore()
+        if changed is not None and split.unit is not None and not probes.is_known:
+            split = Split(None, reason=f"the loss keeps a state of its own ({changed}), which moves on with each call")
         # The two rows measured are short ones: time goes with tokens.
         widths = [anatomy.width for anatomy in first.anatomies]
         shortest = sorted(first.lengths)[:2]
         scale = sum(widths) / len(widths) / (sum(shortest) / len(shortest))
         return split, (min(times) if times else math.inf) * scale
+
+    @contextmanager
+    def _upshift_at_step(self, step: int, total_steps: int) -> Iterator[None]:
+        """A loss may read from ``self.state`` how far the training is."""
+        before, self.state = self.state, copy.copy(self.state)
+        self.state.global_step, self.state.max_steps = step, total_steps
+        self.state.epoch = self.args.num_train_epochs * step / max(total_steps, 1)
+        try:
+            yield
+        finally:
+            self.state = before
 
     @contextmanager
     def _upshift_without_logging(self) -> Iterator[None]:

@@ -7,6 +7,7 @@ Mixed into transformers' Trainer classes, before them. What a user's subclass ov
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -88,6 +89,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         self.upshift_choice: Choice | None = None
         self._upshift_batch_step: BatchStep | None = None
         self._upshift_waiting_batches: list[Any] = []
+        self._upshift_waiting_items: Any = None  # num_items_in_batch of the step that they are of
         self._upshift_memory_scene: Scene | None = None  # as memory was when a step ran out
         self._upshift_backward_hooks: list[Any] = []  # the hooks that update weights in the backward pass
 
@@ -99,7 +101,9 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
         self.upshift_choice = None  # an earlier training's says nothing of how the loss is measured for this one
+        start = time.perf_counter()
         self.upshift_choice, split = self._upshift_choose()
+        planning_seconds = time.perf_counter() - start
         if self.args.should_log:
             for line in report(self.upshift_choice):
                 tell(line)
@@ -109,17 +113,20 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         with self._upshift_as_planned(self.upshift_choice.plan), limit, watched, self._upshift_watch_steps():
             self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
-                return super()._inner_training_loop(*arguments, **named)
+                output = super()._inner_training_loop(*arguments, **named)
             except JobFailed as error:
                 raise JobFailed(f"step {self.state.global_step + 1}: {error}; no weight has moved in it") from None
             finally:
                 self._upshift_batch_step, self._upshift_waiting_batches = None, []
+        output.metrics["planning_runtime"] = round(planning_seconds, 4)  # train_runtime begins after it
+        return output
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collects the batches of one optimizer step and computes them with the last."""
         if self._upshift_batch_step is None:
             return super().training_step(model, inputs, num_items_in_batch)
         self._upshift_waiting_batches.append(inputs)
+        self._upshift_waiting_items = num_items_in_batch
         if len(self._upshift_waiting_batches) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
         batches, self._upshift_waiting_batches = self._upshift_waiting_batches, []
@@ -134,6 +141,18 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         loss = self._upshift_batch_step.run(batches, num_items_in_batch, scaled=self._upshift_is_scaled(num_items_in_batch))
         self._upshift_sum_gradients(summed=self._upshift_batch_step.ranks.summed)
         return loss
+
+    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        self._upshift_finish_broken_step()
+        super()._maybe_log_save_evaluate(*arguments, **named)
+
+    def _upshift_finish_broken_step(self) -> None:
+        """Compute batches that wait for others after a callback has ended the epoch between them: transformers has computed each
+        when it came, so their gradients count in the next step."""
+        batches, self._upshift_waiting_batches = self._upshift_waiting_batches, []
+        for batch in batches:
+            loss = super().training_step(self.model_wrapped, batch, self._upshift_waiting_items)
+            self._tr_loss += loss
 
     @property
     def _upshift_steps_by_batch(self) -> bool:

@@ -1,8 +1,8 @@
-"""How a transformers.Trainer saves without pickle: a checkpoint is whole or absent, and written while training goes on.
+"""How the Trainer saves: a checkpoint is whole or absent, and written while training goes on.
 
-`checkpoint-<step>` holds what transformers puts there, with tensors and states in other files: optimizer.safetensors with
-optimizer.json, scheduler.json, scaler.json, rng.safetensors, training_args.json, trainer_state.json, and last
-upshift_state.json, which lists them all. Nothing is pickled.
+`checkpoint-<step>` holds what transformers puts there, and transformers can go on from it (library_files.py). Three files are
+different: training_args.json in place of a pickle; optimizer_parameters.json, with the names of what the optimizer updates; and
+last upshift_state.json, which lists all files. No file needs code to be unpickled.
 """
 
 from __future__ import annotations
@@ -25,27 +25,32 @@ from upshift.training.checkpoint.background import BackgroundWriter
 from upshift.training.checkpoint.files import check_room, remove_leftovers, writing
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
-from upshift.training.checkpoint.rng import capture_rng, write_rngs
-from upshift.training.checkpoint.snapshot import ParameterNames, copy_optimizer, copy_weights, has_room
+from upshift.training.checkpoint.snapshot import copy_weights, has_room
 from upshift.training.optimizers.on_parts import OnParts
 from upshift.training.parallel.ranks import on_rank_0
 from upshift.training.trainer.batch_rng import BatchRng
 from upshift.training.trainer.borrowed import with_global
+from upshift.training.trainer.library_files import (
+    SCALER_FILE,
+    SCHEDULER_FILE,
+    capture_rng,
+    check_plain,
+    copy_optimizer,
+    rng_file,
+    write_file,
+    write_optimizer,
+    write_state,
+)
+from upshift.training.trainer.model_files import has_own_format, write_trained
 from upshift.training.trainer.shared_files import export_trained, write_shared
 from upshift.training.trainer.trainer_files import (
-    SCALER_NAME,
-    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
     check_optimizer,
     finish_checkpoint,
-    plain_state,
     write_arguments,
-    write_state,
-    write_trained,
-    write_trainer_optimizer,
     writing_model,
 )
 
-TRAINER_STATE_NAME = "trainer_state.json"
 SAVERS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 OURS = ("upshift", "transformers")  # packages whose savers are known to leave out nothing
 
@@ -114,7 +119,7 @@ class PlainSaving:
 
         def seal() -> None:
             self._upshift_write_extras(temporary)
-            write_state(temporary / SCHEDULER_NAME, self.lr_scheduler)
+            write_state(temporary / SCHEDULER_FILE, self.lr_scheduler)
             self._save_scaler(str(temporary))
             self._upshift_save_trainer_state(temporary)
             finish()
@@ -145,9 +150,9 @@ class PlainSaving:
         weights = copy_weights(model) if self._upshift_is_saved_whole() else None
         if weights is None:
             self._upshift_write_model(temporary, None, original_names=False)  # adapters are small
-        optimizer, names = copy_optimizer(self._upshift_plain_optimizer()), ParameterNames(model)
+        optimizer = copy_optimizer(self._upshift_plain_optimizer(), model, to_host=True)
         self._upshift_write_extras(temporary)
-        write_state(temporary / SCHEDULER_NAME, self.lr_scheduler)
+        write_state(temporary / SCHEDULER_FILE, self.lr_scheduler)
         self._save_scaler(str(temporary))
         self._upshift_save_trainer_state(temporary)
 
@@ -155,7 +160,7 @@ class PlainSaving:
             with writing(run_dir, name=temporary.stem, temporary=temporary):
                 if weights is not None:
                     write_trained(temporary, model, weights, original_names=False)
-                write_trainer_optimizer(temporary, optimizer, names)
+                write_optimizer(temporary, optimizer)
                 finish()
 
         self._upshift_writer.start(write)
@@ -164,7 +169,7 @@ class PlainSaving:
         callbacks = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
         foreign = any(getattr(type(self), name).__module__.split(".")[0] not in OURS for name in SAVERS)
         asked = self.args.push_to_hub or self.args.save_only_model or self.args.enable_jit_checkpoint
-        return bool(callbacks or foreign or asked)
+        return bool(callbacks or foreign or asked or has_own_format(self._upshift_plain_model()))
 
     def _upshift_checkpoint_bytes(self: Any) -> int:
         model = self._upshift_plain_model()
@@ -192,22 +197,24 @@ class PlainSaving:
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         if self.args.should_save:
-            write_trainer_optimizer(Path(output_dir), self._upshift_plain_optimizer(), self._upshift_plain_model())
-            write_state(Path(output_dir) / SCHEDULER_NAME, self.lr_scheduler)
+            optimizer = copy_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model(), to_host=False)
+            write_optimizer(Path(output_dir), optimizer)
+            write_state(Path(output_dir) / SCHEDULER_FILE, self.lr_scheduler)
 
     def _save_scaler(self: Any, output_dir: str) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and self.args.should_save:
-            write_state(Path(output_dir) / SCALER_NAME, scaler)
+            write_state(Path(output_dir) / SCALER_FILE, scaler)
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
         """Of all processes, which come here together."""
-        states: list[Any] = [capture_rng(self.args.device, ahead=self._upshift_batch_rng.ahead)]
+        states: list[Any] = [capture_rng(self.args.device, self._upshift_batch_rng.ahead)]
         if self.args.world_size > 1:
             own, states = states[0], [None] * self.args.world_size
             dist.all_gather_object(states, own)
         if self.args.should_save:
-            write_rngs(Path(output_dir), states)
+            for rank, state in enumerate(states):
+                write_file(rng_file(Path(output_dir), rank, self.args.world_size), state)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers.Trainer.save_model, after the checkpoint that is being written."""
@@ -246,7 +253,7 @@ class PlainSaving:
     def _upshift_write_model(self: Any, directory: Path, weights: dict[str, Any] | None, *, original_names: bool) -> None:
         model = self._upshift_plain_model()
         if self._upshift_is_saved_whole():
-            write_trained(directory, model, weights or model.state_dict(), original_names=original_names)
+            write_trained(directory, model, weights, original_names=original_names)
         else:
             model.save_pretrained(directory, state_dict=weights)
 
@@ -274,7 +281,7 @@ class PlainSaving:
         if not self.args.save_only_model:
             if not isinstance(self._upshift_plain_optimizer(), OnParts):
                 check_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model())
-            plain_state(self.lr_scheduler)
+            check_plain(self.lr_scheduler)
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **options: Any) -> None:
         self._upshift_writer.check()
