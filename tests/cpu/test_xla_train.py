@@ -9,7 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pytest
@@ -18,6 +20,7 @@ from safetensors.numpy import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, get_scheduler
 
 from upshift.errors import JobFailed, RequestError
+from upshift.training.arguments import LearningRateSchedule
 from upshift.training.data.tokenizer import train_byte_level_bpe
 from upshift.xla.needs import need_tensorflow
 
@@ -29,7 +32,7 @@ from upshift.xla.build import build  # noqa: E402
 from upshift.xla.data.tfrecord import read_index, record_batches, write_records  # noqa: E402
 from upshift.xla.training.arguments import XlaArguments  # noqa: E402
 from upshift.xla.training.door import train  # noqa: E402
-from upshift.xla.training.optimizers import Optimizer  # noqa: E402
+from upshift.xla.training.optimizers import Optimizer, learning_rates  # noqa: E402
 from upshift.xla.training.rules import check_rules, custom_calls, dynamic_dimensions  # noqa: E402
 from upshift.xla.training.step import Step  # noqa: E402
 from upshift.xla.training.strategy import Devices, choose_devices  # noqa: E402
@@ -285,3 +288,29 @@ def test_what_is_not_possible_is_said_in_one_line(asked, words, upshift, told, t
     lines = [line for line in answer.err.splitlines() if line.startswith("upshift: ")]
     assert answer.code == 2 and len(lines) == 1 and "Traceback" not in answer.err, answer.err
     assert all(word in lines[0] for word in words)
+
+
+def test_a_run_keeps_its_newest_checkpoints_and_goes_on_with_its_own_data(dropping, tmp_path):
+    data = as_batches(ragged_batches(6, 8, 30), 32)
+    named = replace(data, identity="ragged")
+    train(str(dropping), named, output=tmp_path / "run", **KILLED | {"save_steps": 1, "save_total_limit": 3})
+    newest = sorted(path.name for path in (tmp_path / "run").glob("checkpoint*"))
+    assert newest == ["checkpoint-4", "checkpoint-5", "checkpoint-6"]
+    for other in (data, replace(data, identity="another")):
+        with pytest.raises(RequestError, match=r"of a run on other data \(ragged, not"):
+            train(str(dropping), other, output=tmp_path / "run", resume=True, **KILLED | {"save_steps": 1})
+
+
+def test_learning_rates_are_those_of_transformers():
+    given = {"max_steps": 7, "learning_rate": 1e-3, "warmup_steps": 2}
+    for name in get_args(LearningRateSchedule):
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+        schedule = get_scheduler(name, optimizer, num_warmup_steps=2, num_training_steps=7)
+        expected = []
+        for _ in range(7):
+            expected.append(schedule.get_last_lr()[0])
+            optimizer.step()
+            schedule.step()
+        assert learning_rates(XlaArguments(**given, lr_scheduler_type=name)) == pytest.approx(expected, rel=1e-12), name
+    with pytest.raises(RequestError, match="1e-08 is not above 1e-07, where polynomial ends"):
+        learning_rates(XlaArguments(max_steps=2, learning_rate=1e-8, lr_scheduler_type="polynomial"))

@@ -18,7 +18,7 @@ from upshift.units import format_seconds
 Backend = Annotated[str, typer.Option("--backend", help="torch, or xla: TensorFlow under XLA, for TPUs (docs/xla.md)")]
 BACKENDS = ("torch", "xla")
 TORCH_ONLY = {  # option -> what it is when it is not given
-    "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False, "save_total_limit": 2,
+    "lora_rank": None, "load_in_4bit": False, "plan": None, "allow": "", "overwrite": False,
     "mup_base": None, "heal": False,
 }  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
@@ -55,7 +55,9 @@ def run(
     told: list[Any] = []
     start = time.perf_counter()
 
-    names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps")
+    names = (
+        "learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps", "save_total_limit",
+    )  # fmt: skip
     with activity("Building the model and compiling its first step") as now:
 
         def on_step(done: Any) -> None:
@@ -95,6 +97,7 @@ def _tokenized(
     from upshift.training.batches.layout import Layout
     from upshift.training.batches.source import BatchSource, evaluation_batches, steps_of
     from upshift.training.data.training_data import prepare_data
+    from upshift.training.loop.run import fingerprint
     from upshift.xla.data.batches import Batches
     from upshift.xla.data.buckets import plan_buckets
 
@@ -117,7 +120,7 @@ def _tokenized(
 
     batches = Batches(
         start=start, global_batch=global_batch, buckets=buckets, pad_token_id=found.objective.pad_token_id,
-        evaluation=None if held_out is None else evaluation,
+        evaluation=None if held_out is None else evaluation, identity=fingerprint(found.training),
     )  # fmt: skip
     return batches, steps, found.tokenizer
 

@@ -20,14 +20,19 @@ USUAL_TIMESCALE = 10_000  # steps, of inverse_sqrt without warm-up
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, arguments: Arguments) -> LambdaLR:
-    """Raises RequestError for a learning rate below the last one of its schedule."""
+    """Return the schedule of a run. Raises RequestError for a learning rate below the last one of its schedule."""
+    check_schedule(arguments)
     name = arguments.lr_scheduler_type
-    if name == "polynomial" and arguments.learning_rate <= LAST_RATE:
+    # A partial's state is empty: what a checkpoint keeps of a schedule is its step.
+    return LambdaLR(optimizer, partial(factor, name=name, arguments=arguments))
+
+
+def check_schedule(arguments: Arguments) -> None:
+    """Raise RequestError for a learning rate below the last one of its schedule."""
+    if arguments.lr_scheduler_type == "polynomial" and arguments.learning_rate <= LAST_RATE:
         raise RequestError(
             f"learning_rate={arguments.learning_rate:g} is not above {LAST_RATE:g}, where polynomial ends; use another schedule"
         )
-    # A partial's state is empty: what a checkpoint keeps of a schedule is its step.
-    return LambdaLR(optimizer, partial(factor, name=name, arguments=arguments))
 
 
 def factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> float:

@@ -26,6 +26,7 @@ class Batches:
     pad_token_id: int = 0
     num_examples: int | None = None
     evaluation: Callable[[], Iterable[Arrays]] | None = None  # held-out batches, each row once; the last may be smaller
+    identity: str = ""  # names the training data: a run goes on with the same data alone
 
     def from_step(self, step: int) -> Iterator[dict[str, NDArray[Any]]]:
         for arrays in self.start(step):

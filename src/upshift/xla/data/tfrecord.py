@@ -6,6 +6,7 @@ A folder has shards and one index.json that says what is in them: widths are pla
 from __future__ import annotations
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -114,8 +115,9 @@ def record_batches(folder: str, *, global_batch: int, num_steps: int, seed: int 
             epoch, batch = epoch + 1, 0
 
     return Batches(
-        start=start, global_batch=global_batch, buckets=buckets, pad_token_id=index.pad_token_id, num_examples=index.num_examples
-    )
+        start=start, global_batch=global_batch, buckets=buckets, pad_token_id=index.pad_token_id, num_examples=index.num_examples,
+        identity=f"records {zlib.crc32(index.to_json().encode()):08x}",
+    )  # fmt: skip
 
 
 def _parsed(serialized: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:

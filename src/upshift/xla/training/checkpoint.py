@@ -28,7 +28,6 @@ logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE, WEIGHTS, OPTIMIZER = "upshift_state.json", "model.safetensors", "optimizer.safetensors"
-KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
 
 
 class Standing(Value):
@@ -39,13 +38,14 @@ class Standing(Value):
     evaluations: tuple[tuple[int, float], ...] = ()  # (step, held-out loss)
     arguments: dict[str, Any]
     global_batch: int
+    data: str = ""  # identity of the training data; empty where the batches have none
     checksums: dict[str, str] = {}  # SHA-256 of every other file
 
 
 def write_checkpoint(
-    output: Path, standing: Standing, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable]
+    output: Path, standing: Standing, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable], *, keep: int
 ) -> Path:  # fmt: skip
-    """Raises JobFailed where the disk does not take it."""
+    """Write a checkpoint and remove all but the ``keep`` newest. Raise JobFailed where the disk does not take it."""
     final = output / f"checkpoint-{standing.step}"
     temporary = final.with_name(f"{final.name}.tmp")
     try:
@@ -63,7 +63,7 @@ def write_checkpoint(
     except (OSError, SafetensorError) as error:
         shutil.rmtree(temporary, ignore_errors=True)
         raise JobFailed(f"{final.name} could not be written to {output}: {error}; earlier ones are still whole") from error
-    for old in _found(output)[KEPT:]:
+    for old in _found(output)[keep:]:
         shutil.rmtree(old)
     return final
 

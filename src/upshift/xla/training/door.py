@@ -26,7 +26,7 @@ from upshift.xla.training.optimizers import Optimizer, learning_rates
 from upshift.xla.training.step import Step
 from upshift.xla.training.strategy import Devices, choose_devices
 
-CHANGEABLE = ("eval_steps", "save_steps")  # arguments that a resumed run may have anew
+CHANGEABLE = ("eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
 
 
 @dataclass(frozen=True)
@@ -125,6 +125,11 @@ def _restored(
         raise RequestError(f"{path.name} is of a run with {other}={was}, not {asked[other]}; resume it as it was started")
     if standing.global_batch != data.global_batch:
         raise RequestError(f"{path.name} is of a run with global_batch={standing.global_batch}; resume it as it was started")
+    if standing.data != data.identity:
+        raise RequestError(
+            f"{path.name} is of a run on other data ({standing.data or 'unnamed'}, not {data.identity or 'unnamed'}); "
+            "resume it with its own data"
+        )
     restore(path, model.weights, optimizer.state)
     return standing
 
@@ -176,9 +181,10 @@ class _Run:
         if self.devices.is_chief:
             standing = Standing(
                 step=done, losses=tuple(self.losses), evaluations=tuple(self.evaluations), arguments=self.arguments.model_dump(),
-                global_batch=self.data.global_batch,
+                global_batch=self.data.global_batch, data=self.data.identity,
             )  # fmt: skip
-            write_checkpoint(self.output, standing, self.model.weights, self.optimizer.state)
+            keep = self.arguments.save_total_limit
+            write_checkpoint(self.output, standing, self.model.weights, self.optimizer.state, keep=keep)
         if stop:
             raise Interrupted(f"stopped after step {done}; checkpoint-{done} in {self.output} is whole: continue with --resume")
 

@@ -9,10 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 import tensorflow as tf
-import torch
-from transformers import SchedulerType, get_scheduler
 
-from upshift.errors import RequestError
+from upshift.training.optimizers.schedule import check_schedule, factor
 from upshift.xla.training.arguments import XlaArguments
 
 Scalars = dict[str, tf.Tensor]
@@ -66,16 +64,7 @@ class Optimizer(tf.Module):
 
 
 def learning_rates(arguments: XlaArguments) -> list[float]:
-    """Of every step. Raises RequestError for a schedule that transformers does not have."""
-    if arguments.lr_scheduler_type not in [str(one.value) for one in SchedulerType]:
-        known = ", ".join(str(one.value) for one in SchedulerType)
-        raise RequestError(f"lr_scheduler_type={arguments.lr_scheduler_type!r} is not known; use one of {known}")
-    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=arguments.learning_rate)
-    steps, warmup = arguments.max_steps, arguments.warmup_steps
-    schedule = get_scheduler(arguments.lr_scheduler_type, optimizer, num_warmup_steps=warmup, num_training_steps=steps)
-    rates = []
-    for _ in range(steps):
-        rates.append(float(optimizer.param_groups[0]["lr"]))
-        optimizer.step()
-        schedule.step()
-    return rates
+    """Return the learning rate of every step, by the schedules that the torch backend has. Raises RequestError."""
+    check_schedule(arguments)
+    name, rate = arguments.lr_scheduler_type, arguments.learning_rate
+    return [rate * factor(step, name=name, arguments=arguments) for step in range(arguments.max_steps)]
