@@ -1,7 +1,7 @@
 """Note who writes to standard error. Python imports this file at the start of each process that has its folder on PYTHONPATH.
 
-Each text goes to its place as before, and as one JSON line with its author to the file that UPSHIFT_TEST_WITNESS names. The author
-is the nearest caller that is neither of the standard library nor of what prints for others.
+Each text goes to its place as before, and as one JSON line with its author to the file that UPSHIFT_TEST_WITNESS names. The
+author is the nearest caller that is neither of the standard library nor of what prints for others.
 """
 
 from __future__ import annotations

@@ -5,11 +5,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-
-from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.errors import RequestError
 from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
+from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.loading.placed import Where
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
