@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 import transformers
-from command import Command
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -117,12 +116,14 @@ def test_a_trainer_is_refused_where_transformers_renamed_a_method(without: Any, 
         upshift.Trainer(LlamaForCausalLM.from_pretrained(model), transformers.TrainingArguments(str(tmp_path)))
 
 
-def test_planning_is_refused_without_fake_tensors_and_loading_goes_on(without: Any, model: Path, upshift: Command) -> None:
-    without(torch_names.FAKE_TENSOR_MODE, torch_names.FAKE_TENSOR)
-    answer = upshift("plan", model, "--on", "h100", "--sequence-length", 32)
-    assert answer.code == 2 and answer.err.count("\n") == 1
-    assert "Measuring a model without its weights needs torch._subclasses.fake_tensor.FakeTensorMode" in answer.err
+def test_measuring_is_refused_without_fake_tensors_and_loading_goes_on(without: Any, model: Path) -> None:
     from upshift.loading.load import load_model
+    from upshift.models.measure import Tracer
+    from upshift.models.source import find_model
+
+    without(torch_names.FAKE_TENSOR_MODE, torch_names.FAKE_TENSOR)
+    with pytest.raises(MissingInternal, match="without its weights needs torch._subclasses.fake_tensor.FakeTensorMode"):
+        Tracer(find_model(str(model)))
 
     assert load_model(str(model)).num_parameters() > 0
 
