@@ -94,6 +94,7 @@ class _Probe:
         if isinstance(encoder, PreTrainedModel):  # the states that a text is encoded to are its own
             self.model = encoder
         forget_cache(self.model)
+        self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]
         _fill(self.model)
         self.objective = objective
         self._alone_results: dict[int, Tensor] = {}
@@ -135,7 +136,7 @@ class _Probe:
         isolating = next((kernel for kernel, reason in runs.items() if not reason), None)
         if isolating is not None:
             set_attention(self.model, isolating)
-            bad = self._bad_gradients(self._row(self.first))
+            bad = self._bad_gradients(self._row(self.first)) or self._packing_at_first()
             runs = {kernel: reason or bad for kernel, reason in runs.items()}
         return {kernel: runs[alike.get(kernel, kernel)] or "" for kernel in has}
 
@@ -152,6 +153,15 @@ class _Probe:
             return ""
         except (RuntimeError, TypeError, ValueError, IndexError) as error:
             return f"a row of two texts does not run: {' '.join(str(error).split())[:120]}"
+
+    def _packing_at_first(self) -> str:
+        """The same with biases and gates as a new model has them: where all are equal, what is chosen among them may be chosen by
+        its place in the row."""
+        with torch.no_grad():
+            for vector, initial in self._initial:
+                vector.copy_(initial)
+        self._alone_results.clear()
+        return self._packing()
 
     def _row(self, first: Tensor) -> dict[str, Tensor]:
         """Two texts and padding that is a text of its own, as training packs them."""
