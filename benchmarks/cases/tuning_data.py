@@ -21,7 +21,7 @@ LARGE, MEMORY_GIB = 262_144, 1.0  # tokens of a sequence that does not fit in so
 
 
 def library() -> Any:
-    return read_corpus(sysconfig.get_paths()["stdlib"], pattern="*.py").documents
+    return list(read_corpus(sysconfig.get_paths()["stdlib"], pattern="*.py").documents)
 
 
 def write_lm(folder: Path, size: Any) -> tuple[str, str]:
