@@ -233,10 +233,16 @@ def load_weights(
 
 @torch.no_grad()
 def load_parts(
-    directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer, numbers: Callable[[str], dict[str, Any]]
+    directory: Path,
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    numbers: Callable[[str], dict[str, Any]],
+    *,
+    stored: dict[str, Stored] | None = None,
 ) -> None:
-    """Weights and optimizer state into this rank's parts. ``numbers``: of a parameter's state, what is no tensor."""
-    stored = read_pieces(directory)
+    """Weights and optimizer state into this rank's parts. ``numbers``: of a parameter's state, what is no tensor. ``stored``: in
+    place of what ``read_pieces`` finds in the directory."""
+    stored = stored or read_pieces(directory)
     masters = {part for part, parameter, _ in _updated(optimizer) if part.dtype != parameter.dtype}
     load_weights(directory, model, stored, rounds=bool(masters))
     names = whole_names(model)

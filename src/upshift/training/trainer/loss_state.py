@@ -48,6 +48,7 @@ class KeptState:
             if isinstance(root, nn.Module | types.FunctionType | types.MethodType) or not hasattr(root, "__dict__"):
                 self._visit(root_name, root, 1)
                 continue
+            self._seen.add(id(root))  # methods among its values lead back to it
             self._keep_mapping(root_name, vars(root))
             for name, value in vars(root).items():
                 if name not in without:

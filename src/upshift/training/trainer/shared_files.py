@@ -17,13 +17,15 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
+from upshift.loading.header import read_header
 from upshift.models.build import build_model
 from upshift.training.checkpoint.adapter import has_adapter, write_adapter
-from upshift.training.checkpoint.divided import load_parts, own_parts, updated_names
+from upshift.training.checkpoint.divided import Stored, load_parts, own_parts, read_pieces, updated_names
 from upshift.training.checkpoint.files import writing
 from upshift.training.checkpoint.model import extra_bytes
 from upshift.training.checkpoint.of_ranks import described, export_weights, make_shared, without_tied
 from upshift.training.checkpoint.optimizer import class_name, restore_options
+from upshift.training.checkpoint.pieces import Piece
 from upshift.training.checkpoint.plain_json import decode
 from upshift.training.checkpoint.state import SavedOptimizer
 from upshift.training.parallel.place import Place
@@ -61,24 +63,26 @@ def write_shared(
 def read_into_parts(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Read a checkpoint that one process wrote whole, or transformers, into this rank's parts. Raise RequestError."""
     names = updated_names(model, optimizer)
-    with tempfile.TemporaryDirectory(prefix="upshift-resume-") as name:
-        folder = Path(name)
-        for path in directory.glob("*.safetensors*"):
-            (folder / path.name).symlink_to(path.resolve())
-        groups = tuple(tuple(names[part] for part in group["params"]) for group in optimizer.param_groups)
-        saved, tensors = by_names(directory, groups, class_name(optimizer))
-        save_file(tensors, folder / "optimizer.safetensors")
-        _read_parts(directory, folder, saved, model, optimizer)
+    groups = tuple(tuple(names[part] for part in group["params"]) for group in optimizer.param_groups)
+    saved, tensors = by_names(directory, groups, class_name(optimizer))
+    with tempfile.TemporaryDirectory(prefix="upshift-resume-") as folder:
+        file = Path(folder) / "optimizer.safetensors"
+        save_file(tensors, file)
+        stored = read_pieces(directory)
+        stored["optimizer"] = {one.name: [(Piece(shape=one.shape), one)] for one in read_header(file).tensors}
+        _read_parts(directory, saved, model, optimizer, stored)
 
 
 def read_shared(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Weights and the optimizer's state, of a checkpoint of any ranks, into this rank's parts. Raises RequestError."""
     saved = read_saved_optimizer(directory)
     assert saved is not None  # the caller looked
-    _read_parts(directory, directory, saved, model, optimizer)
+    _read_parts(directory, saved, model, optimizer, None)
 
 
-def _read_parts(directory: Path, files: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def _read_parts(
+    directory: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer, stored: dict[str, Stored] | None
+) -> None:
     if saved.optimizer_class != class_name(optimizer):
         raise RequestError(
             f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
@@ -87,7 +91,7 @@ def _read_parts(directory: Path, files: Path, saved: SavedOptimizer, model: nn.M
     if saved.subclasses:
         raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
     restore_options(directory, saved, optimizer, updated_names(model, optimizer), some=True)
-    load_parts(files, model, optimizer, lambda name: decode(saved.numbers.get(name, {})))
+    load_parts(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})), stored=stored)
 
 
 def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:
