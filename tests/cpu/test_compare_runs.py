@@ -13,7 +13,9 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from upshift.errors import RequestError
-from upshift.training.compare_runs import compare_runs
+from upshift.training.arguments import Arguments
+from upshift.training.compare_runs import compare_runs, read_run
+from upshift.training.loop.run import Run as Written
 
 NAMES = ("model.layers.0.w", "model.layers.2.w", "model.layers.10.w")
 
@@ -153,3 +155,16 @@ def test_the_command_says_by_its_code_that_they_differ(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 1, done.stderr
     assert json.loads(done.stdout)["first_step"] == 2
+
+
+def test_files_that_two_runs_of_one_request_wrote(tmp_path: Path) -> None:
+    """Each run's own id, checksum and progress are not what was asked."""
+    for number, name in enumerate(("one", "two"), start=1):
+        folder = run(tmp_path / name, losses=[2.0], weights={1: {}})
+        arguments = Arguments(max_steps=1)
+        written = Written(
+            model="m", data="d", global_batch=8, sequence_length=16, arguments=arguments, id=f"id {number}", tokens=(number,)
+        )
+        written.write(folder)
+    first, second = (read_run(tmp_path / name) for name in ("one", "two"))
+    assert first.asked == second.asked and first.asked["max_steps"] == 1

@@ -24,7 +24,7 @@ from upshift.units import format_count
 from upshift.value import Value
 
 RUN_NAMES = ("upshift_run.json", "trainer_state.json")
-IGNORED = {"tokens", "evaluations", "finished", "output"}
+IGNORED = {"tokens", "evaluations", "finished", "output", "id", "checksum"}  # that are no part of the request
 SHOWN = 3  # tensors
 RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # of one loss, by the coarser precision of the two; else the last
 LOOSE = 5e-3
