@@ -163,5 +163,5 @@ def test_a_run_of_mixed_lengths_holds_what_its_trial_said(model: str, data: Trai
     assert record.measured is not None and record.measured.resident_gib and record.measured.peak_gib
     low, high = AGAIN["held"]
     assert low <= record.measured.resident_gib * GIB / found.resident_bytes <= high
-    assert record.measured.peak_gib * GIB == pytest.approx(found.peak_bytes, rel=0.01)
+    assert 0.5 * found.peak_bytes < record.measured.peak_gib * GIB <= 1.001 * found.peak_bytes
     assert 0.0 <= record.details["waited_share"] <= 1.0 and record.details["cpu_seconds_per_step"] > 0.0

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 from upshift.errors import JobFailed
 from upshift.planning.calibration import Calibration, Sample, remember, sample_of
-from upshift.planning.cost.basis import Number, formula_interval
+from upshift.planning.cost.basis import AGAIN, Number, formula_interval
 from upshift.planning.cost.memory import scaled_to
 from upshift.planning.cost.time import tokens_per_step
 from upshift.planning.plan import Plan
@@ -38,6 +38,7 @@ FIELD_WEIGHTS = {
     "host_memory": 0.5,
 }
 CLOSE = 0.93  # of the best speed; what one look on a shared machine cannot tell apart
+WATCHED_STEP = 0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
 MIN_STEADY_STEPS = 3  # of a run, for its time to be worth remembering
 FIRST_SHARE = 0.5  # of the budget, for the trial of the plain default, and for that of the best predicted plan
 LATER_SHARE = 0.25  # for one that began in time
@@ -378,10 +379,13 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
     found = Calibration((sample,)).of(_by_formula(entry.candidate.plan, planning), planning.workload)
     time = replace(found.time, one_time=best.one_time_seconds or 0.0)
     found = replace(found, time=time, tokens_per_second=best.tokens_per_second)
+    bases = dict(found.bases)
     if best.largest_of_run:
         memory = scaled_to(found.memory, best.peak_bytes) if best.peak_bytes else found.memory
-        return replace(found, memory=memory, resident=float(best.resident_bytes or found.resident))
-    bases = dict(found.bases)
+        if best.peak_bytes and planning.workload.lengths is not None:
+            interval = (WATCHED_STEP, AGAIN["allocated"][1])
+            bases["allocated"] = Basis(tier="measured", interval=interval, num_records=1)
+        return replace(found, memory=memory, resident=float(best.resident_bytes or found.resident), bases=bases)
     for name, measured, predicted in _memory_pairs(best, found):
         low, high = formula_interval(name, found.plan)
         bases[name] = Basis(tier="formula", interval=(min(low, measured / predicted), high), num_records=1)
