@@ -1,26 +1,34 @@
-# Two commands: `make demo` and `make test`. Each makes .venv with what it needs the first time, from the pinned
-# versions in constraints.txt. Another interpreter: make test PYTHON=python3.12
+# Three commands: `make demo`, `make test` and `make test-newest`. The first two make .venv with what they need the first time,
+# from the pinned versions in constraints.txt; the third makes .venv-newest with the newest versions that there are. Another
+# interpreter: make test PYTHON=python3.12
 
 PYTHON ?= $(shell for name in python3.11 python3.12 python3.13 python3.14 python3; do \
 	$$name -c 'import sys, venv; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$name; break; }; done)
 VENV := .venv
 BIN := $(VENV)/bin
+NEWEST := .venv-newest
+# Held, and said so: newer wheels of torch for Linux bring gigabytes for NVIDIA GPUs. The newest all the same:
+# make test-newest TORCH_NEWEST=torch
+TORCH_NEWEST ?= torch==2.13.0
+NEWEST_LIBRARIES := $(if $(findstring =,$(TORCH_NEWEST)),,torch) transformers accelerate peft tokenizers datasets safetensors
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
 # The layers that plan without torch are typed strictly.
 UPSHIFT := src/upshift
 HARDWARE := $(filter-out %/probe.py %/base_process.py, $(wildcard $(UPSHIFT)/hardware/*.py $(UPSHIFT)/hardware/vendors/*.py))
 LOADING := $(addprefix loading/, header.py checkpoint.py pickled.py pickled_process.py place.py memory_limits.py speed.py model_folder.py \
-	output_folder.py rewriting.py writing.py shard.py)
-TYPED := $(addprefix $(UPSHIFT)/, characters.py errors.py installed.py units.py value.py whole_file.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
+	output_folder.py output_lock.py rewriting.py writing.py shard.py)
+TYPED := $(addprefix $(UPSHIFT)/, characters.py disk_full.py errors.py installed.py units.py value.py whole_file.py with_parent.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
 	$(HARDWARE)
 
-.PHONY: help demo test light check docs clean
+.PHONY: help demo test test-newest light mutants check docs clean
 
 help:
 	@echo "make demo   install the core and run upshift demo"
 	@echo "make test   install the core, the extras and the tools; lint, types, every test that this machine can run"
+	@echo "make test-newest   the roads in tests/smoke with the newest versions of the libraries, in an environment of their own"
 	@echo "make light  only the tests that need no torch"
+	@echo "make mutants  change planning in 200 small places; does a light test see each?"
 	@echo "make docs   the pages of docs/ as a site that works offline, in build/site"
 	@echo "make clean  remove .venv, caches and builds"
 
@@ -32,8 +40,32 @@ demo: $(VENV)/.core
 test: check
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
 
+# Where the registry has nothing newer, or does not answer, it says so and ends well: make test has run with the pinned versions.
+test-newest: $(VENV)/.made
+	@$(BIN)/python tests/smoke/newer.py constraints.txt $(NEWEST_LIBRARIES); newer=$$?; \
+	if [ $$newer = 3 ]; then echo "make test-newest: nothing is newer than constraints.txt"; \
+	elif [ $$newer = 4 ]; then echo "make test-newest: not run"; \
+	elif [ $$newer = 0 ]; then $(MAKE) --no-print-directory $(NEWEST)/.smoke && \
+		$(NEWEST)/bin/python -m pip list --format=freeze | grep -E "^(torch|transformers|accelerate|peft|tokenizers|datasets|safetensors)==" | tr '\n' ' ' && \
+		case "$(TORCH_NEWEST)" in *=*) echo "(held: $(TORCH_NEWEST))";; *) echo;; esac && \
+		OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest tests/smoke -n auto --dist load; \
+	else exit $$newer; fi
+
+# Made anew each time: the newest of yesterday is not today's.
+.PHONY: $(NEWEST)/.smoke
+$(NEWEST)/.smoke:
+	rm -rf $(NEWEST)
+	@$(PYTHON) -m venv $(NEWEST) || { $(PYTHON) -m venv --clear --without-pip $(NEWEST) && \
+		$(PYTHON) -m pip --python $(NEWEST)/bin/python install -q pip; }
+	$(NEWEST)/bin/python -m pip install -q "$(TORCH_NEWEST)" -e '.[trainer,data,peft,serve,tune]' pytest pytest-xdist hypothesis
+
 light: $(VENV)/.dev
 	$(BIN)/python -m pytest tests/light -n auto --dist loadfile
+
+mutants: $(VENV)/.dev
+	mkdir -p build
+	$(BIN)/python tests/mutation/run.py draw src/upshift/planning --number 200 --seed 30 > build/mutants.json
+	$(BIN)/python tests/mutation/run.py run build/mutants.json --tests tests/light --output build/mutants-result.json
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -65,5 +97,5 @@ $(VENV)/.docs: $(VENV)/.made pyproject.toml constraints.txt
 	@touch $@
 
 clean:
-	rm -rf $(VENV) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(NEWEST) build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find src tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -165,7 +165,8 @@ def run_setting(request: dict[str, Any]) -> dict[str, Any]:
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
     seconds = [after - before for before, after in zip(ends[WARMUP - 1 :], ends[WARMUP:], strict=False)]
     return {
-        "label": trainer.choice.plan.label(), "plan": trainer.choice.plan.model_dump(), "seconds": seconds, "losses": losses,
+        "label": trainer.upshift_choice.plan.label(), "plan": trainer.upshift_choice.plan.model_dump(), "seconds": seconds,
+        "losses": losses,
         "samples_per_second": BATCH / statistics.median(seconds), "held_gib": (resident_peak_bytes() - base) / 2**30,
         "base_gib": base / 2**30,
     }  # fmt: skip

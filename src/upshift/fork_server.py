@@ -11,13 +11,13 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
+from upshift import with_parent
 from upshift.errors import JobFailed
 from upshift.value import Value
 
@@ -92,7 +92,7 @@ def fork_server(worker: str, *, own_session: bool = False) -> Iterator[ForkServe
         folder = Path(name)
         with (folder / "log").open("w") as log:
             process = subprocess.Popen(
-                [sys.executable, "-m", PROCESS, worker],
+                with_parent.command(PROCESS, worker),
                 stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=log, text=True, start_new_session=own_session,
             )  # fmt: skip
             try:

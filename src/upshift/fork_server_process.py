@@ -16,12 +16,15 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, TextIO
 
+from upshift.settings import quiet_libraries
 from upshift.value import Value
+from upshift.with_parent import end_with
 
 POLL_SECONDS = 0.02
 
 
 def main(worker_name: str) -> None:
+    quiet_libraries()  # else a library's line may be the last words of a child
     children: list[int] = []
     asker = os.getppid()
     signal.signal(signal.SIGINT, partial(_end, children))
@@ -40,11 +43,13 @@ def main(worker_name: str) -> None:
 
 
 def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request: Path, said: TextIO) -> int:
+    server = os.getpid()
     child = os.fork()
     if child == 0:
         code = 1
         try:
             os.setpgid(0, 0)
+            end_with(server)
             signal.signal(signal.SIGINT, signal.SIG_DFL)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
             work(request, lambda value: _say(said, {"answer": value.to_json()}))

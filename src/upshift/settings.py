@@ -83,12 +83,31 @@ def read_library_variables() -> dict[str, str]:
     return {name: value for name, value in sorted(os.environ.items()) if name == "PATH" or name.startswith(LIBRARY_PREFIXES)}
 
 
+# Messages of libraries about their own parts, by logger: what stands in them.
+NOISE = {
+    "torchao": ("Failed to load ", "Skipping import of cpp extensions"),  # kernels for GPUs that are not here
+    "torchao.kernel.intmm": ("Detected no triton",),  # likewise
+    "torch.utils._pytree": ("is an Enum subclass",),  # torchao's use of torch
+    "torch._subclasses.fake_tensor": ("failed while attempting to run meta for",),  # of an error that is raised as well
+}
+
+
+class _WithoutNoise(logging.Filter):
+    def __init__(self, noise: tuple[str, ...]) -> None:
+        super().__init__()
+        self._noise = noise
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        return not any(text in str(record.msg) for text in self._noise)
+
+
 def quiet_libraries() -> None:
-    """Libraries that print from C++ read these when they are loaded; called once, by a program's entry point."""
+    """Leave out what libraries say about their own parts, before they are loaded. Called by the entry point of a program alone:
+    importing upshift changes nobody's logging. Those that print from C++ read variables when they are loaded."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
         os.environ.setdefault(name, value)
-    for name in ("torchao", "torch.utils._pytree"):  # of kernels for GPUs that are not here; of torchao's use of torch
-        logging.getLogger(name).setLevel(logging.ERROR)
+    for name, noise in NOISE.items():
+        logging.getLogger(name).addFilter(_WithoutNoise(noise))
 
 
 def take_gpu(number: int) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self
 
@@ -11,11 +13,41 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from upshift.errors import RequestError
 
 
-class Value(BaseModel):
+class _RaisesRefusals(type(BaseModel)):  # type: ignore[misc]
+    """Lets a RequestError of a validator through: it is a ValueError, which pydantic would wrap."""
+
+    def __call__(cls, *arguments: Any, **fields: Any) -> Any:
+        with _refusals_pass():
+            return super().__call__(*arguments, **fields)
+
+
+@contextmanager
+def _refusals_pass() -> Iterator[None]:
+    try:
+        yield
+    except ValidationError as error:
+        for problem in error.errors(include_url=False):
+            cause = problem.get("ctx", {}).get("error")
+            if isinstance(cause, RequestError):
+                raise cause from None
+        raise
+
+
+class Value(BaseModel, metaclass=_RaisesRefusals):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_json(self, *, indent: int | None = None) -> str:
         return self.model_dump_json(indent=indent)
+
+    @classmethod
+    def model_validate(cls, obj: Any, **options: Any) -> Self:
+        with _refusals_pass():
+            return super().model_validate(obj, **options)
+
+    @classmethod
+    def model_validate_json(cls, json_data: str | bytes | bytearray, **options: Any) -> Self:
+        with _refusals_pass():
+            return super().model_validate_json(json_data, **options)
 
     @classmethod
     def from_json(cls, text: str | bytes, *, origin: str = "the JSON text") -> Self:

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, read_config
-from upshift.models.describe import attention_kernels, declarations
+from upshift.models.build import build_model, choose_class, forget_cache, read_config
+from upshift.models.describe import attention_kernels
 from upshift.models.source import ModelSource, find_model
-from upshift.models.store import SegmentStore, Variant
+from upshift.models.store import SegmentStore, Variant, isolation_of
 from upshift.models.trace import trace_model
 
 LENGTH, STATE_SPACE_LENGTH = 48, 8  # state-space models are traced token by token
@@ -96,28 +96,72 @@ def source_of(name: str, folder: Path) -> ModelSource:
     return find_model(str(folder))
 
 
-@pytest.mark.parametrize("packed", [False, True], ids=["one sequence a row", "packed"])
-@pytest.mark.parametrize("name", [name for name in MODELS if MODELS[name][1].endswith("ForCausalLM")])
-def test_block_attention_gives_the_loss_of_sdpa(name, packed, tmp_path):
+CAUSAL = [name for name in MODELS if MODELS[name][1].endswith("ForCausalLM")]
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+def test_block_attention_gives_the_loss_of_sdpa(name, tmp_path):
+    model = loud(source_of(name, tmp_path))
+    if "block" not in attention_kernels(model):
+        pytest.skip(f"{type(model).__name__} takes no sdpa")
+    ids = torch.randint(1, 96, (2, 48))
+    found = []
+    for kernel in ("sdpa", "block"):
+        set_attention(model, kernel)
+        found.append(loss_and_gradient(model, [{"input_ids": ids, "labels": ids}]))
+    assert found[1] == pytest.approx(found[0], rel=1e-4)
+
+
+@pytest.mark.parametrize("kernel", ["sdpa", "block", "eager"])
+@pytest.mark.parametrize("name", CAUSAL)
+def test_packed_texts_have_the_loss_and_gradients_of_each_alone(name, kernel, tmp_path):
+    """Where the model was seen to keep them apart; where it was not, this reference sees it, too."""
     source = source_of(name, tmp_path)
+    isolation, model = isolation_of(source), loud(source)
+    if kernel not in attention_kernels(model):
+        pytest.skip(f"{type(model).__name__} takes no {kernel}")
+    assert isolation.proven, isolation.reason
+    lengths = (20, 28)
+    texts = [torch.randint(1, 96, (1, length)) for length in lengths]
+    labels = [text.clone() for text in texts]
+    for label in labels:
+        label[:, 0] = -100
+    positions = torch.cat([torch.arange(length) for length in lengths])[None]
+    row = {"input_ids": torch.cat(texts, 1), "position_ids": positions, "labels": torch.cat(labels, 1)}
+    set_attention(model, "eager")
+    alone = loss_and_gradient(model, [{"input_ids": text, "labels": label} for text, label in zip(texts, labels, strict=True)])
+    set_attention(model, kernel)
+    reason = isolation.why_not_packed(kernel)
+    if reason is not None and "position_ids" in reason:
+        return  # it has no argument for what a row would say
+    packed = loss_and_gradient(model, [row])
+    assert (packed == pytest.approx(alone, rel=1e-3)) == (reason is None), reason
+
+
+def loud(source: ModelSource) -> PreTrainedModel:
+    """With weights that are large enough for a leak to show in the loss."""
     config = read_config(source)
     torch.manual_seed(0)
     model = build_model(config, choose_class(config, "")[0], dtype=torch.float32).eval()
-    if "block" not in attention_kernels(model) or (packed and not declarations(model).position_ids):
-        pytest.skip(f"{type(model).__name__} takes no {'positions' if packed else 'sdpa'}")
-    ids = torch.randint(1, 96, (2, 48))
-    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
-    if packed:
-        inputs["position_ids"] = torch.cat([torch.arange(20), torch.arange(28)]).expand(2, -1)
-    losses = []
-    for kernel in ("sdpa", "block"):
-        set_attention(model, kernel)
-        model.zero_grad()
-        loss = model(**inputs).loss
+    forget_cache(model)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(5.0)
+    return model
+
+
+def loss_and_gradient(model: PreTrainedModel, batches: list[dict[str, torch.Tensor]]) -> tuple[float, float]:
+    """The mean loss of all labels, and the norm of its whole gradient."""
+    counts = [int((batch["labels"][:, 1:] != -100).sum()) for batch in batches]
+    model.zero_grad()
+    total = 0.0
+    for batch, count in zip(batches, counts, strict=True):
+        loss = model(**batch).loss * (count / sum(counts))
         loss.backward()
-        gradient = next(parameter.grad for parameter in model.parameters() if parameter.grad is not None)
-        losses.append((loss.item(), gradient.norm().item()))
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
+        total += loss.item()
+    norms = [parameter.grad.norm() for parameter in model.parameters() if parameter.grad is not None]
+    return total, torch.stack(norms).norm().item()
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -34,7 +34,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.parallel.fully_shard import announce
 from upshift.training.parallel.place import Place, find_place
 from upshift.training.parallel.update import sum_up
-from upshift.training.prepare import extra_inputs, loss_of, prepare
+from upshift.training.prepare import loss_of, prepare
 from upshift.training.step import Stepper
 
 Step = Callable[[], None]
@@ -53,7 +53,7 @@ def a_step(case: dict[str, Any], place: Place) -> Step:
         for micro_batch in batch.micro_batches:
             last = micro_batch is batch.micro_batches[-1]
             announce(stepper.model, plan, last=last)
-            loss = loss_of(stepper.model, plan, micro_batch, extra_inputs(stepper.model))
+            loss = loss_of(stepper.model, plan, micro_batch)
             (loss.float() * 0.5).backward()
         sum_up(stepper.optimizer, stepper.model, place, summed=plan.layout.gathers)
         stepper.optimizer.step()

@@ -74,7 +74,7 @@ def json_lines(tmp_path):
 
 def json_array(tmp_path):
     path = tmp_path / "a.json"
-    path.write_text(json.dumps([{"body": text, "n": 1} for text in TEXTS], indent=1))
+    path.write_text(json.dumps([{"text": text, "n": 1} for text in TEXTS], indent=1))
     return path
 
 
@@ -85,7 +85,7 @@ def folder_of_json_lines(tmp_path):
 
 
 def parquet_file(tmp_path):
-    pq.write_table(pa.table({"id": [1, 2, 3, 4], "content": [*TEXTS, None]}), tmp_path / "a.parquet", row_group_size=2)
+    pq.write_table(pa.table({"id": [1, 2, 3, 4], "text": [*TEXTS, None]}), tmp_path / "a.parquet", row_group_size=2)
     return tmp_path / "a.parquet"
 
 
@@ -115,25 +115,32 @@ FORMATS = [
 @pytest.mark.parametrize("write", FORMATS)
 def test_every_format_gives_the_same_documents(write, tmp_path):
     corpus = read_corpus(write(tmp_path))
-    assert list(corpus.documents) == TEXTS
+    assert list(corpus.documents) == TEXTS == list(corpus.documents)
     assert corpus.evaluation is None
-    assert corpus.summary.num_documents == 3
-    skipped = corpus.summary.num_skipped_empty, corpus.summary.num_skipped_binary
-    assert skipped == {text_folder: (1, 2), json_lines: (1, 0), parquet_file: (1, 0)}.get(write, (0, 0))
+    summary = corpus.summary()
+    assert summary.num_documents == 3
+    skipped = summary.num_skipped_empty, summary.num_skipped_binary
+    assert skipped == {text_folder: (1, 1), json_lines: (1, 0), parquet_file: (1, 0)}.get(write, (0, 0))
 
 
 def test_one_text_file_is_one_document_and_patterns_select(tmp_path):
-    assert read_corpus(text_file(tmp_path)).documents == ["\n\n".join(TEXTS)]
-    assert read_corpus(text_folder(tmp_path), pattern="**/*.py").documents == TEXTS[1:2]
+    assert list(read_corpus(text_file(tmp_path)).documents) == ["\n\n".join(TEXTS)]
+    assert list(read_corpus(text_folder(tmp_path), pattern="**/*.py").documents) == TEXTS[1:2]
 
 
-def test_dataset_dict_uses_its_own_evaluation_split(tmp_path):
-    splits = {"train": TEXTS[:2], "test": TEXTS[2:]}
+@pytest.mark.parametrize("other", ["validation", "valid", "dev", "val", "test", "eval", "unsupervised"])
+def test_a_saved_dict_is_evaluated_on_validation_and_test_is_left_alone(other, tmp_path, caplog):
+    splits = {"train": TEXTS[:2], other: TEXTS[2:]}
     saved = datasets.DatasetDict({name: datasets.Dataset.from_dict({"text": texts}) for name, texts in splits.items()})
     saved.save_to_disk(tmp_path / "saved")
     corpus = read_corpus(tmp_path / "saved")
-    assert (corpus.documents, corpus.evaluation) == (TEXTS[:2], TEXTS[2:])
-    assert corpus.summary.num_evaluation_documents == 1
+    assert list(corpus.documents) == TEXTS[:2]
+    if other in ("test", "eval", "unsupervised"):
+        assert corpus.evaluation is None
+        assert f"split {other}, which is left alone" in caplog.text
+    else:
+        assert list(corpus.evaluation) == TEXTS[2:]
+        assert corpus.summary().num_evaluation_documents == 1
 
 
 @pytest.mark.parametrize("kind", ["jsonl", "parquet", "datasets"])
@@ -149,13 +156,14 @@ def test_tokenized_data_is_used_as_it_is(kind, tmp_path):
     corpus = read_corpus(path)
     assert corpus.is_tokenized
     tokenized = tokenize(corpus.documents, None)
+    assert tokenized.labels is None
     assert tokenized.tokens.tolist() == [5, 6, 7, 70000, 1]
     assert tokenized.offsets.tolist() == [0, 3, 5]
     assert not read_corpus(path, text_column="text").is_tokenized
 
 
 def empty_folder(tmp_path):
-    (tmp_path / "zeros.bin").write_bytes(b"\0")
+    (tmp_path / "zeros.txt").write_bytes(b"\0")
     return tmp_path
 
 
@@ -200,23 +208,23 @@ def no_train_split(tmp_path):
         (written("a.jsonl", b'{"text": "a"}\n[1]\n'), ["a.jsonl:2", "object"]),
         (written("a.jsonl", b'{"text": "a"}\n{"text": 3}\n'), ["a.jsonl:2", "'text'"]),
         (written("a.jsonl", b'{"text": "a"}\n\xff\n'), ["a.jsonl:2", "UTF-8"]),
-        (written("a.jsonl", b'{"a": "x", "b": "y", "c": 1}'), ["several", "a, b", "text_column"]),
-        (written("a.jsonl", b'{"n": 1, "m": 2}'), ["no text column", "n, m"]),
+        (written("a.jsonl", b'{"a": "x", "b": "y", "c": 1}'), ["no column 'text'", "a, b, c", "--text-column"]),
+        (written("a.jsonl", b'{"n": 1, "m": 2}'), ["no column 'text'", "n, m"]),
         (written("a.jsonl", b'{"text": "a"}\n{"text": [1]}\n'), ["token ids"]),
         (written("a.json", b'[{"text": "a"}'), ["a.json", "JSON"]),
         (written("a.parquet", b"nonsense"), ["not a complete parquet"]),
         (truncated_parquet, ["not a complete parquet"]),
         (parquet_of_latin, ["bytes that are not UTF-8"]),
         (written("a.jsonl", b'{"text": "a"}\n{"text": "a \\ud800 b"}\n'), ["a.jsonl:2", "\\ud800", "surrogate"]),
-        (written("a.jsonl", b'{"text": null}\n{"text": null, "id": "x"}\n'), ["no text in any record", "text_column"]),
-        (empty_folder, ["no readable text", "1 not UTF-8"]),
+        (written("a.jsonl", b'{"text": null}\n{"text": null, "id": "x"}\n'), ["no documents", "2 empty"]),
+        (empty_folder, ["no documents", "1 not UTF-8"]),
         (damaged_dataset, ["not a complete datasets directory"]),
         (no_train_split, ["no split 'train'", "dev"]),
     ],
 )
 def test_every_error_is_one_clear_line(write, words, tmp_path):
     with pytest.raises(RequestError) as caught:
-        read_corpus(write(tmp_path))
+        list(read_corpus(write(tmp_path)).documents)
     message = str(caught.value)
     assert all(word in message for word in words), message
     assert "\n" not in message
@@ -226,21 +234,21 @@ def test_every_error_is_one_clear_line(write, words, tmp_path):
     ("content", "asked", "texts"),
     [
         ('{"text": null, "id": "x"}\n{"text": "a", "id": "y"}', None, ["a"]),
-        ('{"body": null}\n{"body": "a"}', None, ["a"]),
+        ('{"body": null}\n{"body": "a"}', "body", ["a"]),
         ('{"body": null, "text": "no"}\n{"body": "a", "text": "no"}', "body", ["a"]),
         ('{"input_ids": null, "text": "a", "meta": null}', None, ["a"]),
-        ('{"content": "a", "meta": null}', None, ["a"]),
+        ('{"text": "a", "messages": [{"role": "user", "content": "b"}]}', None, ["a"]),
         ('{"text": "\\ud83d\\ude00"}', None, ["\U0001f600"]),  # both halves of a pair
     ],
 )
-def test_the_first_record_that_says_it_names_the_column(content, asked, texts, tmp_path):
+def test_the_column_is_chosen_by_its_name(content, asked, texts, tmp_path):
     (tmp_path / "a.jsonl").write_text(content)
-    assert read_corpus(tmp_path / "a.jsonl", text_column=asked).documents == texts
+    assert list(read_corpus(tmp_path / "a.jsonl", text_column=asked).documents) == texts
 
 
 def test_an_array_behind_a_byte_order_mark(tmp_path):
     (tmp_path / "a.json").write_text('[{"text": "a"}]', encoding="utf-8-sig")
-    assert read_corpus(tmp_path / "a.json").documents == ["a"]
+    assert list(read_corpus(tmp_path / "a.json").documents) == ["a"]
 
 
 @pytest.mark.parametrize("write", [json_lines, parquet_file, saved_dataset])
@@ -384,7 +392,9 @@ def test_loss_and_gradient_do_not_depend_on_the_layout(build, objective):
     model = build().eval()
     packing = objective.kind == "causal-lm"
     expected_loss, expected_gradient = loss_and_gradient(model, [Layout(micro_batch=1, pad_multiple=1)], objective)
-    for layouts in all_layouts(packing=packing):
+    every = list(all_layouts(packing=packing))
+    assert len(every) > 1
+    for layouts in every:
         loss, gradient = loss_and_gradient(model, layouts, objective)
         assert loss == pytest.approx(expected_loss, abs=1e-5), layouts
         assert torch.allclose(gradient, expected_gradient, atol=1e-5), layouts

@@ -169,7 +169,7 @@ def test_answers_on_a_full_disk(tmp_path: Path) -> None:
 def test_an_output_is_written_by_one_process_at_a_time(tmp_path: Path) -> None:
     """Two of the same command wrote their lines among each other's."""
     first = UnfinishedLines(tmp_path / "answers.jsonl", 2, "this")
-    with pytest.raises(RequestError, match=r"answers.jsonl is being written by another process; wait for it"):
+    with pytest.raises(RequestError, match=r"answers.jsonl is being written by process \d+ on .*; wait until that ends"):
         UnfinishedLines(tmp_path / "answers.jsonl", 2, "this")
     first.close()
     assert not list(tmp_path.iterdir())
@@ -273,3 +273,9 @@ def test_rows_go_on_with_the_same_recipe_alone(model: str, tmp_path: Path, upshi
     (Path(model) / "modules.json").unlink()
     done = upshift(*command)
     assert done.code == 0 and json.loads(done.out)["encoded"] == 0, done.err
+
+
+def test_a_line_of_texts_holds_nothing_that_is_not_used(tmp_path: Path) -> None:
+    (tmp_path / "t.jsonl").write_text('{"text": "a"}\n{"text": "b", "prompt": "query: "}\n')
+    with pytest.raises(RequestError, match="line 2 has a key 'prompt', which is not used"):
+        list(read_texts(tmp_path / "t.jsonl"))

@@ -20,7 +20,7 @@ from upshift.inference.contestant import Contest
 from upshift.inference.generation import generator as generator_module
 from upshift.inference.generation.files import check_files, read_prompts
 from upshift.inference.generation.options import GenerationOptions, read_options, unused
-from upshift.inference.generation.prompts import Prompts
+from upshift.inference.generation.prompts import Prompts, line_of
 from upshift.inference.generation.sequence import Sequence
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.unfinished_lines import UnfinishedLines
@@ -280,3 +280,53 @@ def test_quantize_takes_no_chats(model: str, tmp_path: Path, upshift: Command) -
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "u"}]}\n' * 3)
     wrong = upshift("quantize", model, "--bits", 8, "--texts", tmp_path / "chats.jsonl", "-o", tmp_path / "new")
     assert wrong.code == 2 and "has chats; quantize rounds by texts" in " ".join(wrong.err.split())
+
+
+TOOLS = [{"type": "function", "function": {"name": "weather", "parameters": {"type": "object", "properties": {}}}}]
+PLAIN_TEMPLATE = "{% for message in messages %}<{{ message.role }}>{{ message.content }}{% endfor %}"
+TOOL_TEMPLATE = "{{ tools | tojson }}" + PLAIN_TEMPLATE + "{{ messages[0].name }}"
+
+
+def test_tools_and_parts_are_used_or_refused(model: str) -> None:
+    """Whatever a chat holds changes the tokens, or is refused by its name."""
+    prompts = Prompts(find_weights(model))
+    prompts.tokenizer.chat_template = PLAIN_TEMPLATE
+    text = [{"role": "user", "content": "what now?"}]
+    parts = [{"role": "user", "content": [{"type": "text", "text": "what "}, {"type": "text", "text": "now?"}]}]
+    assert prompts.of([parts]) == prompts.of([text]) == prompts.of([{"messages": parts}])
+    named = [{**text[0], "name": "Ada"}]
+    for prompt, word in (({"messages": text, "tools": TOOLS}, "tools"), (named, "name")):
+        with pytest.raises(RequestError, match=f"prompt 1 has '{word}', which the chat template of .* does not use"):
+            prompts.of([prompt])
+    prompts.tokenizer.chat_template = TOOL_TEMPLATE
+    assert len({tuple(ids) for ids in prompts.of([text, {"messages": text, "tools": TOOLS}, named])}) == 3
+    image = [{"role": "user", "content": [{"type": "image", "url": "a.png"}]}]
+    with pytest.raises(RequestError, match="prompt 1 is no prompt: its content has a part of type 'image'"):
+        prompts.of([image])
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        ({"prompt": "a", "id": 3}, "a key 'id', which is not used"),
+        ({"prompt": "a", "tools": TOOLS}, "a key 'tools', which is not used"),
+        ({"messages": [{"role": "user", "content": "a"}], "temperature": 0.1}, "a key 'temperature'"),
+        ({"messages": [{"role": "user", "content": "a"}], "prompt": "b"}, "is no prompt"),
+        ({"messages": [{"role": "user", "content": "a"}], "tools": "weather"}, "tools that are no list"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]}, "a part of type 'image_url'"),
+        ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "is no prompt"),
+        ({"messages": [{"role": "user", "content": None}]}, "is no prompt"),
+    ],
+)
+def test_a_line_holds_nothing_that_is_not_used(tmp_path: Path, line: dict[str, Any], words: str) -> None:
+    (tmp_path / "p.jsonl").write_text('{"prompt": "a"}\n' + json.dumps(line) + "\n")
+    with pytest.raises(RequestError, match=f"line 2 .*{words}"):
+        list(read_prompts(tmp_path / "p.jsonl"))
+
+
+def test_a_line_with_tools_is_one_prompt(tmp_path: Path) -> None:
+    chat = {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}]}], "tools": TOOLS}
+    call = {"messages": [{"role": "assistant", "content": None, "tool_calls": [{"type": "function"}]}]}
+    (tmp_path / "p.jsonl").write_text(json.dumps(chat) + "\n" + json.dumps(call) + "\n")
+    first, second = read_prompts(tmp_path / "p.jsonl")
+    assert line_of(first) == chat and line_of(second) == call

@@ -158,7 +158,7 @@ def trained(library: type[Trainer], folder: Path, **options: object) -> tuple[li
 def test_the_trainer_has_the_curve_of_transformers(tmp_path):
     theirs, _ = trained(Trainer, tmp_path / "theirs")
     ours, trainer = trained(upshift.Trainer, tmp_path / "ours", fixed=SAME, trial_seconds=0)
-    assert trainer.choice.planning is not None and trainer.choice.plan.per_device_train_batch_size == 2
+    assert trainer.upshift_choice.planning is not None and trainer.upshift_choice.plan.per_device_train_batch_size == 2
     assert ours == pytest.approx(theirs, rel=1e-5) and len(set(ours)) == len(ours)
     trainer.evaluate()
     states = [layer.weight.quant_state for _, layer in four_bit_layers(trainer.model)]

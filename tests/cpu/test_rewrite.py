@@ -23,6 +23,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.header import read_header
 from upshift.loading.output_folder import MANIFEST, PARTIAL
+from upshift.loading.output_lock import LOCK_NAME
 from upshift.loading.shard import shard
 from upshift.loading.writing import copy_of, in_order, write_file
 
@@ -183,7 +184,7 @@ def test_killed_while_converting(wide, tmp_path):
     child.start()
     child.join(PATIENCE_SECONDS)
     assert child.exitcode == -signal.SIGKILL
-    assert sorted(file.name for file in output.iterdir()) == [f"model.safetensors{PARTIAL}", MANIFEST]
+    assert sorted(file.name for file in output.iterdir()) == [LOCK_NAME, f"model.safetensors{PARTIAL}", MANIFEST]
     convert.convert(str(wide), output, dtype="bfloat16", progress=lambda done, total: None)
     assert sorted(file.name for file in output.iterdir()) == ["config.json", "model.safetensors", MANIFEST]
     same(tensors_of(output), {name: tensor.bfloat16() for name, tensor in tensors_of(wide).items()})
@@ -204,12 +205,15 @@ def test_interrupted_it_says_what_is_safe(wide, tmp_path):
 
 def test_two_at_once(wide, tmp_path):
     output = tmp_path / "out"
+    refused = []
 
     def other(done: int, total: int) -> None:
-        with pytest.raises(RequestError, match="being written by another process"):
+        with pytest.raises(RequestError, match=rf"is being written by process {os.getpid()} on .*; wait until that ends"):
             shard(str(wide), output, max_shard_bytes=10**9, progress=lambda done, total: None)
+        refused.append(done)
 
     shard(str(wide), output, max_shard_bytes=10**9, progress=other)
+    assert refused
 
 
 def test_a_write_that_fails(wide, tmp_path):

@@ -42,8 +42,7 @@ from upshift.training.batches.source import BatchSource
 from upshift.training.checkpoint import files as checkpoint_files
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.data.tokenizer import train_byte_level_bpe
-from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
+from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.loop.events import (
     Evaluated,
     Event,
@@ -542,19 +541,6 @@ def test_wrong_requests(home: Path, prepared: Callable[[str], TrainingData], tmp
     small.save_pretrained(tmp_path / "small")
     with pytest.raises(RequestError, match="the model's vocabulary has 100"):
         prepare_data(find_model(str(tmp_path / "small")), home / "data.jsonl", tokenizer=data.tokenizer, sequence_length=LENGTH)
-
-
-def test_sample_for_trials_keeps_sequences(prepared: Callable[[str], TrainingData], tmp_path: Path) -> None:
-    training = prepared("llama").training
-    write_sample(training, tmp_path / "sample", 20)
-    with np.load(tmp_path / "sample") as arrays:
-        again = cut_sequences(TokenizedCorpus(tokens=arrays["tokens"], offsets=arrays["offsets"]), LENGTH)
-
-    def pieces(sequences: Any) -> list[bytes]:
-        spans = zip(sequences.starts, sequences.lengths, strict=True)
-        return [sequences.tokens[start : start + length].tobytes() for start, length in spans]
-
-    assert len(again) == 20 and set(pieces(again)) <= set(pieces(training))
 
 
 def test_data_order_is_that_of_the_seed(home: Path, prepared: Callable[[str], TrainingData], plain: Record) -> None:

@@ -22,7 +22,7 @@ from upshift.errors import Interrupted, NothingFits, RequestError
 from upshift.models.source import find_model, find_to_train
 from upshift.planning.cost.resident import USABLE_SHARE
 from upshift.planning.plan import Plan
-from upshift.planning.planner import find_host, plan_training
+from upshift.planning.planner import find_host, plan, plan_training
 from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.workload import Workload
 from upshift.record import Record
@@ -165,6 +165,18 @@ def test_what_cannot_be_trained_is_said(home: Path, tmp_path: Path) -> None:
             upshift.train(model, text, output=tmp_path / "out", **options)  # type: ignore[arg-type]
     four = find_to_train(model, lora_rank=4, load_in_4bit=True)
     assert four.quantized_from == "float32" and "quantization_config" in four.config
+
+
+@pytest.mark.parametrize("four_bits", [False, True])
+def test_an_adapter_is_planned_on_several_devices(home: Path, four_bits: bool) -> None:
+    """The embedding does nothing in the backward pass: a moment of the step that holds nothing. Speed follows from the frozen
+    weights, so all of them are counted."""
+    model = str(home / "model")
+    found = plan(model, sequence_length=LENGTH, global_batch=4, on="2xh100", lora_rank=4, load_in_4bit=four_bits)
+    parameters = found.profile.parameters
+    frozen = sum(shape.count * shape.elements for shape in parameters.frozen_shapes)
+    assert frozen == parameters.total - parameters.trainable > parameters.trainable
+    assert found.best.num_processes == 2
 
 
 # Frozen weights that are on the disk

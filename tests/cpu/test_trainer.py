@@ -200,7 +200,7 @@ def both(task: Callable[[], Task], folder: Path, *fixed: str, allow: tuple[str, 
 def test_same_curve_when_the_batch_is_cut(task: Callable[[], Task], tmp_path: Path) -> None:
     """Sorted by length, trimmed, in smaller micro-batches than the user's: the same gradients."""
     ours, theirs = both(task, tmp_path, *CUT)
-    assert ours[2].choice.plan.per_device_train_batch_size == 2
+    assert ours[2].upshift_choice.plan.per_device_train_batch_size == 2
     check_same(ours, theirs)
 
 
@@ -208,14 +208,14 @@ def test_same_curve_when_the_batch_is_cut(task: Callable[[], Task], tmp_path: Pa
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 def test_same_curve_with_the_head_in_chunks(task: Callable[[], Task], smoothing: float, tmp_path: Path) -> None:
     ours, theirs = both(task, tmp_path, *CUT, "loss_chunk_tokens=512", label_smoothing_factor=smoothing)
-    assert ours[2].choice.plan.loss_chunk_tokens == 512
+    assert ours[2].upshift_choice.plan.loss_chunk_tokens == 512
     check_same(ours, theirs)
 
 
 def test_same_curve_end_to_end_in_one_row(tmp_path: Path) -> None:
     fixed = ("precision=fp32", "torch_compile=off", "attention=block", "packing=True", "per_device_train_batch_size=4")
     ours, theirs = both(causal_lm, tmp_path, *fixed)
-    assert ours[2].choice.plan.flattens
+    assert ours[2].upshift_choice.plan.flattens
     check_same(ours, theirs)
 
 
@@ -241,7 +241,7 @@ def test_same_curve_of_an_adapter(tmp_path: Path) -> None:
 @pytest.mark.parametrize("optim", ["adafactor", "sgd"])
 def test_an_optimizer_set_by_hand_is_kept(optim: str, tmp_path: Path) -> None:
     ours, theirs = both(causal_lm, tmp_path, *CUT, optim=optim)
-    assert ours[2].choice.plan.optim == optim
+    assert ours[2].upshift_choice.plan.optim == optim
     check_same(ours, theirs)
 
 
@@ -264,7 +264,7 @@ def test_a_step_that_runs_out_of_memory_is_done_again(tmp_path: Path, monkeypatc
     (line,) = (tmp_path / "ours" / "upshift_out_of_memory.jsonl").read_text().splitlines()
     autopsy = Autopsy.from_json(line)
     assert (autopsy.step, autopsy.words) == (3, "simulated") and autopsy.shape[0] == 4 and autopsy.smaller[0] == 2
-    assert ours[2].choice.plan.per_device_train_batch_size == 2
+    assert ours[2].upshift_choice.plan.per_device_train_batch_size == 2
 
 
 def test_a_poisoned_batch_moves_no_weight(tmp_path: Path) -> None:
@@ -317,7 +317,7 @@ def test_a_loss_that_does_not_split_is_left_whole(kind: Any, why: str, tmp_path:
     task = Task(kind, data, transformers.default_data_collator)
     ours, theirs = (train(library, task, tmp_path / library.__name__, **MORE) for library in (upshift, transformers))
     check_same(ours, theirs)
-    assert why in ours[2].choice.reason
+    assert why in ours[2].upshift_choice.reason
 
 
 def test_the_users_own_loss_is_called(tmp_path: Path) -> None:
@@ -381,6 +381,71 @@ def test_every_argument_is_in_the_table() -> None:
     refuse_unsupported(TrainingArguments("unused", use_cpu=True))  # defaults are nobody's wish
 
 
+OTHER_VALUES: dict[str, Any] = {
+    "eval_strategy": "steps", "lr_scheduler_type": "cosine", "lr_scheduler_kwargs": {"num_cycles": 1}, "max_steps": 3,
+    "logging_strategy": "no", "save_strategy": "no", "save_steps": 7, "eval_steps": 7, "logging_steps": 7, "optim": "sgd",
+    "report_to": "tensorboard", "hub_strategy": "end", "log_level": "error", "log_level_replica": "error",
+    "debug": "underflow_overflow",
+    "accelerator_config": {"even_batches": False}, "train_sampling_strategy": "sequential", "include_for_metrics": ["inputs"],
+    "warmup_steps": 3, "torch_compile_backend": None, "torch_compile_mode": None, "deepspeed": None, "fsdp": "full_shard",
+    "label_names": ["labels"], "metric_for_best_model": "loss", "dataloader_prefetch_factor": 3, "ddp_backend": None,
+    "parallelism_config": ParallelismConfig(), "resume_from_checkpoint": "there", "local_rank": None, "bf16": True,
+}  # fmt: skip
+
+
+def _another(field: dataclasses.Field[Any]) -> Any:
+    """A value that is not the default."""
+    default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
+    if field.name in OTHER_VALUES:
+        return OTHER_VALUES[field.name]
+    if isinstance(default, bool):
+        return not default
+    if isinstance(default, int | float):
+        return default + 1
+    if isinstance(default, dict) or "dict" in str(field.type):
+        return {"key": "value"}
+    if "bool" in str(field.type):
+        return True
+    if "str" in str(field.type):
+        return "text"
+    return 2 if "int" in str(field.type) or "float" in str(field.type) else None
+
+
+def test_a_field_that_is_not_in_the_table_is_refused_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each field of the installed transformers, as if it were new; a refused one is refused in any case."""
+    monkeypatch.setattr(TrainingArguments, "__post_init__", lambda self: None)  # values arrive as they are given
+    plain = TrainingArguments(str(tmp_path))
+    walked = 0
+    for field in dataclasses.fields(TrainingArguments):
+        value = _another(field)
+        if not field.init or field.name in ("output_dir", "use_cpu") or value is None:
+            continue
+        walked += 1
+        arguments = dataclasses.replace(plain, **{field.name: value})
+        if FIELDS[field.name].treatment == "refused":
+            with pytest.raises(RequestError, match=f"{field.name}=.* cannot be honoured"):
+                refuse_unsupported(arguments)
+            continue
+        refuse_unsupported(arguments)
+        with monkeypatch.context() as patch:
+            patch.delitem(FIELDS, field.name)
+            with pytest.raises(RequestError, match=f"{field.name}=.* is an argument that this version of Upshift does not know"):
+                refuse_unsupported(arguments)
+            refuse_unsupported(plain)
+    assert walked > 100
+
+
+@pytest.mark.parametrize("value", [0, 0.0, "x", ["x"], {"x": 1}, True])
+def test_a_new_field_of_a_newer_transformers_is_refused(value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    newer = dataclasses.make_dataclass("Newer", [("novelty", Any, None)], bases=(TrainingArguments,))
+    monkeypatch.setattr(transformers, "TrainingArguments", newer)
+    refuse_unsupported(newer(output_dir=str(tmp_path), use_cpu=True))
+    with pytest.raises(
+        RequestError, match=re.escape(f"novelty={value!r} is an argument that this version of Upshift does not know")
+    ):
+        refuse_unsupported(newer(output_dir=str(tmp_path), use_cpu=True, novelty=value))
+
+
 def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
     class Stream(torch.utils.data.IterableDataset):  # type: ignore[type-arg]
         def __init__(self, rows: list[Any]) -> None:
@@ -396,4 +461,4 @@ def test_data_that_can_be_read_once_is_not_used_up(tmp_path: Path) -> None:
     arguments = TrainingArguments(str(tmp_path), max_steps=8, report_to="none", use_cpu=True, disable_tqdm=True)
     trainer = upshift.Trainer(model=task.model(), args=arguments, data_collator=task.collator, train_dataset=Stream(task.data))
     assert trainer.train().global_step == 8  # 64 rows are 8 batches of 8
-    assert "read once" in trainer.choice.reason
+    assert "read once" in trainer.upshift_choice.reason

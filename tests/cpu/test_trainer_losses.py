@@ -125,7 +125,7 @@ def test_weights_of_classes_are_seen_in_the_sample(data: Rows, why: str, tmp_pat
     own = loss_method(weighted)
     with pytest.raises(RequestError, match=why):
         trained(upshift, tmp_path, own=own, data=data, options={"fixed": CUT})
-    assert why in same(tmp_path, own=own, data=data).choice.reason
+    assert why in same(tmp_path, own=own, data=data).upshift_choice.reason
 
 
 def test_a_mean_over_rows_is_told_from_one_over_labels(tmp_path: Path) -> None:
@@ -135,7 +135,7 @@ def test_a_mean_over_rows_is_told_from_one_over_labels(tmp_path: Path) -> None:
         tmp_path, own=loss_method(mean_of_rows), model=causal, data=data, collate=answers,
         options={"fixed": CUT, "trial_seconds": 0},
     )  # fmt: skip
-    assert trainer.choice.plan.per_device_train_batch_size == 2
+    assert trainer.upshift_choice.plan.per_device_train_batch_size == 2
 
 
 def test_a_batch_unlike_the_sample_stays_whole(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_a_batch_unlike_the_sample_stays_whole(tmp_path: Path) -> None:
 
 def test_rows_without_a_label_and_one_class_keep_the_models_own_loss_in_parts(tmp_path: Path) -> None:
     data = rows(lambda number, length: -100 if number % 3 == 0 else 1)
-    assert same(tmp_path, data=data, options={"fixed": CUT, "trial_seconds": 0}).choice.planning is not None
+    assert same(tmp_path, data=data, options={"fixed": CUT, "trial_seconds": 0}).upshift_choice.planning is not None
 
 
 @pytest.mark.parametrize("options", [{}, {"fixed": CUT, "trial_seconds": 0}], ids=("whole", "in parts"))
@@ -187,7 +187,7 @@ def penalized(trainer: Any, model: Any, inputs: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("compute", [pairs, in_training, penalized], ids=lambda compute: compute.__name__)
 def test_a_loss_that_cannot_be_measured_is_left_whole(compute: Any, tmp_path: Path) -> None:
     trainer = same(tmp_path, own=loss_method(compute), model=partial(classifier, attn_implementation="eager"))
-    assert trainer.choice.reason.startswith("the loss could not be measured on two rows: ")
+    assert trainer.upshift_choice.reason.startswith("the loss could not be measured on two rows: ")
 
 
 def test_nothing_is_logged_while_a_loss_is_measured(tmp_path: Path) -> None:
@@ -240,14 +240,14 @@ def test_a_loader_that_makes_its_own_batches(kind: Any, tmp_path: Path) -> None:
     data = rows(lambda number, length: length % 3)
     loader = kind([padded(data[start : start + 8]) for start in range(0, 64, 8)])
     trainer = same(tmp_path, own={"get_train_dataloader": lambda self: loader})
-    assert trainer.choice.reason == "the data loader does not make its batches of examples with a collator"
+    assert trainer.upshift_choice.reason == "the data loader does not make its batches of examples with a collator"
 
 
 def test_batches_without_names(tmp_path: Path) -> None:
     data = Listed([(torch.tensor((row["input_ids"] * 5)[:16]), row["labels"]) for row in rows(lambda number, length: length % 3)])
     own = loss_method(lambda trainer, model, inputs: model(input_ids=inputs[0], labels=inputs[1]).loss)
     trainer = same(tmp_path, own=own, data=data, collate=torch.utils.data.default_collate)
-    assert "no names to its tensors" in trainer.choice.reason
+    assert "no names to its tensors" in trainer.upshift_choice.reason
 
 
 def test_a_stream_that_gives_one_iterator_is_not_used_up(tmp_path: Path) -> None:
@@ -260,7 +260,7 @@ def test_a_stream_that_gives_one_iterator_is_not_used_up(tmp_path: Path) -> None
 
     theirs, _ = trained(transformers, tmp_path, data=Stream(), max_steps=8)
     ours, trainer = trained(upshift, tmp_path, data=Stream(), max_steps=8)
-    assert ours == theirs and len(ours) == 8 and "read once" in trainer.choice.reason
+    assert ours == theirs and len(ours) == 8 and "read once" in trainer.upshift_choice.reason
 
 
 def adversarial(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
@@ -278,7 +278,7 @@ def adversarial(self: Any, model: Any, inputs: Any, num_items_in_batch: Any = No
 def test_the_scripts_own_training_step_finds_gradients(accumulation: int, tmp_path: Path) -> None:
     own = {"training_step": adversarial}
     trainer = same(tmp_path, own=own, gradient_accumulation_steps=accumulation)
-    assert ("own training_step" in trainer.choice.reason) == (accumulation == 2)
+    assert ("own training_step" in trainer.upshift_choice.reason) == (accumulation == 2)
 
 
 def test_a_plan_is_refused_where_the_scripts_own_training_step_runs(tmp_path: Path) -> None:

@@ -76,12 +76,12 @@ def test_a_field_by_hand_makes_the_plan(tmp_path: Path) -> None:
     plain, _, _ = trained(tmp_path, {"fixed": WHOLE})
     losses, _, trainer = trained(tmp_path, {"fixed": (*WHOLE, "optimizer_in_backward=True")})
     assert losses == plain
-    assert trainer.choice.planning is not None and trainer.choice.plan.optimizer_in_backward
+    assert trainer.upshift_choice.planning is not None and trainer.upshift_choice.plan.optimizer_in_backward
 
 
 def test_one_name_may_be_given_alone(tmp_path: Path) -> None:
     _, _, trainer = trained(tmp_path, {"fixed": "precision=fp32", "allow": "adafactor"}, max_steps=1)
-    assert trainer.choice.planning is not None and trainer.choice.plan.precision == "fp32"
+    assert trainer.upshift_choice.planning is not None and trainer.upshift_choice.plan.precision == "fp32"
 
 
 def test_layers_are_compiled_for_training_only(tmp_path: Path) -> None:

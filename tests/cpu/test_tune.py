@@ -332,6 +332,6 @@ def test_searches_that_are_refused(tmp_path: Path) -> None:
     ):
         with pytest.raises(RequestError, match=words):
             trainer.hyperparameter_search(n_trials=1, **asked)
-    trainer.made_with[1]["data_collator"] = threading.Lock()
+    trainer._upshift_made_with[1]["data_collator"] = threading.Lock()
     with pytest.raises(RequestError, match="cannot go there"):
         trainer.hyperparameter_search(n_trials=1, backend="optuna")

@@ -142,7 +142,7 @@ def train(case: dict[str, Any], output: Path) -> dict[str, Any]:
     return {
         "losses": [entry["loss"] for entry in history], "norms": [entry["grad_norm"] for entry in history], "loss": loss,
         "steps": seen.steps, "zero": seen.zero, "predicted": np.asarray(predicted.predictions).tolist(),
-        "rows": int(trainer.choice.plan.per_device_train_batch_size), "label": trainer.choice.plan.label(),
+        "rows": int(trainer.upshift_choice.plan.per_device_train_batch_size), "label": trainer.upshift_choice.plan.label(),
     }  # fmt: skip
 
 

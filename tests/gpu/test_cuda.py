@@ -29,7 +29,7 @@ from upshift.training.arguments import Arguments
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.optimizers.build import build_optimizer
 from upshift.training.parallel.place import Place
-from upshift.training.prepare import autocast, computing, extra_inputs, prepare
+from upshift.training.prepare import autocast, computing, no_cache, prepare
 
 TINY = LlamaConfig(
     hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=512,
@@ -67,8 +67,8 @@ def losses(plan: Plan, *, model: nn.Module | None = None, steps: int = STEPS) ->
     found = []
     for _ in range(steps):
         hooks = activations_on_host(model) if plan.activation_offload else nullcontext()
-        with computing(model, plan), autocast(plan), hooks:
-            loss = model(**inputs, **extra_inputs(model)).loss
+        with computing(model, plan), autocast(plan), hooks, no_cache(model):
+            loss = model(**inputs).loss
         scaler.scale(loss).backward()
         scaler.step(optimizer)
         scaler.update()
@@ -184,8 +184,8 @@ def test_packed_kernels_are_sdpa_on_packed_rows(name: str) -> None:
     for kernel in ("sdpa", name):
         plan = plan_of(attention=kernel, precision="bf16", packing=True)
         model = prepare(llama(), plan, Place(plan))
-        with autocast(plan):
-            loss = model(**inputs, **extra_inputs(model)).loss
+        with autocast(plan), no_cache(model):
+            loss = model(**inputs).loss
         loss.backward()
         gradients = torch.cat([p.grad.flatten() for p in base_of(model).parameters() if p.grad is not None])
         found[kernel] = (loss.item(), gradients)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from upshift.models.profile import (
     Declares,
+    Isolation,
     ModelProfile,
     Parameters,
     ParameterShape,
@@ -16,6 +17,7 @@ from upshift.models.profile import (
     TensorParallel,
 )
 
+KERNELS = ("sdpa", "block", "eager", "flex_attention", "flash_attention_2", "flash_attention_3")
 HIDDEN, FEED_FORWARD, VOCABULARY, LAYERS = 2048, 8192, 32000, 24
 LAYER = 4 * HIDDEN * HIDDEN + 3 * HIDDEN * FEED_FORWARD
 OUTSIDE = HIDDEN * VOCABULARY
@@ -71,9 +73,10 @@ def make_profile(*, max_positions: int | None = 1 << 20, longest: int = 4096) ->
         versions={"torch": "1", "transformers": "2"}, vocab_size=VOCABULARY, hidden_size=HIDDEN, max_positions=max_positions,
         parameters=parameters,
         declares=Declares(
-            attention_kernels=("sdpa",), gradient_checkpointing=True, gradient_checkpointing_per_layer=True, position_ids=True,
+            attention_kernels=("sdpa",), gradient_checkpointing=True, gradient_checkpointing_per_layer=True,
             pipeline_parallel_plan=("layers",),
         ),
+        isolation=Isolation(proven=True, reason="", packing=dict.fromkeys(KERNELS, ""), padding="unmasked"),
         stacks=(Stack(path="model.layers", traced_layers=(0,), assignment=(0,) * LAYERS, layer_trainable=(LAYER,)),),
         steps=tuple(steps), sequence_range=(longest // 4, longest), kv_elements=None,
         tensor_parallel=TensorParallel(divisor=8, layers=LAYERS * LAYER, outside=2 * OUTSIDE),

@@ -22,7 +22,7 @@ from upshift.training.batches.source import (
     GlobalBatch,
     Position,
     evaluation_batches,
-    longest_batch,
+    look_ahead,
     synthetic_batch,
 )
 from upshift.training.data.tokens import (
@@ -30,8 +30,8 @@ from upshift.training.data.tokens import (
     check_sequence_length,
     check_vocabulary,
     cut_sequences,
+    histogram_of,
     hold_out_evaluation,
-    length_histogram,
 )
 
 PAD = 1
@@ -110,7 +110,9 @@ def test_the_plan_never_changes_what_is_in_a_global_batch(lengths, shape, object
 @settings(deadline=None, max_examples=60)
 def test_every_row_is_made_of_whole_sequences(lengths, shape):
     source = ranks(lengths, shape)[0]
-    for batch in first_batches(source, 2):
+    batches = list(first_batches(source, 2))
+    assert len(batches) == 2 and all(batch.micro_batches for batch in batches)
+    for batch in batches:
         for micro in batch.micro_batches:
             found = sorted(tuple(piece) for row in range(len(micro.arrays["input_ids"])) for piece in pieces_of(micro, row))
             starts, sizes = source.sequences.starts, source.sequences.lengths
@@ -126,7 +128,8 @@ def pieces_of(micro, row: int) -> Iterator[list[int]]:
     starts = np.flatnonzero(positions == 0).tolist()
     for start, end in zip(starts, [*starts[1:], len(inputs)], strict=True):
         assert positions[start:end].tolist() == list(range(end - start))
-        real = inputs[start:end] != PAD
+        real = labels[start:end] != IGNORED
+        real[0] = real[1:2].any()  # the first token of a sequence, of two tokens or more, is no label
         assert labels[start] == IGNORED
         assert (labels[start + 1 : end] == np.where(real, inputs[start:end], IGNORED)[1:]).all()
         if "attention_mask" in micro.arrays:
@@ -281,7 +284,7 @@ def test_holding_out_loses_nothing(lengths, sequence_length):
 
 def test_histogram_estimates():
     corpus = corpus_of([8] * 30 + [16] * 10 + [1] * 3)
-    histogram = length_histogram(corpus, 16)
+    histogram = histogram_of(cut_sequences(corpus, 16).lengths, 16)
     assert histogram == LengthHistogram.from_json(histogram.to_json())
     assert (histogram.num_sequences, histogram.mean, histogram.longest) == (40, 10.0, 16)
     assert histogram.packed_rows_per_sequence() == pytest.approx((15 + 10) / 40, abs=0.05)
@@ -290,15 +293,34 @@ def test_histogram_estimates():
     assert histogram.visible_share(0) == pytest.approx((30 * 8 * 4 + 10 * 16 * 8) / (16 * 400))
     assert histogram.padded_tokens_ratio(1) == 1.0
     assert 1.0 < histogram.padded_tokens_ratio(16) < histogram.padded_tokens_ratio(64) <= 1.7
-    long = length_histogram(corpus_of([3000, 1777, 2]), 4096)
+    long = histogram_of(cut_sequences(corpus_of([3000, 1777, 2]), 4096).lengths, 4096)
     assert len(long.counts) == 3
     assert long.num_tokens == 4779
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("packing", [False, True])
+def test_looking_ahead_sees_what_the_batches_then_are(packing, world_size):
+    sequences = cut_sequences(corpus_of([3, 9, 2, 5, 14, 3, 7] * 9 + [16]), 16)
+    layout = Layout(micro_batch=2, packing=packing, world_size=world_size)
+    sources = [
+        BatchSource(sequences=sequences, global_batch=6, layout=layout.changed(rank=rank), seed=3) for rank in range(world_size)
+    ]
+    steps, first = sources[0].batches_per_epoch + 2, 3
+    ahead = look_ahead(sources[0], num_steps=steps, first_step=first)
+    batches = [list(islice(source.batches(source.position_of_step(first)), steps)) for source in sources]
+    sizes = [[[micro.num_padded_tokens for micro in batch.micro_batches] for batch in of_rank] for of_rank in batches]
+    assert ahead.steps == steps
+    assert ahead.num_tokens == pytest.approx(sum(batch.num_tokens for batch in batches[0]) / steps)
+    assert ahead.num_padded_tokens == pytest.approx(sum(max(map(sum, ranks)) for ranks in zip(*sizes, strict=True)) / steps)
+    assert ahead.longest_tokens == max(size for of_rank in sizes for step in of_rank for size in step)
+    assert ahead.longest_tokens == max(max(of_rank[ahead.longest_step]) for of_rank in sizes)
 
 
 def test_longest_and_synthetic_batches():
     sequences = cut_sequences(corpus_of([3] * 30 + [16]), 16)
     source = BatchSource(sequences=sequences, global_batch=31, layout=Layout(micro_batch=4))
-    assert longest_batch(source).shape == (4, 16)
+    assert look_ahead(source, num_steps=100).longest_tokens == 4 * 16
     for packing in (False, True):
         micro = synthetic_batch(Layout(micro_batch=3, packing=packing), sequence_length=16, vocab_size=50)
         assert micro.arrays["input_ids"].shape == (3, 16)
@@ -321,14 +343,13 @@ def source_of(**changes):
             ["seq2seq-lm", "packing=False"],
         ),
         (lambda: source_of(objective=MASKED, layout=Layout(micro_batch=1, mask_padding=False)), ["mask_padding=True"]),
-        (lambda: next(source_of().batches(Position(batch=1))), ["batch=1", "resume with"]),
+        (lambda: next(source_of().batches(Position(batch=2))), ["batch=2", "resume with"]),
         (lambda: Layout(micro_batch=1, rank=2, world_size=2), ["rank=2", "world_size=2"]),
         (lambda: Objective(kind="masked-lm"), ["mask_token_id", "causal-lm"]),
         (lambda: cut_sequences(corpus_of([8]), 1), ["sequence_length=1"]),
         (lambda: check_sequence_length(64, 32), ["64", "32"]),
         (lambda: check_vocabulary(corpus_of([8]), 17), ["17", "0 to 16", "tokenizer"]),
         (lambda: TokenizedCorpus.from_documents([np.array([3, -100])]), ["-100"]),
-        (lambda: length_histogram(corpus_of([1]), 8), ["no sequence"]),
         (lambda: LengthHistogram(sequence_length=8, lengths=(), counts=(), num_tokens=0), ["0 lengths"]),
     ],
 )

@@ -19,6 +19,7 @@ from upshift.debugging.disks import Usage, examine_folder, examine_shm
 from upshift.debugging.finding import Finding, error, worst_first
 from upshift.debugging.gpus import examine_gpus
 from upshift.debugging.machine import examine_cpu, examine_memory
+from upshift.debugging.plan_needs import examine_plan, read_plan_needs
 from upshift.debugging.rates import examine_rates
 from upshift.debugging.software import (
     examine_allocators,
@@ -31,7 +32,7 @@ from upshift.debugging.software import (
 from upshift.debugging.toolchain import examine_compilers, find_compilers
 from upshift.debugging.topology import examine_topology
 from upshift.errors import RequestError
-from upshift.hardware import Measured, Rates, detect
+from upshift.hardware import Measured, Rates, describe, detect
 from upshift.hardware.gpu_state import Gpus, read_gpus
 from upshift.units import GIB, MIB
 
@@ -525,3 +526,60 @@ def test_a_plan_of_training_or_of_generation(predicted: dict[str, float], tmp_pa
     result = CliRunner().invoke(app, asked)
     findings = json.loads(result.stdout)["findings"]
     assert result.exit_code == 1 and any("plan" in finding["what"] and finding["severity"] == "error" for finding in findings)
+
+
+# --- a plan's room ---------------------------------------------------------------------------------------------------
+
+
+def plan_file(path: Path, *, plan: dict[str, Any], predicted: dict[str, float], num_nodes: int = 1) -> Path:
+    document = {"host": {"num_nodes": num_nodes}, "plans": [{"plan": plan, "predicted": predicted}]}
+    path.write_text(json.dumps(document))
+    return path
+
+
+def test_a_plan_of_a_cpu_needs_what_all_its_processes_hold(tmp_path: Path) -> None:
+    training = {"device": "cpu", "num_processes": 8}
+    predicted = {"peak_gib": 1.0, "resident_gib": 3.0}
+    needs = read_plan_needs(plan_file(tmp_path / "a", plan=training, predicted=predicted, num_nodes=2))
+    assert (needs.per_host, needs.host_bytes) == (4, 12 * GIB)
+    assert none(examine_plan(describe("epyc-9654"), needs))
+    serving = {"device": "cpu", "replicas": 2, "tensor_parallel": 1, "pipeline_parallel": 1}
+    needs = read_plan_needs(plan_file(tmp_path / "b", plan=serving, predicted={"peak_gib": 5.0}))
+    assert needs.host_bytes == 10 * GIB
+
+
+@pytest.mark.parametrize(
+    ("on", "gib", "severity", "words"),
+    [("2xh100", 70.0, "ok", "70.00 GiB on each of 2 devices"), ("2xh100", 90.0, "error", "79.65 GiB are free"),
+     ("8xh100", 70.0, "ok", "has room"), ("h100", 70.0, "error", "needs 2 cuda devices on each host, and this machine has 1"),
+     ("epyc-9654-768gb", 70.0, "error", "for cuda devices, and this machine has none"),
+     ("m2-max-64gb", 70.0, "error", "has none"), ("8xgaudi-3", 70.0, "error", "has none")]
+)  # fmt: skip
+def test_a_plan_of_gpus_is_held_against_them(tmp_path: Path, on: str, gib: float, severity: str, words: str) -> None:
+    plan = {"device": "cuda", "num_processes": 4}
+    needs = read_plan_needs(plan_file(tmp_path / "plan", plan=plan, predicted={"resident_gib": gib}, num_nodes=2))
+    assert needs.host_bytes is None
+    finding = only(examine_plan(describe(on), needs), severity)
+    assert words in finding.what
+
+
+def test_the_fullest_of_the_devices_that_a_plan_needs_decides(tmp_path: Path) -> None:
+    host = describe("2xh100")
+    assert host.gpu is not None
+    gpus = tuple(host.gpu.changed(free_memory_bytes=free * GIB, name=name) for free, name in ((60, "a"), (20, "b")))
+    mixed = host.changed(gpu=None, mixed_gpus=gpus, gpus_per_node=2)
+    for processes, gib, severity in ((1, 50.0, "ok"), (2, 50.0, "error"), (2, 19.0, "ok"), (1, 61.0, "error")):
+        plan = {"device": "cuda", "num_processes": processes}
+        needs = read_plan_needs(plan_file(tmp_path / "plan", plan=plan, predicted={"resident_gib": gib}))
+        assert only(examine_plan(mixed, needs), severity)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "[]", "{}", '{"plans": []}', '{"plans": [{"plan": {}, "predicted": {}}]}', '{"plans": 3}',
+             '{"plans": [{"plan": {"device": "cpu", "num_processes": 0}, "predicted": {"peak_gib": 1}}]}',
+             '{"plans": [{"plan": {"device": "cpu", "num_processes": 1}, "predicted": {"peak_gib": "x"}}]}']
+)  # fmt: skip
+def test_a_file_without_a_plan_is_refused(tmp_path: Path, text: str) -> None:
+    (tmp_path / "plan").write_text(text)
+    with pytest.raises(RequestError, match="is not a file of plans; write one: upshift plan"):
+        read_plan_needs(tmp_path / "plan")

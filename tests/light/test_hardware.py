@@ -34,7 +34,7 @@ from upshift.hardware.cgroup import read_limits
 from upshift.hardware.efficiency import COLLECTIVES, GEMM_CLASSES, GEMM_EFFICIENCY
 from upshift.hardware.nvidia import NVIDIA_GPUS, NVML_NAMES
 from upshift.hardware.nvml import find_gpus
-from upshift.hardware.table import ALIASES, AMBIGUOUS
+from upshift.hardware.table import ALIASES, AMBIGUOUS, find
 from upshift.units import GIB, MIB
 
 # --- described hosts -------------------------------------------------------------------------------------------------
@@ -98,11 +98,11 @@ def test_describe_answers_any_text_with_a_host_or_one_line(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["h10", "h100x", "h1000", "xh100", "l40", "l4s", "rtx4090", "nvidia h100", "0xh100", "8x", "", "8x8x8xh100",
-             "-1xh100", "1.5xh100", "8 x h100", "h100 80gb", "٨xh100", "a\nb", "nul\0.json", "no such file.json",
-             "gaudi2", "tpu-v5", "v5e", "m2-max", "m2-max-65gb", "mi300", "epyc", "epyc-965", "xeon-8480+", "graviton",
-             "epyc-9654-0gb",
-             "h100-80gb", "3x2xgraviton-3", "1x4xepyc-9654", "0xepyc-9654", "16xh100", "80xgb200", "2xm1-8gb", "512xtpu-v5e",
+    "text", ["h10", "h100x", "h1000", "xh100", "l40", "l4s", "l 40", "0xh100", "8x", "", "8x8x8xh100", "4080", "rtx 4090 ti",
+             "-1xh100", "1.5xh100", "8 h100", "h100-94gb", "h100 h100", "٨xh100", "a\nb", "nul\0.json", "no such file.json",
+             "tpu-v5", "m2-max", "m2-max-65gb", "m2-64gb", "mi300", "mi300a", "epyc", "epyc-965", "graviton", "nvidia", "amd",
+             "epyc-9654-0gb", "rtx", "pcie", "80gb", "a100 pcie", "100", "rtx 4090 48gb", "gh200", "0x4090", "x4090",
+             "3x2xgraviton-3", "1x4xepyc-9654", "0xepyc-9654", "16xh100", "80xgb200", "2xm1-8gb", "512xtpu-v5e",
              "2x8xh100@", "2x8xh100@ib", "2x8xh100@ndr", "2x8xh100@400", "2x8xh100@ ib-ndr", "2x8xh100@ib-ndr ndr", "@ib-ndr",
              "2x8xh100@0xib-ndr", "2x8xh100@-1xib-ndr", "2x8xh100@ib-ndr@ib-ndr", "2x8xh100@2xefa-p5", "8xh100@ib-ndr",
              "1x8xh100@ib-ndr", "epyc-9654@ethernet-25"]
@@ -110,6 +110,50 @@ def test_describe_answers_any_text_with_a_host_or_one_line(text: str) -> None:
 def test_describe_refuses_near_misses(text: str) -> None:
     with pytest.raises(RequestError):
         describe(text)
+
+
+@pytest.mark.parametrize("key", [*GPUS, *CPUS])
+def test_a_product_is_found_however_its_words_are_joined(key: str) -> None:
+    facts = find(key)
+    for joint in ("", " ", "_", "-", "."):
+        for text in (joint.join(key.split("-")), joint.join(key.upper().split("-"))):
+            assert find(text) == facts, text
+    if key in GPUS:
+        counted = describe(f"2 x 1 x {key.upper().replace('-', ' ')}")
+        assert (counted.num_nodes, counted.gpus_per_node, counted.gpu) == (2, 1, GPUS[key].gpu)
+    name = GPUS[key].gpu.name if key in GPUS else CPUS[key].cpu.model_name
+    assert name is not None
+    assert find(name) == facts
+    assert find(name.replace(" ", "-").lower()) == facts
+
+
+def test_part_of_a_name_means_the_only_product_that_has_it() -> None:
+    meant = {
+        "4090": "rtx-4090", "2x4090": "rtx-4090", "2xrtx4090": "rtx-4090", "a100-80g": "a100-80gb", "A100 80GiB": "a100-80gb",
+        "a100 pcie 40g": "a100-pcie-40gb", "A100-SXM-80GB": "a100-80gb", "h100 80gb": "h100-sxm", "H100 SXM5": "h100-sxm",
+        "h100-80gb-pcie": "h100-pcie", "nvidia h100": "h100-sxm", "v5e": "tpu-v5e", "gaudi2": "gaudi-2", "l40s 48gb": "l40s",
+        "M2 Ultra 192GB": "m2-ultra-192gb", "b200 192gb": "b200", "8×h200": "h200",
+    }  # fmt: skip
+    for text, key in meant.items():
+        gpu = describe(text).gpu
+        assert gpu is not None
+        assert gpu.table_key == key, text
+    for text in ("9654", "EPYC9654", "amd epyc 9654", "epyc_9654_768g", "epyc 9654 768 GB"):
+        cpu = describe(text).cpu
+        assert cpu is not None
+        assert cpu.model_name == "AMD EPYC 9654"
+        assert cpu.memory_bytes == (768 * GIB if "768" in text else None)
+
+
+@pytest.mark.parametrize(
+    ("text", "candidates"),
+    [("a100 pcie", ("a100-pcie-40gb", "a100-pcie-80gb")), ("rtx", ("rtx-3090", "rtx-4090", "rtx-5090")),
+     ("m2 64gb", ("m2-max-64gb", "m2-ultra-64gb")), ("80g", ("a100-80gb", "a100-pcie-80gb")),
+     ("nvidia a100", ("a100-40gb", "a100-80gb", "a100-pcie-40gb", "a100-pcie-80gb"))]
+)  # fmt: skip
+def test_a_spelling_that_fits_several_products_names_them(text: str, candidates: tuple[str, ...]) -> None:
+    with pytest.raises(RequestError, match=f"use one of {', '.join(candidates)}$"):
+        describe(f"2x{text}")
 
 
 def test_similar_names_are_different_products() -> None:
@@ -322,7 +366,7 @@ def test_messages_end_in_the_next_step() -> None:
         "1x4xepyc-9654": "write 1x2xepyc-9654",
         "2x8xh100@2xefa-p5": "write @efa-p5",
         "2x8xh100@ib": "ib-ndr",
-        "gaudi2": "gaudi-2",
+        "gaudi22": "gaudi-2",
         "m2-max-65gb": "m2-max-64gb",
     }
     for text, step in steps.items():

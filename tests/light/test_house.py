@@ -23,7 +23,7 @@ PUBLIC_NAMES = [
 
 # Floors, from the bottom. A name is a folder or a file of src/upshift; a file imports from it and from floors below.
 FLOORS = (
-    ("characters", "errors", "installed", "units", "value", "whole_file"),
+    ("characters", "disk_full", "errors", "installed", "internals", "units", "value", "whole_file", "with_parent"),
     ("fork_server", "fork_server_process", "models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),
@@ -33,7 +33,11 @@ FLOORS = (
 )
 FLOOR = {name: number for number, names in enumerate(FLOORS, start=1) for name in names}
 SIDEWAYS = {  # the only imports within one floor
+    ("disk_full", "whole_file"): "what a cache keeps is written whole",
+    ("internals", "errors"): "a name that a library took away is refused",
+    ("internals", "installed"): "the refusal says the library's version",
     ("value", "errors"): "a value that cannot be read is a RequestError",
+    ("fork_server_process", "settings"): "a program's entry point leaves out what libraries say about their own parts",
     ("models", "settings"): "settings is the only reader of the environment",
     ("cli", "tuning"): "a command parses and prints; the study is tuning's",
     ("cli", "serving"): "likewise; the server is serving's",
@@ -57,6 +61,8 @@ HEAVY_MODULES = {  # of floors 1 to 4: these trace, or measure, with torch
     "upshift.models.measure",
     "upshift.models.model_flops",
     "upshift.models.quantized",
+    "upshift.models.isolation",
+    "upshift.models.narrow",
     "upshift.models.recompute",
     "upshift.models.sizes",
     "upshift.models.tensor_parallel",
@@ -420,3 +426,119 @@ def test_licence_is_apache_2() -> None:
 
 def test_contributing_fits_a_page() -> None:
     assert len(lines(ROOT / "CONTRIBUTING.md")) < MAX_CONTRIBUTING_LINES
+
+
+# --- tests that cannot fail ------------------------------------------------------------------------------------------
+
+TESTS = ROOT / "tests"
+COUNTED_CALLS = {"range", "zip", "enumerate", "sorted", "reversed", "list", "tuple", "dict", "set"}
+
+
+def files_of_tests() -> list[Path]:
+    return sorted(TESTS.rglob("*.py"))
+
+
+def always_true(node: ast.expr) -> bool:
+    """Whether constants alone decide that an expression is true."""
+    if isinstance(node, ast.Constant):
+        return bool(node.value)
+    if isinstance(node, ast.Tuple | ast.List | ast.Set):
+        return any(not isinstance(element, ast.Starred) for element in node.elts)
+    if isinstance(node, ast.Dict):
+        return any(key is not None for key in node.keys)
+    if isinstance(node, ast.BoolOp):
+        return (any if isinstance(node.op, ast.Or) else all)(map(always_true, node.values))
+    return isinstance(node, ast.Lambda | ast.GeneratorExp)
+
+
+def cannot_fail(test: ast.expr) -> str | None:
+    """Why an asserted expression says little or nothing; None where nothing is found."""
+    if always_true(test):
+        return "is always true"
+    for node in ast.walk(test):
+        if isinstance(node, ast.Compare) and isinstance(node.ops[0], ast.Eq | ast.Is | ast.LtE | ast.GtE):
+            sides = [node.left, *node.comparators]
+            for left, right in zip(sides, sides[1:], strict=False):
+                if ast.dump(left) == ast.dump(right) and not any(isinstance(part, ast.Call) for part in ast.walk(left)):
+                    return "compares a value with itself"
+        if isinstance(node, ast.BoolOp) and isinstance(node.op, ast.Or):
+            for part in node.values:
+                is_a_case = isinstance(part, ast.Compare) and isinstance(part.ops[0], ast.Eq) and isinstance(part.left, ast.Name)
+                if is_a_case and isinstance(part.comparators[0], ast.Constant):  # type: ignore[attr-defined]
+                    return "lets a case of its parameters pass whatever comes out"
+    return None
+
+
+def test_no_assertion_is_always_true() -> None:
+    broken = []
+    for file in files_of_tests():
+        for node in nodes(file):
+            if isinstance(node, ast.Assert) and (why := cannot_fail(node.test)):
+                broken.append(f"{at(file, node.lineno)} {why}: {ast.unparse(node.test)[:80]}")
+            if isinstance(node, ast.Subscript) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+                broken.append(f"{at(file, node.lineno)} cuts a text constant: {ast.unparse(node)}")
+            if isinstance(node, ast.Call) and ast.unparse(node) in ("pytest.raises(Exception)", "pytest.raises(BaseException)"):
+                broken.append(f"{at(file, node.lineno)} any exception passes")
+    refuse(broken, "an assertion can fail")
+
+
+def is_never_empty(node: ast.expr, counted: set[str]) -> bool:
+    """Whether a loop over the expression runs at all: over literals, what is made of them, parameters and constants."""
+    if isinstance(node, ast.Tuple | ast.List | ast.Set | ast.Dict):
+        return True
+    if isinstance(node, ast.Name):
+        return node.id in counted or node.id.isupper()
+    if isinstance(node, ast.Attribute | ast.Subscript):
+        return is_never_empty(node.value, counted)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):  # literal.items()
+        return is_never_empty(node.func.value, counted)
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in COUNTED_CALLS:
+        strict = any(keyword.arg == "strict" and ast.unparse(keyword.value) == "True" for keyword in node.keywords)
+        return node.func.id == "range" or strict or any(is_never_empty(argument, counted) for argument in node.args)
+    return isinstance(node, ast.BinOp | ast.ListComp | ast.Starred)
+
+
+def asserts_for_certain(body: list[ast.stmt], counted: set[str]) -> bool:
+    """Whether some assertion stands outside loops that may not run."""
+    for node in body:
+        if isinstance(node, ast.Assert) or "raises(" in ast.unparse(node).partition("\n")[0]:
+            return True
+        if isinstance(node, ast.Assign) and is_never_empty(node.value, counted):
+            counted |= {target.id for target in node.targets if isinstance(target, ast.Name)}
+        if isinstance(node, ast.For) and not is_never_empty(node.iter, counted):
+            continue
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            continue
+        handlers = [handler.body for handler in getattr(node, "handlers", [])]
+        for inner in (getattr(node, "body", []), getattr(node, "orelse", []), *handlers):
+            if asserts_for_certain(inner, counted):
+                return True
+    return False
+
+
+def test_no_test_asserts_in_a_loop_alone_that_may_not_run() -> None:
+    broken = []
+    for file in files_of_tests():
+        for function in nodes(file):
+            if not isinstance(function, ast.FunctionDef) or not function.name.startswith("test_"):
+                continue
+            asserts = [node for node in ast.walk(function) if isinstance(node, ast.Assert)]
+            nested = {id(node) for inner in ast.walk(function) if isinstance(inner, ast.FunctionDef) and inner is not function
+                      for node in ast.walk(inner)}  # fmt: skip
+            own = [node for node in asserts if id(node) not in nested]
+            arguments = {argument.arg for argument in (*function.args.args, *function.args.kwonlyargs)}
+            if own and not asserts_for_certain(function.body, arguments):
+                broken.append(f"{at(file, function.lineno)} {function.name}")
+    refuse(broken, "what a loop runs over is counted, or something is asserted beside it")
+
+
+@pytest.mark.parametrize(
+    "text", ["'a'", "(x, 'words')", "x or 'a'", "page == page", "out or page == 'a'", "y and (z or later == 0.2)", "1 == 1"]
+)
+def test_what_cannot_fail_is_seen(text: str) -> None:
+    assert cannot_fail(ast.parse(text, mode="eval").body)
+
+
+@pytest.mark.parametrize("text", ["x", "x == y", "run() == run()", "x is None or x < y", "(a.b or 0) > 3", "'a' in x"])
+def test_what_can_fail_is_let_through(text: str) -> None:
+    assert cannot_fail(ast.parse(text, mode="eval").body) is None

@@ -291,7 +291,9 @@ def test_ranking_is_deterministic_and_by_throughput() -> None:
 def test_little_s_law() -> None:
     """Requests that are inside = requests/s x the time each is inside, where prompts are the bottleneck."""
     workload = InferenceWorkload(prompt_length=4096, output_length=16, concurrency=256)
-    for candidate in plan_profile(LLAMA_8B, describe("8xh100"), workload).ranking.candidates[:50]:
+    candidates = plan_profile(LLAMA_8B, describe("8xh100"), workload).ranking.candidates[:50]
+    assert len(candidates) >= 10
+    for candidate in candidates:
         service = candidate.service
         assert service.tpot is not None
         inside = service.requests_per_second * (service.ttft + 15 * service.tpot)

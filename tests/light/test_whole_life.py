@@ -94,7 +94,7 @@ def test_nothing_fits_says_which_phase() -> None:
     life, candidate = tight()
     ranking = life.fitting(Ranking(candidates=[candidate]), enough=5)
     with pytest.raises(NothingFits, match="evaluation does not: needs"):
-        planner._refuse(ranking, life.host, life.profile, None)
+        planner._refuse(ranking, life.host, life.profile, life.workload)
 
 
 def chunking() -> tuple[WholeLife, Candidate]:

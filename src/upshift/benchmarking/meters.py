@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import os
 import resource
 import sys
 import threading
@@ -12,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import psutil
+
+from upshift.internals.torch_names import STORAGE
 
 
 @dataclass
@@ -44,6 +48,10 @@ def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPea
         live += event.nbytes()
         highest = max(highest, live)
     peak.bytes, peak.left = resident_bytes + highest if events else None, live
+    # The profiler's own records are in cycles. Left to a later collection they stand among the holes of the heap, and what comes
+    # next is put behind them: 16 MiB more from then on for a model of 1 M parameters.
+    del profiler, events
+    gc.collect()
 
 
 def tensor_bytes(*groups: object) -> int:
@@ -57,7 +65,7 @@ def tensor_bytes(*groups: object) -> int:
             for name in value.__tensor_flatten__()[0]:
                 add(getattr(value, name))
         elif isinstance(value, torch.Tensor):
-            storages[value.untyped_storage()._cdata] = value.untyped_storage().nbytes()
+            storages[STORAGE.of(value.untyped_storage())] = value.untyped_storage().nbytes()
             add(getattr(value, "quant_state", None))
         elif type(value).__name__ == "QuantState":  # bitsandbytes' scales beside a 4-bit weight
             for tensor in vars(value).values():
@@ -102,6 +110,34 @@ def resident_peak_bytes() -> int:
                 return int(line.split()[1]) * 1024
     scale = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
+
+
+def bytes_left_with_parent() -> int:
+    """Return the bytes of mapped files that the process which forked this one holds and this one has not touched yet.
+
+    A fork starts without them, though it has the same libraries; a process that imported them itself would hold them.
+    """
+    try:
+        own, parent = (_file_bytes(pid) for pid in (os.getpid(), os.getppid()))
+    except OSError:  # no Linux, or the parent is another user's
+        return 0
+    # Only a fork has the same files at the same addresses.
+    return sum(max(parent[place] - size, 0) for place, size in own.items() if place in parent)
+
+
+def _file_bytes(pid: int) -> dict[str, int]:
+    """Resident bytes of each mapping of a file, by its addresses and inode (proc_pid_smaps(5))."""
+    found: dict[str, int] = {}
+    place = ""
+    for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
+        name, *fields = line.split()
+        if not name.endswith(":"):
+            place = f"{name} {fields[3]}" if fields[3] != "0" else ""
+        elif place and name == "Rss:":
+            found[place] = 1024 * int(fields[0])
+        elif place and name == "Anonymous:":  # pages of it that were written to are the process's own
+            found[place] -= 1024 * int(fields[0])
+    return found
 
 
 @dataclass(frozen=True)

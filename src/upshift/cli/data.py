@@ -16,7 +16,7 @@ app = typer.Typer(no_args_is_help=True, help="Data in the form that a backend re
 @app.command("to-tfrecord")
 def to_tfrecord(
     model: Model,
-    data: Annotated[str, typer.Option("--data", help="as in train: text, JSON lines, Parquet, or a saved datasets directory")],
+    data: Annotated[str, typer.Option("--data", help="as in upshift train")],
     output: Annotated[str, typer.Option("--output", "-o", help="a new folder: a local path, or gs://bucket/folder")],
     sequence_length: SequenceLength = 512,
     shards: Annotated[int, typer.Option("--shards", min=1, help="files; a TPU pod reads best from at least one a host")] = 1,

@@ -17,7 +17,6 @@ from upshift.debugging.finding import Finding, worst_first
 from upshift.errors import RequestError
 from upshift.launching.request import RENDEZVOUS_PORT
 from upshift.settings import read_ranks
-from upshift.units import GIB
 
 MACHINE = "a look at this machine"
 USED = {  # by what is looked at: the options that say more of it
@@ -60,10 +59,11 @@ def command(
         _tell_tpu(data, as_json=as_json)
         return
     from upshift.debugging.doctor import examine
+    from upshift.debugging.plan_needs import read_plan_needs
 
-    needed = None if plan is None else _held(plan)
+    needs = None if plan is None else read_plan_needs(plan)
     with show.step("Looking at this machine" + ("" if quick else " and measuring it")):
-        diagnosis = examine(quick=quick, output=output, psu_watts=psu, needed_bytes=needed)
+        diagnosis = examine(quick=quick, output=output, psu_watts=psu, needs=needs)
     tell(list(diagnosis.findings), document=diagnosis.to_json(), as_json=as_json)
 
 
@@ -135,15 +135,3 @@ def show_finding(finding: Finding) -> None:
     for name, text in (("because", finding.cause), ("fix", finding.fix)):
         if text is not None:
             show.out.print(f"      [dim]{name}:[/] {escape(text)}", highlight=False, soft_wrap=True)
-
-
-def _held(path: Path) -> float:
-    """Bytes that the file's best plan holds, by its own prediction."""
-    try:
-        best = json.loads(path.read_text(encoding="utf-8"))["plans"][0]["predicted"]
-        held = best.get("resident_gib") or best["peak_gib"]  # the first: of a training
-    except (OSError, ValueError, KeyError, IndexError, TypeError, AttributeError):
-        held = None
-    if not isinstance(held, int | float):
-        raise RequestError(f"{path} is not a file of plans; write one: upshift plan MODEL --json > {path}")
-    return held * GIB

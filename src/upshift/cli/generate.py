@@ -136,6 +136,7 @@ def _stream(generator: Any, prompt: str, options: Any, *, as_json: bool) -> None
 
 def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_json: bool) -> None:
     from upshift.inference.generation.files import BLOCK_PROMPTS, read_prompts
+    from upshift.inference.generation.prompts import line_of
     from upshift.inference.lines import blocks
     from upshift.inference.unfinished import made_of
     from upshift.inference.unfinished_lines import UnfinishedLines
@@ -154,7 +155,7 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=before):
             found = generator.complete(block, options, first=answers.done)
             tokens += sum(len(one.tokens) for one in found)
-            answers.add({**_said(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True))
+            answers.add({**line_of(prompt), **_answer(one)} for prompt, one in zip(block, found, strict=True))
             update(answers.done, total)
         answers.finish()
     seconds = time.perf_counter() - start
@@ -171,10 +172,6 @@ def _generate(generator: Any, prompts: Path, output: Path, options: Any, *, as_j
     failures(generator.race, "tokens/s")
     show.out.print(f"Chosen: {chosen.label()}, {chosen.batch} at once")
     show.out.print(f"{total:,} answers in {output} ({total - before:,} now, {tokens / seconds:,.0f} tokens/s)")
-
-
-def _said(prompt: Any) -> dict[str, Any]:
-    return {"prompt": prompt} if isinstance(prompt, str) else {"messages": prompt}
 
 
 def _answer(found: Any) -> dict[str, Any]:

@@ -68,6 +68,7 @@ def run(
 
 def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any) -> tuple[int, int]:
     from upshift.inference.generation.files import BLOCK_PROMPTS, read_prompts
+    from upshift.inference.generation.prompts import line_of
     from upshift.inference.lines import blocks
     from upshift.inference.unfinished import made_of
     from upshift.inference.unfinished_lines import UnfinishedLines
@@ -78,8 +79,7 @@ def _write(generator: Any, texts: Any, prompts: Path, output: Path, options: Any
         for block in blocks(read_prompts(prompts), size=BLOCK_PROMPTS, skip=answers.done):
             found = _answers(generator, texts, block, options, first=answers.done)
             tokens += sum(one["tokens"] for one in found)
-            said = ({"prompt": one} if isinstance(one, str) else {"messages": one} for one in block)
-            answers.add({**prompt, **answer} for prompt, answer in zip(said, found, strict=True))
+            answers.add({**line_of(prompt), **answer} for prompt, answer in zip(block, found, strict=True))
             update(answers.done, total)
         answers.finish()
     return total, tokens

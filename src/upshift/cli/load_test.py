@@ -12,6 +12,7 @@ from rich.table import Table
 from upshift.cli import show
 from upshift.cli.number import number
 from upshift.cli.plan import Json
+from upshift.cli.progress import activity
 from upshift.cli.race import dim
 from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
@@ -45,8 +46,11 @@ def command(
     made_up = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}
     traffic = Traffic(rates=_rates(rate), seconds=duration, prompts=_prompts(prompts), **made_up)
     key, promised = _key(api_key_file), read_limit("max-latency-ms", max_latency_ms)
-    with show.step(f"Asking {url}"):
-        found = load_test(url, traffic, model=model, key=key, promised_ttft_ms=promised)
+    with show.step(f"Asking {url}"), activity(f"Asking {url} {traffic.rates[0]:g} times a second") as now:
+        found = load_test(
+            url, traffic, model=model, key=key, promised_ttft_ms=promised,
+            on_phase=lambda phase: now.update(text=f"at {phase.rate:g} requests/s it answered {phase.answered_per_second:.2f}/s"),
+        )  # fmt: skip
     if html is not None:
         from upshift.serving.load.report import write_load_page
 

@@ -25,12 +25,15 @@ from upshift.cli import (
     quantize,
     serve,
     shard,
+    show,
     train,
     tune,
     xla,
 )
-from upshift.errors import UpshiftError
-from upshift.settings import quiet_libraries
+from upshift.cli.progress import lines
+from upshift.disk_full import FREE_SOME, full_disk
+from upshift.errors import JobFailed, UpshiftError
+from upshift.settings import quiet_libraries, read_ranks
 
 UsageError: Any = typer.BadParameter.__bases__[0]  # click's, or that of the copy which newer versions of typer carry
 INTERRUPTED = 130
@@ -82,8 +85,11 @@ app.add_typer(data.app, name="data")
 
 def main() -> None:
     quiet_libraries()
+    ranks = read_ranks()
+    title = " ".join(["upshift", *sys.argv[1:2]])
     try:
-        code = app(standalone_mode=False)
+        with lines(title, show.err, speaks=ranks is None or ranks.rank == 0):
+            code = app(standalone_mode=False)
     except UpshiftError as error:
         if str(error):  # without words: another rank says them
             print(f"upshift: {error}", file=sys.stderr)
@@ -97,6 +103,12 @@ def main() -> None:
         sys.exit(2)
     except (KeyboardInterrupt, typer.Abort):
         code = INTERRUPTED
+    except Exception as error:  # of any library: a full disk is the user's to mend, and no fault to report
+        reason = full_disk(error)
+        if reason is None:
+            raise
+        print(f"upshift: a file could not be written ({reason}); {FREE_SOME}", file=sys.stderr)
+        sys.exit(JobFailed.exit_code)
     if code == INTERRUPTED:
         print("upshift: interrupted", file=sys.stderr)
     sys.exit(code if isinstance(code, int) else 0)

@@ -12,6 +12,7 @@ import typer
 from rich.progress import BarColumn, DownloadColumn, Progress, SpinnerColumn, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 
 from upshift.cli import show
+from upshift.cli.progress import activity
 from upshift.cli.race import dim
 from upshift.hardware.disk import disk_rate
 from upshift.models.source import find_model
@@ -31,9 +32,14 @@ def byte_bar(model: str) -> Iterator[Callable[[int, int], None]]:
         SpinnerColumn(), TextColumn("Writing"), BarColumn(bar_width=BAR_WIDTH), DownloadColumn(binary_units=True),
         TransferSpeedColumn(), TextColumn(_of_disk(model)), TimeRemainingColumn(),
     )  # fmt: skip
-    with Progress(*columns, console=show.err, transient=True) as progress:
+    with Progress(*columns, console=show.err, transient=True) as progress, activity("Writing") as current:
         task = progress.add_task("", total=None)
-        yield lambda done, total: progress.update(task, completed=done, total=total)
+
+        def update(done: int, total: int) -> None:
+            progress.update(task, completed=done, total=total)
+            current.update(done, total, text=f"{format_bytes(done)} of {format_bytes(total)} written or read again")
+
+        yield update
 
 
 def _of_disk(model: str) -> str:

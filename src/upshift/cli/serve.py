@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 import typer
 
-from upshift.cli import show
+from upshift.cli import progress, show
 from upshift.cli.number import number
 from upshift.cli.race import RaceSeconds, dim
 from upshift.errors import MissingExtra, RequestError
@@ -59,11 +59,12 @@ def command(
     }  # fmt: skip
     limits = Limits(request_seconds=request_seconds, body_bytes=int(max_body_mb * 1e6), keys=_keys(api_key_file))
     show.err.print(f"Racing the installed engines for {', '.join(names)}; a race that was run before is remembered")
-    serve(
-        requests, Address(host, port), limits, replicas=_replicas(replicas),
-        memory_bytes=None if max_memory is None else int(max_memory * GIB),
-        on_ready=_tell_ready, on_open=_tell_open,
-    )  # fmt: skip
+    with progress.activity(f"Starting {', '.join(names)}"):
+        serve(
+            requests, Address(host, port), limits, replicas=_replicas(replicas),
+            memory_bytes=None if max_memory is None else int(max_memory * GIB),
+            on_ready=_tell_ready, on_open=_tell_open,
+        )  # fmt: skip
 
 
 def _check() -> None:
@@ -116,6 +117,7 @@ def _keys(path: Path | None) -> tuple[str, ...]:
 
 
 def _tell_open(url: str) -> None:
+    progress.stop()  # from here on it waits for requests
     show.err.print(f"Serving at {url}  (OpenAI's API at {url}/v1, chat at {url}/)", soft_wrap=True)
 
 

@@ -13,7 +13,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
+from upshift.cli.progress import activity
 from upshift.hardware.spec import Host
+from upshift.models.profile import Isolation
 from upshift.planning.cost.basis import Number
 from upshift.planning.cost.resident import unknown_memory
 from upshift.planning.cost.time import Takes, takes
@@ -40,11 +42,12 @@ err = Console(stderr=True)
 def bar(title: str) -> Iterator[Callable[[float, float], None]]:
     """A progress bar on standard error, gone when done; yields ``update(done, total)``."""
     columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=err, transient=True) as progress:
+    with Progress(*columns, console=err, transient=True) as progress, activity(title) as current:
         task = progress.add_task(title, total=None)
 
         def update(done: float, total: float) -> None:
             progress.update(task, completed=done, total=total)
+            current.update(done, total)
 
         yield update
 
@@ -53,7 +56,7 @@ def bar(title: str) -> Iterator[Callable[[float, float], None]]:
 def step(title: str) -> Iterator[None]:
     """Spinner with elapsed time while something runs; then one line saying how long it took."""
     start = time.perf_counter()
-    with err.status(title):
+    with err.status(title), activity(title):
         yield
     err.print(f"[dim]{title}: {format_seconds(time.perf_counter() - start)}[/dim]")
 
@@ -290,4 +293,27 @@ def inspection_tables(inspection: Any) -> list[Table]:
         )
         declares.add_row(name.replace("_", " "), text or "nothing")
     declares.add_row("loss in chunks", inspection.chunked_loss)
-    return [parts, costs, declares]
+    return [parts, costs, declares, isolation_table(inspection.isolation)]
+
+
+PADDING_WORDS = {
+    "unmasked": "changes nothing",
+    "masked": "changes nothing where a mask says where it is",
+    "none": "changes the text's results, with a mask, too",
+}
+
+
+def isolation_table(isolation: Isolation) -> Table:
+    """What was seen of texts that share a row or a batch."""
+    table = new_table("What reaches a text, seen on a small copy with random weights", "", "")
+    if not isolation.proven:
+        table.add_row("not proven", isolation.reason)
+        return table
+    for kernel, reason in isolation.packing.items():
+        table.add_row(f"packed, {kernel} attention", reason or "nothing from other texts in its row")
+    table.add_row("padding behind it", PADDING_WORDS[isolation.padding])
+    if isolation.packing:
+        table.add_row("padding before it", isolation.left_padding or "changes nothing")
+        whole = "of the whole batch alone: micro-batches would change it"
+        table.add_row("loss of a batch", "the mean over its texts, by labels" if isolation.loss_splits else whole)
+    return table

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,13 +13,14 @@ from upshift.cli import show, train_xla
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.number import number
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, adapter_line, split
+from upshift.cli.progress import activity
 from upshift.record import Record
 from upshift.settings import read_ranks
 from upshift.training.arguments import SEEDS
 from upshift.units import GIB, format_bytes, format_seconds
 
 Data = Annotated[
-    str, typer.Option("--data", help="text files or a folder of them, JSON lines, Parquet, or a saved datasets directory")
+    str, typer.Option("--data", help="text, JSON, CSV, Parquet, a folder of them, or a saved datasets directory (docs/data.md)")
 ]
 MupBase = Annotated[
     str | None, typer.Option("--mup-base", help="muP: a narrower model or config.json whose learning rate is to hold here")
@@ -53,7 +55,7 @@ def command(
     mup_base: MupBase = None,
     lora_rank: LoraRank = None,
     load_in_4bit: FourBits = False,
-    text_column: Annotated[str | None, typer.Option("--text-column")] = None,
+    text_column: Annotated[str | None, typer.Option("--text-column", help="the column that holds the text, if not text")] = None,
     plan: Annotated[Path | None, typer.Option("--plan", help="a plan written by upshift plan --json; no trials")] = None,
     set_: Set = None,
     allow: Allow = "",
@@ -130,14 +132,17 @@ class RunDisplay:
         self.progress = Progress(*columns, console=show.err, transient=True, disable=quiet)
         self._tasks: dict[str, Any] = {}
         self.predicted_bytes: float | None = None
+        self._open = ExitStack()
 
     def __enter__(self) -> RunDisplay:
         self.progress.start()
+        self._now = self._open.enter_context(activity("Reading the data"))
         if self.title is not None:
             self._print(self.title)
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._open.close()
         self.progress.stop()
 
     @property
@@ -150,6 +155,7 @@ class RunDisplay:
             planned=self._planned,
             trying=lambda plan: self._show(f"Trial {plan.label()}"[:90], None, None, key="trial"),
             tried=self._tried,
+            proved=self._proved,
             ready=self._ready,
             event=self._event,
         )
@@ -161,8 +167,12 @@ class RunDisplay:
                 self.progress.update(task, visible=False)
             self._tasks[name] = self.progress.add_task(title, total=total, text=text)
         self.progress.update(self._tasks[name], description=title, completed=done or 0, total=total, text=text)
+        self._now.update(done, total, title=title if key is None or done is None else key, text=text and f"{title}, {text}")
+        if key is None and total and done is not None and done >= total:
+            self._now.update(title="Planning")  # whatever comes between what is counted
 
     def _planned(self, planning: Any) -> None:
+        self._now.update(title="Choosing among the plans")
         best = planning.ranking.candidates[0]
         self._print(
             f"[dim]{len(planning.ranking.candidates):,} plans fit {planning.host.name}; best predicted: {best.plan.label()}, "
@@ -173,7 +183,12 @@ class RunDisplay:
         said = f"{tried.best.tokens_per_second:,.0f} tokens/s" if tried.ok else f"[red]{tried.failure}[/red]"
         self._print(f"[dim]tried {tried.candidate.plan.label()}: {said}[/dim]")
 
+    def _proved(self, proof: Any) -> None:
+        for note in proof.notes:
+            self._print(f"[dim]{note}[/dim]")
+
     def _ready(self, prepared: Any) -> None:
+        self._now.update(title="Loading the model")
         held = prepared.predicted.resident_gib
         self.predicted_bytes = held * GIB if held else None
         self._print(f"[bold]Plan: {prepared.plan.label()}[/bold]")
@@ -210,8 +225,10 @@ class RunDisplay:
             self._print(f"[dim]held-out loss after {event.tokens:,} tokens: {event.loss:.4f}[/dim]")
         elif kind == "Saved":
             self._print(f"[dim]saved {event.path}[/dim]")
-        elif kind == "Started" and event.resumed_from:
-            self._print(f"[dim]resumed from {event.resumed_from} after step {event.step}[/dim]")
+        elif kind == "Started":
+            self._now.update(title="The first step")
+            if event.resumed_from:
+                self._print(f"[dim]resumed from {event.resumed_from} after step {event.step}[/dim]")
 
     def _print(self, text: str) -> None:
         if not self.quiet:

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from upshift.cli import show
+from upshift.cli.progress import activity
 from upshift.errors import RequestError
 from upshift.units import format_seconds
 
@@ -21,6 +22,8 @@ TORCH_ONLY = {  # option -> what it is when it is not given
     "mup_base": None, "heal": False,
 }  # fmt: skip
 FIELDS = ("precision", "optim", "momentum", "gradient_accumulation_steps")  # that --set knows here
+
+RECENT_STEPS = 10  # whose mean time says what is left
 
 
 def is_asked(backend: str) -> bool:
@@ -40,26 +43,30 @@ def run(
     _refuse(others)
     fields = _fields(set_ or [])
     need_tensorflow("--backend xla")
+    from upshift.training.batches.source import steps_of
     from upshift.xla.data.tfrecord import has_records, read_index, record_batches
     from upshift.xla.training.door import train
 
     if has_records(data):
-        steps = max_steps or max(round(read_index(data).num_examples / global_batch * epochs), 1)
+        steps = max_steps or steps_of(epochs, num_sequences=read_index(data).num_examples, global_batch=global_batch)
         batches, tokenizer = record_batches(data, global_batch=global_batch, num_steps=steps, seed=seed), None
     else:
         batches, steps, tokenizer = _tokenized(model, data, sequence_length, global_batch, max_steps, epochs, text_column, seed)
     told: list[Any] = []
     start = time.perf_counter()
 
-    def on_step(done: Any) -> None:
-        told.append(done)
-        _tell(done, quiet=as_json)
-
     names = ("learning_rate", "warmup_steps", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps")
-    trained = train(
-        model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
-        save_steps=save_steps, **{name: others[name] for name in names}, **fields,
-    )  # fmt: skip
+    with activity("Building the model and compiling its first step") as now:
+
+        def on_step(done: Any) -> None:
+            told.append(done)
+            now.update(title="Training", text=_line(done, told[-RECENT_STEPS:], global_batch))
+            _tell(done, quiet=as_json)
+
+        trained = train(
+            model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
+            save_steps=save_steps, **{name: others[name] for name in names}, **fields,
+        )  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(trained.model_directory)
     _print(trained, told, time.perf_counter() - start, as_json=as_json)
@@ -86,13 +93,13 @@ def _tokenized(
     """(batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
-    from upshift.training.batches.source import BatchSource, evaluation_batches
+    from upshift.training.batches.source import BatchSource, evaluation_batches, steps_of
     from upshift.training.data.training_data import prepare_data
     from upshift.xla.data.batches import Batches
     from upshift.xla.data.buckets import plan_buckets
 
     found = prepare_data(find_model(model), data, sequence_length=sequence_length, text_column=text_column)
-    steps = max_steps or max(round(len(found.training) / global_batch * epochs), 1)
+    steps = max_steps or steps_of(epochs, num_sequences=len(found.training), global_batch=global_batch)
     layout = Layout(micro_batch=global_batch, pad_multiple=1)
     source = BatchSource(
         sequences=found.training, global_batch=global_batch, layout=layout, objective=found.objective, seed=seed
@@ -115,8 +122,16 @@ def _tokenized(
     return batches, steps, found.tokenizer
 
 
+def _line(done: Any, recent: list[Any], global_batch: int) -> str:
+    seconds = sum(one.seconds for one in recent) / len(recent)
+    speed = f"{global_batch * sum(one.width for one in recent) / len(recent) / seconds:,.0f} tokens/s with padding"
+    left = f"{format_seconds((done.max_steps - done.step) * seconds)} left"
+    return f"step {done.step}/{done.max_steps}, loss {done.loss:.3f}, {speed}, {left}"
+
+
 def _tell(done: Any, *, quiet: bool) -> None:
-    if not quiet:
+    """A line a step, on a terminal."""
+    if not quiet and show.err.is_terminal:
         compiled = f", {done.num_traces} programs" if done.num_traces > 1 else ""
         held_out = "" if done.evaluation_loss is None else f", held-out loss {done.evaluation_loss:.4f}"
         step = f"step {done.step}/{done.max_steps} loss {done.loss:.4f}"

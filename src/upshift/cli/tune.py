@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,6 +13,7 @@ from rich.table import Table
 from upshift.cli import show
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.plan import Allow, FourBits, GlobalBatch, Json, LoraRank, Model, SequenceLength, Set, split
+from upshift.cli.progress import activity
 from upshift.cli.train import Epochs
 from upshift.errors import MissingExtra
 from upshift.installed import installed_version
@@ -106,13 +108,17 @@ class Display:
         self._quiet = quiet
         self._running: dict[int, str] = {}
         self._ended: list[Any] = []
+        self._speed = ""
+        self._open = ExitStack()
 
     def __enter__(self) -> Display:
         if not self._quiet:
             self._live.start()
+        self._now = self._open.enter_context(activity("Searching"))
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._open.close()
         self._live.stop()
 
     def progress(self) -> Any:
@@ -123,6 +129,7 @@ class Display:
     def _step(self, number: int, event: Any) -> None:
         if type(event).__name__ == "StepDone":
             self._running[number] = f"step {event.step} of {event.max_steps}, loss {event.loss:.3f}"
+            self._speed = f"{event.tokens_per_second:,.0f} tokens/s"
             self._draw()
 
     def _end(self, row: Any) -> None:
@@ -131,6 +138,8 @@ class Display:
         self._draw()
 
     def _draw(self) -> None:
+        trials = [f"trial {number} at {words}" for number, words in sorted(self._running.items())]
+        self._now.update(text=", ".join([f"{len(self._ended)} trials ended", *trials, *([self._speed] if self._speed else [])]))
         if self._quiet:
             return
         table = _table(self._ended[-ROWS:])

@@ -12,6 +12,7 @@ from upshift.debugging.disks import examine_folder, examine_shm
 from upshift.debugging.finding import Finding
 from upshift.debugging.gpus import examine_gpus
 from upshift.debugging.machine import examine_cpu, examine_memory
+from upshift.debugging.plan_needs import PlanNeeds, examine_plan
 from upshift.debugging.rates import examine_rates
 from upshift.debugging.software import (
     LIBRARIES,
@@ -44,14 +45,15 @@ class Diagnosis(Value):
     findings: tuple[Finding, ...]
 
 
-def examine(*, quick: bool, output: Path, psu_watts: float | None = None, needed_bytes: float | None = None) -> Diagnosis:
-    """``quick``: nothing that takes seconds. ``output``: where runs are to write. ``needed_bytes``: what a plan holds."""
+def examine(*, quick: bool, output: Path, psu_watts: float | None = None, needs: PlanNeeds | None = None) -> Diagnosis:
+    """``quick``: nothing that takes seconds. ``output``: where runs are to write. ``needs``: of a plan."""
     host = detect(visible_devices=read_library_variables().get("CUDA_VISIBLE_DEVICES"))
     gpus = read_gpus(find_nvml(), None)
     findings = [
         *examine_gpus(gpus, psu_watts=psu_watts, process_name=process_name),
         *examine_topology(gpus),
-        *_machine(host, output, QUICK_BYTES if quick else WHOLE_BYTES, needed_bytes),
+        *_machine(host, output, QUICK_BYTES if quick else WHOLE_BYTES, needs.host_bytes if needs is not None else None),
+        *(examine_plan(host, needs) if needs is not None else ()),
         *_software(host, gpus),
     ]
     if not quick:

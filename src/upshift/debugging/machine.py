@@ -117,7 +117,7 @@ def _heat(root: Path) -> Iterator[Finding]:
 def examine_memory(
     host: Host, root: Path, *, needed_bytes: float | None = None, open_files: int | None = None
 ) -> Iterator[Finding]:
-    """``needed_bytes``: what a plan holds. ``open_files``: the limit of this process."""
+    """``needed_bytes``: what all processes of a plan hold of this memory. ``open_files``: the limit of this process."""
     cpu = host.cpu
     if cpu is not None and cpu.memory_bytes and cpu.free_memory_bytes is not None:
         yield from _room(

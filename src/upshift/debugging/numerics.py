@@ -19,6 +19,7 @@ from upshift.debugging.finding import Finding
 from upshift.debugging.ranges import Frame, Reading, Trends, diagnose, is_bad, underflows
 from upshift.debugging.tensors import FLOATS, holds_bad, is_mask, local_part, numbers, tensors
 from upshift.errors import JobFailed, RequestError
+from upshift.internals.torch_names import PARAMETERS, VERSION
 
 SLOTS = 8  # tensors of a compiled module's call that are looked at: inputs, then outputs
 NOT_TOUCHED = -1.0  # no magnitude
@@ -142,10 +143,10 @@ class DebugUnderflowOverflow:
         if local is None:
             return None
         known = self._known.get(id(local))
-        if known is not None and known[0]() is local and known[1] == local._version:
+        if known is not None and known[0]() is local and known[1] == VERSION.of(local):
             return known[2]
         measured = torch.stack(torch.aminmax(local.detach().abs()))
-        self._known[id(local)] = (weakref.ref(local), local._version, measured)
+        self._known[id(local)] = (weakref.ref(local), VERSION.of(local), measured)
         return measured
 
     def _read_pending(self) -> list[Frame]:
@@ -195,11 +196,11 @@ class DebugUnderflowOverflow:
         changed = []
         for name, parameter in self.model.named_parameters():
             local = local_part(parameter)
-            if local is not None and self._weights.get(name, (0, -1))[:2] != (local.data_ptr(), local._version):
+            if local is not None and self._weights.get(name, (0, -1))[:2] != (local.data_ptr(), VERSION.of(local)):
                 changed.append((name, local, torch.stack(torch.aminmax(local.detach().abs()))))
         for (name, local, _), (low, high) in zip(changed, numbers([found for _, _, found in changed]), strict=True):
             reading = Reading(name.rpartition(".")[2], FLOATS[local.dtype], low, high)
-            self._weights[name] = (local.data_ptr(), local._version, reading)
+            self._weights[name] = (local.data_ptr(), VERSION.of(local), reading)
         bad = [name for name, (_, _, reading) in self._weights.items() if not reading.is_finite]
         if bad and self.batch_number not in self.trace_batch_nums:
             owner = bad[0].rpartition(".")[0]
@@ -207,7 +208,7 @@ class DebugUnderflowOverflow:
 
     def _of_weights(self, module: str) -> Iterator[Reading]:
         owner = self.model.get_submodule(module)
-        for name in owner._parameters:
+        for name in PARAMETERS.of(owner):
             known = self._weights.get(f"{module}.{name}" if module else name)
             if known is not None:
                 yield known[2]
@@ -238,7 +239,7 @@ _NOTED: dict[int, dict[int, tuple[str, str]]] = {}  # by the id of who debugs: a
 
 
 # Runs once, when a module is compiled: a graph that changed Python's state would be made anew.
-@torch._dynamo.assume_constant_result  # type: ignore[untyped-decorator]
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def _note(debugger: int, slot: int, label: str, dtype: str) -> None:
     _NOTED.setdefault(debugger, {})[slot] = (label, dtype)
 

@@ -1,9 +1,8 @@
-"""Run as a script by the probe: the memory of a process that imported torch and transformers, whether compiling works, and how
+"""Run as a process by the probe: the memory of a process that imported torch and transformers, whether compiling works, and how
 fast gloo exchanges tensors between this process and another one.
 
 Prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a small one, bytes per second]}}.
-A process of its own, because that is what a trial is; and free of
-upshift's other modules, so that it runs wherever this interpreter does.
+A process of its own, because that is what a trial is.
 """
 
 from __future__ import annotations
@@ -21,6 +20,10 @@ import time
 from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
+
+from upshift.errors import MissingInternal
+from upshift.internals.torch_names import CPP_COMPILER, NO_COMPILER
+from upshift.with_parent import end_with
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
 TIMES = 5
@@ -42,12 +45,16 @@ def resident_bytes(num_threads: int) -> int:
 
 def compiler_works() -> bool:
     """Whether the C++ compiler that torch inductor picks accepts the headers that its CPU kernels include."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InvalidCxxCompiler
 
     try:
-        compiler = get_cpp_compiler()
-    except InvalidCxxCompiler:
+        find, no_compiler = CPP_COMPILER.get(), NO_COMPILER.get()
+    except MissingInternal:  # then torch's helper for extensions, which takes the same variables
+        from torch.utils.cpp_extension import get_cxx_compiler as find
+
+        no_compiler = RuntimeError
+    try:
+        compiler = find()
+    except no_compiler:
         return False
     if sys.platform == "win32":
         return True  # get_cpp_compiler ran it; cl has other flags than below
@@ -67,9 +74,11 @@ def other_process(port: int) -> int | None:
 
     if not hasattr(os, "fork") or not dist.is_available() or not dist.is_gloo_available():
         return None
+    parent = os.getpid()
     child = os.fork()
     if child == 0:
         try:
+            end_with(parent)
             exchanges(1, port)
         finally:
             os._exit(0)

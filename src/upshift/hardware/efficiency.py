@@ -32,10 +32,14 @@ COLLECTIVES: dict[str, tuple[tuple[float, float], ...]] = {
 
 
 def gemm_efficiency(gpu_key: str, flops_per_gemm: float) -> float | None:
-    """Achieved share of the bf16 roofline for one matrix product of this size (FITTED_SOURCE); None: not measured."""
+    """Return the achieved share of the bf16 roofline for one matrix product (FITTED_SOURCE): of its size, or of the nearest size
+    that was measured. None for a GPU that was not measured."""
     classes = GEMM_EFFICIENCY.get(gpu_key)
-    position = sum(flops_per_gemm >= bound for bound in GEMM_CLASSES) - 1
-    return None if classes is None or position < 0 else classes[position]
+    if classes is None:
+        return None
+    measured = [(bound, share) for bound, share in zip(GEMM_CLASSES, classes, strict=True) if share is not None]
+    below = [share for bound, share in measured if flops_per_gemm >= bound]
+    return below[-1] if below else measured[0][1]
 
 
 def memory_efficiency(gpu_key: str) -> float | None:

@@ -6,12 +6,12 @@ import logging
 import time
 from pathlib import Path
 
+from upshift.disk_full import keep
 from upshift.errors import RequestError
 from upshift.hardware.probe import probe, with_measured
 from upshift.hardware.spec import Host, Measured
 from upshift.installed import installed_version
 from upshift.settings import read_settings
-from upshift.whole_file import write_whole
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +46,4 @@ def _cache_path(host: Host) -> Path:
 
 
 def _store(path: Path, measured: Measured) -> None:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(path, measured.to_json(indent=1))
-    except OSError as error:
-        logger.warning("the probe's result is not cached: %s", error)
+    keep("the probe's result is", path, measured.to_json(indent=1))

@@ -11,14 +11,13 @@ import logging
 import platform
 import statistics
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib.metadata import version
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from upshift import with_parent
 from upshift.errors import JobFailed, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.spec import Cpu, Host, Link, Measured, Rates
@@ -97,9 +96,7 @@ def _this_machine(host: Host) -> Cpu:
 
 
 def _base_process(num_threads: int, *, timeout_seconds: float) -> dict[str, Any]:
-    script = Path(__file__).with_name("base_process.py")
-    # -P keeps the script's folder off sys.path, where our spec.py or table.py would shadow others.
-    command = [sys.executable, "-P", str(script), str(num_threads)]
+    command = with_parent.command("upshift.hardware.base_process", str(num_threads), options=("-P",))
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=timeout_seconds, check=True)
     except subprocess.TimeoutExpired:

@@ -1,7 +1,7 @@
 """All products that can be described, and `describe`: the Host that a text such as 8xh100 names.
 
-Names are matched exactly after lower-casing. An unknown product has no figures. The rows are in nvidia.py, vendors/,
-tpu.py, apple.py and cpus.py, the links between nodes in network.py.
+A name is understood however its words are joined (spelling.py). An unknown product has no figures. The rows are in nvidia.py,
+vendors/, tpu.py, apple.py and cpus.py, the links between nodes in network.py.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -20,6 +21,7 @@ from upshift.hardware.facts import CpuFacts, GpuFacts
 from upshift.hardware.links import gpu_link, pcie_link
 from upshift.hardware.nvidia import NVIDIA_GPUS
 from upshift.hardware.spec import Backend, Cpu, Host
+from upshift.hardware.spelling import Product, match_products
 from upshift.hardware.tpu import TPUS
 from upshift.units import GIB
 
@@ -54,14 +56,24 @@ class _Request(NamedTuple):
 
 
 def find(name: str) -> GpuFacts | CpuFacts:
-    """The row of a product's name. Raises RequestError for an ambiguous or unknown name."""
-    key = ALIASES.get(name, name)
-    if key in GPUS:
-        return GPUS[key]
-    if key in CPUS:
-        return CPUS[key]
-    if key in AMBIGUOUS:
-        raise RequestError(f"{name!r} does not name one device; use one of {', '.join(AMBIGUOUS[key])}")
+    """Return the row of a product's name. Raise RequestError for an ambiguous or unknown name."""
+    key = _find_key(name)
+    return GPUS[key] if key in GPUS else CPUS[key]
+
+
+def _find_key(name: str) -> str:
+    whole, partial = match_products(name, _named_products())
+    keys = _keys_of(whole)
+    if not keys:
+        families = [AMBIGUOUS[match] for match in whole if match in AMBIGUOUS]
+        if families:
+            choices = ", ".join(dict.fromkeys(key for family in families for key in family))
+            raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {choices}")
+        keys = _keys_of(partial)
+    if len(keys) == 1:
+        return keys[0]
+    if keys:
+        raise RequestError(f"{name[:MAX_SHOWN]!r} does not name one device; use one of {', '.join(keys)}")
     names = [*GPUS, *ALIASES, *CPUS]
     close = difflib.get_close_matches(name[:MAX_SHOWN], names)
     hint = f"close are {', '.join(close)}; " if close else ""
@@ -69,6 +81,23 @@ def find(name: str) -> GpuFacts | CpuFacts:
     mac = f"a Mac's chip ({', '.join(APPLE_CHOICES)}) with its memory, such as m2-max-64gb"
     what = f"unknown product {name[:MAX_SHOWN]!r}"
     raise RequestError(f"{what}; {hint}use one of {listed}, {mac}, or the path of a Host JSON file")
+
+
+def _keys_of(matches: tuple[str, ...]) -> list[str]:
+    """Return the keys of products, without names of families."""
+    return list(dict.fromkeys(ALIASES.get(match, match) for match in matches if match not in AMBIGUOUS))
+
+
+@cache
+def _named_products() -> dict[str, Product]:
+    """Return every name that a product, or a family of products, is described by."""
+    products = {
+        key: Product(key, facts.gpu.name, facts.gpu.memory_bytes / GIB if facts.gpu.memory_bytes else None)
+        for key, facts in GPUS.items()
+    }
+    products |= {key: Product(key, facts.cpu.model_name or "", None) for key, facts in CPUS.items()}
+    products |= {alias: products[key] for alias, key in ALIASES.items()}
+    return products | {family: Product(family, "", None) for family in AMBIGUOUS}
 
 
 def describe(text: str) -> Host:
@@ -86,19 +115,29 @@ def describe(text: str) -> Host:
     if stripped.lower().endswith(".json"):
         try:
             return Host.from_file(Path(stripped))
+        except RequestError:
+            raise
         except ValueError:  # a NUL or a lone surrogate is no path
             raise RequestError(f"{stripped[:MAX_SHOWN]!r} is not a path; give the path of a Host JSON file") from None
     request = _parse(stripped.lower())
     product, memory_bytes = request.product, None
-    with_memory = re.fullmatch(r"(.*)-([0-9]{1,6})gb", product)
-    if with_memory and with_memory[1] in CPUS and int(with_memory[2]):
+    with_memory = re.fullmatch(r"(.*[a-z0-9+])[-_ ]([0-9]{1,6}) ?(?:gib|gb|g)", product)
+    if with_memory and int(with_memory[2]) and isinstance(_facts_or_none(with_memory[1]), CpuFacts):
         product, memory_bytes = with_memory[1], int(with_memory[2]) * GIB
     facts = find(product)
     return _gpu_host(request, facts) if isinstance(facts, GpuFacts) else _cpu_host(request, facts, memory_bytes)
 
 
+def _facts_or_none(name: str) -> GpuFacts | CpuFacts | None:
+    try:
+        return find(name)
+    except RequestError:
+        return None
+
+
 def _parse(name: str) -> _Request:
-    match = re.fullmatch(r"(?:([0-9]{1,6})x)?(?:([0-9]{1,6})x)?([a-z][^@]*)(?:@([^@]+))?", name)
+    count = r"(?:([0-9]{1,6}) ?[x×] ?)?"
+    match = re.fullmatch(rf"{count}{count}([a-z0-9][^@]*)(?:@([^@]+))?", name)
     if match is None:
         raise RequestError(f"host {name[:MAX_SHOWN]!r} is not understood; write {FORMS}")
     first, second, product, port = match.groups()

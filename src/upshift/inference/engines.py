@@ -7,7 +7,8 @@ from importlib import import_module
 from importlib.util import find_spec
 from typing import Any, NamedTuple
 
-from upshift.errors import RequestError
+from upshift.disk_full import FREE_SOME, full_disk
+from upshift.errors import JobFailed, RequestError
 from upshift.hardware.spec import Host
 from upshift.inference.added import added
 from upshift.inference.setup import QUANTIZED, ROUNDED, Device, EngineName, EngineSetup, Hint, Precision, Task
@@ -99,7 +100,13 @@ NOTHING = Entry(  # computes nothing, and is none of those that can be chosen: w
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
     """``build``: what the task's engines are built from."""
     entry = NOTHING if name == "nothing" else ENGINES[name]
-    return _named(task, entry.doors[task].name)(build)
+    try:
+        return _named(task, entry.doors[task].name)(build)
+    except Exception as error:  # libraries have classes of their own for a full disk
+        reason = full_disk(error)
+        if reason is None:
+            raise
+        raise JobFailed(f"the files that {name} makes of the model could not be written ({reason}); {FREE_SOME}") from error
 
 
 def is_installed(name: EngineName) -> bool:

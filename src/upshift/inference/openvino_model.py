@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from upshift.inference.openvino_core import core, signal_stack_kept
+from upshift.internals.openvino_names import FP16_WEIGHTS
 from upshift.settings import without_telemetry
+from upshift.units import MIB
 from upshift.whole_file import make_once
 
 
@@ -27,9 +32,8 @@ def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any] | 
 
 
 def fp16_weights(model: Any) -> Any:
-    from openvino._offline_transformations import compress_model_transformation
 
-    compress_model_transformation(model)
+    FP16_WEIGHTS.get()(model)
     return model
 
 
@@ -44,6 +48,15 @@ def _save(model: Any, path: Path) -> None:
     import openvino
 
     temporary = path.with_name(f"writing-{path.name}")
-    openvino.save_model(model, temporary, compress_to_fp16=False)
-    temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
-    temporary.replace(path)
+    try:
+        openvino.save_model(model, temporary, compress_to_fp16=False)
+        temporary.with_suffix(".bin").replace(path.with_suffix(".bin"))
+        temporary.replace(path)
+    except BaseException as error:  # a disk that is full is not filled for good
+        free = shutil.disk_usage(path.parent).free
+        temporary.unlink(missing_ok=True)
+        temporary.with_suffix(".bin").unlink(missing_ok=True)
+        if "iostream" in str(error):  # C++ has no word for why a write failed
+            code = errno.ENOSPC if free < MIB else errno.EIO
+            raise OSError(code, os.strerror(code), str(path)) from error
+        raise

@@ -27,6 +27,7 @@ from upshift.inference.setup import EngineName, EngineSetup, Task
 from upshift.inference.standing import Standing
 from upshift.inference.unfinished import check_folder
 from upshift.inference.weights import engine_folder, find_weights, weights_size
+from upshift.loading.output_lock import check_free, lock_file_beside, locked
 from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.whole_file import alone, write_whole
@@ -87,6 +88,14 @@ def quantize(source: ModelSource, rounding: Rounding, output: Path, *, bits: Bit
         raise RequestError("--texts needs two different texts or more: some to fit to, others to measure on; write a text a line")
     held_out = spread(ids, min(HELD_OUT, len(ids) // 2))
     fitted = [row[:FITTED_TOKENS] for row in ids if row not in held_out]
+    with locked(output, lock_file_beside(output)):
+        return _quantized(source, rounding, output, held_out, fitted, bits=bits, engine=engine)
+
+
+def _quantized(
+    source: ModelSource, rounding: Rounding, output: Path, held_out: list[list[int]], fitted: list[list[int]], *, bits: Bits,
+    engine: EngineName,
+) -> Quality:  # fmt: skip
     temporary = output.with_name(f"{output.name}.writing")
     shutil.rmtree(temporary, ignore_errors=True)
     temporary.mkdir()
@@ -121,6 +130,7 @@ def check_output(output: Path, *, overwrite: bool) -> None:
     check_folder(output)
     if output.is_file() or (output.is_dir() and any(output.iterdir()) and not (overwrite and (output / REPORT).is_file())):
         raise RequestError(f"--output {output} exists; give another name, or --overwrite what an earlier upshift quantize wrote")
+    check_free(output, lock_file_beside(output))
 
 
 def _write_torch(source: ModelSource, rounding: Rounding, fitted: list[list[int]], bits: Bits, folder: Path) -> int:

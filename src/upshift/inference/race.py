@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from pydantic import Field
 
+from upshift.disk_full import keep
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.fork_server import ForkServer, fork_server
 from upshift.hardware.spec import Host
@@ -32,7 +33,6 @@ from upshift.inference.weights import check_room, reference_precision, stored_fo
 from upshift.installed import installed_versions
 from upshift.settings import read_settings
 from upshift.value import Value
-from upshift.whole_file import write_whole
 
 LIBRARIES = (  # that decide what wins
     "torch", "transformers", "onnxruntime", "openvino", "nncf", "ctranslate2", "llama-cpp-python",
@@ -109,8 +109,7 @@ def race(
     near = partial(finalists, quality=quality) if amount >= FEW and not limits else lambda runs: ()
     file = kept / f"{quality}.json"
     run_all = _run_all(nobody, sample, asked, absent, forecast, enter, longest, near, on_run).changed(file=file)
-    kept.mkdir(parents=True, exist_ok=True)
-    write_whole(file, run_all.to_json())
+    keep("the race's result is", file, run_all.to_json())
     return run_all.changed(chosen=_choose(run_all, quality, limits, engine, amount))
 
 

@@ -11,7 +11,8 @@ from tempfile import TemporaryFile
 from upshift.errors import JobFailed, RequestError
 from upshift.inference.tokenizer import tokenizer_files
 from upshift.inference.weights import files_identity, weights_identity
-from upshift.loading.output_folder import FULL, lock
+from upshift.loading.output_folder import FULL
+from upshift.loading.output_lock import OutputLock, check_free, lock_file_beside
 from upshift.models.source import ModelSource
 from upshift.value import Value
 from upshift.whole_file import write_whole
@@ -41,15 +42,24 @@ class Unfinished:
         self._made_of = hashlib.sha256(made_of.encode()).hexdigest()[:16]
         self._said = output.with_name(f"{output.name}.progress.json")
         self._safe = 0
-        with self.writing():
-            self._claimed = self.partial.open("ab")
-        lock(self._claimed.fileno(), output)
+        self._lock: OutputLock | None = OutputLock(output, lock_file_beside(output))
+        try:
+            with self.writing():
+                self.partial.touch()
+        except BaseException:
+            self._release()
+            raise
 
     def close(self) -> None:
         """So that another process may go on with it."""
-        if not self._claimed.closed and self.partial.is_file() and not self.partial.stat().st_size:
+        if self._lock is not None and self.partial.is_file() and not self.partial.stat().st_size:
             self.partial.unlink()
-        self._claimed.close()
+        self._release()
+
+    def _release(self) -> None:
+        if self._lock is not None:
+            self._lock.release()
+            self._lock = None
 
     def noted(self) -> int:
         """Rows of an earlier run. Raises RequestError where they are of something else."""
@@ -88,7 +98,7 @@ class Unfinished:
         if whole is not None:
             self.partial.unlink(missing_ok=True)
         self._said.unlink(missing_ok=True)
-        self._claimed.close()
+        self._release()
 
 
 def check_output(output: Path, suffixes: tuple[str, ...], given: Path, *, overwrite: bool) -> None:
@@ -100,6 +110,7 @@ def check_output(output: Path, suffixes: tuple[str, ...], given: Path, *, overwr
         raise RequestError(f"--output {output} is the input itself, which would be lost; give another name")
     if output.exists() and not overwrite:
         raise RequestError(f"--output {output} exists; give another name, or --overwrite")
+    check_free(output, lock_file_beside(output))
 
 
 def check_folder(output: Path) -> None:

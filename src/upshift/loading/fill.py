@@ -13,10 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import build_glob_alternation, set_param_for_module
-from transformers.utils.loading_report import LoadStateDictInfo
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import DTYPE_PLAN, LOADING_REPORT, NAME_PATTERN, SET_TENSOR, WEIGHT_CONVERSIONS
 from upshift.loading.header import StoredTensor
 from upshift.loading.names import Group, Names, convert, filled
 from upshift.loading.staging import Staging
@@ -38,9 +37,9 @@ class Filling:
         self.model, self.tensors, self.names, self._dtype, self._quantizer = model, tensors, names, dtype, quantizer
         self._empty, self._staging, self._stretches = model.state_dict(), Staging(), Stretches([])
         self._shapes = {name: torch.Size(shape_of(stored)) for name, stored in tensors.items()}
-        self._dtypes = model._get_dtype_plan(dtype)
-        self._kept = build_glob_alternation(list(self._dtypes)) if self._dtypes else None
-        self.info = LoadStateDictInfo(
+        self._dtypes = DTYPE_PLAN.of(model)(dtype)
+        self._kept = NAME_PATTERN.get()(list(self._dtypes)) if self._dtypes else None
+        self.info = LOADING_REPORT.get()(
             missing_keys=set(self._empty), unexpected_keys=set(names.unexpected), mismatched_keys=set(), conversion_errors={},
             error_msgs=[], skipped_pp_keys=set(),
         )  # fmt: skip
@@ -53,12 +52,12 @@ class Filling:
         total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
         for group, made in self._read(device_of, made_by):
             for name, tensor in made.items():
-                set_param_for_module(self.model, name, tensor, self.info, self._quantizer)
+                SET_TENSOR.get()(self.model, name, tensor, self.info, self._quantizer)
             done += sum(self.tensors[name].nbytes for _, name in group.sources)
             if progress is not None:
                 progress(done, total)
         self._stretches = Stretches([])
-        self.model._weight_conversions = list(self.names.used)  # type: ignore[assignment]
+        WEIGHT_CONVERSIONS.put(self.model, list(self.names.used))  # type: ignore[assignment]
 
     def _mapped(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
         """What stays as it is stored, on the CPU."""

@@ -18,6 +18,7 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
+from upshift.internals.transformers_names import GGUF_CHECKPOINT, GGUF_METADATA, GGUF_NAMES, GGUF_PROCESSOR, GGUF_PROCESSORS
 from upshift.loading.header import shown
 from upshift.loading.model_folder import CONFIG, METADATA
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
@@ -33,11 +34,10 @@ class GgufFile:
     """``shapes``: of the model's weights that the file has, by transformers' names. ``config``: made of the file's metadata."""
 
     def __init__(self, file: Path, reader: Any, config: PretrainedConfig, processor: Any, model: PreTrainedModel) -> None:
-        from transformers.modeling_gguf_pytorch_utils import get_gguf_hf_weights_map
 
         self.file, self.config, self.model_class = file, config, type(model)
         self._processor = processor
-        self._names: dict[str, str] = get_gguf_hf_weights_map(model, processor)
+        self._names: dict[str, str] = GGUF_NAMES.get()(model, processor)
         self._sources: dict[str, list[Any]] = {}
         for tensor in reader.tensors:
             # Experts are stored under a name with .weight and mapped without.
@@ -93,15 +93,13 @@ def open_gguf(file: Path) -> GgufFile:
     if not file.is_file():
         raise RequestError(f"there is no file {str(file)!r}; give the path of a {SUFFIX} file")
     from gguf import GGUFReader
-    from transformers.integrations.gguf import read_gguf_metadata
-    from transformers.modeling_gguf_pytorch_utils import TENSOR_PROCESSORS, TensorProcessor, load_gguf_checkpoint
 
     try:
-        metadata, _ = read_gguf_metadata(str(file))  # which ends at the end of the file; the gguf package may go on for ever
-        said = load_gguf_checkpoint(str(file), return_tensors=False)["config"]
+        metadata, _ = GGUF_METADATA.get()(str(file))  # which ends at the end of the file; the gguf package may go on for ever
+        said = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
         config = transformers.AutoConfig.for_model(**said)
         model = _empty(config, file)
-        processor = TENSOR_PROCESSORS.get(metadata["general.architecture"], TensorProcessor)
+        processor = GGUF_PROCESSORS.get().get(metadata["general.architecture"], GGUF_PROCESSOR.get())
         return GgufFile(file, GGUFReader(file), config, processor(config=said), model)
     except RequestError:
         raise

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from upshift.errors import JobFailed
+from upshift.internals.torch_names import STORAGE, STORAGE_HOLDERS
 from upshift.loading.reader import Reader
 from upshift.loading.slots import Piece, Slot
 from upshift.units import format_bytes
@@ -146,4 +147,4 @@ class _OnDevice:
 
     def _users(self) -> int:
         """Of its memory: tensors, and what autograd saved."""
-        return int(torch._C._storage_Use_Count(self._storage._cdata))  # type: ignore[attr-defined]
+        return int(STORAGE_HOLDERS.get()(STORAGE.of(self._storage)))  # type: ignore[attr-defined]

@@ -15,6 +15,8 @@ from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.disk import disk_rate
 from upshift.hardware.spec import Host
+from upshift.internals.torch_names import PARAMETERS
+from upshift.internals.transformers_names import WHOLE_MODULES
 from upshift.loading.checkpoint import Checkpoint
 from upshift.loading.kinds import experts_in, is_looked_up
 from upshift.loading.memory_limits import memory_limits, read_device
@@ -89,7 +91,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host
 
 def units_of(model: PreTrainedModel, *, inside: Mapping[str, object] | None = None) -> tuple[Unit, ...]:
     """In the order in which the model lists them. No name of ``inside`` is within a unit."""
-    whole = set(getattr(model, "_no_split_modules", None) or ()) or {
+    whole = set(WHOLE_MODULES.read(model) or ()) or {
         type(layer).__name__ for _, stack in find_stacks(model) for layer in stack
     }
     found: dict[int, _Found] = {}
@@ -207,7 +209,7 @@ def _layers_in(model: nn.Module, unit: Unit) -> set[int]:
 
 def _is_parameter(model: nn.Module, name: str) -> bool:
     path, _, last = name.rpartition(".")
-    return last in model.get_submodule(path)._parameters
+    return last in PARAMETERS.of(model.get_submodule(path))
 
 
 def _activation_bytes(model: PreTrainedModel, batch: int, sequence: int) -> int:

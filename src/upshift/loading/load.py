@@ -14,13 +14,11 @@ from typing import Any, Literal
 
 import torch
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
-from transformers.modeling_utils import LoadStateDictConfig
-from transformers.models.auto.auto_factory import _get_model_class
-from transformers.monkey_patching import patch_output_recorders
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.hardware.detect import detect
 from upshift.hardware.probe import memory_rate
+from upshift.internals.transformers_names import FINISH_LOADING, GET_MODEL_CLASS, LOADING_OPTIONS, MODEL_MAPPING, PATCH_RECORDERS
 from upshift.loading.checkpoint import INDEX, WEIGHTS, Checkpoint, find_checkpoint
 from upshift.loading.coverage import Run, check_coverage, check_missing
 from upshift.loading.fill import Filling, Progress
@@ -149,7 +147,7 @@ def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: to
         for context in kind.get_init_context(dtype, False, False, None):
             contexts.enter_context(context)
         model = kind(config)
-        patch_output_recorders(model)
+        PATCH_RECORDERS.get()(model)
     return model
 
 
@@ -162,10 +160,10 @@ def empty_of(source: ModelSource) -> PreTrainedModel:
 def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:
     """What no tensor fills is initialized, buffers are computed, weights tied, and what was missing is reported."""
     model: Any = filling.model
-    how = LoadStateDictConfig(
+    how = LOADING_OPTIONS.get()(
         pretrained_model_name_or_path=str(source.directory), device_map=device_map, dtype=model.dtype, hf_quantizer=quantizer
     )
-    model._finalize_model_loading(model, how, filling.info)
+    FINISH_LOADING.of(model)(model, how, filling.info)
     model.eval()
     if model.can_generate():
         assert source.directory is not None
@@ -180,12 +178,12 @@ def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], qu
 def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None = None) -> type[PreTrainedModel]:
     if asked is None:
         return find_architecture(config, source.reference).model_class
-    mapping = getattr(asked, "_model_mapping", None)
+    mapping = MODEL_MAPPING.read(asked)
     if mapping is None:
         return asked
     if type(config) not in mapping:
         raise RequestError(f"{asked.__name__} has no class for {source.reference!r} ({config.model_type}); give its own class")
-    found: type[PreTrainedModel] = _get_model_class(config, mapping)
+    found: type[PreTrainedModel] = GET_MODEL_CLASS.get()(config, mapping)
     return found
 
 

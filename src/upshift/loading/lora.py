@@ -18,14 +18,13 @@ from typing import Any
 
 import torch
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import Embedding, Linear, ParamWrapper, _ConvNd
-from peft.tuners.lora.variants import DoraLinearVariant
-from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import ModulesToSaveWrapper
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.peft_names import CACHES, CONVOLUTION, DORA, EMBEDDING, LAYER, LINEAR, PARAMETER
+from upshift.internals.torch_names import PARAMETERS
 from upshift.units import MIB
 
 ADAPTER = "default"  # its name in the peft model
@@ -95,10 +94,10 @@ class Adapted:
         layers: Layers = defaultdict(list)
         biases: Layers = defaultdict(list)
         for name, layer in self._model.named_modules():
-            if not isinstance(layer, BaseTunerLayer):
+            if not isinstance(layer, LAYER.get()):
                 continue
             base: Any = layer.get_base_layer()
-            if not isinstance(layer, Linear | Embedding | ParamWrapper | _ConvNd):
+            if not isinstance(layer, LINEAR.get() | EMBEDDING.get() | PARAMETER.get() | CONVOLUTION.get()):
                 raise RequestError(
                     f"{folder} adapts {name}, a {type(base).__name__}, which upshift merge does not know; merge it with peft"
                 )
@@ -116,7 +115,7 @@ class Adapted:
         *path, last = name.split(".")
         for step in path:
             module = getattr(module, step)
-            while isinstance(module, ModulesToSaveWrapper | BaseTunerLayer):
+            while isinstance(module, ModulesToSaveWrapper | LAYER.get()):
                 copies = getattr(module, "modules_to_save", None)
                 is_copy |= copies is not None
                 module = getattr(module, "base_layer", None) if copies is None else copies[ADAPTER]
@@ -131,7 +130,7 @@ def _make_room(model: nn.Module, state_dict: dict[str, Tensor], *_: Any) -> None
             module = model.get_submodule(path)
         except AttributeError:
             continue  # it will be reported
-        weight = module._parameters.get(last)
+        weight = PARAMETERS.of(module).get(last)
         if weight is not None and weight.device.type == "meta":
             setattr(module, last, nn.Parameter(torch.empty_like(weight, device="cpu"), requires_grad=False))
 
@@ -153,13 +152,13 @@ def merged_rows(part: Part, rows: Rows) -> Iterator[Tensor]:
 def _by_rows(layer: Any) -> list[tuple[Any, str, int]]:
     """The parameters, and their dimension, whose parts make rows of the weight; none where rows depend on each other."""
     variant = layer.lora_variant.get(ADAPTER)
-    if isinstance(layer, Embedding) and variant is None:
+    if isinstance(layer, EMBEDDING.get()) and variant is None:
         return [(layer.lora_embedding_A, ADAPTER, 1)]
-    if not isinstance(layer, Linear):
+    if not isinstance(layer, LINEAR.get()):
         return []
     if layer.fan_in_fan_out:
         return [(layer.lora_A[ADAPTER], "weight", 1)] if variant is None else []
-    magnitude = [(layer.lora_magnitude_vector[ADAPTER], "weight", 0)] if isinstance(variant, DoraLinearVariant) else []
+    magnitude = [(layer.lora_magnitude_vector[ADAPTER], "weight", 0)] if isinstance(variant, DORA.get()) else []
     return [(layer.lora_B[ADAPTER], "weight", 0), *magnitude] if variant is None or magnitude else []
 
 
@@ -197,7 +196,7 @@ def _merged(layer: Any, weight: Tensor) -> Tensor:
         setattr(base, name, empty)
         layer.lora_bias[ADAPTER] = has_bias
         layer.merged_adapters.clear()
-        layer._caches.clear()
+        CACHES.of(layer).clear()
 
 
 def _unfit(config: LoraConfig, folder: Path, reason: str) -> RequestError:

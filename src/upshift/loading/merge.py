@@ -16,6 +16,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
+from upshift.internals.transformers_names import MODEL_MAPPING
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.header import StoredTensor, read_header, shown
 from upshift.loading.load import build_empty, class_of
@@ -114,7 +115,7 @@ def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> Pre
     config = read_config(source)
     named = (lora.auto_mapping or {}).get("base_model_class") or CLASSES.get(str(lora.task_type))
     asked = getattr(transformers, named, None) if named else None
-    mapping = getattr(asked, "_model_mapping", None)
+    mapping = MODEL_MAPPING.read(asked)
     if mapping is not None and (type(config) not in mapping or _is_named(config, source, asked)):
         asked = None
     sizes: Counter[torch.dtype] = Counter()

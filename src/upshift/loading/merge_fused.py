@@ -12,9 +12,9 @@ from functools import partial
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import revert_weight_conversion
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import REVERT, WEIGHT_CONVERSIONS
 from upshift.loading.header import StoredTensor
 from upshift.loading.lora import Part, merged_rows
 from upshift.loading.names import Group, Names, convert, filled
@@ -25,7 +25,7 @@ from upshift.loading.writing import NewTensor
 def fused(model: PreTrainedModel, names: Names, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> FusedWeights:
     """The weights of the model that are stored as several, or as parts of one, and what becomes of their tensors."""
     shapes = {name: torch.Size(shape_of(tensor)) for name, tensor in tensors.items()}
-    model._weight_conversions = list(names.used)  # type: ignore[assignment]
+    WEIGHT_CONVERSIONS.put(model, list(names.used))  # type: ignore[assignment]
     found = FusedWeights()
     for group in names.groups:
         if group.converter is not None:
@@ -64,7 +64,7 @@ class _Merging:
         stored = {name: self._tensors[name] for _, name in self._group.sources}
         together = convert(self._group, {name: read_tensor(tensor) for name, tensor in stored.items()}, self._model)
         changed = {target: self._changed(target, together.pop(target)) for target in list(together)}
-        apart = revert_weight_conversion(self._model, changed)
+        apart = REVERT.get()(self._model, changed)
         for name, tensor in stored.items():
             if name not in apart or tuple(apart[name].shape) != shape_of(tensor):
                 raise RequestError(

@@ -14,17 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
-    SkipParameters,
-    WeightConverter,
-    WeightRenaming,
-    WeightTransform,
-    dot_natural_key,
-    rename_source_key,
-)  # fmt: skip
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import CONVERTER, NAME_CHANGES, NAME_ORDER, RENAME, RENAMING, SKIPPED
 
 
 @dataclass(frozen=True)
@@ -33,30 +25,30 @@ class Group:
 
     target: str
     sources: tuple[tuple[str, str], ...]  # pattern that matched, stored name: in the order that the operations take them
-    converter: WeightConverter | None  # None: a plain weight, the first source
+    converter: Any | None  # None: a plain weight, the first source
 
 
 @dataclass(frozen=True)
 class Names:
     groups: tuple[Group, ...]
     unexpected: frozenset[str]  # by the names that they would have in the model
-    used: tuple[WeightTransform, ...]  # transforms that matched, which saving turns around
+    used: tuple[Any, ...]  # transforms that matched, which saving turns around
 
 
 def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = None) -> Names:
     """``model``: on the meta device."""
-    transforms = get_model_conversion_mapping(model, None, quantizer)
-    renamings = [transform for transform in transforms if isinstance(transform, WeightRenaming)]
-    converters = [transform for transform in transforms if isinstance(transform, WeightConverter)]
+    transforms = NAME_CHANGES.get()(model, None, quantizer)
+    renamings = [transform for transform in transforms if isinstance(transform, RENAMING.get())]
+    converters = [transform for transform in transforms if isinstance(transform, CONVERTER.get())]
     by_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
     wanted = model.state_dict()
     sources: dict[str, list[tuple[str, str]]] = {}
-    converted: dict[str, WeightConverter] = {}
+    converted: dict[str, Any] = {}
     unexpected: set[str] = set()
-    for name in sorted(stored, key=dot_natural_key):  # some transforms depend on what they saw before
-        target, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, wanted)
+    for name in sorted(stored, key=NAME_ORDER.get()):  # some transforms depend on what they saw before
+        target, pattern = RENAME.get()(name, renamings, converters, model.base_model_prefix, wanted)
         if target not in wanted and name in wanted:
-            target, pattern = rename_source_key(name, [], [], model.base_model_prefix, wanted)
+            target, pattern = RENAME.get()(name, [], [], model.base_model_prefix, wanted)
         if target in wanted:
             if target not in sources and pattern is not None:
                 converted[target] = by_pattern[pattern]
@@ -78,14 +70,14 @@ def convert(
 ) -> dict[str, Tensor]:
     """The weights that a group fills, of its stored tensors by their names; with a quantizer, quantized: what that puts into the
     model itself is struck off ``info``'s missing ones. Raises RequestError where the operations cannot be done on them."""
-    transform = deepcopy(group.converter) or WeightRenaming(group.sources[0][1], group.target)  # it collects tensors
+    transform = deepcopy(group.converter) or RENAMING.get()(group.sources[0][1], group.target)  # it collects tensors
     for pattern, name in group.sources:
         transform.add_tensor(group.target, name, pattern, tensors[name])  # type: ignore[arg-type]  # as saving does, too
     if quantizer is not None:
         transform.quantization_operation = quantizer.get_quantize_ops()
     try:
         made = transform.convert(group.target, model=model, config=model.config, hf_quantizer=quantizer, loading_info=info)
-    except (SkipParameters, RuntimeError, ValueError, IndexError, KeyError) as error:
+    except (SKIPPED.get(), RuntimeError, ValueError, IndexError, KeyError) as error:
         reason = error if info is None else info.conversion_errors.pop(group.target, error)
         raise RequestError(
             f"{len(group.sources)} stored tensors, {group.sources[0][1]} the first, do not become {group.target} "

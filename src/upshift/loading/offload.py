@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
+from upshift.internals.transformers_names import CHECKPOINTED
 from upshift.loading.devices import move_arguments
 from upshift.loading.experts import RoutedExperts
 from upshift.loading.feed import Feed, make_feed
@@ -185,8 +186,8 @@ def recompute_offloaded(model: nn.Module) -> None:
     """After activation checkpointing was switched on: transformers checkpoints a layer's forward inside of its hooks."""
     for module in model.modules():
         unit = getattr(module, "_upshift_unit", None)
-        if unit is not None and hasattr(module, "_gradient_checkpointing_func"):
-            module._gradient_checkpointing_func = partial(_checkpointed, unit, module._gradient_checkpointing_func)
+        if unit is not None and CHECKPOINTED.read(module) is not None:
+            CHECKPOINTED.put(module, partial(_checkpointed, unit, CHECKPOINTED.of(module)))
 
 
 def _checkpointed(unit: _Unit, checkpoint: Callable[..., Any], function: Callable[..., Any], *arguments: Any) -> Any:

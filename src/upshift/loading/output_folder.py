@@ -7,7 +7,6 @@ goes on where it was stopped, and another one is refused.
 from __future__ import annotations
 
 import errno
-import fcntl
 import os
 import shutil
 from collections.abc import Iterator
@@ -15,6 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.loading.output_lock import LOCK_NAME, locked
 from upshift.loading.writing import write_all
 from upshift.units import MIB, format_bytes
 from upshift.value import Value
@@ -44,16 +44,20 @@ class OutputFolder:
     @contextmanager
     def claimed(self, *, request: str, made_of: str) -> Iterator[None]:
         """Reads the manifest, or begins one. Raises RequestError where the folder is not for this request."""
-        descriptor = self._opened()
-        try:
-            lock(descriptor, self.path)
+        self._make()
+        with locked(self.path, self.path.resolve() / LOCK_NAME):
             self._read(request, made_of)
             yield
+            self._sync()
+
+    def _sync(self) -> None:
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
             os.fsync(descriptor)
         finally:
-            os.close(descriptor)  # the system lets go of the lock, also where the process is killed
+            os.close(descriptor)
 
-    def _opened(self) -> int:
+    def _make(self) -> None:
         if not self.path.absolute().parent.is_dir():
             raise RequestError(f"--output {self.path}: the folder {self.path.parent} does not exist; make it first")
         if self.path.exists() and not self.path.is_dir():
@@ -62,13 +66,12 @@ class OutputFolder:
             self.path.mkdir(exist_ok=True)
             if not os.access(self.path, os.W_OK | os.X_OK):
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
-            return os.open(self.path, os.O_RDONLY)
         except OSError as error:
             raise RequestError(f"--output {self.path} cannot be used: {error.strerror}; give another folder") from None
 
     def _read(self, request: str, made_of: str) -> None:
         file = self.path / MANIFEST
-        inside = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL)
+        inside = sorted(entry.name for entry in self.path.iterdir() if entry.suffix != PARTIAL and entry.name != LOCK_NAME)
         if not file.is_file():
             if inside:
                 raise RequestError(f"--output {self.path} is not empty ({inside[0]}); give an empty folder, or one to be made")
@@ -145,12 +148,3 @@ class OutputFolder:
     def _safe(self, num_shards: int) -> str:
         whole = len(self.manifest.shards)
         return f"{whole} of {num_shards} files of weights in it are whole, and the same command goes on from there"
-
-
-def lock(descriptor: int, path: Path) -> None:
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise RequestError(f"--output {path} is being written by another process; wait for it, or give another one") from None
-    except OSError:
-        return  # a network file system without locks

@@ -12,11 +12,11 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from upshift import with_parent
 from upshift.errors import JobFailed, RequestError
 from upshift.loading.checkpoint import INDEX, PICKLED_INDEX, PICKLED_WEIGHTS, check_names, find_safetensors, inside, read_index
 from upshift.loading.header import read_header
@@ -68,7 +68,7 @@ def _new_name(name: Path) -> Path:
 
 
 def _rewrite(file: Path, made: Path) -> None:
-    command = [sys.executable, "-P", "-m", PROCESS, str(file), str(made)]
+    command = with_parent.command(PROCESS, str(file), str(made), options=("-P",))
     done = subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, text=True, errors="replace", check=False)
     if done.returncode == 0:
         return

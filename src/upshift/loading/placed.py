@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 from transformers import PreTrainedModel
-from transformers.core_model_loading import set_param_for_module
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import SET_TENSOR
 from upshift.loading.checkpoint import Checkpoint
 from upshift.loading.fill import Filling, Progress
 from upshift.loading.lanes import CudaLanes
@@ -46,7 +46,7 @@ def fill_placed(
     filling.run(lambda name: _device(placement, name), progress)
     mapped = Mapped()
     for name, tensor in stored.items():
-        set_param_for_module(model, name, mapped.tensor(tensor), filling.info, None)
+        SET_TENSOR.get()(model, name, mapped.tensor(tensor), filling.info, None)
     finish({"": placement.main} | {name: device for name, device in placement.device_map.items() if device not in (CPU, DISK)})
     if placement.main == CPU:
         dispatch(model, placement, stored)

@@ -17,9 +17,10 @@ from math import prod
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel
-from transformers.core_model_loading import Concatenate, MergeModulelist
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import PARAMETERS
+from upshift.internals.transformers_names import CONCATENATE, STACK
 from upshift.loading.fill import Filling
 from upshift.loading.header import StoredTensor
 from upshift.loading.names import Group, convert
@@ -132,7 +133,7 @@ def _intervals(
 ) -> tuple[Intervals, ...]:
     found: list[Intervals] = [((0, size),) for size in shape]
     path, _, last = name.rpartition(".")
-    parameter = model.get_submodule(path)._parameters.get(last)
+    parameter = PARAMETERS.of(model.get_submodule(path)).get(last)
     if parameter is None:  # a buffer is on every rank
         return tuple(found)
     divided = divided_dimension(name, parameter, plan)
@@ -182,8 +183,8 @@ def _sliced_sources(
     """Where tensors are stacked, and the stacks put behind each other: the slices that the weight's slice is made of."""
     assert group.converter is not None
     stack, *rest = group.converter.operations
-    joined = rest[0].dim if rest and type(rest[0]) is Concatenate else None
-    if type(stack) is not MergeModulelist or stack.dim != 0 or len(rest) > (joined is not None) or joined == 0:
+    joined = rest[0].dim if rest and type(rest[0]) is CONCATENATE.get() else None
+    if type(stack) is not STACK.get() or stack.dim != 0 or len(rest) > (joined is not None) or joined == 0:
         return None
     patterns = list(dict.fromkeys(pattern for pattern in group.converter.source_patterns if pattern in dict(sources)))
     kept, before = [], 0

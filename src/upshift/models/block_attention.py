@@ -18,11 +18,11 @@ from typing import Any, NamedTuple
 import numpy
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensor
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from upshift.internals.torch_names import is_fake, softmax_backward
 from upshift.models.profile import BLOCK_QUERIES
 
 NAME = "block"
@@ -137,7 +137,7 @@ def backward_in_blocks(
             gone = left.draw(probabilities)
             _flat(value_grad, block).add_(torch.bmm(left.only(probabilities, gone).transpose(1, 2), incoming))
             slope = left.only(torch.bmm(incoming, _columns(value_columns, block)), gone)
-            slope = torch._softmax_backward_data(slope, probabilities, -1, slope.dtype)
+            slope = softmax_backward(slope, probabilities)
             own = torch.bmm(slope, keys).mul_(scale)
             query_grad[block.rows, :, block.queries].copy_(own.view(query_grad[block.rows, :, block.queries].shape))
             _flat(key_grad, block).add_(torch.bmm(slope.transpose(1, 2), queries))
@@ -152,7 +152,7 @@ class LeftOut:
 
     def __init__(self, seed: torch.Tensor | None, dropout: float) -> None:
         self.threshold = 0 if seed is None else round(dropout * 2**16)
-        self.bits = None if seed is None or isinstance(seed, FakeTensor) else numpy.random.SFC64(int(seed))
+        self.bits = None if seed is None or is_fake(seed) else numpy.random.SFC64(int(seed))
 
     def draw(self, probabilities: torch.Tensor) -> torch.Tensor | None:
         if not self.threshold:
@@ -207,7 +207,7 @@ def _blocks(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> Ite
     for rows in [slice(0, batch)] if mask is None else [slice(row, row + 1) for row in range(batch)]:
         for start, stop in _borders(length):
             queries = slice(start, stop)
-            if mask is None or isinstance(mask, FakeTensor):
+            if mask is None or is_fake(mask):
                 yield Block(rows, queries, slice(0, stop if causal else length))
             else:
                 yield Block(rows, queries, _visible(mask, rows, queries))

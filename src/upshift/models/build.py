@@ -17,9 +17,9 @@ import transformers
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.models.auto import modeling_auto
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG
 from upshift.models.config_json import config_text
 from upshift.models.profile import Objective
 from upshift.models.source import ModelSource
@@ -178,7 +178,7 @@ def _goes_with(model_class: type[PreTrainedModel], config: PretrainedConfig) -> 
     if isinstance(config, made_for):
         return True
     parts = tuple(getattr(config, "sub_configs", {}).values())
-    tables = (name for name in vars(modeling_auto) if name.endswith("_MAPPING_NAMES") and name.startswith("MODEL_"))
+    tables = (name for name in vars(CLASS_NAMES.get()) if name.endswith("_MAPPING_NAMES") and name.startswith("MODEL_"))
     listed = any(model_class.__name__ in _names_of(table, config.model_type) for table in tables)
     return listed and made_for not in parts
 
@@ -217,7 +217,7 @@ def _candidates(config: PretrainedConfig) -> Iterator[tuple[type[PreTrainedModel
 @cache
 def _names_of(table: str, model_type: str | None = None) -> frozenset[str] | tuple[str, ...]:
     """Return the classes of one of transformers' tables, of one model_type or of all."""
-    entries = getattr(modeling_auto, table)
+    entries = getattr(CLASS_NAMES.get(), table)
     if model_type is not None:
         found = entries.get(model_type, ())
         return (found,) if isinstance(found, str) else tuple(found)
@@ -243,7 +243,7 @@ def building(what: str) -> Iterator[None]:
 
 def build_model(config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> PreTrainedModel:
     """Random weights in ``dtype``, training mode. Under FakeTensorMode no memory is used."""
-    model: PreTrainedModel = model_class._from_config(config, dtype=dtype)
+    model: PreTrainedModel = FROM_CONFIG.of(model_class)(config, dtype=dtype)
     return model.train()
 
 
@@ -256,6 +256,16 @@ def check_depth(config: PretrainedConfig, reference: str) -> None:
         for name in names:
             if getattr(part, name, None) == 0:
                 raise RequestError(f"the config of {reference!r} says {name}=0, a model without layers; give 1 or more")
+
+
+def forget_cache(model: nn.Module) -> list[PretrainedConfig]:
+    """Tell every config of the model to keep no keys and values, and return those that did. A class may read it there alone, and
+    with a cache transformers looks for no texts that share a row."""
+    configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
+    caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
+    for config in caching:
+        config.use_cache = False
+    return caching
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,17 @@ from typing import Any
 import torch
 from torch import nn
 from torch.fx import GraphModule
-from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 
+from upshift.internals.torch_names import (
+    DECOMPOSITIONS,
+    JOINT_GRAPH,
+    LOAD_PASSES,
+    PARTITION,
+    STORAGE,
+    TREE,
+    VIRTUALIZED,
+    tree_leaves,
+)
 from upshift.models.profile import Polynomial
 from upshift.models.sizes import OfPrimes, polynomial
 
@@ -23,22 +32,16 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 def load_partition() -> None:
     """What every copy of this process would else load for itself."""
-    from torch._inductor.compile_fx import partition_fn as partition_fn
-    from torch._inductor.fx_passes.joint_graph import lazy_init
 
-    lazy_init()
+    LOAD_PASSES.get()()
 
 
 def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocast: bool) -> Polynomial:
     """Bytes that stay between the passes of ``layer``, its results included, when it is called so on fake tensors of a prime
     batch and length. Raises NotPolynomial, and what torch raises where it cannot trace both passes as one graph."""
-    from torch._functorch.aot_autograd import aot_export_joint_simple  # imports networkx: a third of a second
-    from torch._inductor.compile_fx import partition_fn
-    from torch._inductor.decomposition import select_decomp_table
-    from torch._inductor.virtualized import V
 
     parameters = dict(layer.named_parameters())
-    leaves, form = tree_flatten(call)
+    leaves, form = TREE.get().tree_flatten(call)
     places = [index for index, leaf in enumerate(leaves) if isinstance(leaf, torch.Tensor)]
     given = [leaves[index].detach().requires_grad_(leaves[index].requires_grad) for index in places]
     results = 0
@@ -48,7 +51,7 @@ def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocas
         filled = list(leaves)
         for place, tensor in zip(places, inputs[len(parameters) :], strict=True):
             filled[place] = tensor
-        args, kwargs = tree_unflatten(filled, form)
+        args, kwargs = TREE.get().tree_unflatten(filled, form)
         with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else nullcontext():
             result = torch.func.functional_call(layer, dict(zip(parameters, inputs, strict=False)), args, kwargs)
         found = tuple(leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor) and leaf.requires_grad)
@@ -56,15 +59,15 @@ def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocas
         return found
 
     inputs = (*parameters.values(), *given)
-    joint = aot_export_joint_simple(run, inputs, trace_joint=True, decompositions=select_decomp_table())
-    with V.set_fake_mode(given[0].fake_mode):
-        forward, _ = partition_fn(joint, inputs, num_fwd_outputs=results)
+    joint = JOINT_GRAPH.get()(run, inputs, trace_joint=True, decompositions=DECOMPOSITIONS.get()())
+    with VIRTUALIZED.get().set_fake_mode(given[0].fake_mode):
+        forward, _ = PARTITION.get()(joint, inputs, num_fwd_outputs=results)
     return polynomial(sum((sizes.number(size) for size in _kept_bytes(forward)), sizes.zero))
 
 
 def call_kind(call: Call) -> str:
     """The same for calls with tensors of the same shapes, types and need of gradients, and else equal arguments."""
-    leaves, form = tree_flatten(call)
+    leaves, form = TREE.get().tree_flatten(call)
     described = [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
     ]
@@ -74,12 +77,12 @@ def call_kind(call: Call) -> str:
 def _kept_bytes(forward: GraphModule) -> list[int]:
     """Of every storage that the forward pass hands out: its results and what the backward pass needs, inputs left out."""
     nodes = list(forward.graph.nodes)
-    given = {node.meta["val"].untyped_storage()._cdata for node in nodes if node.op == "placeholder"}
+    given = {STORAGE.of(node.meta["val"].untyped_storage()) for node in nodes if node.op == "placeholder"}
     kept: dict[int, int] = {}
     for node in nodes[-1].args[0]:
         value = node.meta.get("val") if node is not None else None
         if isinstance(value, torch.Tensor):
             storage = value.untyped_storage()
-            if storage._cdata not in given:
-                kept[storage._cdata] = storage.nbytes()
+            if STORAGE.of(storage) not in given:
+                kept[STORAGE.of(storage)] = storage.nbytes()
     return list(kept.values())

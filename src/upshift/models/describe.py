@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections import Counter
 
 import torch
@@ -12,10 +11,11 @@ from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.models.profile import Declares, Parameters, ParameterShape
-from upshift.models.quantized import num_weights, stored_bytes
+from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
 
 
@@ -63,7 +63,8 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
     paths = tuple(path + "." for path in stack_paths)
     parts = {"embedding": 0, "layers": 0, "head": 0, "other": 0}
     trainable = {"layers": 0, "head": 0, "outside": 0}
-    shapes: dict[tuple[int, ...], int] = {}
+    shapes: Counter[tuple[int, ...]] = Counter()
+    frozen_shapes: Counter[tuple[int, ...]] = Counter()
     for name, parameter in named.items():
         part = (
             "layers"
@@ -78,7 +79,9 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
         if parameter.requires_grad:
             in_head = id(parameter) in head_ids
             trainable["layers" if part == "layers" else "head" if in_head else "outside"] += parameter.numel()
-            shapes[tuple(parameter.shape)] = shapes.get(tuple(parameter.shape), 0) + 1
+            shapes[tuple(parameter.shape)] += 1
+        else:
+            frozen_shapes[weight_shape(parameter)] += 1
     frozen = [parameter for parameter in named.values() if not parameter.requires_grad]
     packed = [parameter for parameter in frozen if hasattr(parameter, "quant_state")]
     return Parameters(
@@ -95,6 +98,7 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
         always_fp32=always_fp32,
         trainable_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
         looked_up=looked_up(model),
+        frozen_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(frozen_shapes.items())),
     )
 
 
@@ -115,16 +119,15 @@ def looked_up(model: nn.Module) -> tuple[ParameterShape, ...]:
 
 def declarations(model: PreTrainedModel) -> Declares:
     return Declares(
-        tensor_parallel_plan=dict(getattr(model, "_tp_plan", None) or getattr(model.config, "base_model_tp_plan", None) or {}),
+        tensor_parallel_plan=dict(TENSOR_PLAN.read(model) or getattr(model.config, "base_model_tp_plan", None) or {}),
         pipeline_parallel_plan=tuple(getattr(model.config, "base_model_pp_plan", None) or ()),
         expert_parallel=bool(getattr(model.config.get_text_config(), "base_model_ep_plan", None)),
-        no_split_modules=tuple(sorted(model._no_split_modules or ())),
+        no_split_modules=tuple(sorted(NO_SPLIT.of(model) or ())),
         attention_kernels=attention_kernels(model),
         gradient_checkpointing=bool(model.supports_gradient_checkpointing),
         gradient_checkpointing_per_layer=all(
             isinstance(layer, GradientCheckpointingLayer) for _, stack in find_stacks(model) for layer in stack
         ),
-        position_ids="position_ids" in inspect.signature(model.forward).parameters,
         can_generate=bool(model.can_generate()),
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import multiprocessing
+import os
 import signal
 from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import wait
@@ -11,6 +12,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import psutil
 import torch
+
+from upshift.with_parent import end_with
 
 T = TypeVar("T")
 STUCK_SECONDS = 20.0  # without computing anything
@@ -79,7 +82,7 @@ class _Copy:
     def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
         context = multiprocessing.get_context("fork")
         self.connection, theirs = context.Pipe()
-        self.process = context.Process(target=_work, args=(tasks, theirs), daemon=True)
+        self.process = context.Process(target=_work, args=(tasks, theirs, os.getpid()), daemon=True)
         self.process.start()
         theirs.close()
         self._seconds = 0.0
@@ -103,7 +106,8 @@ def _receive(connection: Any) -> _Answer | None:
     return found
 
 
-def _work(tasks: Sequence[Callable[[], Any]], connection: Any) -> None:
+def _work(tasks: Sequence[Callable[[], Any]], connection: Any, parent: int) -> None:
+    end_with(parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the parent's, which ends its copies
     torch.set_num_threads(1)  # the threads of OpenMP are not copied
     while True:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from upshift.models.profile import ModelProfile
+from upshift.models.profile import Isolation, ModelProfile
 from upshift.models.source import find_model
 from upshift.models.store import Variant, profile_model
 from upshift.value import Value
@@ -36,6 +36,7 @@ class Inspection(Value):
     kv_bytes: float | None  # of one sequence of this length, in bf16
     declares: dict[str, Any]
     chunked_loss: str
+    isolation: Isolation
 
 
 def inspect(model: str, *, sequence_length: int = DEFAULT_SEQUENCE_LENGTH) -> Inspection:
@@ -58,6 +59,7 @@ def inspect(model: str, *, sequence_length: int = DEFAULT_SEQUENCE_LENGTH) -> In
         kv_bytes=kv,
         declares=profile.declares.model_dump(),
         chunked_loss=profile.chunked_loss_reason,
+        isolation=profile.isolation,
     )
 
 

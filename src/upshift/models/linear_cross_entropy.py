@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
+
+from upshift.internals.torch_names import is_fake
 
 ROW_MULTIPLE = 64
 CACHED_BYTES = 2**24  # worked on at once on a CPU: they stay in its cache from one pass over them to the next
@@ -143,7 +144,7 @@ def _add_outer(total: torch.Tensor, slope: torch.Tensor, inputs: torch.Tensor, *
 
 def _labelled_rows(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
     """Their numbers; all rows where labels are fake: the most memory that there can be, in shapes that depend on no data."""
-    if isinstance(labels, FakeTensor):
+    if is_fake(labels):
         return torch.arange(len(labels), device=labels.device)
     return (labels != ignore_index).nonzero().squeeze(1)
 

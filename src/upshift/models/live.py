@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ADAPTER_LOADED
 from upshift.models.adapter import base_of, complete_model, frozen_paths
 from upshift.models.build import build_model, building, choose_class, read_config
 from upshift.models.quantized import check_quantization, four_bit_layers
@@ -54,7 +55,7 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
         raise RequestError(f"{name} is defined outside transformers ({type(base).__module__}), so it cannot be built to plan")
     if getattr(base.config, "quantization_config", None) is not None:
         check_quantization(base.config.quantization_config, name, adapter=model is not base)
-    if getattr(base, "_hf_peft_config_loaded", False):
+    if ADAPTER_LOADED.read(base, False):
         raise RequestError(f"{name} has adapters added with add_adapter; wrap it with peft.get_peft_model instead")
     return base
 

@@ -14,11 +14,10 @@ from unittest import mock
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.utils._pytree import tree_leaves
-from transformers import PreTrainedModel, masking_utils
-from transformers.integrations import moe
+from transformers import PreTrainedModel
 
+from upshift.internals.torch_names import BUFFERS, CHILDREN, FAKE_TENSOR_MODE, PARAMETERS, tree_leaves
+from upshift.internals.transformers_names import GROUPED_PRODUCT, PACKED_ROWS
 from upshift.models.adapter import base_of, complete_model
 from upshift.models.block_attention import set_attention
 from upshift.models.build import (
@@ -49,7 +48,7 @@ class Tracer:
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
-        self.fake = FakeTensorMode()
+        self.fake = FAKE_TENSOR_MODE.get()()
         self.config = read_config(source)
         self.model_class, self.objective = choose_class(self.config, source.reference)
         check_depth(self.config, source.reference)
@@ -169,7 +168,7 @@ def _leave_meta(model: nn.Module) -> None:
         return moved[id(tensor)]
 
     for module in model.modules():
-        for tensors in (module._parameters, module._buffers, vars(module)):
+        for tensors in (PARAMETERS.of(module), BUFFERS.of(module), vars(module)):
             for name, tensor in tensors.items():
                 if isinstance(tensor, torch.Tensor) and tensor.is_meta:
                     tensors[name] = move(tensor)  # type: ignore[index]
@@ -265,7 +264,7 @@ def first_layers(model: nn.Module, stacks: list[LayerStack]) -> Iterator[None]:
     with ExitStack() as shortened:
         if all(any(parameter.requires_grad for parameter in layer.parameters()) for _, layer in first.values()):
             for path, (name, layer) in first.items():
-                shortened.enter_context(mock.patch.object(model.get_submodule(path), "_modules", {name: layer}))
+                shortened.enter_context(mock.patch.object(model.get_submodule(path), CHILDREN.attribute, {name: layer}))
         yield
 
 
@@ -297,8 +296,7 @@ def fake_masks(*, masked: bool) -> Iterator[None]:
 
     Experts take its own grouped product, which allocates what PyTorch's does and has fakes for every dtype; that has for bf16.
     """
-    patch = nullcontext() if masked else mock.patch.object(masking_utils, "find_packed_sequence_indices", lambda *_: None)
-    experts = mock.patch.object(moe, "_can_use_grouped_mm", lambda *_: False)
-    with patch, experts, warnings.catch_warnings():
+    rows = nullcontext() if masked else PACKED_ROWS.replaced(lambda *_: None)
+    with rows, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

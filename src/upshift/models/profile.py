@@ -165,6 +165,7 @@ class Parameters(Value):
     quantized: int = 0  # frozen ones below an adapter that are stored in 4 bits
     quantized_bytes: int = 0  # with their scales
     trainable_shapes: tuple[ParameterShape, ...]
+    frozen_shapes: tuple[ParameterShape, ...] = ()  # of the others; of weights that are stored in 4 bits, as they are used
     looked_up: tuple[ParameterShape, ...] = ()  # of these, tables of which only rows are read: no product is computed with them
 
     @property
@@ -227,6 +228,30 @@ class CachedLayers(Value):
     window: int | None = Field(None, gt=0)
 
 
+class Isolation(Value):
+    """Which tokens of a row or a batch reach a text's own results, as seen on a small copy of the model with random weights."""
+
+    proven: bool = False
+    reason: str = Field("it was not tested", description="why nothing is proven; empty where it is")
+    packing: dict[str, str] = Field(
+        default_factory=dict,
+        description="by attention kernel, why texts must not share a row; empty: no text there changes another's results",
+    )
+    padding: Literal["unmasked", "masked", "none"] = Field(
+        "masked",
+        description="behind a text. unmasked: it changes nothing; masked: a mask must say where it is; none: it changes results",
+    )
+    padding_reason: str = Field("", description="what was seen of padding that changes results")
+    left_padding: str = Field("", description="why texts must not be padded on the left, as generation does; empty: they may be")
+    loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
+
+    def why_not_packed(self, kernel: str) -> str | None:
+        """Return why texts must not share a row with this attention kernel, or None where they may."""
+        if not self.proven:
+            return f"that texts in a row do not reach each other is not proven: {self.reason}"
+        return self.packing.get(kernel, f"texts in a row were not tested with {kernel} attention") or None
+
+
 class Declares(Value):
     """What the model says of itself."""
 
@@ -237,7 +262,6 @@ class Declares(Value):
     attention_kernels: tuple[str, ...] = ()
     gradient_checkpointing: bool = False
     gradient_checkpointing_per_layer: bool = False  # each layer can be told apart, so k of L can be recomputed
-    position_ids: bool = False  # the forward takes position_ids, so sequences can be packed into one row
     can_generate: bool = False
 
 
@@ -253,6 +277,7 @@ class ModelProfile(Value):
     max_positions: int | None  # None: the architecture sets no limit
     parameters: Parameters
     declares: Declares
+    isolation: Isolation = Isolation()
     stacks: tuple[Stack, ...]
     steps: tuple[StepTrace, ...]
     sequence_range: tuple[int, int]  # the polynomials were fitted on these lengths, and hold between them
@@ -278,6 +303,11 @@ class ModelProfile(Value):
     @property
     def num_layers(self) -> int:
         return sum(stack.num_layers for stack in self.stacks)
+
+    @property
+    def masks_padding(self) -> bool:
+        """A mask says where padding is: attention looks at later positions, or the loss counts them."""
+        return self.objective != "causal-lm" or self.isolation.padding != "unmasked"
 
     def train_flops(self, batch: int, sequence: int) -> float:
         """Model FLOPs of one forward and backward, in the convention above."""

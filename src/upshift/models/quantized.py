@@ -106,10 +106,15 @@ def multiply(
     return nn.functional.linear(inputs, bitsandbytes.dequantize_4bit(weight, absmax, blocksize, kind, shape, inputs.dtype), bias)
 
 
+def weight_shape(parameter: Tensor) -> tuple[int, ...]:
+    """Return the shape of the weights that a parameter stands for, however they are packed."""
+    state = getattr(parameter, "quant_state", None)
+    return tuple(parameter.shape if state is None else state.shape)
+
+
 def num_weights(parameter: Tensor) -> int:
     """How many weights a parameter stands for, however they are packed."""
-    state = getattr(parameter, "quant_state", None)
-    return parameter.numel() if state is None else int(torch.Size(state.shape).numel())
+    return torch.Size(weight_shape(parameter)).numel()
 
 
 def stored_bytes(parameter: Tensor) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections import Counter
-from functools import partial
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -14,13 +14,13 @@ from torch.utils.flop_counter import flop_registry
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from upshift.internals.torch_names import FLASH_FOR_CPU, FORWARD_HOOKS, OPERATOR
+from upshift.internals.transformers_names import INPUT_GRADIENTS
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.models.profile import Granularity
 from upshift.models.tracker import argument_of
 
-# They have no formula in torch's registry of FLOPs, and are attention all the same.
-ATTENTION = (torch.ops.aten._scaled_dot_product_flash_attention_for_cpu, torch.ops.upshift.block_attention)
 PRODUCTS = (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.bmm, torch.ops.aten.baddbmm)
 
 
@@ -55,11 +55,17 @@ def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Gran
                 layer.gradient_checkpointing = number < num_layers
 
 
+@cache
+def _attention_operators() -> tuple[Any, ...]:
+    """Return those that have no formula in torch's registry of FLOPs."""
+    return FLASH_FOR_CPU.get(), torch.ops.upshift.block_attention
+
+
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Attention with dropout inside is made again: left out, it would not draw its random numbers, and what comes after it
     would draw others than in the forward pass."""
-    packet = operator._overloadpacket
-    product = packet in flop_registry or packet in ATTENTION
+    packet = OPERATOR.of(operator)
+    product = packet in flop_registry or packet in _attention_operators()
     if product and not argument_of(operator, "dropout_p", args, kwargs):
         return CheckpointPolicy.MUST_SAVE
     return CheckpointPolicy.PREFER_RECOMPUTE
@@ -70,7 +76,7 @@ def _keep_every_second() -> Any:
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-        if operator._overloadpacket in PRODUCTS:
+        if OPERATOR.of(operator) in PRODUCTS:
             seen[context.is_recompute] += 1
             if seen[context.is_recompute] % 2 == 0:
                 return CheckpointPolicy.PREFER_RECOMPUTE
@@ -81,9 +87,9 @@ def _keep_every_second() -> Any:
 
 def _leave_inputs(base: PreTrainedModel) -> None:
     """Frozen embeddings need no gradient: transformers asks for one because reentrant checkpoints would lose the others."""
-    if hasattr(base, "_require_grads_hook"):
+    if INPUT_GRADIENTS.read(base) is not None:
         base.disable_input_require_grads()
     # Asked twice, as by peft.prepare_model_for_kbit_training, transformers forgets the hooks that it made first.
-    for hooks in [module._forward_hooks for module in base.modules() if module._forward_hooks]:
+    for hooks in [FORWARD_HOOKS.of(module) for module in base.modules() if FORWARD_HOOKS.of(module)]:
         for key in [key for key, hook in hooks.items() if getattr(hook, "__name__", "") == "make_inputs_require_grads"]:
             del hooks[key]

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from pydantic import TypeAdapter, ValidationError
 
 from upshift.errors import MissingExtra, RequestError
-from upshift.models.profile import ModelProfile, Segment, TracedPrecision
+from upshift.models.profile import Isolation, ModelProfile, Segment, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.whole_file import write_whole
@@ -61,6 +61,23 @@ def profile_model(
     )
     _write(path, profile.to_json().encode())
     return profile
+
+
+def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
+    """Return what a text's results depend on, from the cache or as tested now (a second, imports torch). ``states``: of the model
+    that gives states alone, without its head."""
+    key = _key(repr((FORMAT, source.model_hash, _versions(source), states)))
+    path = read_settings().cache_dir / "isolation" / f"{key}.json"
+    if path.is_file():
+        try:
+            return Isolation.from_file(path)
+        except RequestError:
+            _drop(path)  # written by another version, or cut short: test again
+    from upshift.models.isolation import test_source
+
+    isolation = test_source(source, states=states)
+    _write(path, isolation.to_json().encode())
+    return isolation
 
 
 class SegmentStore:

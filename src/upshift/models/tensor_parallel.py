@@ -13,6 +13,7 @@ from math import gcd
 from torch import nn
 from transformers import PreTrainedModel
 
+from upshift.internals.transformers_names import TENSOR_PLAN
 from upshift.models.profile import TensorParallel
 
 # Style -> the dimension of a weight that is divided, from its end; a bias is divided where its weight's rows are.
@@ -31,7 +32,7 @@ WHOLE = (
 
 def declared_plan(model: PreTrainedModel) -> dict[str, str]:
     """Weight or module, its number of a layer as ``*``, to the style that divides it."""
-    return dict(getattr(model, "_tp_plan", None) or {})
+    return dict(TENSOR_PLAN.read(model) or {})
 
 
 def describe_tensor_parallel(model: PreTrainedModel) -> TensorParallel | str:

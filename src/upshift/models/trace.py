@@ -46,7 +46,7 @@ from upshift.models.profile import (
 )
 from upshift.models.quantized import check_quantization
 from upshift.models.source import ModelSource
-from upshift.models.store import SegmentStore, Variant
+from upshift.models.store import SegmentStore, Variant, isolation_of
 from upshift.models.tensor_parallel import describe_tensor_parallel
 from upshift.models.trace_steps import DIVIDED_RANKS, Fitted, step_tasks, steps_of, trace_points
 
@@ -72,7 +72,8 @@ def trace_model(
     points = trace_points(sequence_length)
     try:
         reason = _chunking(tracer)
-        variants = choose_variants(tracer, variants, sequence_length)
+        isolation = isolation_of(source)
+        variants = choose_variants(tracer, variants, sequence_length, masks_padding=isolation.padding != "unmasked")
         divided = _division(tracer, variants, points[0])
         if isinstance(divided, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
@@ -89,6 +90,7 @@ def trace_model(
         model_hash=source.model_hash,
         versions=versions,
         **described,
+        isolation=isolation,
         parameters=_count_parameters(tracer),
         stacks=tuple(
             Stack(path=s.path, traced_layers=s.kept, assignment=s.assignment, layer_trainable=s.layer_trainable)
@@ -154,10 +156,13 @@ def _experts(tracer: Tracer) -> Experts | None:
     return found
 
 
-def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int) -> tuple[Variant, ...]:
+def choose_variants(
+    tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, masks_padding: bool
+) -> tuple[Variant, ...]:
     """Those whose kernels the model has, and none that another one makes needless: where block attention is reached, a
-    causal model's packed rows take it; at length, ``eager`` is no faster than the others and holds its score matrices;
-    rows shorter than one block gain nothing by blocks, unless lengths differ: then many are packed into one."""
+    causal model's packed rows take it (``masks_padding``: its padded rows need a mask, too); at length, ``eager`` is no faster
+    than the others and holds its score matrices; rows shorter than one block gain nothing by blocks, unless lengths differ: then
+    many are packed into one."""
     kernels = attention_kernels(tracer.base)
     others = any(variant.attention in kernels and variant.attention != NAME for variant in variants)
     packed = any(variant.masked and variant.attention == NAME for variant in variants)
@@ -167,7 +172,7 @@ def choose_variants(tracer: Tracer, variants: tuple[Variant, ...], sequence_leng
     chosen = []
     for variant in variants:
         needless = {
-            "sdpa": variant.masked and reached and tracer.objective == "causal-lm",
+            "sdpa": variant.masked and reached and tracer.objective == "causal-lm" and not masks_padding,
             "block": not reached,
             "eager": "sdpa" in kernels and sequence_length > EAGER_ATTENTION_LIMIT,
         }

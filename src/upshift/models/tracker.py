@@ -8,10 +8,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
+from upshift.internals.torch_names import (
+    AUTOGRAD_NODE,
+    OPERATOR,
+    SCHEMA,
+    STORAGE,
+    STORAGE_HOLDERS,
+    TENSOR_HOLDERS,
+    dispatch_mode,
+    tree_leaves,
+)
 from upshift.models.block_attention import backward_in_blocks, forward_in_blocks
 from upshift.models.quantized import multiply
 from upshift.models.sizes import Counted, OfPrimes
@@ -94,25 +102,25 @@ def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
     It adds onto the earlier one where that and its storage have no other holder, but never while a dispatch mode is active
     (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the engine without.
     """
-    if function is not ATEN.add.Tensor or torch.is_grad_enabled() or torch._C._current_autograd_node() is None:
+    if function is not ATEN.add.Tensor or torch.is_grad_enabled() or AUTOGRAD_NODE.get()() is None:
         return None
     earlier = args[0]
-    if not earlier.is_contiguous() or earlier._use_count() != ENGINE_HOLDERS:
+    if not earlier.is_contiguous() or TENSOR_HOLDERS.of(earlier)() != ENGINE_HOLDERS:
         return None
     storage = earlier.untyped_storage()
-    alone = torch._C._storage_Use_Count(storage._cdata) == 2  # held by the gradient, and by the line above
-    return int(storage._cdata) if alone else None
+    alone = STORAGE_HOLDERS.get()(STORAGE.of(storage)) == 2  # held by the gradient, and by the line above
+    return int(STORAGE.of(storage)) if alone else None
 
 
 def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What an operator was called with under a name of its schema; None where it has no such argument."""
-    for position, argument in enumerate(function._schema.arguments):
+    for position, argument in enumerate(SCHEMA.of(function).arguments):
         if argument.name == name:
             return kwargs.get(name, args[position] if position < len(args) else argument.default_value)
     return None
 
 
-class LiveTracker(TorchDispatchMode):
+class LiveTracker:
     """While active, keeps the sum of bytes of all storages that operators returned and that are still referenced.
 
     ``border(name)`` closes the current interval and opens the named one; a name may be opened again (a second pass).
@@ -121,7 +129,7 @@ class LiveTracker(TorchDispatchMode):
     """
 
     def __init__(self, sizes: Counted | OfPrimes | None = None) -> None:
-        super().__init__()
+        self._mode = dispatch_mode(self._handle)
         self.sizes: Any = sizes or Counted()
         self.live_bytes: Any = self.sizes.zero
         self.intervals: list[tuple[str, Interval]] = []
@@ -162,7 +170,7 @@ class LiveTracker(TorchDispatchMode):
 
     def _add(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = STORAGE.of(storage)
         if key not in self._storages:
             size = self._storages[key] = self.sizes.storage(tensor)
             self._owners[key] = self._current
@@ -175,15 +183,16 @@ class LiveTracker(TorchDispatchMode):
         if self._releasing and owner is not None:
             owner.released = owner.released + size
 
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled under it; else PyTorch wraps the next method in a guard that costs as much as an operator."""
-        return False
+    def __enter__(self) -> LiveTracker:
+        self._mode.__enter__()
+        return self
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __exit__(self, *error: Any) -> None:
+        self._mode.__exit__(*error)
+
+    def _handle(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if function is DEVICE_OF:  # two of three calls: a fake tensor is asked where it is
             return args[0].fake_device
-        kwargs = kwargs or {}
         inside = INSIDE.get(function.name())
         if inside is multiply:
             with self:
@@ -234,8 +243,8 @@ class LiveTracker(TorchDispatchMode):
         elif (grouped := _grouped_flops(function, args)) is not None:
             interval.matmul_flops = interval.matmul_flops + number(grouped)
             interval.matmul_bytes = interval.matmul_bytes + num_bytes
-        elif function._overloadpacket in flop_registry:
-            flops = int(flop_registry[function._overloadpacket](*args, **kwargs, out_val=result))
+        elif OPERATOR.of(function) in flop_registry:
+            flops = int(flop_registry[OPERATOR.of(function)](*args, **kwargs, out_val=result))
             interval.matmul_flops = interval.matmul_flops + number(flops)
             interval.matmul_bytes = interval.matmul_bytes + num_bytes
         elif function is not ATEN.empty.memory_format:

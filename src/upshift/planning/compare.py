@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pydantic import Field
 
 from upshift.errors import NothingFits, RequestError
-from upshift.hardware import describe
+from upshift.hardware import GpuFacts, describe
 from upshift.hardware.spec import Host
+from upshift.hardware.table import find
 from upshift.planning.cost.time import Takes, takes, tokens_per_step
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
@@ -121,12 +122,31 @@ def price_names(host: Host) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for name in known if name))
 
 
+def prices_of(host: Host, prices: dict[str, float]) -> list[str]:
+    """Return the names among ``prices`` that mean this host's device, in any spelling that --on takes."""
+    return [name for name in prices if name in price_names(host) or _is_product_of(name, host)]
+
+
+def _is_product_of(name: str, host: Host) -> bool:
+    try:
+        facts = find(name)
+    except RequestError:
+        return False
+    if isinstance(facts, GpuFacts):
+        return host.gpu is not None and host.gpu.table_key == facts.gpu.table_key
+    return host.gpu is None and host.cpu is not None and host.cpu.model_name == facts.cpu.model_name
+
+
 def check_prices(prices: dict[str, float], hosts: tuple[Host, ...]) -> None:
-    """Raises RequestError for a price of something that is not compared."""
+    """Raises RequestError for a price of something that is not compared, and for two prices of one device."""
     valid = list(dict.fromkeys(name for host in hosts for name in price_names(host)))
+    used = [prices_of(host, prices) for host in hosts]
     for name in prices:
-        if name not in valid:
+        if not any(name in names for names in used):
             raise RequestError(f"--price names {name!r}, which is not compared; use one of {', '.join(valid)}")
+    for host, names in zip(hosts, used, strict=True):
+        if len({prices[name] for name in names}) > 1:
+            raise RequestError(f"--price names the device of {host.name} as {' and as '.join(names)}; give it one price")
 
 
 def compare(
@@ -172,7 +192,7 @@ def _row(planning: Planning, tokens: int, terms: Terms) -> Compared:
     seconds = steps * best.time.total + best.time.one_time
     device_hours = seconds / HOUR * host.num_devices
     watts = host.gpu.tdp_watts if host.gpu else None
-    price = next((terms.prices[name] for name in price_names(host) if name in terms.prices), None)
+    price = next((terms.prices[name] for name in prices_of(host, terms.prices)), None)
     return Compared(
         host=host.name,
         num_devices=host.num_devices,

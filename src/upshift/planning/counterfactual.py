@@ -15,13 +15,13 @@ from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.models.store import Variant
 from upshift.planning.assignments import split_assignment
-from upshift.planning.cost.resident import memory_limit
+from upshift.planning.explain import with_more_memory
 from upshift.planning.layout import Layout
 from upshift.planning.layouts import ASKED_LAYOUTS
 from upshift.planning.optimizers import ALIASES, optimizers
 from upshift.planning.plan import Plan, Precision, changes_of_mathematics
 from upshift.planning.planner import Planning, as_here
-from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking
+from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking, limit_of
 from upshift.planning.search import search
 from upshift.planning.space import FIXED_BY_REQUEST, ONLY_WHEN_ASKED, parse_fixed, parse_value
 from upshift.planning.variants import variants_for
@@ -137,15 +137,15 @@ def _answer(planning: Planning, asked: str, name: str, allow: tuple[str, ...], r
         return Counterfactual(
             asked=asked, outcome="does not fit", allow=allow, plan=nearest.plan, predicted=planning.numbers(nearest),
             more_gib=gib(nearest.memory.peak - planning.ranking.candidates[0].memory.peak),
-            why=changes + too_big(nearest, planning.host),
+            why=changes + too_big(nearest, planning.host, planning.workload),
         )  # fmt: skip
     reason = ranking.rejected[0].reason if ranking.rejected else "no combination of the other choices is legal with it"
     return Counterfactual(asked=asked, outcome="not possible", allow=allow, why=changes + reason)
 
 
-def too_big(candidate: Candidate, host: Host) -> str:
+def too_big(candidate: Candidate, host: Host, workload: Workload) -> str:
     """``needs 92.0 GiB of 76.0 GiB in the backward phase: activations 60.0 GiB, weights 16.0 GiB``."""
-    limit, phase = memory_limit(candidate.plan, host) or 0.0, candidate.memory.peak_phase
+    limit, phase = limit_of(candidate, host, workload) or 0.0, candidate.memory.peak_phase
     parts = sorted(candidate.memory.phases[phase].parts.items(), key=lambda item: -item[1])
     named = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts[:MAX_WORDS] if size > 0.01 * candidate.memory.peak)
     return f"needs {format_bytes(candidate.resident)} of {format_bytes(limit)} in the {phase} phase: {named}"
@@ -205,7 +205,7 @@ def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[Shadow
 
 def _machines(host: Host) -> Iterator[tuple[str, Host]]:
     """The same host, better in one thing."""
-    bigger = _with_memory(host, EXTRA_MEMORY_BYTES)
+    bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
     if bigger is not None:
         yield f"{format_bytes(EXTRA_MEMORY_BYTES)} more memory on each device", bigger
     if host.device == "cpu":
@@ -214,16 +214,6 @@ def _machines(host: Host) -> Iterator[tuple[str, Host]]:
         if link is not None and (host.gpus_per_node > 1 if where == "inside" else host.num_nodes > 1):
             faster = link.changed(bytes_per_second=FASTER_LINK * link.bytes_per_second)
             yield f"links twice as fast {where} nodes", host.changed(**{name: faster})
-
-
-def _with_memory(host: Host, more: int) -> Host | None:
-    """None where the host does not say how much it has."""
-    part = host.gpu or host.cpu
-    if part is None or part.memory_bytes is None:
-        return None
-    free = part.free_memory_bytes
-    larger = part.changed(memory_bytes=part.memory_bytes + more, free_memory_bytes=None if free is None else free + more)
-    return host.changed(**{"gpu" if host.gpu else "cpu": larger})
 
 
 def _price(planning: Planning, change: str, ranking: Ranking) -> ShadowPrice:

@@ -57,6 +57,7 @@ def _plus(polynomial: Polynomial, count: int, *others: Polynomial) -> Polynomial
 
 def _parameters(parameters: Parameters, ratio: tuple[int, int], *, layers: tuple[int, int]) -> Parameters:
     inside, trained = _scaled(parameters.layers, ratio), _scaled(parameters.trainable_layers, ratio)
+    frozen = parameters.layers - parameters.trainable_layers
     return parameters.changed(
         total=parameters.total - parameters.layers + inside,
         layers=inside,
@@ -65,18 +66,22 @@ def _parameters(parameters: Parameters, ratio: tuple[int, int], *, layers: tuple
         always_fp32=_scaled(parameters.always_fp32, ratio),
         quantized=_scaled(parameters.quantized, ratio),
         quantized_bytes=_scaled(parameters.quantized_bytes, ratio),
-        trainable_shapes=_shapes(parameters, ratio, layers),
+        trainable_shapes=_shapes(parameters, parameters.trainable_shapes, parameters.trainable_layers, ratio, layers),
+        frozen_shapes=_shapes(parameters, parameters.frozen_shapes, frozen, ratio, layers),
     )
 
 
-def _shapes(parameters: Parameters, ratio: tuple[int, int], layers: tuple[int, int]) -> tuple[ParameterShape, ...]:
+def _shapes(
+    parameters: Parameters, shapes: tuple[ParameterShape, ...], in_layers: int, ratio: tuple[int, int], layers: tuple[int, int]
+) -> tuple[ParameterShape, ...]:
     """A shape that stands so many times in each of equal layers, and a few times outside: what does not divide by the layers,
-    and what is as large as embedding or head. Where that does not add up to the layers' parameters, all are scaled alike."""
+    and what is as large as embedding or head. Where that does not add up to the layers' parameters (``in_layers``), all are
+    scaled alike."""
     new, old = layers
     outside = {parameters.embedding, parameters.head}
-    inner = [0 if shape.elements in outside else shape.count // old for shape in parameters.trainable_shapes]
-    found = sum(each * old * shape.elements for each, shape in zip(inner, parameters.trainable_shapes, strict=True))
-    if found == parameters.trainable_layers:
-        pairs = zip(inner, parameters.trainable_shapes, strict=True)
+    inner = [0 if shape.elements in outside else shape.count // old for shape in shapes]
+    found = sum(each * old * shape.elements for each, shape in zip(inner, shapes, strict=True))
+    if found == in_layers:
+        pairs = zip(inner, shapes, strict=True)
         return tuple(shape.changed(count=shape.count + each * (new - old)) for each, shape in pairs)
-    return tuple(shape.changed(count=max(_scaled(shape.count, ratio), 1)) for shape in parameters.trainable_shapes)
+    return tuple(shape.changed(count=max(_scaled(shape.count, ratio), 1)) for shape in shapes)

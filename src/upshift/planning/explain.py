@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from upshift.hardware.spec import Host
-from upshift.planning.cost.resident import memory_limit, unknown_memory
+from upshift.planning.cost.resident import unknown_memory
 from upshift.planning.cost.time import Takes
 from upshift.planning.plan import Plan
-from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig
+from upshift.planning.rank import EXTRA_MEMORY_BYTES, Candidate, Ranking, Rejected, TooBig, limit_of
+from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 from upshift.value import Value
 
@@ -71,15 +72,26 @@ def _cost(best: Candidate, other: Candidate) -> str:
     return f"{speed:+.1%}, {sign}{format_bytes(abs(memory))}"
 
 
-def shadow_price(ranking: Ranking, host: Host, takes: Takes = "tokens") -> str | None:
-    """What 8 GiB more would bring: the fastest plan that is too big by no more than that."""
-    if not ranking.candidates or unknown_memory(host) is not None:
+def with_more_memory(host: Host, more: int) -> Host | None:
+    """Return the host with ``more`` bytes on each device, or of a CPU's memory; None where it does not say how much it has."""
+    part = host.gpu or host.cpu
+    if part is None or part.memory_bytes is None:
+        return None
+    free = part.free_memory_bytes
+    larger = part.changed(memory_bytes=part.memory_bytes + more, free_memory_bytes=None if free is None else free + more)
+    return host.changed(**{"gpu" if host.gpu else "cpu": larger})
+
+
+def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: Takes = "tokens") -> str | None:
+    """Return what 8 GiB more would bring: the fastest plan that is too big now and would fit then."""
+    bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
+    if not ranking.candidates or unknown_memory(host) is not None or bigger is None:
         return None
     best = ranking.candidates[0]
     reachable = []
     for candidate in ranking.too_big:
-        limit = memory_limit(candidate.plan, host)
-        if limit is not None and candidate.resident <= limit + EXTRA_MEMORY_BYTES:
+        limit = limit_of(candidate, bigger, workload)
+        if limit is not None and candidate.resident <= limit:
             reachable.append(candidate)
     fastest = max(reachable, key=lambda c: c.tokens_per_second, default=None)
     if fastest is None or fastest.tokens_per_second <= best.tokens_per_second:

@@ -39,12 +39,12 @@ LONGEST_SEQUENCE, LARGEST_BATCH, DEEPEST_MODEL = 2**24, 2**20, 2**12  # where th
 THRIFTY = 32  # plans that are asked first
 
 
-def why_none(ranking: Ranking, host: Host) -> str:
+def why_none(ranking: Ranking, host: Host, workload: Workload) -> str:
     """Why a ranking has no plan that fits."""
     if (phase := ranking.in_another_phase) is not None:
         return f"of the best plan {phase}"
     if ranking.too_big:
-        return f"the smallest plan {too_big(ranking.too_big[0], host)}"
+        return f"the smallest plan {too_big(ranking.too_big[0], host, workload)}"
     return ranking.rejected[0].reason if ranking.rejected else "no plan is legal"
 
 
@@ -158,7 +158,7 @@ class Way:
     def beyond(self, size: int, sharing: int | None) -> str:
         if size > self.ceiling:
             return f"no more than {self.ceiling:,} {self.unit} are looked for"
-        return f"{size:,} {self.unit}: {why_none(self.ranking(size, sharing), self.host)}"
+        return f"{size:,} {self.unit}: {why_none(self.ranking(size, sharing), self.host, self.workload)}"
 
 
 class Sequence(Way):

@@ -65,7 +65,7 @@ def find_largest(
             best, sharing = way.largest(other, above=larger), other
     if best == 0:
         smallest = way.ranking(way.step(sharing), sharing)
-        raise NothingFits(f"not even {way.step(sharing)} {way.unit} fit {host.name}: {why_none(smallest, host)}")
+        raise NothingFits(f"not even {way.step(sharing)} {way.unit} fit {host.name}: {why_none(smallest, host, workload)}")
     return _answer(way, best, sharing)
 
 

@@ -19,11 +19,10 @@ from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import Variant
 from upshift.planning.cost.memory import PHASES
-from upshift.planning.cost.resident import memory_limit
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate, Rejected, cost_plan
+from upshift.planning.rank import Candidate, Rejected, cost_plan, limit_of
 from upshift.planning.variants import variants_for
 from upshift.planning.workload import Workload
 from upshift.record import Numbers
@@ -164,7 +163,8 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
         Change(name="peak", before=peak, now=candidate.memory.peak / GIB),
         Change(name="step", before=step, now=1000 * candidate.time.total),
     )
-    digests, problem = _digests(profile, entry.plan, lock.workload), _no_longer_fits(candidate, lock.host)
+    digests = _digests(profile, entry.plan, lock.workload)
+    problem = _no_longer_fits(candidate, lock, entry.predicted.resident_gib)
     return Check(
         moved=problem is not None or any(abs(change.share) > MOVED for change in changes),
         peak_gib=changes[0],
@@ -184,9 +184,14 @@ def needed_variants(locked: LockFile) -> tuple[Variant, ...]:
     return variants_for(lock.host, lock.workload, lock.fixed, selective=selective)
 
 
-def _no_longer_fits(candidate: Candidate, host: Host) -> str | None:
-    limit = memory_limit(candidate.plan, host)
-    if limit is None or candidate.resident <= limit:
+def _no_longer_fits(candidate: Candidate, lock: Lock, before_gib: float | None) -> str | None:
+    """Return why the plan does not fit, in words.
+
+    ``before_gib``: what was predicted to be held when it was locked. A plan that runs here had shown to fit may have been above
+    the limit by formula then, too.
+    """
+    limit = limit_of(candidate, lock.host, lock.workload)
+    if limit is None or candidate.resident <= limit or (before_gib is not None and before_gib > limit / GIB):
         return None
     return f"it no longer fits: needs {format_bytes(candidate.resident)} of {format_bytes(limit)}"
 

@@ -15,7 +15,6 @@ from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource, find_to_train
 from upshift.models.store import profile_model
 from upshift.planning.calibration import NO_RECORDS, Calibration, read_calibration
-from upshift.planning.cost.resident import memory_limit
 from upshift.planning.cost.time import takes
 from upshift.planning.explain import Reason, reasons, representative, shadow_price
 from upshift.planning.offloading import (
@@ -27,7 +26,7 @@ from upshift.planning.offloading import (
 )
 from upshift.planning.plan import Plan
 from upshift.planning.presets import plain_default
-from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan
+from upshift.planning.rank import Candidate, Ranking, Rejected, cost_plan, limit_of
 from upshift.planning.search import search
 from upshift.planning.space import check_allow, parse_fixed, read_fixed
 from upshift.planning.tpu_programs import compiled_so_far
@@ -67,7 +66,7 @@ class Planning:
 
     @property
     def shadow_price(self) -> str | None:
-        return shadow_price(self.ranking, self.host, takes(self.profile))
+        return shadow_price(self.ranking, self.host, self.workload, takes(self.profile))
 
     def numbers(self, candidate: Candidate) -> Numbers:
         """A candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
@@ -134,11 +133,7 @@ def plan_training(
 ) -> Planning:
     """Rank the space. ``described``: the host is not this machine, and what ran here says nothing of it. Raises RequestError for
     a wrong request, NothingFits with the nearest plan that would."""
-    if host.device not in get_args(Plan.model_fields["device"].annotation):
-        known = compiled_so_far(source, host)
-        raise RequestError(
-            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{known}"
-        )
+    check_device(host, source)
     host = with_disk_rate(host, source) if asks_where_weights_wait(fixed) and not described else host
     check_fixed(fixed, host, source, workload)
     calibration = NO_RECORDS if described else read_calibration(host)
@@ -157,7 +152,7 @@ def plan_training(
         found = (searched((*fixed, f"{WEIGHT_OFFLOAD}={place}"))[1] for place in unasked(host))
         ranking = next((elsewhere for elsewhere in found if elsewhere.candidates), ranking)
     if not ranking.candidates:
-        _refuse(ranking, host, profile, workload.risk)
+        _refuse(ranking, host, profile, workload)
     best = ranking.candidates[0].plan
     plain = plain_default(host, profile, workload).changed(weight_offload=best.weight_offload, mup_base=best.mup_base)
     default = cost_plan(plain, host=host, profile=profile, workload=workload)
@@ -166,8 +161,18 @@ def plan_training(
     return Planning(host, profile, workload, ranking, calibration.of(default, workload), calibration)
 
 
+def check_device(host: Host, source: ModelSource) -> None:
+    """Raise RequestError for a host whose devices no training plan is for."""
+    if host.device not in get_args(Plan.model_fields["device"].annotation):
+        known = compiled_so_far(source, host)
+        raise RequestError(
+            f"training plans are for CPUs and CUDA devices (ROCm included); {host.name} has {host.device} devices{known}"
+        )
+
+
 def check_fixed(fixed: tuple[str, ...], host: Host, source: ModelSource, workload: Workload) -> None:
-    """What of --set can be refused before the model is traced."""
+    """Raise RequestError for what can be refused before the model is traced: the host's devices, and --set."""
+    check_device(host, source)
     read_fixed(fixed, host, workload, quantized=source.quantized_from is not None)
 
 
@@ -198,7 +203,7 @@ def _search(
     return profile, as_here(ranking, host, profile, workload, calibration)
 
 
-def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, risk: float | None) -> None:
+def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, workload: Workload) -> None:
     roomier = "a shorter --sequence-length or a larger device" if takes(profile) == "tokens" else "a larger device"
     if (phase := ranking.in_another_phase) is not None:
         raise NothingFits(f"nothing fits on {host.name}: of the best plan {phase}; use {roomier}")
@@ -206,7 +211,7 @@ def _refuse(ranking: Ranking, host: Host, profile: ModelProfile, risk: float | N
         reason = ranking.rejected[0].reason if ranking.rejected else "no combination of choices is legal"
         raise RequestError(f"no plan for {host.name}: {reason}")
     nearest = ranking.too_big[0]
-    limit = memory_limit(nearest.plan, host, risk=risk) or 0.0
+    limit = limit_of(nearest, host, workload) or 0.0
     raise NothingFits(
         f"nothing fits in the {format_bytes(limit)} usable on {host.name}; the nearest plan needs "
         f"{format_bytes(nearest.resident)}: {nearest.plan.label()}; use "

@@ -13,6 +13,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
 from upshift.planning.attention import PACKED_KERNELS
+from upshift.planning.isolation import why_not_isolated
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.layouts import layouts, rank_counts, shares_work
 from upshift.planning.legal import conflict, repeats
@@ -96,6 +97,7 @@ class Plans:
         for combination in self.combinations:
             plan = start.model_copy(update=combination)
             excluded = conflict(plan, clips_gradients=self.workload.clips_gradients)
+            excluded = excluded or why_not_isolated(self.profile.isolation, plan)
             if excluded is not None:
                 yield excluded
             elif REPEATED & self.fixed.keys() or self.fixed.get("attention") in PACKED_KERNELS or not repeats(plan):

@@ -13,10 +13,12 @@ TRAINER_BATCH = 8  # per_device_train_batch_size of transformers.TrainingArgumen
 
 
 def plain_default(host: Host, profile: ModelProfile, workload: Workload) -> Plan:
-    """What transformers.Trainer does when nothing is set: fp32, 8 sequences at once, fused AdamW, padding, nothing else."""
-    ranks = gcd(host.num_devices, workload.global_batch)
+    """What transformers.Trainer does when nothing is set: fp32, 8 sequences at once, fused AdamW, padding, nothing else. A batch
+    stays whole where its loss is not that of its parts."""
+    splits = profile.isolation.loss_splits
+    ranks = gcd(host.num_devices, workload.global_batch) if splits else 1
     mine = workload.global_batch // ranks
-    micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if mine % size == 0)
+    micro_batch = max(size for size in range(1, TRAINER_BATCH + 1) if mine % size == 0) if splits else mine
     return Plan(
         device=host.device,
         host=host.fingerprint,

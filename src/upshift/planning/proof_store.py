@@ -6,6 +6,7 @@ import hashlib
 from importlib.metadata import version
 from pathlib import Path
 
+from upshift.disk_full import keep
 from upshift.errors import RequestError
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning
@@ -14,9 +15,8 @@ from upshift.planning.rank import Candidate, cost_plan
 from upshift.planning.trial import TrialResult
 from upshift.settings import read_settings
 from upshift.value import Value
-from upshift.whole_file import write_whole
 
-FORMAT = "5"
+FORMAT = "6"
 MIN_TRIALS = 3  # fewer means that something else kept the machine busy: not worth remembering
 
 
@@ -31,6 +31,7 @@ class StoredProof(Value):
 
     tried: tuple[StoredTrial, ...]
     chosen: int
+    notes: tuple[str, ...] = ()
 
 
 def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool) -> Path:
@@ -50,13 +51,14 @@ def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool)
 
 
 def store_proof(path: Path, proof: Proof) -> None:
-    if len(proof.tried) < MIN_TRIALS:
+    """Not where too few plans were measured, or the chosen one only beside other programs: another time may know better."""
+    if len(proof.tried) < MIN_TRIALS or not proof.chosen.ok or proof.chosen.needs_another_look:
         return
     tried = tuple(
         StoredTrial(plan=Plan.model_validate(t.candidate.plan.model_dump()), results=tuple(t.results), wrong_loss=t.wrong_loss)
         for t in proof.tried
     )
-    _write(path, StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen)))
+    _write(path, StoredProof(tried=tried, chosen=proof.tried.index(proof.chosen), notes=proof.notes))
 
 
 def recall_proof(path: Path, planning: Planning) -> Proof | None:
@@ -76,7 +78,7 @@ def recall_proof(path: Path, planning: Planning) -> Proof | None:
         tried.append(Tried(candidate, list(entry.results), entry.wrong_loss))
     chosen = tried[stored.chosen]
     fits = any(c.plan == chosen.candidate.plan for c in planning.ranking.candidates)
-    return Proof(default=tried[0], tried=tried, chosen=chosen) if fits or stored.chosen == 0 else None
+    return Proof(tried[0], tried, chosen, stored.notes) if fits or stored.chosen == 0 else None
 
 
 def forget_plan(path: Path, plan: Plan) -> None:
@@ -93,5 +95,4 @@ def forget_plan(path: Path, plan: Plan) -> None:
 
 
 def _write(path: Path, proof: StoredProof) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, proof.to_json())
+    keep("the trials' results are", path, proof.to_json())

@@ -16,6 +16,7 @@ from upshift.planning.cost.resident import memory_limit, out_of_memory_probabili
 from upshift.planning.cost.segments import rank_key, trace_for
 from upshift.planning.cost.share import shares
 from upshift.planning.cost.time import StepTime, largest_micro_batch, predict_time, tokens_per_step
+from upshift.planning.isolation import why_not_isolated
 from upshift.planning.plan import Plan
 from upshift.planning.workload import Workload
 from upshift.record import Basis, Numbers, Spread
@@ -67,6 +68,14 @@ class Candidate:
             peak_basis=self.basis("allocated"),
             resident_basis=held,
         )
+
+
+def limit_of(candidate: Candidate, host: Host, workload: Workload) -> float | None:
+    """Return the bytes that one process of the candidate may be predicted to hold; None where the host's memory is unknown.
+
+    They follow from the risk that the workload accepts and from how sure the candidate's held memory is.
+    """
+    return memory_limit(candidate.plan, host, risk=workload.risk, spread=held_spread(candidate.basis("held")))
 
 
 @dataclass(frozen=True)
@@ -178,6 +187,9 @@ class Coster:
         return held if isinstance(held, Rejected) else self.timed(plan, held)
 
     def held(self, plan: Plan, shape: tuple[int, int] | None = None) -> Held | Rejected:
+        mixed = why_not_isolated(self.profile.isolation, plan)
+        if mixed is not None:
+            return Rejected(plan, mixed)
         trace = trace_for(self.profile, plan, self.workload, known=self._known)
         if trace is None:
             shared = f" as one of {plan.layout.tensor_parallel} tensor-parallel ranks" if plan.layout.tensor_parallel > 1 else ""

@@ -15,6 +15,7 @@ from upshift.models.profile import LOSS_CHUNK_TOKENS, Granularity, ModelProfile
 from upshift.planning.assignments import read_assignments
 from upshift.planning.attention import PACKED_KERNELS, why_not
 from upshift.planning.cost.rates import MATRIX_PRECISION, host_link
+from upshift.planning.isolation import packs, why_never_packed
 from upshift.planning.layout import Layout, divisors
 from upshift.planning.layouts import check_layout, check_processes, shares_work
 from upshift.planning.mup import read_base
@@ -57,7 +58,7 @@ def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, 
         "optim": _optimizers(host, workload),
         "optimizer_in_backward": _updates_in_backward(workload),
         "loss_chunk_tokens": [0, LOSS_CHUNK_TOKENS] if _can_chunk(profile) else [0],
-        "packing": [False, True] if _worth_packing(profile, workload) else [False],
+        "packing": [False, True] if _worth_packing(profile, workload, attention) else [False],
         "num_processes": _process_counts(host, workload),
         "host_memory": _host_memory(host),
     }
@@ -184,6 +185,9 @@ def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Wor
     """Why a value of a field is not legal for this model."""
     if value in PACKED_KERNELS:
         return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
+    if name == "packing":
+        kernels = choices(host, profile, workload)["attention"]
+        return f" ({why_never_packed(profile, kernels) or 'no sequence of the data leaves room in its row'})"
     if name == "loss_chunk_tokens":
         return f" ({profile.chunked_loss_reason})"
     if name == WEIGHT_OFFLOAD and not has_frozen_layers(profile):
@@ -276,10 +280,10 @@ def _can_chunk(profile: ModelProfile) -> bool:
     return any(step.chunked_gap is not None for step in profile.steps)
 
 
-def _worth_packing(profile: ModelProfile, workload: Workload) -> bool:
+def _worth_packing(profile: ModelProfile, workload: Workload, kernels: list[str]) -> bool:
     lengths = workload.lengths
-    legal = profile.objective == "causal-lm" and profile.declares.position_ids
-    return legal and lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+    short = lengths is not None and lengths.mean < WORTH_PACKING * workload.sequence_length
+    return short and profile.objective == "causal-lm" and packs(profile, kernels)
 
 
 def _process_counts(host: Host, workload: Workload) -> list[int]:

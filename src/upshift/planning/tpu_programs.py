@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from upshift.disk_full import keep
 from upshift.hardware.spec import Host
 from upshift.models.source import ModelSource
 from upshift.record import Record
 from upshift.settings import read_settings
-from upshift.whole_file import write_whole
 
 FILE_NAME = "tpu_programs.jsonl"
 MAX_ROWS = 500  # then the oldest are let go of
@@ -22,8 +22,7 @@ def keep_program(record: Record) -> None:
     """One row for a model, slice, kind and shape: the newest."""
     path = _path()
     others = [row for row in _read(path) if row.plan != record.plan]
-    path.parent.mkdir(parents=True, exist_ok=True)
-    write_whole(path, "".join(row.to_json() + "\n" for row in [*others, record][-MAX_ROWS:]))
+    keep("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*others, record][-MAX_ROWS:]))
 
 
 def known_programs(source: ModelSource, table_key: str) -> list[Record]:

@@ -31,12 +31,11 @@ class TrialRequest(Value):
     global_batch: int
     seconds: float = Field(gt=0, description="timed work; loading and compiling come on top, up to ``limit_seconds``")
     limit_seconds: float = Field(gt=0)
-    sample: str | None = Field(None, description="npz with tokens and offsets; None: synthetic full-length sequences")
-    rows: str | None = Field(None, description="file of collated batches, which make the global batch; instead of a sample")
-    objective: dict[str, Any] | None = Field(
-        None, description="the training objective; None: the model's own, without a tokenizer"
-    )
-    seed: int = 42
+    data: str | None = Field(None, description="folder of the run's own data; None: synthetic full-length sequences")
+    rows: str | None = Field(None, description="file of collated batches, cut into global batches; instead of data")
+    total_steps: int = Field(64, gt=0, description="of the run; the work of a step is averaged over the first of them")
+    clips_gradients: bool = True
+    seed: int = Field(42, description="of the run: its weights and the order of its batches")
 
 
 class TrialResult(Value):
@@ -44,11 +43,17 @@ class TrialResult(Value):
 
     failure: str | None = None
     out_of_memory: bool = False
-    step_seconds: Spread | None = Field(None, description="of a whole global batch")
+    timed_out: bool = Field(False, description="it was ended at its limit; what it had measured by then is kept")
+    rough: bool = Field(False, description="of one cold micro-batch: the trial ended before a steady one")
+    busy: bool = Field(False, description="other programs computed during all that was timed; waiting for cores is taken off")
+    waited_share: float = Field(0.0, description="of the timed seconds that were spent waiting for a core")
+    cpu_seconds: float | None = Field(None, description="processor seconds of a step, over all processes")
+    step_seconds: Spread | None = Field(None, description="of a whole global batch, without waiting for a core")
     update_seconds: float | None = None
     tokens_per_second: float | None = None
-    one_time_seconds: float | None = Field(None, description="first micro-batch and update beyond a steady one")
+    one_time_seconds: float | None = Field(None, description="first steps and compilation beyond steady steps")
     largest_micro_batch: tuple[int, int] | None = Field(None, description="rows and tokens a row of what was run")
+    largest_of_run: bool = Field(True, description="whether no batch of the run has a larger one; False: not all were looked at")
     peak_bytes: int | None = None
     resident_bytes: int | None = None
     base_resident_bytes: int | None = None
@@ -71,16 +76,23 @@ class TrialServer:
     def run(self, request: TrialRequest) -> TrialResult:
         start = time.monotonic()
         *answers, ending = self._server.ask(request, TrialResult, limit_seconds=request.limit_seconds)
-        for answer in answers:
-            if isinstance(answer, TrialResult):
-                return answer
+        results = [answer for answer in answers if isinstance(answer, TrialResult)]
         assert isinstance(ending, Ending)
-        return _died(ending).changed(wall_seconds=time.monotonic() - start)
+        wall_seconds = time.monotonic() - start
+        if ending.timed_out:
+            partial = results[-1] if results else unfinished()
+            return partial.changed(timed_out=True, wall_seconds=wall_seconds)
+        if results and not results[-1].timed_out:
+            return results[-1]
+        return _died(ending).changed(wall_seconds=wall_seconds)
+
+
+def unfinished(**measured: Any) -> TrialResult:
+    """Return what stands for a trial that is ended now: ``measured`` without a speed is a failure."""
+    return TrialResult(failure="took longer than the trial's limit", timed_out=True, **measured)
 
 
 def _died(ending: Ending) -> TrialResult:
-    if ending.timed_out:
-        return TrialResult(failure="took longer than the trial's limit")
     if ending.signal == signal.SIGKILL:
         return TrialResult(failure="killed by the system: out of memory", out_of_memory=True)
     return TrialResult(failure=f"the process died (exit {ending.exit}, signal {ending.signal}): {ending.last_words}")

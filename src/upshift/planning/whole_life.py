@@ -9,14 +9,13 @@ from dataclasses import dataclass, field, replace
 
 from upshift.hardware.spec import Host
 from upshift.models.profile import ModelProfile
-from upshift.planning.cost.basis import held_spread
 from upshift.planning.cost.known import Known
 from upshift.planning.cost.life import WITH_LOGITS, life, needed
 from upshift.planning.cost.memory import Peak
-from upshift.planning.cost.resident import CUDA_SLACK, base_bytes, memory_limit, predict_reserved
+from upshift.planning.cost.resident import CUDA_SLACK, base_bytes, predict_reserved
 from upshift.planning.cost.segments import trace_for
 from upshift.planning.cost.time import largest_micro_batch
-from upshift.planning.rank import FITS_BUT, Candidate, Ranking, Rejected
+from upshift.planning.rank import FITS_BUT, Candidate, Ranking, Rejected, limit_of
 from upshift.planning.workload import Workload
 from upshift.units import format_bytes
 
@@ -42,8 +41,7 @@ class WholeLife:
         return life(self.profile, trace, plan, candidate.memory, shape=shape)
 
     def limit(self, candidate: Candidate) -> float | None:
-        spread = held_spread(candidate.basis("held"))
-        return memory_limit(candidate.plan, self.host, risk=self.workload.risk, spread=spread)
+        return limit_of(candidate, self.host, self.workload)
 
     def held(self, candidate: Candidate, allocated: float) -> float:
         """What the process or device holds at a moment with so much allocated. A process's heap has holes in proportion up to the

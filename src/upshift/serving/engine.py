@@ -5,13 +5,13 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-import sys
 import time
 from collections import deque
 from collections.abc import AsyncGenerator, Callable
 from contextlib import suppress
 from typing import Literal, NamedTuple
 
+from upshift import with_parent
 from upshift.errors import JobFailed, NothingFits, RequestError
 from upshift.serving.messages import (
     FROM_ENGINE,
@@ -168,7 +168,7 @@ class EngineProcess:
         was_ready, self.beat = False, IDLE
         try:
             self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-m", "upshift.serving.engine_process", stdin=asyncio.subprocess.PIPE,
+                *with_parent.command("upshift.serving.engine_process"), stdin=asyncio.subprocess.PIPE,
                 stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE, limit=LINE_BYTES,
             )  # fmt: skip
             listening = asyncio.create_task(self._hear_errors())

@@ -9,6 +9,7 @@ import time
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
+from upshift.serving.bodies import as_json, problem_of, takes_body
 from upshift.serving.refusals import Refusal, answer_of
 
 if TYPE_CHECKING:
@@ -76,6 +77,12 @@ class Guard:
             return
         if body is None:  # it left
             return
+        if takes_body(scope):
+            problem = problem_of(scope, body)
+            if problem is not None:
+                await answer_of(problem)(scope, receive, send)
+                return
+            scope = as_json(scope)
         await self._run(scope, body, receive, send)
 
     async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:

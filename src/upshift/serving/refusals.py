@@ -20,6 +20,7 @@ WORDS = {
     404: "the model is not served here",
     408: "the body came too slowly",
     413: "the body, or prompt and answer, are too long",
+    415: "the body is compressed, or a browser's and not named as JSON",
     429: "it would wait too long",
     500: "the engine failed at this request alone",
     503: "the engine died, or starts again",

@@ -12,7 +12,7 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.source import GlobalBatch
 from upshift.training.parallel.fully_shard import let_go
 from upshift.training.parallel.pipeline import Pipeline
-from upshift.training.prepare import computing, extra_inputs, loss_of
+from upshift.training.prepare import computing, loss_of
 
 
 def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
@@ -35,12 +35,11 @@ def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> fl
 
 
 def _whole(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> tuple[float, int]:
-    extra = extra_inputs(model)
     total, num_labels = 0.0, 0
     with computing(model, plan):
         for micro_batch in (m for batch in batches for m in batch.micro_batches):
             if micro_batch.num_label_tokens or plan.layout.exchanges:
-                mean = float(loss_of(model, plan, micro_batch, extra)) * plan.layout.context_parallel
+                mean = float(loss_of(model, plan, micro_batch)) * plan.layout.context_parallel
                 total += mean * micro_batch.num_label_tokens
                 num_labels += micro_batch.num_label_tokens
     return total, num_labels

@@ -9,13 +9,15 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import ctypes.util
+import platform
 import resource
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import psutil
 
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_MAX = -1, -2, -4  # malloc.h
 TOP_PAD_BYTES = 64 * 2**20
+LONGEST_WAIT_STEPS = 64
 USABLE_SHARE = 0.95  # of what is free at the start; beyond it an allocation fails in the process, not in the system
 
 
@@ -30,6 +32,32 @@ def keep_freed_memory() -> None:
 def give_back_free_memory() -> None:
     """Once: pages of the heap that hold nothing go back to the kernel, also where freed memory is kept."""
     ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
+
+
+class HeldMemory:
+    """Keeps a process near the memory that was predicted for it.
+
+    Blocks whose sizes change from step to step leave holes in the heap, which hold memory though nothing is in them. They go back
+    to the system behind a step that left the process above ``limit_bytes``. Giving them back costs page faults in the next step,
+    so that it is done half as often each time it did not last until the next look.
+    """
+
+    def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = give_back_free_memory) -> None:
+        self.limit_bytes = limit_bytes if platform.libc_ver()[0] == "glibc" else None
+        self._give_back = give_back
+        self._wait, self._steps_left = 1, 0
+
+    def after_step(self, resident_bytes: int) -> bool:
+        """Return whether memory was given back."""
+        self._steps_left = max(self._steps_left - 1, 0)
+        if self.limit_bytes is None or self._steps_left:
+            return False
+        if resident_bytes <= self.limit_bytes:
+            self._wait = 1
+            return False
+        self._give_back()
+        self._steps_left, self._wait = self._wait, min(2 * self._wait, LONGEST_WAIT_STEPS)
+        return True
 
 
 @contextlib.contextmanager

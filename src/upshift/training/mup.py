@@ -19,18 +19,21 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.pytorch_utils import Conv1D
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import FROM_CONFIG
 from upshift.models.adapter import base_of
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.mup import base_text, read_base
 
 COSMETIC = ("_name_or_path", "transformers_version", "dtype", "torch_dtype", "architectures")
-INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = ((nn.Linear, 1), (Conv1D, 0), (_ConvNd, 1))
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d)
+INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = (
+    (nn.Linear, 1), (Conv1D, 0), *((convolution, 1) for convolution in CONVOLUTIONS),
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -89,7 +92,7 @@ def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
     base_config = narrowed(model.config, read_base(text))
     _check_heads(model.config, base_config)
     with torch.device("meta"):
-        base = type(model)._from_config(base_config)
+        base = FROM_CONFIG.of(type(model))(base_config)
     shapes = {name: tuple(parameter.shape) for name, parameter in base.named_parameters()}
     owners = {
         f"{path}.{name}" if path else name: module
@@ -118,7 +121,7 @@ def scale_initial(model: PreTrainedModel, text: str) -> None:
     """The deviations of random weights become what the base's ask for. Measured, as models draw by rules of their own."""
     found = scales(model, text)
     with torch.random.fork_rng():
-        base = dict(type(model)._from_config(narrowed(model.config, read_base(text))).named_parameters())
+        base = dict(FROM_CONFIG.of(type(model))(narrowed(model.config, read_base(text))).named_parameters())
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             ours, theirs = (float(one.float().std()) if one.numel() > 1 else 0.0 for one in (parameter, base[name]))

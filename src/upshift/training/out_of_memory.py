@@ -37,6 +37,8 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
     """Two halves that hold the same labels: of its rows, or of one long row where a sequence begins. None: indivisible."""
+    if not micro_batch.splits:
+        return None
     rows, width = micro_batch.shape
     if rows > 1:
         middle = (rows + 1) // 2

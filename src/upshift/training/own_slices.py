@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import GenerationConfig, PretrainedConfig, PreTrainedModel
 
+from upshift.internals.torch_names import APPLY
 from upshift.loading.checkpoint import find_checkpoint
 from upshift.loading.fill import CPU, Filling
 from upshift.loading.names import map_names
@@ -89,7 +90,7 @@ def _parameters_on_meta() -> Iterator[None]:
 def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
     """``model``: what the rank has of ``empty.model``, still without weights."""
     for part in parts_of(model):
-        part._apply(_made_on(plan.device))
+        APPLY.of(part)(_made_on(plan.device))
     tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()
     for part in parts_of(model):  # a stage may have one of the names of a tied weight alone
         for name, tensor in (*part.named_parameters(remove_duplicate=False), *part.named_buffers(remove_duplicate=False)):

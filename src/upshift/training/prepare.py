@@ -4,7 +4,6 @@ compile, and what ranks divide of all that (parallel/)."""
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -15,13 +14,14 @@ from torch.nn import functional
 from transformers import BitsAndBytesConfig, PretrainedConfig, PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ATTENTION
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.coverage import check_files, check_missing
 from upshift.loading.load import build_empty, load_source
 from upshift.loading.offload import recompute_offloaded
 from upshift.models.adapter import base_of, complete_model, name_base
 from upshift.models.block_attention import set_attention
-from upshift.models.build import build_model, choose_class, find_stacks, read_config
+from upshift.models.build import build_model, choose_class, find_stacks, forget_cache, read_config
 from upshift.models.chunked_loss import chunked_head
 from upshift.models.recompute import recompute_layers
 from upshift.models.source import ModelSource, find_model
@@ -146,7 +146,7 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
     modules = modules_of(model)
     bases = [base_of(module) for module in modules]
     for base in bases:
-        if plan.attention != base.config._attn_implementation:
+        if plan.attention != ATTENTION.of(base.config):
             set_attention(base, plan.attention)
     share_context(bases, place)
     recomputed_layers = layers_of_stages(plan.activation_checkpointing, modules)
@@ -228,17 +228,24 @@ def losses_in_fp32(plan: Plan) -> Iterator[None]:
         functional.cross_entropy = plain
 
 
-def extra_inputs(model: nn.Module) -> dict[str, bool]:
-    """A key-value cache in training costs memory and makes transformers ignore packed position ids."""
-    return {"use_cache": False} if "use_cache" in inspect.signature(base_of(model).forward).parameters else {}
+@contextmanager
+def no_cache(model: nn.Module) -> Iterator[None]:
+    """While open, the model keeps no keys and values: in training they cost memory, and with them transformers looks for no texts
+    that share a row. It is said in the config, for a class may take it from there alone; afterwards the config is as it was."""
+    caching = forget_cache(model)
+    try:
+        yield
+    finally:
+        for config in caching:
+            config.use_cache = True
 
 
-def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch, extra: dict[str, bool]) -> torch.Tensor:
-    """Mean loss of a micro-batch's labels; of any label, where it has none. ``extra``: of ``extra_inputs``, asked once."""
+def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
+    """Mean loss of a micro-batch's labels; of any label, where it has none."""
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients
     offloading = activations_on_host(model) if plan.activation_offload else contextlib.nullcontext()
-    with autocast(plan), losses_in_fp32(plan), offloading:
-        loss: torch.Tensor = model(**inputs, **extra).loss
+    with autocast(plan), losses_in_fp32(plan), offloading, no_cache(model):
+        loss: torch.Tensor = model(**inputs).loss
     return loss

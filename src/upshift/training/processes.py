@@ -14,11 +14,12 @@ from contextlib import contextmanager, suppress
 from typing import Any, TypeVar
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _get_default_store
 
-from upshift.errors import Interrupted, JobFailed, RequestError, UpshiftError
+from upshift.errors import Interrupted, JobFailed, MissingInternal, RequestError, UpshiftError
+from upshift.internals.torch_names import DEFAULT_STORE
 from upshift.planning.plan import Plan
 from upshift.training.out_of_memory import find_out_of_memory
+from upshift.with_parent import end_with
 
 PATIENCE_SECONDS, POLL_SECONDS = 20.0, 0.05
 CAUSE = "cause of death"  # in the job's store: the words of the first rank that failed
@@ -74,11 +75,13 @@ def _ranks_failed(codes: list[int], plan: Plan) -> JobFailed:
 
 
 def _fork_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result], request: Request) -> int:
+    parent = os.getpid()
     child = os.fork()
     if child:
         return child
     code = 1
     try:
+        end_with(parent)
         _run_rank(rank, port, plan, work, request)
         code = 0
     except UpshiftError:
@@ -131,8 +134,8 @@ def _raise_cause(error: Exception, rank: int, plan: Plan) -> None:
 
     Returns where they are this rank's own, or there are none: the other was killed, or was rank 0, which had the store.
     """
-    with suppress(dist.DistError):
-        store = _get_default_store()
+    with suppress(dist.DistError, MissingInternal):
+        store = DEFAULT_STORE.get()()
         if not lost_another(error):
             store.compare_set(CAUSE, "", json.dumps(_cause(error, rank, plan)))
         elif store.check([CAUSE]):

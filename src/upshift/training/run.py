@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.output_lock import claimed
 from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
@@ -23,20 +25,21 @@ from upshift.planning.workload import Workload
 from upshift.record import Numbers, Record
 from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments, RunNumbers
+from upshift.training.batches.source import steps_of
 from upshift.training.checkpoint.checkpoint import check_output_directory
+from upshift.training.data.training_data import save_data
 from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
 from upshift.training.heal.heal import fixed_to_heal
-from upshift.training.job.job import Job, TrainingData, prepare_data, run_job, write_sample
+from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
 from upshift.training.job.launched import is_restart, run_launched
 from upshift.training.loop.events import OnEvent
-from upshift.training.loop.run import OWN_FILES
+from upshift.training.loop.run import OWN_FILES, check_run_file
 from upshift.training.mup import with_base
 from upshift.training.prepare import check_weights
 from upshift.training.runnable import runnable
 from upshift.training.trials import known_proof, try_plans
 
 TRIAL_SECONDS = 60.0
-SAMPLE_BATCHES = 4
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Watcher:
     planned: Callable[[Planning], None] = lambda planning: None
     trying: Callable[[Plan], None] = lambda plan: None
     tried: Callable[[Tried], None] = lambda tried: None
+    proved: Callable[[Proof], None] = lambda proof: None
     ready: Callable[[Prepared], None] = lambda prepared: None
     event: OnEvent = lambda event: None
 
@@ -103,6 +107,7 @@ def prepare_run(
     text_column: str | None = None,
     tokenizer: Any = None,
     clips_gradients: bool = True,
+    seed: int = 42,
     trial_seconds: float = TRIAL_SECONDS,
     host: Host | None = None,
     mup_base: str | None = None,
@@ -110,7 +115,8 @@ def prepare_run(
 ) -> tuple[Prepared, int]:
     """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan.
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
-    ``host``: that of a launcher's ranks; this machine where not given. ``mup_base``: a narrower model whose rates hold."""
+    ``host``: that of a launcher's ranks; this machine where not given. ``mup_base``: a narrower model whose rates hold.
+    ``seed``: of the run, whose first batches are what trials compute."""
     watcher = watcher or Watcher()
     numbers = {"epochs": epochs, "global_batch": global_batch, "sequence_length": sequence_length}
     RunNumbers.from_fields(numbers | {"trial_seconds": trial_seconds})  # the rank is checked with the source
@@ -123,14 +129,14 @@ def prepare_run(
     data = prepare_data(source, data_path, progress=watcher.tokenizing, **how)
     host = host or _devices_asked_for(find_host(None), fixed)
     given = find_given_plan(plan_file, resume_from, fixed, host, source)
-    steps = max_steps or max(round(len(data.training) / global_batch * epochs), 1)
+    steps = max_steps or steps_of(epochs, num_sequences=len(data.training), global_batch=global_batch)
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, lengths=_lengths(data), total_steps=steps, allow=allow,
         clips_gradients=clips_gradients,
     )  # fmt: skip
     planning = runnable(plan_training(source, host, workload, fixed=fixed, progress=watcher.tracing), source)
     watcher.planned(planning)
-    proof = _prove(of_model, data, planning, fixed, trial_seconds, watcher) if given is None and trial_seconds > 0 else None
+    proof = _prove(of_model, data, planning, fixed, trial_seconds, seed, watcher) if given is None and trial_seconds > 0 else None
     candidate = _candidate(planning, proof, given)
     plan = Plan.model_validate(candidate.plan.model_dump())
     prepared = Prepared(source, data, planning, proof, plan, planning.numbers(candidate), of_model, data_path, text_column)
@@ -163,22 +169,25 @@ def train(
         request["fixed"] = fixed_to_heal(tuple(request.get("fixed", ())), launched=ranks is not None)
 
     def make_job(host: Host | None = None, processes: int | None = None) -> tuple[Job, Prepared]:
+        writing.enter_context(claimed(output))
         check_output_directory(output, overwrite=overwrite, resume=resume, own_files=OWN_FILES)
+        check_run_file(output)
         prepared, steps = prepare_run(
             model, data, sequence_length=sequence_length, global_batch=global_batch, max_steps=max_steps,
             resume_from=output if resume else None, watcher=watcher, clips_gradients=asked.max_grad_norm > 0,
-            host=host, **(request if processes is None else _for_ranks(request, processes)),
+            seed=asked.seed, host=host, **(request if processes is None else _for_ranks(request, processes)),
         )  # fmt: skip
         watcher.ready(prepared)
         job = prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume, heal=heal)
         return job, prepared
 
-    if ranks is not None:
-        return _train_launched(ranks, make_job, global_batch, watcher)
-    job, prepared = make_job()
-    record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
-    remember_run(record, prepared.planning)
-    return record
+    with ExitStack() as writing:  # of several ranks the first makes the job, and holds the output's lock
+        if ranks is not None:
+            return _train_launched(ranks, make_job, global_batch, watcher)
+        job, prepared = make_job()
+        record = run_job(job, prepared.data, on_event=watcher.event, fresh_process=True)
+        remember_run(record, prepared.planning)
+        return record
 
 
 def _for_ranks(request: dict[str, Any], processes: int) -> dict[str, Any]:
@@ -244,23 +253,25 @@ def _prove(
     planning: Planning,
     fixed: tuple[str, ...],
     seconds: float,
+    seed: int,
     watcher: Watcher,
 ) -> Proof:
     path = proof_path(planning, fixed=fixed, from_config=of_model["from_config"])
-    known = known_proof(planning, path, tried=watcher.tried)
-    if known is not None:
-        return known
-    global_batch = planning.workload.global_batch
-    with tempfile.TemporaryDirectory(prefix="upshift-sample-") as folder:
-        sample = Path(folder) / "sample.npz"
-        write_sample(data.training, sample, SAMPLE_BATCHES * global_batch)
-        trial = TrialRequest(
-            **of_model, plan=planning.default.plan, global_batch=global_batch,
-            seconds=seconds, limit_seconds=seconds, sample=str(sample), objective=data.objective.model_dump(),
-        )  # fmt: skip
-        return try_plans(
-            planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed
-        )
+    proof = known_proof(planning, path, tried=watcher.tried)
+    if proof is None:
+        workload = planning.workload
+        with tempfile.TemporaryDirectory(prefix="upshift-trials-") as folder:
+            save_data(data, Path(folder))
+            trial = TrialRequest(
+                **of_model, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
+                limit_seconds=seconds, data=folder, seed=seed, total_steps=workload.total_steps,
+                clips_gradients=workload.clips_gradients,
+            )  # fmt: skip
+            proof = try_plans(
+                planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed
+            )
+    watcher.proved(proof)
+    return proof
 
 
 def _candidate(planning: Planning, proof: Proof | None, given: Plan | None) -> Candidate:

@@ -32,7 +32,7 @@ from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import highest
 from upshift.training.parallel.tied import agree_on_tied
 from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
-from upshift.training.prepare import computing, extra_inputs, loss_of
+from upshift.training.prepare import computing, loss_of
 
 WATCHED_MICRO_BATCHES = 2  # the longest come first; from the second on the gradients exist
 Shape = tuple[int, ...]
@@ -65,7 +65,7 @@ class Stepper:
         self.scaler = torch.amp.GradScaler(plan.device, enabled=plan.precision == "fp16")
         if plan.optimizer_in_backward:
             update_in_backward(self.optimizer)
-        self._extra, self._copies = extra_inputs(model), copies
+        self._copies = copies
         self.scene: Scene  # memory as it was when a step ran out
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         self._pipeline = Pipeline(model, plan) if plan.layout.pipeline_parallel > 1 else None
@@ -153,8 +153,8 @@ class Stepper:
         return together.run(micro_batch, lambda one: self._pass(one, num_label_tokens), last=last)
 
     def _pass(self, micro_batch: MicroBatch, num_label_tokens: int) -> torch.Tensor:
-        loss = loss_of(self.model, self.plan, micro_batch, self._extra)
-        share = loss.float() * (micro_batch.num_label_tokens / num_label_tokens)
+        loss = loss_of(self.model, self.plan, micro_batch)
+        share = loss.float() * (micro_batch.num_label_tokens / max(num_label_tokens, 1))
         if self.plan.optimizer_in_backward:
             check_finite(float(share.detach()))  # afterwards the weights have moved
         self.scaler.scale(share).backward()

@@ -1,243 +1,429 @@
-"""One trial: the plan on the real model for a few seconds, longest micro-batch first."""
+"""One trial: the plan on the real model for a few seconds, on the batches that the run will begin with.
+
+The longest micro-batch of the run comes first: it shows what the plan allocates, and whether it fits at all. Then come whole
+optimizer steps over the run's own global batches, after warm-up, so that their speed and the memory that the process holds are
+those of the run. Where a whole step takes too long for a trial, some of its micro-batches stand for it.
+"""
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from itertools import cycle
 from pathlib import Path
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from upshift.benchmarking.meters import allocated_peak, reset_resident_peak, resident_bytes, resident_peak_bytes
-from upshift.benchmarking.timer import time_once
+from upshift.benchmarking.load import LoadMeter, Timing
+from upshift.benchmarking.meters import (
+    allocated_peak,
+    bytes_left_with_parent,
+    reset_resident_peak,
+    resident_bytes,
+    resident_peak_bytes,
+)
+from upshift.benchmarking.timer import synchronise
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource, find_to_train
-from upshift.planning.trial import TrialRequest, TrialResult, loosened
+from upshift.planning.plan import Plan
+from upshift.planning.trial import TrialRequest, TrialResult, loosened, unfinished
 from upshift.record import Spread
 from upshift.training.arguments import Arguments
 from upshift.training.batches.fill import MicroBatch
-from upshift.training.batches.objective import Objective
 from upshift.training.batches.of_plan import layout_for, objective_of
-from upshift.training.batches.source import BatchSource, GlobalBatch, evaluation_batches
+from upshift.training.batches.source import BatchSource, GlobalBatch, Position, Upcoming, evaluation_batches, look_ahead
 from upshift.training.batches.stored_rows import cut_stored, read_rows
+from upshift.training.checkpoint.rng import seed_rng
+from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.tokens import Sequences, TokenizedCorpus, cut_sequences
+from upshift.training.data.training_data import load_data
 from upshift.training.evaluate import evaluate
 from upshift.training.host_memory import limited_memory
+from upshift.training.job.processes import TOKENIZER
 from upshift.training.out_of_memory import is_out_of_memory
-from upshift.training.parallel.place import find_place
-from upshift.training.parallel.ranks import slowest
+from upshift.training.parallel.place import Place, find_place
 from upshift.training.parallel.stage import modules_of
-from upshift.training.prepare import compile_layers, computing, extra_inputs, load_or_build, loss_of, prepare, set_process
+from upshift.training.prepare import compile_layers, computing, load_or_build, loss_of, prepare, set_process
 from upshift.training.processes import join_processes
-from upshift.training.step import Stepper
+from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, Stepper
 from upshift.training.weight_offload import in_memory_bytes
 
 CHECK_SEQUENCES = 4
-MIN_SAMPLES, MAX_SAMPLES = 2, 24
-EXPENSIVE = 2.0  # times the timed work: such a micro-batch is run once, and not under the meter
+WARM_STEPS = 2  # of a run whose first steps allocate, compile and tune: as many as its own meter leaves out
+MIN_TIMED, MAX_TIMED = 2, 24  # steps or micro-batches
+WHOLE_STEPS_SHARE = 4.0  # times the timed seconds that warm and timed steps may take, else micro-batches stand for them
+EXPENSIVE = 2.0  # times the timed seconds: such a micro-batch is run once, and not under the meter
+BUSY_PATIENCE = 3.0  # times the timed seconds, while other programs compute
 COMPILED_TOLERANCE = 0.05  # dropout draws other numbers when compiled; what a compiler breaks is larger; of 1,000 labels
+Tell = Callable[[TrialResult], None]
+Item = TypeVar("Item")
 
 
-def main(path: Path, answer: Callable[[TrialResult], None]) -> None:
+def main(path: Path, answer: Tell) -> None:
     request = TrialRequest.from_file(path)
     start = time.perf_counter()
+
+    def tell(partial: TrialResult) -> None:
+        """What is known so far, for the case that the trial is ended at its limit."""
+        answer(partial.changed(timed_out=True))
+
+    def work(request: TrialRequest) -> TrialResult:
+        return run_trial(request, tell)
+
     try:
         with limited_memory(request.plan.num_processes):
-            result = join_processes(request.plan, run_trial, request)
+            result = join_processes(request.plan, work, request)
     except Exception as error:  # a trial is asked "does this run?"; every kind of no is an answer, with its words
         result = TrialResult(failure=_one_line(error), out_of_memory=is_out_of_memory(error))
     answer(result.changed(wall_seconds=time.perf_counter() - start))
 
 
-def run_trial(request: TrialRequest) -> TrialResult:
+@dataclass(frozen=True)
+class Batches:
+    """What a trial computes. ``upcoming``: the global batches of the run's first steps, in its order."""
+
+    upcoming: Iterator[GlobalBatch]
+    ahead: Upcoming
+    longest: GlobalBatch  # the one whose micro-batches hold most tokens
+    largest_of_run: bool  # whether no later batch has a longer micro-batch
+    checked: list[GlobalBatch]  # a few sequences, the same under every plan, whose loss is compared
+    data_bytes: int = 0  # of the data that a whole run reads, and with it holds; a trial reads little of it
+    tokenizer: Any = None  # a run holds it for what it saves
+
+    @property
+    def num_check_labels(self) -> int:
+        return sum(micro_batch.num_label_tokens for batch in self.checked for micro_batch in batch.micro_batches)
+
+
+def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
+    """Return what the plan does. ``tell``: takes what is known before the end; it is called on rank 0 alone."""
     plan = request.plan
     set_process(plan)
     place = find_place(plan)
-    base = resident_bytes()
+    base = resident_bytes() + bytes_left_with_parent()
     reset_resident_peak()
     source = find_to_train(request.model_reference, lora_rank=request.lora_rank, load_in_4bit=request.load_in_4bit)
     uncompiled = plan.changed(torch_compile="off")
     model = prepare(load_or_build(source, plan, from_config=request.from_config, seed=request.seed), uncompiled, place)
-    batch, checked = _stored_batches(request) if request.rows else _token_batches(request, source, place.data_rank)
-    checked = list(checked)
-    check = evaluate(model, plan, checked)
-    torch.manual_seed(request.seed)
-    clipping = {"max_grad_norm": 0.0} if plan.optimizer_in_backward else {}
-    stepper = Stepper(model, place, Arguments(max_steps=1000, seed=request.seed, **clipping))
-    result = (_measure_steps if plan.layout.pipeline_parallel > 1 else _measure)(stepper, batch, request)
-    labels = sum(m.num_label_tokens for b in checked for m in b.micro_batches)
-    return result.changed(base_resident_bytes=base, check_loss=check * (result.check_loss or 1.0), check_labels=max(labels, 1))
+    batches = _stored_batches(request) if request.rows else _token_batches(request, source, place)
+    check_loss = evaluate(model, plan, batches.checked)
+
+    def complete(result: TrialResult) -> TrialResult:
+        """``check_loss``: what compiling multiplied the loss by; None before anything was compiled."""
+        return result.changed(
+            base_resident_bytes=base, check_loss=check_loss * (result.check_loss or 1.0),
+            check_labels=max(batches.num_check_labels, 1),
+        )  # fmt: skip
+
+    if place.rank == 0:
+        tell(complete(unfinished()))
+    seed_rng(request.seed, 0, place.rank // plan.layout.tensor_parallel)
+    clips = request.clips_gradients and not plan.optimizer_in_backward
+    arguments = Arguments(max_steps=1000, seed=request.seed, max_grad_norm=1.0 if clips else 0.0)
+    stepper = Stepper(model, place, arguments, on_halved=_does_not_fit)
+    reset_resident_peak()  # loading has a prediction of its own
+    return complete(Trial(stepper, batches, request, lambda rough: tell(complete(rough))).run())
 
 
-def _token_batches(request: TrialRequest, source: ModelSource, data_rank: int) -> tuple[GlobalBatch, Iterator[GlobalBatch]]:
-    """(what is timed, the few sequences whose loss is checked)"""
-    objective = Objective.model_validate(request.objective) if request.objective else objective_of(source)
-    sequences = _sequences(request, objective)
-    layout = layout_for(request.plan, objective, data_rank=data_rank)
-    whole = BatchSource(
+def _does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
+    """A run would go on with smaller micro-batches. A trial says that those of the plan do not fit."""
+    raise MemoryError(f"a micro-batch of {' x '.join(map(str, largest))} tokens does not fit: {words}")
+
+
+def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> Batches:
+    """The run's own batches where there is data, else sequences of random tokens, all of full length."""
+    tokenizer = None
+    if request.data is not None:
+        data = load_data(Path(request.data))
+        sequences, objective = data.training, data.objective
+        if place.rank == 0 and (Path(request.data) / TOKENIZER).exists():
+            tokenizer = load_tokenizer(Path(request.data) / TOKENIZER)
+    else:
+        objective = objective_of(source)
+        sequences = _synthetic(request, num_sides(objective.kind), objective.vocab_size or 2)
+    layout = layout_for(request.plan, objective, data_rank=place.data_rank)
+    run = BatchSource(
         sequences=sequences, global_batch=request.global_batch, layout=layout, objective=objective, seed=request.seed
     )
-    first = replace(sequences, starts=sequences.starts[:CHECK_SEQUENCES], lengths=sequences.lengths[:CHECK_SEQUENCES])
+    few = run.sequence_ids(Position())[:CHECK_SEQUENCES]
+    first = replace(sequences, starts=sequences.starts[few], lengths=sequences.lengths[few])
     checked = evaluation_batches(first, global_batch=CHECK_SEQUENCES, layout=layout, objective=objective)
-    return next(whole.batches()), checked
+    ahead = look_ahead(run, num_steps=request.total_steps)
+    longest = next(run.batches(run.position_of_step(ahead.longest_step)))
+    full = request.plan.per_device_train_batch_size * sequences.sequence_length
+    largest = ahead.steps == request.total_steps or ahead.longest_tokens >= full
+    share = min(request.total_steps * request.global_batch / len(sequences), 1.0) if request.data is not None else 0.0
+    arrays = (sequences.tokens, sequences.starts, sequences.lengths)
+    data_bytes = int(share * sum(array.nbytes for array in arrays))
+    return Batches(run.batches(), ahead, longest, largest, list(checked), data_bytes, tokenizer)
 
 
-def _stored_batches(request: TrialRequest) -> tuple[GlobalBatch, Iterator[GlobalBatch]]:
+def _synthetic(request: TrialRequest, sides: int, vocab_size: int) -> Sequences:
+    length = request.plan.sequence_length * sides
+    generator = np.random.default_rng(request.seed)
+    count = max(request.global_batch, CHECK_SEQUENCES)
+    documents = [generator.integers(0, vocab_size, size=length).astype(np.int32) for _ in range(count)]
+    return cut_sequences(TokenizedCorpus.from_documents(documents), length)
+
+
+def _stored_batches(request: TrialRequest) -> Batches:
+    """Of collated rows: a sample of the run's, as many global batches as they make."""
     rows, how = read_rows(Path(request.rows or ""))
+    size = min(request.global_batch, len(rows))
+    starts = range(0, len(rows) - size + 1, size)
+    stored = [cut_stored(rows, how, request.plan, range(start, start + size)) for start in starts]
+    sizes = [sorted((micro_batch.num_padded_tokens for micro_batch in batch.micro_batches), reverse=True) for batch in stored]
+    longest = max(range(len(stored)), key=lambda number: sizes[number][:2])
+    ahead = Upcoming(
+        steps=len(stored), longest_step=longest, longest_tokens=sizes[longest][0],
+        num_tokens=statistics.fmean(batch.num_tokens for batch in stored), num_padded_tokens=statistics.fmean(map(sum, sizes)),
+    )  # fmt: skip
     few = range(min(CHECK_SEQUENCES, len(rows)))
-    return cut_stored(rows, how, request.plan, range(len(rows))), iter([cut_stored(rows, how, request.plan, few)])
+    return Batches(cycle(stored), ahead, stored[longest], False, [cut_stored(rows, how, request.plan, few)])
 
 
-def _measure(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
-    """Optimizer state first, then the longest micro-batch, more while time lasts, an update, and at last the allocator's
-    meter, whose own memory is not the plan's. ``check_loss`` is what compiling multiplied the loss by."""
-    plan, device, waits = request.plan, request.plan.device, request.plan.layout.exchanges
-    chosen = _spread(batch.micro_batches, with_stand_ins=waits)
+class Trial:
+    """Runs a plan's steps and measures them. ``tell``: takes a rough result before the steady ones are there."""
 
-    def accumulate(micro_batch: MicroBatch) -> float:
-        if plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
-            stepper.optimizer.zero_grad(set_to_none=True)
-        return _timed(stepper, micro_batch, batch.num_label_tokens)
+    def __init__(
+        self, stepper: Stepper, batches: Batches, request: TrialRequest, tell: Tell, *, meter: LoadMeter | None = None
+    ) -> None:
+        self.stepper, self.batches, self.request, self.tell = stepper, batches, request, tell
+        self.plan: Plan = stepper.plan
+        self.meter = meter or LoadMeter()
+        self.waits = self.plan.layout.exchanges  # ranks wait for each other within a micro-batch
 
-    def update() -> float:
-        return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
+    def run(self) -> TrialResult:
+        first_update = self._give_birth()
+        update = self._timed(self._update)
+        if self.plan.layout.pipeline_parallel > 1:  # its micro-batches overlap, so only whole steps tell their time
+            for module in modules_of(self.stepper.model):
+                compile_layers(module, self.plan)
+            return self._whole_steps(update.calm_seconds, first_update.seconds - update.seconds)
+        longest = self.batches.longest
+        with computing(self.stepper.model, self.plan):
+            factor, compile_seconds = self._compile(longest)
+            self._drop_gradients()
+            looks = [self._look(micro_batch) for micro_batch in self._most_at_once()]
+            self._drop_gradients()
+        once = compile_seconds + first_update.seconds - update.seconds
+        share = self.batches.ahead.num_padded_tokens / self.batches.ahead.longest_tokens
+        expected = looks[0].calm_seconds * share + update.calm_seconds
+        if self.stepper.place.rank == 0:
+            self.tell(self._rough(expected, once).changed(check_loss=factor))
+        if expected * (WARM_STEPS + MIN_TIMED) <= WHOLE_STEPS_SHARE * self.request.seconds:
+            result = self._whole_steps(update.calm_seconds, once)
+        else:
+            result = self._micro_batches(looks[-1], once)
+        return result.changed(check_loss=factor)
 
-    first_update = _give_birth(stepper, update)
-    with computing(stepper.model, plan):
-        compile_seconds, factor = 0.0, 1.0
-        if plan.torch_compile != "off":
-            factor, compile_seconds = _compile(stepper, chosen[0], batch.num_label_tokens)
-            others = chosen[1:] if waits else {m.shape: m for m in chosen[1:]}.values()
-            compile_seconds += sum(map(accumulate, others))
-        # From the second micro-batch on the gradients exist: a plan that accumulates is not known by one.
-        at_least = min(2, len(chosen), plan.gradient_accumulation_steps)
-        micro, padded = _time_micro_batches(chosen, accumulate, at_least=at_least, seconds=request.seconds)
-        update_seconds = update()
-        resident = resident_peak_bytes()
-        peak_bytes = None
-        if max(micro) <= EXPENSIVE * request.seconds:
-            with allocated_peak(device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
-                for micro_batch in chosen[: min(2, plan.gradient_accumulation_steps)]:
-                    accumulate(micro_batch)
-                if plan.num_processes == 1:  # others need not come here, and an update waits for them
-                    update()
-            peak_bytes = peak.bytes
-    total_padded = sum(m.num_padded_tokens for m in batch.micro_batches)
-    scale = total_padded / max(padded / len(micro), 1)  # micro-batches of average size in a whole step
-    average = sum(micro) / len(micro) * scale + update_seconds
-    return TrialResult(
-        step_seconds=Spread.of([seconds * scale + update_seconds for seconds in micro], num_warmup=1).changed(p50=average),
-        update_seconds=update_seconds,
-        tokens_per_second=batch.num_tokens / average,
-        one_time_seconds=max(compile_seconds - sum(micro) / len(micro), 0.0) + max(first_update - update_seconds, 0.0),
-        largest_micro_batch=chosen[0].shape,
-        peak_bytes=peak_bytes,
-        resident_bytes=resident,
-        check_loss=factor,
-    )
+    def _most_at_once(self) -> tuple[MicroBatch, ...]:
+        """The longest micro-batch of the run, and the one behind it: then gradients exist. A run watches as many."""
+        return self.batches.longest.micro_batches[:WATCHED_MICRO_BATCHES]
+
+    def _look(self, micro_batch: MicroBatch) -> Timing:
+        return self._timed(lambda: self._accumulate(micro_batch, self.batches.longest.num_label_tokens))
+
+    def _rough(self, expected: float, once: float) -> TrialResult:
+        return TrialResult(
+            rough=True, step_seconds=Spread.of([expected]), tokens_per_second=self.batches.ahead.num_tokens / expected,
+            one_time_seconds=max(once, 0.0), largest_micro_batch=self.batches.longest.micro_batches[0].shape,
+            largest_of_run=self.batches.largest_of_run, resident_bytes=self._held_bytes(),
+        )  # fmt: skip
+
+    def _held_bytes(self) -> int:
+        """What a process of its own would hold at most, that has imported all libraries itself and reads all data."""
+        return resident_peak_bytes() + bytes_left_with_parent() + self.batches.data_bytes
+
+    def _whole_steps(self, update_seconds: float, once: float) -> TrialResult:
+        """Measure optimizer steps over the run's own batches."""
+        warm = [self._step() for _ in range(WARM_STEPS)]
+        timed: list[tuple[Timing, GlobalBatch]] = []
+        while self._goes_on([timing for timing, _ in timed]):
+            timed.append(self._step())
+        chosen = _calm(timed)
+        seconds = statistics.fmean(timing.calm_seconds for timing, _ in chosen)
+        padded = self._agreed(statistics.fmean(_num_padded_tokens(batch) for _, batch in chosen))
+        # The run's steps hold more or fewer tokens than these few, padding included; an update takes as long in all of them.
+        scale = self.batches.ahead.num_padded_tokens / max(padded, 1.0)
+        average = max(seconds - update_seconds, 0.0) * scale + min(update_seconds, seconds)
+        once += sum(max(timing.seconds - seconds, 0.0) for timing, _ in warm)
+        samples = [timing.calm_seconds * average / seconds for timing, _ in chosen]
+        resident = self._held_bytes()
+        peak = self._allocated_peak() if seconds <= EXPENSIVE * self.request.seconds else None
+        return self._result(average, samples, update_seconds, once, [timing for timing, _ in chosen], resident, peak, scale)
+
+    def _micro_batches(self, look: Timing, once: float) -> TrialResult:
+        """Measure some of a step's micro-batches, and an update. ``look``: of the last of the longest ones."""
+        batch = next(self.batches.upcoming)
+        several = self.plan.num_processes > 1  # all of them time as many micro-batches
+        chosen = _spread(batch.micro_batches, with_stand_ins=several)
+        timed: list[tuple[Timing, int]] = []
+        expensive = look.calm_seconds > EXPENSIVE * self.request.seconds
+
+        def accumulate(micro_batch: MicroBatch) -> Timing:
+            if self.plan.gradient_accumulation_steps == 1:  # then gradients are born in every micro-batch
+                self._drop_gradients()
+            return self._timed(lambda: self._accumulate(micro_batch, batch.num_label_tokens))
+
+        with computing(self.stepper.model, self.plan):
+            if self.plan.torch_compile != "off" and not expensive:  # shapes that were not compiled yet
+                shapes = chosen if several else list({micro_batch.shape: micro_batch for micro_batch in chosen}.values())
+                once += sum(accumulate(micro_batch).seconds for micro_batch in shapes)
+            if expensive:  # it stands for all
+                timed.append((look, self._most_at_once()[-1].num_padded_tokens))
+            while not expensive and self._goes_on([timing for timing, _ in timed]):
+                micro_batch = chosen[len(timed) % len(chosen)]
+                timed.append((accumulate(micro_batch), micro_batch.num_padded_tokens))
+            update = self._timed(self._update)
+        picked = _calm(timed)
+        seconds = sum(timing.calm_seconds for timing, _ in picked)
+        padded = self._agreed(sum(tokens for _, tokens in picked))
+        scale = self.batches.ahead.num_padded_tokens / max(padded, 1.0) * len(picked)
+        average = seconds / len(picked) * scale + update.calm_seconds
+        samples = [timing.calm_seconds * scale + update.calm_seconds for timing, _ in picked]
+        resident = self._held_bytes()
+        peak = None if expensive else self._allocated_peak()
+        timings = [timing for timing, _ in picked]
+        return self._result(average, samples, update.calm_seconds, once, timings, resident, peak, scale)
+
+    def _result(
+        self, average: float, samples: list[float], update_seconds: float, once: float, timings: list[Timing], resident: int,
+        peak: int | None, scale: float,
+    ) -> TrialResult:  # fmt: skip
+        whole = sum(timing.seconds for timing in timings)
+        return TrialResult(
+            busy=all(timing.busy for timing in timings),
+            waited_share=sum(timing.waited for timing in timings) / whole if whole else 0.0,
+            cpu_seconds=statistics.fmean(timing.cpu_seconds for timing in timings) * scale,
+            step_seconds=Spread.of(samples, num_warmup=WARM_STEPS).changed(p50=average), update_seconds=update_seconds,
+            tokens_per_second=self.batches.ahead.num_tokens / average, one_time_seconds=max(once, 0.0),
+            largest_micro_batch=self.batches.longest.micro_batches[0].shape, largest_of_run=self.batches.largest_of_run,
+            peak_bytes=peak, resident_bytes=resident, check_loss=1.0,
+        )  # fmt: skip
+
+    def _goes_on(self, timed: list[Timing]) -> bool:
+        """Whether another step, or micro-batch, is timed. While other programs compute, until some were timed without them."""
+        seconds, calm = self.request.seconds, [timing for timing in timed if not timing.busy]
+        spent = sum(timing.seconds for timing in timed)
+        if len(timed) < MIN_TIMED:
+            return True
+        if len(timed) >= MAX_TIMED or spent >= BUSY_PATIENCE * seconds:
+            return False
+        return len(calm) < MIN_TIMED or sum(timing.seconds for timing in calm) < seconds
+
+    def _step(self) -> tuple[Timing, GlobalBatch]:
+        """One optimizer step and the making of its batch, as a run counts them."""
+        stepped: list[GlobalBatch] = []
+
+        def work() -> None:
+            batch = next(self.batches.upcoming)
+            self.stepper.step(batch)
+            stepped.append(batch)
+
+        return self._timed(work), stepped[0]
+
+    def _timed(self, work: Callable[[], object]) -> Timing:
+        """Time work of all ranks: the slowest one's seconds, the processor time of all."""
+        device = self.plan.device
+        synchronise(device)
+
+        def whole() -> None:
+            work()
+            synchronise(device)
+
+        timing = self.meter.time(whole)
+        if self.plan.num_processes == 1:
+            return timing
+        worst = torch.tensor([timing.seconds, timing.waited], dtype=torch.float64, device=device)
+        total = torch.tensor([timing.cpu_seconds], dtype=torch.float64, device=device)
+        dist.all_reduce(worst, op=dist.ReduceOp.MAX)
+        dist.all_reduce(total)
+        seconds, cpu = float(worst[0]), float(total[0])
+        others = timing.other_cores - (cpu - timing.cpu_seconds) / max(seconds, 1e-9)  # the other ranks are no strangers
+        beside = torch.tensor([others], dtype=torch.float64, device=device)
+        dist.all_reduce(beside, op=dist.ReduceOp.MAX)
+        return Timing(seconds, cpu, float(worst[1]), max(float(beside[0]), 0.0))
+
+    def _agreed(self, number: float) -> float:
+        """The largest of all ranks': they wait for the one that has most to do."""
+        if self.plan.num_processes == 1:
+            return number
+        found = torch.tensor(number, dtype=torch.float64, device=self.plan.device)
+        dist.all_reduce(found, op=dist.ReduceOp.MAX)
+        return float(found)
+
+    def _accumulate(self, micro_batch: MicroBatch, num_label_tokens: int) -> None:
+        self.stepper.accumulate(micro_batch, num_label_tokens, last=self.waits)
+        if self.waits:
+            self.stepper.agree()
+
+    def _update(self) -> None:
+        self.stepper.update(torch.zeros((), device=self.plan.device), 0)
+
+    def _drop_gradients(self) -> None:
+        self.stepper.forget_gradients()
+
+    def _give_birth(self) -> Timing:
+        """An update with zero gradients makes the optimizer's state and moves no weight."""
+        for parameter in self.stepper.model.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter)
+        return self._timed(self._update)
+
+    def _allocated_peak(self) -> int | None:
+        """Run the longest micro-batches under the allocator's meter, whose own memory is not the plan's."""
+        plan, longest = self.plan, self.batches.longest
+        resident = in_memory_bytes(self.stepper.model, self.stepper.optimizer)
+        if plan.layout.pipeline_parallel > 1:
+            with allocated_peak(plan.device, resident_bytes=resident) as peak:
+                self.stepper.step(longest)
+            return peak.bytes
+        with computing(self.stepper.model, plan), allocated_peak(plan.device, resident_bytes=resident) as peak:
+            for micro_batch in self._most_at_once():
+                self._accumulate(micro_batch, longest.num_label_tokens)
+            if plan.num_processes == 1:  # others need not come here, and an update waits for them
+                self._update()
+        return peak.bytes
+
+    def _compile(self, batch: GlobalBatch) -> tuple[float, float]:
+        """(compiled over eager loss of one micro-batch, or 1 where they agree as far as dropout lets them; seconds)."""
+        stepper, plan, micro_batch = self.stepper, self.plan, batch.micro_batches[0]
+        if plan.torch_compile == "off":
+            return 1.0, 0.0
+        with torch.no_grad():
+            eager = float(loss_of(stepper.model, plan, micro_batch))
+        start = time.perf_counter()
+        compile_layers(stepper.model, plan)
+        share = float(stepper.accumulate(micro_batch, batch.num_label_tokens, last=self.waits))
+        if self.waits:
+            stepper.agree()
+        ratio = share * batch.num_label_tokens / max(micro_batch.num_label_tokens, 1) / eager
+        tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
+        return (1.0 if abs(ratio - 1.0) < tolerance else ratio), time.perf_counter() - start
 
 
-def _timed(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> float:
-    """Seconds; of the slowest rank where they wait for each other, so that all go on or none."""
-    plan = stepper.plan
-    waits = plan.layout.exchanges
-    seconds = time_once(lambda: stepper.accumulate(micro_batch, num_label_tokens, last=waits), device=plan.device)
-    if not waits:
-        return seconds
-    stepper.agree()
-    return slowest(seconds, plan)
+def _num_padded_tokens(batch: GlobalBatch) -> int:
+    return sum(micro_batch.num_padded_tokens for micro_batch in batch.micro_batches)
 
 
-def _measure_steps(stepper: Stepper, batch: GlobalBatch, request: TrialRequest) -> TrialResult:
-    """Of a pipeline: its micro-batches overlap, so only whole steps tell their time."""
-    plan, device = stepper.plan, request.plan.device
-
-    def update() -> float:
-        return time_once(lambda: stepper.update(torch.zeros((), device=device), 0), device=device)
-
-    first_update = _give_birth(stepper, update)
-    update_seconds = update()
-    for module in modules_of(stepper.model):
-        compile_layers(module, plan)
-    samples: list[float] = []
-    while len(samples) < MIN_SAMPLES or (sum(samples[1:]) < request.seconds and len(samples) < MAX_SAMPLES):
-        samples.append(slowest(time_once(lambda: stepper.step(batch), device=device), plan))
-    resident = resident_peak_bytes()
-    with allocated_peak(device, resident_bytes=in_memory_bytes(stepper.model, stepper.optimizer)) as peak:
-        stepper.step(batch)
-    average = sum(samples[1:]) / len(samples[1:])
-    return TrialResult(
-        step_seconds=Spread.of(samples, num_warmup=1).changed(p50=average),
-        update_seconds=update_seconds,
-        tokens_per_second=batch.num_tokens / average,
-        one_time_seconds=max(samples[0] - average, 0.0) + max(first_update - update_seconds, 0.0),
-        largest_micro_batch=max(batch.micro_batches, key=lambda micro_batch: micro_batch.num_padded_tokens).shape,
-        peak_bytes=peak.bytes,
-        resident_bytes=resident,
-        check_loss=1.0,
-    )
-
-
-def _compile(stepper: Stepper, micro_batch: MicroBatch, num_label_tokens: int) -> tuple[float, float]:
-    """(compiled over eager loss of one micro-batch, or 1 where they agree as far as dropout lets them; seconds)."""
-    with torch.no_grad():
-        eager = float(loss_of(stepper.model, stepper.plan, micro_batch, extra_inputs(stepper.model)))
-    start = time.perf_counter()
-    compile_layers(stepper.model, stepper.plan)
-    waits = stepper.plan.layout.exchanges
-    share = float(stepper.accumulate(micro_batch, num_label_tokens, last=waits))
-    if waits:
-        stepper.agree()
-    stepper.optimizer.zero_grad(set_to_none=True)
-    ratio = share * num_label_tokens / max(micro_batch.num_label_tokens, 1) / eager
-    tolerance = loosened(COMPILED_TOLERANCE, micro_batch.num_label_tokens)
-    return (1.0 if abs(ratio - 1.0) < tolerance else ratio), time.perf_counter() - start
-
-
-def _give_birth(stepper: Stepper, update: Callable[[], float]) -> float:
-    """An update with zero gradients makes the optimizer's state and moves no weight; returns its seconds."""
-    for parameter in stepper.model.parameters():
-        if parameter.requires_grad:
-            parameter.grad = torch.zeros_like(parameter)
-    return update()
-
-
-def _time_micro_batches(
-    chosen: list[MicroBatch], accumulate: Callable[[MicroBatch], float], *, at_least: int, seconds: float
-) -> tuple[list[float], int]:
-    """Seconds of each timed micro-batch, and the tokens, padding included, that they held."""
-    samples: list[float] = []
-    padded = 0
-    while len(samples) < MAX_SAMPLES:
-        if len(samples) >= at_least and samples[0] > EXPENSIVE * seconds:
-            break
-        if len(samples) >= MIN_SAMPLES and sum(samples) >= seconds * (1 if len(samples) >= len(chosen) else 2):
-            break
-        micro_batch = chosen[len(samples) % len(chosen)]
-        samples.append(accumulate(micro_batch))
-        padded += micro_batch.num_padded_tokens
-    return samples, padded
+def _calm(timed: list[tuple[Timing, Item]]) -> list[tuple[Timing, Item]]:
+    """Those that other programs did not disturb, where they are enough; else all."""
+    calm = [pair for pair in timed if not pair[0].busy]
+    return calm if len(calm) >= MIN_TIMED else timed
 
 
 def _spread(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> list[MicroBatch]:
     """At most four micro-batches: the largest first, then evenly through the sizes."""
     ordered = sorted((m for m in micro_batches if m.num_label_tokens or with_stand_ins), key=lambda m: -m.num_padded_tokens)
     if len(ordered) <= 4:
-        return ordered
+        return ordered or list(micro_batches[:1])
     return [ordered[round(index * (len(ordered) - 1) / 3)] for index in range(4)]
-
-
-def _sequences(request: TrialRequest, objective: Objective) -> Sequences:
-    length = request.plan.sequence_length * num_sides(objective.kind)
-    if request.sample is not None:
-        with np.load(request.sample) as arrays:
-            return cut_sequences(TokenizedCorpus(tokens=arrays["tokens"], offsets=arrays["offsets"]), length)
-    generator = np.random.default_rng(request.seed)
-    count = max(request.global_batch, CHECK_SEQUENCES)
-    documents = [generator.integers(0, objective.vocab_size or 2, size=length).astype(np.int32) for _ in range(count)]
-    return cut_sequences(TokenizedCorpus.from_documents(documents), length)
 
 
 def _one_line(error: BaseException) -> str:

@@ -15,7 +15,7 @@ from upshift.planning.space import parse_fixed
 from upshift.planning.trial import TrialRequest, TrialResult, trial_server
 
 START_LIMIT_SECONDS = 30.0  # a trial that began in time may take this much longer, so that a first compilation can end
-TIMED_SECONDS = 2.0  # of one trial
+TIMED_SECONDS = 3.0  # of one trial, beyond its warm-up
 
 
 def try_plans(

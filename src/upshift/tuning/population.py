@@ -7,6 +7,8 @@ from typing import Any
 
 from transformers.trainer_utils import HPSearchBackend
 
+from upshift.internals.torch_names import LAST_RATE
+
 
 class OfPopulation:
     """Mixed in before the Trainer."""
@@ -24,4 +26,4 @@ def keep_own(optimizer: Any, scheduler: Any, own: list[dict[str, Any]]) -> None:
         share = group["lr"] / group["initial_lr"]
         group.update(values, lr=share * values["initial_lr"])
     scheduler.base_lrs = [values["initial_lr"] for values in own]
-    scheduler._last_lr = [group["lr"] for group in optimizer.param_groups]
+    LAST_RATE.put(scheduler, [group["lr"] for group in optimizer.param_groups])

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from optuna.pruners import BasePruner, HyperbandPruner, MedianPruner, NopPruner, SuccessiveHalvingPruner
 
 from upshift.errors import RequestError
+from upshift.internals.optuna_names import MAX_RESOURCE, MIN_RESOURCE, REDUCTION, STOPPING_RATE
 
 EVALUATIONS, FACTOR = 9, 3
 PRUNERS: dict[str, Callable[[int], BasePruner]] = {  # of the evaluations of a trial
@@ -29,16 +30,16 @@ def rungs(pruner: BasePruner, longest: int) -> tuple[int, ...]:
     if type(pruner) is NopPruner:
         return ()
     first: int | None = None
-    if type(pruner) is SuccessiveHalvingPruner and pruner._min_resource is not None:  # None: of the trials that came to their end
-        first = pruner._min_resource * pruner._reduction_factor**pruner._min_early_stopping_rate
-    if type(pruner) is HyperbandPruner and isinstance(pruner._max_resource, int):
-        first = pruner._min_resource  # of the bracket that begins earliest
+    if type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None:  # None: of those that ended
+        first = MIN_RESOURCE.of(pruner) * REDUCTION.of(pruner) ** STOPPING_RATE.of(pruner)
+    if type(pruner) is HyperbandPruner and isinstance(MAX_RESOURCE.of(pruner), int):
+        first = MIN_RESOURCE.of(pruner)  # of the bracket that begins earliest
     if first is None:
         return tuple(range(1, longest + 1))
     found = []
     while first <= longest:
         found.append(first)
-        first *= pruner._reduction_factor  # type: ignore[attr-defined]  # both have it
+        first *= REDUCTION.of(pruner)  # type: ignore[attr-defined]  # both have it
     return tuple(found)
 
 

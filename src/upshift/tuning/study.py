@@ -17,6 +17,7 @@ import optuna
 from optuna.trial import TrialState
 
 from upshift.errors import JobFailed, NothingFits, RequestError, UpshiftError
+from upshift.internals.optuna_names import HEARTBEAT, STUDY_STORAGE
 from upshift.tuning.objectives import Direction
 from upshift.tuning.rungs import EVALUATIONS, make_pruner
 from upshift.tuning.sampling import ByNumber
@@ -112,7 +113,7 @@ def count(study: optuna.Study) -> int:
 
 def num_running(study: optuna.Study) -> int:
     """Trials of all processes; where a dead one is not noticed, in a journal, none is waited for."""
-    if not optuna.storages._heartbeat.is_heartbeat_enabled(study._storage):
+    if not HEARTBEAT.get()(STUDY_STORAGE.of(study)):
         return 0
     return len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 

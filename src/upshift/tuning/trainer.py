@@ -11,11 +11,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from transformers.hyperparameter_search import default_hp_search_backend
 from transformers.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
+from upshift.internals.transformers_names import SEARCH_BACKEND
 from upshift.training.trainer import trainer as without_search
 from upshift.tuning.population import OfPopulation
 from upshift.tuning.space import Space, make_space, read_space
@@ -27,11 +27,11 @@ LIBRARIES = {"optuna": "optuna", "ray": "ray", "wandb": "wandb"}
 class Searched:
     """Mixed in before the Trainer; keeps what it was made with, so that a trial can make another."""
 
-    made_with: tuple[tuple[Any, ...], dict[str, Any]]
+    _upshift_made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
     def __new__(cls, *arguments: Any, **named: Any) -> Any:
         made = super().__new__(cls)
-        made.made_with = (arguments, named)
+        made._upshift_made_with = (arguments, named)
         return made
 
     def hyperparameter_search(
@@ -82,7 +82,7 @@ class Seq2SeqTrainer(Searched, OfPopulation, without_search.Seq2SeqTrainer):  # 
 
 def _backend(asked: str | HPSearchBackend | None) -> str:
     """Raises RequestError for one that is not known, MissingExtra for one that is not installed."""
-    name = default_hp_search_backend() if asked is None else str(asked.value if isinstance(asked, HPSearchBackend) else asked)
+    name = SEARCH_BACKEND.get()() if asked is None else str(asked.value if isinstance(asked, HPSearchBackend) else asked)
     if name == "sigopt":
         raise RequestError(RETIRED)
     if name not in LIBRARIES:

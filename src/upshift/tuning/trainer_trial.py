@@ -19,6 +19,7 @@ from transformers.trainer_utils import HPSearchBackend, IntervalStrategy, SaveSt
 
 import upshift.tuning.trainer  # noqa: F401  what every trial needs is imported before the fork
 from upshift.errors import NothingFits, RequestError
+from upshift.internals.optuna_names import TRIAL_ID
 from upshift.tuning.rungs import decides, rungs
 from upshift.value import Value
 
@@ -48,7 +49,7 @@ class Recipe:
 
     @classmethod
     def of(cls, trainer: Any, hp_space: Any, objective: Any, hp_name: Any) -> Recipe:
-        arguments, named = trainer.made_with
+        arguments, named = trainer._upshift_made_with
         there = trainer.callback_handler.callbacks
         own = [one for one in there if not isinstance(one, MADE_BY_ITSELF) and not type(one).__module__.startswith(INTEGRATIONS)]
         kinds = [type(one) for one in there]
@@ -71,7 +72,7 @@ class Recipe:
         """The study's sampler and pruner go with it: no storage keeps them."""
         study = trial.study
         (folder / PATH).write_text(json.dumps(sys.path))  # modules of the user's are found as here
-        more = (study.study_name, trial.storage, study.sampler, study.pruner, trial._trial_id)
+        more = (study.study_name, trial.storage, study.sampler, study.pruner, TRIAL_ID.of(trial))
         (folder / RECIPE).write_bytes(self.pickled(*more))
 
     def make(self) -> Any:

@@ -12,6 +12,7 @@ from optuna.distributions import BaseDistribution
 from optuna.trial import FrozenTrial, TrialState
 
 from upshift.errors import RequestError
+from upshift.internals.optuna_names import CONTAINS
 from upshift.tuning.storage import FILE, database, in_folder, journal, shown
 
 POINTS = 5  # of each place
@@ -81,6 +82,6 @@ def _in_order(trials: list[FrozenTrial], directions: Sequence[optuna.study.Study
 
 def _inside(distribution: BaseDistribution, value: Any) -> bool:
     try:
-        return bool(distribution._contains(distribution.to_internal_repr(value)))
+        return bool(CONTAINS.of(distribution)(distribution.to_internal_repr(value)))
     except ValueError:  # of a choice that is none of these
         return False

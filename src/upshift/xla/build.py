@@ -15,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import BUFFERS
 from upshift.loading.load import load_source
 from upshift.models.build import build_model, choose_class, read_config
 from upshift.models.source import ModelSource, fetch_weights, find_model
@@ -66,9 +67,9 @@ def build(
     computed = DTYPES[dtype]
     weights = _variables(model, DTYPES[weights_dtype or dtype], computed)
     for module in model.modules():
-        for name, buffer in module._buffers.items():
+        for name, buffer in BUFFERS.of(module).items():
             if buffer is not None and buffer.dtype in (torch.bfloat16, torch.float16):
-                module._buffers[name] = buffer.to(computed)
+                BUFFERS.of(module)[name] = buffer.to(computed)
     model.config.dtype = computed
     return XlaModel(source, set_implementations(model).eval(), weights)
 

@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, batched_mm_experts_forward
+
+from upshift.internals.transformers_names import BATCHED_EXPERTS, EXPERTS_FUNCTIONS
 
 STATIC_EXPERTS = "upshift_static"
 
@@ -18,7 +19,7 @@ STATIC_EXPERTS = "upshift_static"
 def static_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     tokens, chosen = top_k_index.shape
     if tokens * chosen <= self.num_experts:
-        return batched_mm_experts_forward(self, hidden_states, top_k_index, top_k_weights)
+        return BATCHED_EXPERTS.get()(self, hidden_states, top_k_index, top_k_weights)
 
     def linear(value: Tensor, weight: Tensor, name: str) -> Tensor:
         made = torch.matmul(value, weight if self.is_transposed else weight.transpose(-1, -2))
@@ -38,5 +39,5 @@ def static_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor
 
 
 def register() -> str:
-    ALL_EXPERTS_FUNCTIONS.register(STATIC_EXPERTS, static_experts_forward)
+    EXPERTS_FUNCTIONS.get().register(STATIC_EXPERTS, static_experts_forward)
     return STATIC_EXPERTS

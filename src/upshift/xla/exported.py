@@ -15,13 +15,14 @@ from torch import nn
 from torch.export import ExportedProgram
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import tree_map
 
 
 def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
     """``example``: arguments by name, tensors or nested lists of them. Raises RequestError where a branch or a shape depends on
     data, or where torch cannot trace the module."""
     # The same tensor twice would be one input of the graph.
-    distinct = torch.utils._pytree.tree_map_only(torch.Tensor, torch.clone, dict(example))
+    distinct = tree_map(torch.Tensor, torch.clone, dict(example))
     try:
         with torch.no_grad(), warnings.catch_warnings():
             warnings.simplefilter("ignore")

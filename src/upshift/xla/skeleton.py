@@ -12,6 +12,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from upshift.internals.torch_names import BUFFERS, PARAMETERS
+from upshift.internals.transformers_names import EXPERTS_KERNEL, INITIALIZE, INITIALIZED
 from upshift.loading.load import build_empty, class_of
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
@@ -27,8 +29,8 @@ def skeleton(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> PreT
     stored = set(model.state_dict())
     _allocate(model, dtype)
     for name in stored:
-        model.get_parameter_or_buffer(name)._is_hf_initialized = True
-    model._initialize_missing_keys(False)
+        INITIALIZED.put(model.get_parameter_or_buffer(name), True)
+    INITIALIZE.of(model)(False)
     model.tie_weights(recompute_mapping=False)
     return set_implementations(model).eval()
 
@@ -37,20 +39,20 @@ def set_implementations(model: PreTrainedModel) -> PreTrainedModel:
     model.set_attn_implementation("eager")
     name = experts.register()
     for part in model.modules():  # a part's config may be its own
-        if getattr(getattr(part, "config", None), "_experts_implementation", None) is not None:
-            part.config._experts_implementation = name  # type: ignore[union-attr]
+        if EXPERTS_KERNEL.read(getattr(part, "config", None)) is not None:
+            EXPERTS_KERNEL.put(part.config, name)  # type: ignore[union-attr]
     return model
 
 
 def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
     for module in model.modules():
-        for name, parameter in module._parameters.items():
+        for name, parameter in PARAMETERS.of(module).items():
             if parameter is not None and parameter.is_meta:
                 empty = untouched(parameter.shape, parameter.dtype)
-                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for name, buffer in module._buffers.items():
+                PARAMETERS.of(module)[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in BUFFERS.of(module).items():
             if buffer is not None and buffer.is_meta:
-                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+                BUFFERS.of(module)[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
 
 
 def untouched(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:

@@ -25,7 +25,7 @@ from upshift.benchmarking.page_plots import (
     rounded,
     shown,
 )
-from upshift.cli.plan_page.words import SMALL_SHARE, limit_of, memory_by_phase, parts_of
+from upshift.cli.plan_page.words import SMALL_SHARE, limit_of_one, memory_by_phase, parts_of
 from upshift.planning.planner import Planning
 from upshift.planning.rank import Candidate
 from upshift.units import gib
@@ -59,7 +59,7 @@ def memory_traces(memory: Mapping[str, Mapping[str, float]]) -> list[Figure]:
 
 def levels(planning: Planning, candidate: Candidate) -> list[tuple[str, float]]:
     """Horizontal lines: what the process or device holds, and what it may hold."""
-    held, limit = gib(candidate.resident), limit_of(planning, candidate.plan)
+    held, limit = gib(candidate.resident), limit_of_one(planning, candidate)
     found = [(f"held at most, {held:.2f} GiB", held)]
     if limit is not None and limit <= FAR_LIMIT * held:
         found.append((f"limit, {limit:.2f} GiB", limit))

@@ -9,11 +9,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from upshift.planning.cost.resident import memory_limit
 from upshift.planning.layout import divisors
 from upshift.planning.legal import conflict
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate, Coster
+from upshift.planning.rank import Candidate, Coster, limit_of
 from upshift.planning.space import BLOCK_ATTENTION_LIMIT
 
 LENGTH_FACTORS = (0.125, 0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 4.0)  # of the workload's sequence length
@@ -109,5 +108,5 @@ def cell_of(plans: Sequence[Candidate], planning: Planning) -> Cell:
 
 
 def fits(candidate: Candidate, planning: Planning) -> bool:
-    limit = memory_limit(candidate.plan, planning.host, risk=planning.workload.risk)
+    limit = limit_of(candidate, planning.host, planning.workload)
     return limit is None or candidate.resident <= limit

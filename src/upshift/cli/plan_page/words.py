@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from upshift.planning.cost.basis import Number
-from upshift.planning.cost.resident import memory_limit
 from upshift.planning.cost.time import takes
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, HOW_RECOMPUTED, Plan
 from upshift.planning.planner import Planning
-from upshift.planning.rank import Candidate
+from upshift.planning.rank import Candidate, limit_of
 from upshift.units import format_seconds, gib
 
 SMALL_SHARE = 0.005  # of a step's time: not worth a word
@@ -85,16 +84,16 @@ def held_gib(candidate: Candidate) -> float:
     return gib(candidate.resident) * (candidate.plan.num_processes if candidate.plan.device == "cpu" else 1)
 
 
-def limit_of(planning: Planning, plan: Plan) -> float | None:
+def limit_of_one(planning: Planning, candidate: Candidate) -> float | None:
     """GiB that one process or device of a plan may be predicted to hold."""
-    limit = memory_limit(plan, planning.host, risk=planning.workload.risk)
+    limit = limit_of(candidate, planning.host, planning.workload)
     return None if limit is None else gib(limit)
 
 
 def limit_gib(planning: Planning) -> float | None:
     """Likewise, what may be held."""
     plan = planning.best
-    limit = limit_of(planning, plan)
+    limit = limit_of_one(planning, planning.ranking.candidates[0])
     return None if limit is None else limit * (plan.num_processes if plan.device == "cpu" else 1)
 
 

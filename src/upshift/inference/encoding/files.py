@@ -49,12 +49,15 @@ def read_texts(path: Path) -> Iterator[str]:
 
 def _text(line: str, where: str) -> str:
     try:
-        text = json.loads(line)["text"]
-    except (ValueError, KeyError, TypeError, RecursionError):
-        text = None
-    if not is_text(text):
+        record = json.loads(line)
+    except (ValueError, RecursionError):
+        record = None
+    if not isinstance(record, dict) or not is_text(record.get("text")):
         raise RequestError(f'{where} is no JSON object with a "text" of Unicode characters; write {{"text": "..."}} on each line')
-    return text
+    unknown = next((key for key in record if key != "text"), None)
+    if unknown is not None:
+        raise RequestError(f'{where} has a key {unknown!r}, which is not used; leave it out, and write {{"text": "..."}}')
+    return str(record["text"])
 
 
 class Rows:

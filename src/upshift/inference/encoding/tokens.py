@@ -11,6 +11,7 @@ from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.tokenizer import load_tokenizer, positions
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
+from upshift.models.store import isolation_of
 
 UNSET_LENGTH = 10**9  # transformers' "very large integer" of a tokenizer that does not know is above it
 
@@ -24,6 +25,9 @@ class Tokens:
         if recipe.output == "class scores":  # a decoder's are those of the last token that is not the config's own padding
             known = _padding(source)
             self.pad, self.alone = (self.pad, True) if known is None else (known, False)
+        isolation = isolation_of(source, states=recipe.output == "embeddings")
+        if not isolation.proven or isolation.padding == "none":  # what else is in its batch would change a text's vector
+            self.alone = True
         self.longest = _longest(tokenizer, source, recipe)
         self._prompt = recipe.prompt
         self._backend = tokenizer.backend_tokenizer

@@ -27,6 +27,7 @@ from upshift.inference.tokenizer import positions
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.build import read_config
 from upshift.models.generation_config import start_token
+from upshift.models.store import isolation_of
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -174,7 +175,10 @@ class Generator:
         return Race(runs=(), chosen=chosen, file=None, divided=reason)
 
     def _batches(self, sampled: int, room: int) -> tuple[int, ...]:
-        """Under a limit every power of two below what memory holds: more rows make each wait longer."""
+        """Under a limit every power of two below what memory holds: more rows make each wait longer. One prompt at a time where
+        padding before a prompt would change what comes after it."""
+        if isolation_of(self.source).left_padding:
+            return (1,)
         doubled = {2**power for power in range(room.bit_length())} if self.limits else set[int]()
         return tuple(sorted({sampled, room} | doubled))
 

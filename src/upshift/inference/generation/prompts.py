@@ -1,8 +1,12 @@
-"""Prompts to token ids, by the model's own tokenizer and chat template; tokens back to text."""
+"""Prompts to token ids, by the model's own tokenizer and chat template; tokens back to text.
+
+A prompt is used whole or refused: a chat's tools and the fields of its messages must change what the chat template writes.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from jinja2 import TemplateError
 
@@ -11,7 +15,9 @@ from upshift.inference.lines import is_text
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.source import ModelSource
 
-Prompt = str | Sequence[Mapping[str, str]]  # a text, or the messages of a chat
+Messages = Sequence[Mapping[str, Any]]
+Prompt = str | Messages | Mapping[str, Any]  # a text, the messages of a chat, or {"messages": .., "tools": ..}
+CHAT_KEYS = ("messages", "tools")
 FORM = 'a text of Unicode characters, or the messages of a chat: [{"role": "user", "content": "..."}]'
 
 
@@ -45,23 +51,89 @@ class Prompts:
         if isinstance(prompt, str) and not self.chat:
             found: list[int] = self.tokenizer(prompt).input_ids
             return found
-        messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else [dict(message) for message in prompt]
+        chat = {"messages": [{"role": "user", "content": prompt}]} if isinstance(prompt, str) else chat_of(prompt, name)
         self._check_template()
+        self._check_used(chat, name)
+        ids: list[int] = self._applied(chat, name, tokenize=True)
+        return ids
+
+    def _applied(self, chat: Mapping[str, Any], name: str, *, tokenize: bool) -> Any:
+        messages, tools = chat["messages"], chat.get("tools")
         try:
-            chat: list[int] = self.tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
+            return self.tokenizer.apply_chat_template(
+                messages, tools=tools, add_generation_prompt=True, tokenize=tokenize, return_dict=False
+            )
         except (TemplateError, TypeError, ValueError) as error:  # its own raise_exception, or what it does to a message
             raise RequestError(
                 f"{name} is not what the chat template of {self._reference!r} takes ({error}); give messages that it takes"
             ) from None
-        return chat
+
+    def _check_used(self, chat: Mapping[str, Any], name: str) -> None:
+        """Raise RequestError over tools, or a field of messages, without which the template writes the same."""
+        fields = sorted({field for message in chat["messages"] for field in message} - {"role", "content"})
+        if not fields and not chat.get("tools"):
+            return
+        written = self._applied(chat, name, tokenize=False)
+        without = {field: _without(chat, field) for field in fields}
+        if chat.get("tools"):
+            without["tools"] = {"messages": chat["messages"]}
+        for field, less in without.items():
+            try:
+                is_used = self._applied(less, name, tokenize=False) != written
+            except RequestError:  # the template needs it
+                is_used = True
+            if not is_used:
+                raise RequestError(
+                    f"{name} has {field!r}, which the chat template of {self._reference!r} does not use; leave it out"
+                )
 
     def _check_template(self) -> None:
         if not self.tokenizer.chat_template:
             raise RequestError(f"{self._reference!r} has no chat template; give texts instead of messages, without --chat")
 
 
+def chat_of(prompt: Messages | Mapping[str, Any], where: str) -> dict[str, Any]:
+    """Return messages whose contents are texts, and tools. Raise RequestError over parts of a content that are no text."""
+    chat: dict[str, Any] = dict(prompt) if isinstance(prompt, Mapping) else {"messages": prompt}
+    return {**chat, "messages": [_plain(message, where) for message in chat["messages"]]}
+
+
+def _plain(message: Mapping[str, Any], where: str) -> dict[str, Any]:
+    content = message.get("content")
+    if not isinstance(content, list | tuple):
+        return dict(message)
+    for part in content:
+        if (
+            not isinstance(part, Mapping)
+            or part.get("type") != "text"
+            or set(part) != {"type", "text"}
+            or not is_text(part["text"])
+        ):
+            kind = part.get("type") if isinstance(part, Mapping) else None
+            named = f"of type {kind!r}" if kind not in (None, "text") else f"{part!r:.60}"
+            raise RequestError(
+                f"{where} is no prompt: its content has a part {named}, and answers are made from text alone; "
+                'write parts as {"type": "text", "text": "..."}'
+            )
+    return {**message, "content": "".join(part["text"] for part in content)}
+
+
+def _without(chat: Mapping[str, Any], field: str) -> dict[str, Any]:
+    messages = [{name: value for name, value in message.items() if name != field} for message in chat["messages"]]
+    return {**chat, "messages": messages}
+
+
 def _is_prompt(prompt: object) -> bool:
     """What a template makes of a message is the template's."""
+    if isinstance(prompt, Mapping):
+        return "messages" in prompt and not set(prompt) - {*CHAT_KEYS} and _is_prompt(prompt["messages"])
     if isinstance(prompt, list | tuple):
         return bool(prompt) and all(isinstance(message, Mapping) for message in prompt)
     return is_text(prompt)
+
+
+def line_of(prompt: Prompt) -> dict[str, Any]:
+    """Return a prompt as a line of JSON gives it."""
+    if isinstance(prompt, Mapping):
+        return dict(prompt)
+    return {"prompt" if isinstance(prompt, str) else "messages": prompt}

@@ -25,6 +25,7 @@ BLOCK_ATTENTION_SHARE = 0.9  # as above, of the products that it computes, softm
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
 CPU_DISPATCH_SECONDS = 1.2e-6  # one operator on one element, where not measured: what the probe finds on a 2-core Zen 4
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
+TRAINED_PRODUCTS, FROZEN_PRODUCTS = 3, 2  # of a weight in a step: its output, its input's gradient, its own gradient
 DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outside the fitted table (COSTS.md D7)
 
 
@@ -37,11 +38,11 @@ class Sustained(NamedTuple):
 
 
 # By compute capability, where no trial measured them. Fitted on the published rows of LLM Foundry (benchmarks/published) for MPT
-# of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100; the other sizes' rows are then 4 to 5 % off on average, and torchtitan's
-# 8B on H100, in no fit, 3 %. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels and nothing hidden; its
+# of 125M, 760M, 3B, 13B and 70B, bf16, A100 and H100; the other sizes' rows are then 5 % off on average, and torchtitan's 8B
+# on H100, in no fit, 3 %. B200: on SimuMax's rows of Llama 3 70B, predicted with Megatron's kernels and nothing hidden; its
 # 405B and its mixtures of experts, in no fit, are then 3 to 4 % off. Other GPUs: between them, not checked.
 SUSTAINED = {
-    (8, 0): Sustained(0.82, 0.39, 1.0), (9, 0): Sustained(0.74, 0.22, 0.67), (10, 0): Sustained(0.8, 0.55, 0.4),
+    (8, 0): Sustained(0.80, 0.39, 1.0), (9, 0): Sustained(0.74, 0.22, 0.67), (10, 0): Sustained(0.8, 0.55, 0.4),
 }  # fmt: skip
 SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
 
@@ -119,17 +120,25 @@ def host_link(host: Host) -> float | None:
 
 
 def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan) -> float:
-    """Share of the peak that the model's matrix products reach together, each by its size: a weight's product is as large as
-    the tokens it meets and the part of it that a rank has."""
+    """Return the share of the peak that the model's matrix products reach together, each by its size.
+
+    A weight's product is as large as the tokens it meets and the part of it that a rank has. Frozen weights, as below an adapter,
+    have no product for a gradient of their own.
+    """
     tokens = plan.per_device_train_batch_size * plan.sequence_length / plan.layout.context_parallel
     flops = seconds = 0.0
-    for shape in profile.parameters.trainable_shapes:
-        if len(shape.shape) < 2 or shape.elements == profile.parameters.embedding != profile.parameters.head:
+    parameters = profile.parameters
+    for shape, products in (
+        *((shape, TRAINED_PRODUCTS) for shape in parameters.trainable_shapes),
+        *((shape, FROZEN_PRODUCTS) for shape in parameters.frozen_shapes),
+    ):
+        if len(shape.shape) < 2 or shape.elements == parameters.embedding != parameters.head:
             continue
         met = tokens
         if len(shape.shape) == 3 and profile.experts is not None:  # experts' products are one kernel's: together they fill it
             met *= profile.experts.per_token / profile.experts.count
         one = 2.0 * met * prod(shape.shape) / plan.layout.tensor_parallel
-        flops += one * shape.count
-        seconds += one * shape.count / (gemm_efficiency(gpu_key, one) or DEFAULT_GEMM_EFFICIENCY)
+        total = products * one * shape.count
+        flops += total
+        seconds += total / (gemm_efficiency(gpu_key, one) or DEFAULT_GEMM_EFFICIENCY)
     return flops / seconds if seconds else DEFAULT_GEMM_EFFICIENCY

@@ -47,8 +47,8 @@ def trace_for(profile: ModelProfile, plan: Plan, workload: Workload, *, known: K
 
 def _trace(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace | None:
     masked = plan.packing and workload.lengths is not None
-    if profile.objective != "causal-lm" and workload.lengths is not None:
-        masked = True  # right padding must be masked where attention looks at later positions
+    if profile.masks_padding and workload.lengths is not None:
+        masked = True
     if plan.attention == "eager":
         masked = False  # it builds its mask in any case
     attention = plan.attention

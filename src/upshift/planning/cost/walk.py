@@ -19,8 +19,9 @@ class Peak:
     parts: dict[str, float] = field(default_factory=dict)
 
     def offer(self, parts: dict[str, float]) -> None:
+        """Keep ``parts`` if they are the first, or more than those before: a moment that holds nothing has its parts, too."""
         total = sum(parts.values())
-        if total > self.total:
+        if not self.parts or total > self.total:
             self.total, self.parts = total, parts
 
 

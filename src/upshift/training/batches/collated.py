@@ -184,7 +184,8 @@ class CollatedRows:
     def _flat(self, group: RowGroup) -> dict[str, Tensor]:
         """Each row's sequences end to end, positions anew for each: transformers masks between them by that."""
         shape = (len(group.rows), group.width)
-        inputs = torch.zeros(shape, dtype=torch.long)
+        # Padding is a text of its own, of a real token: the embedding of a padding token may have no finite gradient (fill.py).
+        inputs = torch.full(shape, int(self.batches[0]["input_ids"][0, 0]))
         labels = torch.full(shape, IGNORED)
         positions = torch.empty(shape, dtype=torch.long)
         count = torch.arange(group.width)

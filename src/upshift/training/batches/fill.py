@@ -1,14 +1,14 @@
 """One micro-batch as arrays: inputs, labels, and a mask or positions only where the model needs them.
 
-A packed row restarts position_ids at 0 for each sequence; transformers builds the block-diagonal mask from that,
-provided that attention_mask is None and the model is called with use_cache=False (with a cache it attends across the
-borders, silently).
+A packed row restarts position_ids at 0 for each sequence; a model that was seen to isolate them (models/isolation.py) builds
+the block-diagonal mask from that, provided that attention_mask is None and its config says use_cache=False. Padding in such a
+row is a sequence of its own.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -31,6 +31,7 @@ class MicroBatch:
     sequence_ids: Ids  # which sequences it holds; empty for a stand-in that only keeps ranks in step
     num_label_tokens: int  # labels that count; causal-lm: after the shift that the model does
     num_tokens: int  # real tokens, without padding
+    splits: bool = True  # False: its loss is not that of its parts
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -58,14 +59,18 @@ def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None
 def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective, *, seed: int, epoch: int) -> MicroBatch:
     """Fill one row group. The rows of the group hold ids of `sequences`."""
     if objective.kind == "causal-lm":
-        return _fill_causal(group, sequences, layout, objective)
+        return replace(_fill_causal(group, sequences, layout), splits=objective.loss_splits)
     ids = np.array([row[0] for row in group.rows], np.int64)
     lengths = sequences.lengths[ids]
     if objective.kind == "seq2seq-lm":
         return _fill_seq2seq(ids, lengths, sequences, layout, objective)
-    input_ids = _padded(sequences, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
-    real = np.arange(group.width) < _column(lengths)
-    inputs, labels = objective.mask_tokens(input_ids, real, ids if len(ids) else np.zeros(1, np.int64), seed=seed, epoch=epoch)
+    input_ids = _padded(sequences.tokens, ids, sequences.starts[ids], lengths, group.width, objective.pad_token_id)
+    if sequences.labels is not None:  # the data says what is to be found: its words are masked already
+        inputs, labels = input_ids, _padded(sequences.labels, ids, sequences.starts[ids], lengths, group.width, IGNORED)
+    else:
+        real = np.arange(group.width) < _column(lengths)
+        members = ids if len(ids) else np.zeros(1, np.int64)
+        inputs, labels = objective.mask_tokens(input_ids, real, members, seed=seed, epoch=epoch)
     return MicroBatch(
         arrays=_given(input_ids=inputs, attention_mask=_mask(lengths, group.width), labels=labels),
         sequence_ids=ids,
@@ -74,9 +79,10 @@ def fill(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objec
     )
 
 
-def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
+def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> MicroBatch:
     shape = (max(1, len(group.rows)), group.width)
-    input_ids = np.full(shape, objective.pad_token_id, np.int64)
+    # Not the padding token: its embedding is 0, where a norm that the model takes of it has no finite gradient (Gemma 3n).
+    input_ids = np.full(shape, sequences.tokens[0], np.int64)
     labels = np.full(shape, IGNORED, np.int64)
     count = np.arange(group.width)
     # Alone in its row, a sequence needs no positions: under a causal mask it never sees the padding behind it.
@@ -87,7 +93,8 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objectiv
             start, end = int(sequences.starts[member]), filled + int(sequences.lengths[member])
             piece = sequences.tokens[start : start + end - filled]
             input_ids[row, filled:end] = piece
-            labels[row, filled + 1 : end] = piece[1:]
+            learned = piece if sequences.labels is None else sequences.labels[start : start + end - filled]
+            labels[row, filled + 1 : end] = learned[1:]
             if position_ids is not None:
                 position_ids[row, filled:end] = count[: end - filled]
             filled = end
@@ -99,7 +106,7 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout, objectiv
     return MicroBatch(
         arrays=_given(input_ids=input_ids, attention_mask=mask, position_ids=position_ids, labels=labels),
         sequence_ids=ids,
-        num_label_tokens=int((lengths - 1).sum()),
+        num_label_tokens=int(sequences.num_labels(ids, first=1).sum()),
         num_tokens=int(lengths.sum()),
     )
 
@@ -112,9 +119,9 @@ def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, 
     starts = sequences.starts[ids]
     return MicroBatch(
         arrays=_given(
-            input_ids=_padded(sequences, ids, starts, first, width, objective.pad_token_id),
+            input_ids=_padded(sequences.tokens, ids, starts, first, width, objective.pad_token_id),
             attention_mask=_mask(first, width),
-            labels=_padded(sequences, ids, starts + first, lengths - first, label_width, IGNORED),
+            labels=_padded(sequences.tokens, ids, starts + first, lengths - first, label_width, IGNORED),
         ),
         sequence_ids=ids,
         num_label_tokens=int((lengths - first).sum()),
@@ -126,10 +133,10 @@ def _given(**arrays: Ids | None) -> dict[str, Ids]:
     return {name: array for name, array in arrays.items() if array is not None}
 
 
-def _padded(sequences: Sequences, ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:
+def _padded(flat: NDArray[Any], ids: Ids, starts: Ids, lengths: Ids, width: int, padding: int) -> Ids:
     rows = np.full((max(1, len(ids)), width), padding, np.int64)
     for row, (start, length) in enumerate(zip(starts.tolist(), lengths.tolist(), strict=True)):
-        rows[row, :length] = sequences.tokens[start : start + length]
+        rows[row, :length] = flat[start : start + length]
     return rows
 
 

@@ -7,6 +7,7 @@ gradient.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import groupby
 from typing import Annotated, NamedTuple
 
 from pydantic import Field, model_validator
@@ -29,6 +30,7 @@ class Layout(Value):
     pad_multiple: Count = 8  # widths of micro-batches; packed rows are sequence_length wide unless flattened
     # False: no attention_mask on right padding. Causal attention never looks at it, and its kernels are faster without.
     mask_padding: bool = True
+    pads: bool = True  # False: the model's results change with padding, so a row is as wide as its text
     rank: Annotated[int, Field(ge=0)] = 0  # of the data-parallel group
     world_size: Count = 1
 
@@ -68,9 +70,11 @@ def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> 
         if layout.packing:
             return RowGroup(tuple(part), sequence_length)
         longest = max((lengths[row[0]] for row in part), default=2)
-        return RowGroup(tuple(part), min(round_up(longest, layout.pad_multiple), sequence_length))
+        multiple = layout.pad_multiple if layout.pads else 1
+        return RowGroup(tuple(part), min(round_up(longest, multiple), sequence_length))
 
-    groups = [group(rows[start : start + size]) for start in range(0, len(rows), size)]
+    runs = [rows] if layout.pads or layout.packing else _of_one_length(rows, lengths)
+    groups = [group(run[start : start + size]) for run in runs for start in range(0, len(run), size)]
     while len(groups) % layout.world_size:
         widest = max(groups, key=lambda g: (len(g.rows) > 1, g.num_padded_tokens))
         if len(widest.rows) > 1:  # halving the largest shortens the slowest rank; a stand-in would only wait for it
@@ -80,6 +84,11 @@ def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> 
         else:
             groups.append(group(()))
     return _deal(groups, layout.world_size)
+
+
+def _of_one_length(rows: list[tuple[int, ...]], lengths: Sequence[int]) -> list[list[tuple[int, ...]]]:
+    """Rows of one sequence each, sorted by length, parted where the length changes."""
+    return [list(run) for _, run in groupby(rows, key=lambda row: lengths[row[0]])]
 
 
 def _flat_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[RowGroup]:

@@ -13,10 +13,10 @@ from pydantic import model_validator
 
 from upshift.errors import RequestError
 from upshift.models.profile import labelled_share
+from upshift.training.data.columns import IGNORED
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
 
-IGNORED = -100
 MASK_TOKEN_SHARE = 0.8  # of the chosen tokens; BERT, https://arxiv.org/abs/1810.04805, section 3.1
 RANDOM_TOKEN_SHARE = 0.1
 
@@ -30,6 +30,9 @@ class Objective(Value):
     special_token_ids: tuple[int, ...] = ()  # never masked
     vocab_size: int | None = None  # the range of random replacements
     mask_probability: float = labelled_share("masked-lm")
+    # causal-lm: what padding on the right of a text needs (models/isolation.py); none: rows hold texts of one length
+    padding: Literal["unmasked", "masked", "none"] = "unmasked"
+    loss_splits: bool = True  # False: the loss of a batch is not that of its parts, so that it must not be halved
 
     @model_validator(mode="after")
     def _check(self) -> Objective:
@@ -43,8 +46,8 @@ class Objective(Value):
     def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
         """Labels that count: the divisor that makes a global batch's loss independent of its layout."""
         lengths = sequences.lengths[sequence_ids]
-        if self.kind == "causal-lm":
-            return int((lengths - 1).sum())
+        if self.kind == "causal-lm" or sequences.labels is not None:
+            return int(self.counted_labels(sequences, sequence_ids).sum())
         if self.kind == "seq2seq-lm":
             return int((lengths - lengths // 2).sum())
         ends = np.cumsum(lengths)
@@ -52,6 +55,10 @@ class Objective(Value):
         tokens = sequences.tokens[np.repeat(sequences.starts[sequence_ids], lengths) + positions]
         bits = _token_bits(np.repeat(_sequence_keys(sequence_ids, seed=seed, epoch=epoch), lengths), positions)
         return int(np.count_nonzero(self._chosen(tokens, bits)))
+
+    def counted_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many labels each sequence has where none are drawn; a causal model predicts no first token."""
+        return sequences.num_labels(sequence_ids, first=1 if self.kind == "causal-lm" else 0)
 
     def mask_tokens(
         self,

@@ -7,6 +7,7 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.models.build import choose_class, read_config
 from upshift.models.source import ModelSource
+from upshift.models.store import isolation_of
 from upshift.planning.plan import Plan
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective, objective_for
@@ -19,7 +20,9 @@ def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layou
         packing=plan.packing,
         flatten=plan.flattens,
         pad_multiple=plan.pad_multiple,
-        mask_padding=objective.kind != "causal-lm",  # causal attention never looks at padding on its right
+        # Most causal models never look at padding on the right of a text, nor do their losses.
+        mask_padding=objective.kind != "causal-lm" or objective.padding != "unmasked",
+        pads=objective.padding != "none",
         rank=data_rank,
         world_size=plan.data_parallel,
     )
@@ -35,5 +38,8 @@ def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
         )
     vocab_size = config.get_text_config().vocab_size
     if tokenizer is None:
-        return Objective(kind=kind, vocab_size=vocab_size, mask_token_id=0 if kind == "masked-lm" else None)
-    return objective_for(kind, tokenizer, vocab_size=vocab_size)
+        objective = Objective(kind=kind, vocab_size=vocab_size, mask_token_id=0 if kind == "masked-lm" else None)
+    else:
+        objective = objective_for(kind, tokenizer, vocab_size=vocab_size)
+    isolation = isolation_of(source)
+    return objective.changed(padding=isolation.padding, loss_splits=isolation.loss_splits)

@@ -2,12 +2,13 @@
 the plan.
 
 So every plan trains on the same tokens in the same order and losses compare. An epoch is a new permutation of all
-sequences; the sequences left over after its last whole global batch wait for the next epoch's permutation. Planning
-needs numpy, not torch.
+sequences, each of them once; its last global batch has those that are left, and its loss is their mean, as in
+transformers' Trainer. Planning needs numpy, not torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated
@@ -22,6 +23,18 @@ from upshift.training.batches.layout import Layout, RowGroup, lay_out
 from upshift.training.batches.objective import Objective
 from upshift.training.data.tokens import Sequences
 from upshift.value import Value
+
+LOOK_AHEAD_SEQUENCES = 2**14  # laying out so many takes about a tenth of a second
+
+
+def batches_of_epoch(num_sequences: int, global_batch: int) -> int:
+    """Return the number of global batches in which every sequence is once; the last may be smaller."""
+    return -(-num_sequences // global_batch)
+
+
+def steps_of(epochs: float, *, num_sequences: int, global_batch: int) -> int:
+    """Return the optimizer steps of so many epochs, rounded up as transformers' Trainer does, at least 1."""
+    return max(math.ceil(epochs * batches_of_epoch(num_sequences, global_batch)), 1)
 
 
 class Position(Value):
@@ -63,7 +76,7 @@ class BatchSource:
 
     @property
     def batches_per_epoch(self) -> int:
-        return len(self.sequences) // self.global_batch
+        return batches_of_epoch(len(self.sequences), self.global_batch)
 
     def position_of_step(self, step: int) -> Position:
         """The position before optimizer step `step`, counted from 0 over all epochs."""
@@ -160,16 +173,39 @@ def evaluation_batches(
         yield build_global_batch(source, ids, position=Position(batch=batch), next_position=Position(batch=batch + 1))
 
 
-def longest_batch(source: BatchSource, *, num_global_batches: int = 16) -> MicroBatch:
-    """This rank's micro-batch with the most padded tokens among the first global batches; only that one is filled."""
-    order = source._order(0)
-    best: RowGroup | None = None
-    for batch in range(min(num_global_batches, source.batches_per_epoch)):
-        for group in _row_groups(source, source._members(Position(batch=batch), order)):
-            if best is None or _weight(group) > _weight(best):
-                best = group
-    assert best is not None, "a source has at least one global batch"
-    return fill(best, source.sequences, source.layout, source.objective, seed=source.seed, epoch=0)
+@dataclass(frozen=True, kw_only=True)
+class Upcoming:
+    """What the next global batches of a run ask of its ranks, known from lengths alone."""
+
+    steps: int  # that were looked at
+    longest_step: int  # of them, from 0: the one whose micro-batches hold most tokens at once
+    longest_tokens: int  # of its largest micro-batch, padding included
+    num_tokens: float  # of all ranks, without padding: mean of a step
+    num_padded_tokens: float  # of the rank that has most: mean of a step
+
+
+def look_ahead(source: BatchSource, *, num_steps: int, first_step: int = 0) -> Upcoming:
+    """Lay out ``num_steps`` global batches, or as many of them as hold ``LOOK_AHEAD_SEQUENCES``, and fill none."""
+    steps = min(num_steps, max(LOOK_AHEAD_SEQUENCES // source.global_batch, 1))
+    longest, longest_step, real, padded = (0, 0), 0, 0, 0
+    epoch, order = -1, np.empty(0, np.int64)
+    for step in range(steps):
+        position = source.position_of_step(first_step + step)
+        if position.epoch != epoch:
+            epoch, order = position.epoch, source._order(position.epoch)
+        lengths = source.sequences.lengths[source._members(position, order)].tolist()
+        ranks = lay_out(lengths, source.layout, sequence_length=source.sequences.sequence_length)
+        sizes = [sorted((group.num_padded_tokens for group in groups), reverse=True) for groups in ranks]
+        real += sum(lengths)
+        padded += max(map(sum, sizes))
+        # Two of them: gradients exist while the second one runs.
+        most = max((one[0], one[1] if len(one) > 1 else 0) for one in sizes)
+        if most > longest:
+            longest, longest_step = most, step
+    return Upcoming(
+        steps=steps, longest_step=longest_step, longest_tokens=longest[0], num_tokens=real / steps,
+        num_padded_tokens=padded / steps,
+    )  # fmt: skip
 
 
 def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, objective: Objective | None = None) -> MicroBatch:
@@ -192,7 +228,3 @@ def _row_groups(source: BatchSource, sequence_ids: NDArray[np.int64]) -> list[Ro
     groups = lay_out(lengths, source.layout, sequence_length=source.sequences.sequence_length)[source.layout.rank]
     ids = sequence_ids.tolist()
     return [RowGroup(tuple(tuple(ids[i] for i in row) for row in group.rows), group.width) for group in groups]
-
-
-def _weight(group: RowGroup) -> tuple[int, bool]:
-    return group.num_padded_tokens, group.has_shared_rows

@@ -122,7 +122,7 @@ def load_checkpoint(
     A rank that did not exist when the checkpoint was saved gets a seed made of the run's seed, the step and the rank.
     Raises RequestError when the checkpoint is not whole or is of another model or optimizer.
     """
-    saved = check_checkpoint(directory)
+    saved = check_checkpoint(directory, contents=rank == 0)  # one rank reads the bytes for all
     if not isinstance(saved, SavedState):
         raise RequestError(f"{directory} is of a Trainer; resume it with trainer.train(resume_from_checkpoint=True)")
     read_weights(directory, model)

@@ -18,12 +18,14 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import NOT_SAVED
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.header import StoredTensor, read_header
 from upshift.loading.tensors import dtype_of, read_tensor
 from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.checkpoint.adapter import saved_state
+from upshift.training.checkpoint.checksums import checksums_of
 from upshift.training.checkpoint.optimizer import placed, plain_name
 from upshift.training.checkpoint.pieces import Interval, Piece, Pieces, copy_shared, piece_of
 from upshift.training.checkpoint.snapshot import HostCopies
@@ -57,11 +59,14 @@ class Own:
 
     def write(self, directory: Path) -> None:
         pieces = {f"{kind}/{name}": piece for kind, here in self.found.items() for name, (piece, _) in here.items()}
+        written = []
         for kind, here in self.found.items():
             if here:
                 tensors = {name: tensor.detach().contiguous() for name, (_, tensor) in here.items()}
-                save_file(tensors, directory / f"{kind}-{self.rank:05d}.safetensors")
-        (directory / f"pieces-{self.rank:05d}.json").write_text(Pieces(tensors=pieces).to_json(), encoding="utf-8")
+                written.append(f"{kind}-{self.rank:05d}.safetensors")
+                save_file(tensors, directory / written[-1])
+        document = Pieces(tensors=pieces, checksums=checksums_of(directory, written)).to_json()
+        (directory / f"pieces-{self.rank:05d}.json").write_text(document, encoding="utf-8")
 
 
 def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> Own:
@@ -163,6 +168,14 @@ def is_divided(directory: Path) -> bool:
     return any(directory.glob("pieces-*.json"))
 
 
+def checksums_of_ranks(directory: Path) -> dict[str, str]:
+    """Of the files that ranks wrote and read themselves, by name."""
+    found: dict[str, str] = {}
+    for path in sorted(directory.glob("pieces-*.json")):
+        found |= Pieces.from_file(path).checksums
+    return found
+
+
 def read_pieces(directory: Path) -> dict[str, Stored]:
     """By kind and name, from the files of all ranks, or of a checkpoint that one process wrote whole."""
     found: dict[str, Stored] = {kind: {} for kind in KINDS}
@@ -207,7 +220,7 @@ def load_weights(
 ) -> None:
     """Of a checkpoint of any ranks, into what this rank has. ``rounds``: as of ``fill``."""
     stored = stored or read_pieces(directory)
-    ignored = set(getattr(base_of(parts_of(model)[0]), "_keys_to_ignore_on_save", None) or ())
+    ignored = set(NOT_SAVED.read(base_of(parts_of(model)[0])) or ())
     for name, (piece, tensor) in weights_here(model).items():
         if name in ignored:
             continue

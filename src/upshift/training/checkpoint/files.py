@@ -23,6 +23,7 @@ from upshift.errors import JobFailed, RequestError
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.header import read_header
 from upshift.models.source import ADAPTER_WEIGHTS
+from upshift.training.checkpoint.checksums import checksum_of
 from upshift.training.checkpoint.state import STATE_NAME, Manifest, SavedState, read_manifest
 from upshift.units import format_bytes
 
@@ -31,6 +32,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(\.replaced)?")
 TEMPORARY_CHECKPOINT = re.compile(r"checkpoint-\d+(\.replaced)?(\.removed)?\.tmp")
 LATEST_NAME = "latest"
+READ_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".model", ".txt", ".jinja", ".py")  # what may be read of a model
 MIN_KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
 
 
@@ -41,25 +43,42 @@ class FoundCheckpoints:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint in `directory`; logs a warning for each newer one that is damaged."""
+    """The newest whole checkpoint in `directory`; logs a warning for each newer one that is damaged.
+
+    Raises RequestError where there are checkpoints and all of them are damaged."""
     found = find_checkpoints(directory)
-    for _, reason in found.damaged:
-        logger.warning("skipped a damaged checkpoint: %s", reason)
+    check_some_whole(found, directory)
+    for path, reason in found.damaged:
+        logger.warning("skipped a damaged checkpoint, %s: %s", path.name, reason)
+    if found.newest is not None and found.damaged:
+        logger.warning("the run goes on from %s, the newest whole one", found.newest.name)
     return found.newest
 
 
-def find_checkpoints(directory: Path) -> FoundCheckpoints:
+def check_some_whole(found: FoundCheckpoints, directory: Path) -> None:
+    """Raise RequestError where there are checkpoints and all of them are damaged: a run would begin again without a word."""
+    if found.newest is None and found.damaged:
+        reasons = "; ".join(reason.partition("; ")[0] for _, reason in found.damaged)
+        raise RequestError(
+            f"no checkpoint in {directory} is whole ({reasons}); copy a whole one back to resume, or start again at step 0 with "
+            "--overwrite or another output directory"
+        )
+
+
+def find_checkpoints(directory: Path, *, contents: bool = True) -> FoundCheckpoints:
+    """``contents``: compare every byte with what was saved, by checksums; otherwise names, sizes and headers alone."""
     damaged: list[tuple[Path, str]] = []
     for path in _candidates(directory):
-        reason = _damage(path)
+        reason = _damage(path, contents=contents)
         if reason is None:
             return FoundCheckpoints(newest=path, damaged=tuple(damaged))
         damaged.append((path, reason))
     return FoundCheckpoints(newest=None, damaged=tuple(damaged))
 
 
-def check_checkpoint(directory: Path) -> Manifest:
-    """Its manifest, once every file is known to be there in full length. Raises RequestError. Reads no tensors."""
+def check_checkpoint(directory: Path, *, contents: bool = True) -> Manifest:
+    """Its manifest, once every file is known to be there as it was written. Raises RequestError. ``contents``: compare every
+    byte, by checksums; otherwise names, sizes and headers alone."""
     saved = read_manifest(directory)
     for name, expected in saved.files.items():
         file = directory / name
@@ -69,11 +88,34 @@ def check_checkpoint(directory: Path) -> Manifest:
             raise RequestError(f"{file} {problem}; resume from another checkpoint")
         if file.suffix == ".safetensors":
             read_header(file)
+        if contents:
+            _check_bytes(file, saved.checksums.get(name))
+    if isinstance(saved, SavedState):
+        _check_own(directory, saved)
     in_parts = any(name.startswith("pieces-") for name in saved.files)
     adapters_only = ADAPTER_WEIGHTS in saved.files  # a Trainer may have saved them so
     if isinstance(saved, SavedState) and not (adapters_only or in_parts):
         find_safetensors(directory)
     return saved
+
+
+def _check_bytes(file: Path, expected: str | None) -> None:
+    try:
+        found = checksum_of(file)
+    except OSError as error:
+        raise RequestError(f"{file} cannot be read ({error.strerror}); resume from another checkpoint") from None
+    if found != expected:
+        raise RequestError(f"{file} has other bytes than were saved; resume from another checkpoint")
+
+
+def _check_own(directory: Path, saved: SavedState) -> None:
+    """The folder is named by its step, and nothing in it could be read in place of what was saved."""
+    if step_of(directory) not in (None, saved.train.step):
+        raise RequestError(f"{directory} holds the state of step {saved.train.step}; resume from another checkpoint")
+    others = (name for name in file_sizes(directory) if name not in saved.files and not name.startswith("."))
+    added = sorted(name for name in others if name.endswith(READ_SUFFIXES))
+    if added:
+        raise RequestError(f"{directory / added[0]} was not saved with the checkpoint; move it away, or resume from another one")
 
 
 def step_of(path: Path) -> int | None:
@@ -89,9 +131,9 @@ def _candidates(directory: Path) -> list[Path]:
     return sorted(found, key=lambda path: (-(step_of(path) or 0), path.name))
 
 
-def _damage(path: Path) -> str | None:
+def _damage(path: Path, *, contents: bool = False) -> str | None:
     try:
-        check_checkpoint(path)
+        check_checkpoint(path, contents=contents)
     except RequestError as error:
         return str(error)
     return None
@@ -107,7 +149,7 @@ def check_room(directory: Path, *, name: str, need: int) -> None:
 
 
 def still_loadable(directory: Path) -> str:
-    newest = find_checkpoints(directory).newest
+    newest = find_checkpoints(directory, contents=False).newest
     return "there is no earlier checkpoint" if newest is None else f"{newest.name} is still loadable"
 
 

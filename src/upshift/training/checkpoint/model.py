@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ADAPTER_LOADED, NOT_SAVED
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.header import StoredTensor
 from upshift.loading.tensors import dtype_of, read_into
@@ -76,11 +77,18 @@ def _move_into(directory: Path, temporary: Path) -> None:
 
 
 def model_files(directory: Path) -> list[str]:
-    """The files of the final model that save_model wrote, or was writing, into `directory`."""
+    """The files of the final model that save_model wrote, or was writing, into `directory`. Raises RequestError where the list of
+    them is damaged."""
     path = directory / MODEL_LIST_NAME
     if not path.is_file():
         return []
-    names = json.loads(path.read_bytes())
+    try:
+        names = [str(name) for name in json.loads(path.read_bytes())]
+    except (OSError, ValueError, TypeError):
+        raise RequestError(
+            f"{path} is damaged, so Upshift cannot tell which files of {directory} it wrote; use another output directory, or "
+            "move that file and the final model away"
+        ) from None
     inside = directory.resolve()
     return [name for name in names if (inside / name).resolve().is_relative_to(inside)]
 
@@ -94,7 +102,7 @@ def write_model(
     weights: dict[str, Tensor] | None = None,
 ) -> None:
     """`weights`: a copy of the model's saved_state, where the model trains on meanwhile."""
-    if getattr(model, "_hf_peft_config_loaded", False):
+    if ADAPTER_LOADED.read(model, False):
         raise RequestError("a model with adapters cannot be saved whole; merge the adapters first")
     weights = saved_state(model) if weights is None else weights
     if has_adapter(model):
@@ -156,7 +164,7 @@ def read_weights(directory: Path, model: nn.Module) -> None:
     for name, stored in find_safetensors(directory).tensors.items():
         _copy(stored, targets=targets, directory=directory)
         filled.add(targets[name].data_ptr())
-    not_saved = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    not_saved = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
     for name, tensor in targets.items():
         # A tied weight is saved under one of its names.
         if tensor.data_ptr() not in filled and not any(pattern.search(name) for pattern in not_saved):

@@ -24,6 +24,7 @@ from upshift.planning.layout import Layout
 from upshift.training.checkpoint.background import BackgroundWriter
 from upshift.training.checkpoint.divided import (
     Stored,
+    checksums_of_ranks,
     fill,
     load_parts,
     own_parts,
@@ -102,7 +103,7 @@ def save_parts(
                 train=state, optimizer=saved_optimizer, scheduler=encode(scheduler_state), scaler=encode(scaler_state),
                 files=file_sizes(temporary),
             )  # fmt: skip
-            saved.write(temporary)
+            saved.write(temporary, known=checksums_of_ranks(temporary))
             put_in_place(temporary, final)
             remove_older(directory, newest=final, keep=keep)
             write_latest(directory, final.name)
@@ -133,7 +134,7 @@ def load_shared(
 ) -> TrainState:
     """This rank's parts, of a checkpoint that any number of ranks with any layout wrote. Random numbers go on where the same
     layout goes on; else they are seeded by the run's seed, the step, and the rank. Raises RequestError."""
-    saved = check_checkpoint(directory)
+    saved = check_checkpoint(directory, contents=place.rank == 0)  # one rank reads the bytes for all
     if not isinstance(saved, SavedState):
         raise RequestError(f"{directory} is of a Trainer; resume it with trainer.train(resume_from_checkpoint=True)")
     if saved.optimizer.optimizer_class != class_name(optimizer):

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import STORAGE
 from upshift.loading.header import read_header
 from upshift.loading.tensors import read_tensor
 from upshift.planning.optimizers import optimizers
@@ -39,7 +40,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
     return {parameter: plain_name(name) for name, parameter in model.named_parameters()}
 
 
-def _names(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
+def names_of_updated(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
     """Of the tensors that the optimizer updates: the model's parameters, or what stands for them on the host."""
     names = parameter_names(model)
     return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
@@ -50,7 +51,7 @@ def class_name(optimizer: torch.optim.Optimizer) -> str:
 
 
 def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> SavedOptimizer:
-    names = _names(optimizer, model)
+    names = names_of_updated(optimizer, model)
     tensors: dict[str, Tensor] = {}
     numbers: dict[str, dict[str, Any]] = {}
     subclasses: dict[str, SavedSubclass] = {}
@@ -116,7 +117,7 @@ def _write_tensors(directory: Path, tensors: dict[str, Tensor]) -> None:
         suffix = "" if len(files) == 1 else f"-{number:05d}-of-{len(files):05d}"
         contents, storages = {}, set()
         for name in members:  # safetensors takes no two names for one storage, such as bitsandbytes' tables
-            storage = tensors[name].untyped_storage()._cdata
+            storage = STORAGE.of(tensors[name].untyped_storage())
             contents[name] = tensors[name].clone() if storage in storages else tensors[name].contiguous()
             storages.add(storage)
         save_file(contents, directory / f"optimizer{suffix}.safetensors")
@@ -154,7 +155,7 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
             f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
             "resume with the optim that the run was started with"
         )
-    names = _names(optimizer, model)
+    names = names_of_updated(optimizer, model)
     restore_options(directory, saved, optimizer, names)
     parameters = {name: parameter for parameter, name in names.items()}
     groups = {parameter: group for group in optimizer.param_groups for parameter in group["params"]}

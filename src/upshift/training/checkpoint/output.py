@@ -8,7 +8,8 @@ from collections.abc import Collection
 from pathlib import Path
 
 from upshift.errors import RequestError
-from upshift.training.checkpoint.files import CHECKPOINT, LATEST_NAME, TEMPORARY_CHECKPOINT, newest_checkpoint
+from upshift.loading.output_lock import LOCK_NAME
+from upshift.training.checkpoint.files import CHECKPOINT, LATEST_NAME, TEMPORARY_CHECKPOINT, check_some_whole, find_checkpoints
 from upshift.training.checkpoint.model import MODEL_LIST_NAME, MODEL_TEMPORARY, PARTS_TEMPORARY, model_files
 from upshift.training.checkpoint.state import STATE_NAME
 
@@ -24,7 +25,7 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
         raise RequestError(f"output directory {path} is a file; give a directory")
     try:
         path.mkdir(parents=True, exist_ok=True)
-        inside = sorted(path.iterdir())
+        inside = sorted(entry for entry in path.iterdir() if entry.name != LOCK_NAME)
     except OSError as error:
         raise RequestError(f"output directory {path} cannot be used: {error.strerror}; give another one") from None
     if not os.access(path, os.W_OK | os.X_OK):
@@ -39,7 +40,9 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
     own = _written_by_upshift(path, own_files)
     foreign = [entry for entry in inside if entry not in own]
     if resume:
-        if foreign and newest_checkpoint(path) is None:
+        newest = find_checkpoints(path)
+        check_some_whole(newest, path)
+        if foreign and newest.newest is None:
             raise RequestError(
                 f"output directory {path} has no checkpoint to resume from and holds {foreign[0].name}; "
                 "give the directory of an earlier run, or an empty one"
@@ -54,7 +57,8 @@ def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_fil
 
 
 def _written_by_upshift(directory: Path, own_files: Collection[str]) -> list[Path]:
-    names = {MODEL_LIST_NAME, MODEL_TEMPORARY, PARTS_TEMPORARY, f"{LATEST_NAME}.tmp", f"{MODEL_LIST_NAME}.tmp", *own_files}
+    temporary = (MODEL_TEMPORARY, PARTS_TEMPORARY, f"{LATEST_NAME}.tmp", f"{MODEL_LIST_NAME}.tmp")
+    names = {MODEL_LIST_NAME, LOCK_NAME, *temporary, *own_files}
     model = model_files(directory)
     return [path for path in directory.iterdir() if path.name in names or _is_ours(path, directory, model)]
 

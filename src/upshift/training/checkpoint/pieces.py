@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Shard
 
+from upshift.internals.torch_names import SPLIT_TENSOR
 from upshift.value import Value
 
 Interval = tuple[int, int]  # begin, end
@@ -37,9 +38,10 @@ class Piece(Value):
 
 
 class Pieces(Value):
-    """What one file of a rank holds."""
+    """What the files of a rank hold."""
 
     tensors: dict[str, Piece]
+    checksums: dict[str, str] = {}  # SHA-256 of the rank's own files by name
 
 
 def piece_of(tensor: Tensor, *, rows: Interval | None = None) -> Piece:
@@ -58,7 +60,7 @@ def piece_of(tensor: Tensor, *, rows: Interval | None = None) -> Piece:
             placement = Shard(dimension) if dimension in places else placement
             # As the placement itself divides the whole: packed weights, and rows of columns, are not one interval.
             along = before.view([-1 if one == dimension else 1 for one in range(len(shape))])
-            parts, _ = placement._split_tensor(along, tensor.device_mesh.size(number), with_padding=False, contiguous=False)
+            parts, _ = SPLIT_TENSOR.of(placement)(along, tensor.device_mesh.size(number), with_padding=False, contiguous=False)
             places[dimension] = parts[coordinates[number]].reshape(-1)
     if rows is not None and shape:
         places[0] = places.get(0, torch.arange(shape[0]))[rows[0] : rows[1]]

@@ -39,7 +39,6 @@ class RngState:
     cuda: torch.Tensor | None  # of the process's one device
     python: str  # JSON
     numpy: str  # JSON
-    ahead: RngState | None = None  # before the batch that is made already and not yet trained on
 
 
 def host_rng() -> HostRng:
@@ -53,17 +52,18 @@ def undisturbed_rng() -> Iterator[None]:
     try:
         yield
     finally:
-        torch.set_rng_state(before.cpu)
-        random.setstate(before.python)
-        np.random.set_state(before.numpy)
+        restore_host_rng(before)
 
 
-def capture_rng(device: torch.device, *, ahead: HostRng | None = None) -> RngState:
-    return RngState(
-        **_in_words(host_rng()),
-        cuda=torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
-        ahead=None if ahead is None else RngState(**_in_words(ahead), cuda=None),
-    )
+def restore_host_rng(rng: HostRng) -> None:
+    torch.set_rng_state(rng.cpu)
+    random.setstate(rng.python)
+    np.random.set_state(rng.numpy)
+
+
+def capture_rng(device: torch.device) -> RngState:
+    cuda = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+    return RngState(**_in_words(host_rng()), cuda=cuda)
 
 
 def _in_words(rng: HostRng) -> dict[str, Any]:
@@ -91,7 +91,6 @@ def seed_rng(*parts: int) -> None:
 def write_rngs(directory: Path, states: Sequence[RngState]) -> None:
     tensors, texts = {}, {}
     named = {str(rank): state for rank, state in enumerate(states)}
-    named |= {f"{name}.ahead": state.ahead for name, state in named.items() if state.ahead is not None}
     for name, state in named.items():
         tensors[f"{name}.cpu"] = state.cpu
         if state.cuda is not None:
@@ -114,5 +113,4 @@ def _read(tensors: Mapping[str, StoredTensor], texts: Mapping[str, str], name: s
         cuda=read_tensor(tensors[f"{name}.cuda"]) if f"{name}.cuda" in tensors else None,
         python=texts[f"{name}.python"],
         numpy=texts[f"{name}.numpy"],
-        ahead=_read(tensors, texts, f"{name}.ahead"),
     )

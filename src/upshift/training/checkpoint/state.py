@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -10,6 +11,7 @@ from pydantic import Field, ValidationError
 
 from upshift.errors import RequestError
 from upshift.training.batches.source import Position
+from upshift.training.checkpoint.checksums import checksums_of, sealed, unsealed
 from upshift.value import Value, first_problem
 
 STATE_NAME = "upshift_state.json"
@@ -26,6 +28,7 @@ class TrainState(Value):
     loss_curve: tuple[float, ...] = ()  # of each step so far
     best_evaluation_loss: float | None = None
     versions: dict[str, str] = Field(default_factory=dict)
+    run: str = Field("", description="the id of the run that the checkpoint belongs to")
 
 
 class SavedGroup(Value):
@@ -55,16 +58,24 @@ class Manifest(Value):
 
     format: int = 1
     files: dict[str, int]  # size in bytes of every other file
+    checksums: dict[str, str] = Field(default_factory=dict)  # SHA-256 of every other file; filled in by write
 
-    def write(self, directory: Path) -> None:
+    def write(self, directory: Path, *, known: Mapping[str, str] | None = None) -> None:
+        """``known``: checksums of files that somebody else has written and read."""
+        known = known or {}
+        checksums = {**known, **checksums_of(directory, (name for name in self.files if name not in known))}
         # Not to_json: pydantic turns an infinity inside Any (ReduceLROnPlateau starts with one) into null.
-        (directory / STATE_NAME).write_text(json.dumps(self.model_dump(), indent=1), encoding="utf-8")
+        document = json.dumps({**self.model_dump(), "checksums": checksums}, indent=1)
+        (directory / STATE_NAME).write_text(sealed(document), encoding="utf-8")
 
     @classmethod
     def read(cls, directory: Path) -> Self:
         path = directory / STATE_NAME
         try:
-            return cls.model_validate(json.loads(path.read_bytes()))
+            document = unsealed(path.read_bytes())
+            if document is None:
+                raise RequestError(f"{path} is damaged: it is not as it was written; resume from another checkpoint")
+            return cls.model_validate(json.loads(document))
         except OSError as error:
             raise RequestError(f"{path} cannot be read ({error.strerror}); resume from another checkpoint") from None
         except (UnicodeDecodeError, json.JSONDecodeError):
@@ -94,6 +105,6 @@ def read_manifest(directory: Path) -> Manifest:
     """Of either kind. Raises RequestError."""
     try:
         of_trainer = "trainer" in json.loads((directory / STATE_NAME).read_bytes())
-    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError):
+    except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError, RecursionError):
         of_trainer = False  # the reader below says what is wrong
     return (TrainerManifest if of_trainer else SavedState).read(directory)

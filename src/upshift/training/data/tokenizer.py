@@ -1,22 +1,25 @@
 """Text to tokens: train a small byte-level BPE, load a model's own tokenizer, and tokenize a corpus in parallel.
 
 Decides what stands around a document: what the tokenizer itself adds (BOS, CLS .. SEP), then EOS when it has one and
-has not added it. Documents above 256 Ki characters are tokenized in pieces cut after a line break, because one text
-uses one core; a tokenizer that marks the start of a text may see one extra mark per piece.
+has not added it; of these, what the text begins or ends with already is not added again. Documents above 256 Ki
+characters are tokenized in pieces cut after a line break, because one text uses one core; a tokenizer that marks the
+start of a text may see one extra mark per piece. Token ids go to disk once they are many.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from array import array
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import NDArray
 
 from upshift.errors import RequestError
-from upshift.training.data.corpus import Corpus
+from upshift.training.data.columns import TokenRow
+from upshift.training.data.corpus import PIECE_CHARACTERS, Corpus, Document, Documents, TextFile
+from upshift.training.data.token_file import TokenFile
 from upshift.training.data.tokens import TokenizedCorpus, hold_out_evaluation
 
 if TYPE_CHECKING:
@@ -24,7 +27,6 @@ if TYPE_CHECKING:
 
 END_OF_TEXT = "<|endoftext|>"
 BATCH_BYTES = 2**22
-PIECE_CHARACTERS = 2**18
 MIN_BYTE_VOCABULARY = 257  # 256 bytes and the end of text
 Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
 
@@ -72,37 +74,62 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
 
 
 def tokenize(
-    documents: Sequence[str] | Sequence[NDArray[Any]],
-    tokenizer: PreTrainedTokenizerBase | None,
-    *,
-    progress: Progress | None = None,
+    documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase | None, *, progress: Progress | None = None
 ) -> TokenizedCorpus:
-    """Token ids of documents; those that are tokenized already are taken as they are."""
-    if not isinstance(documents[0], str):
-        return TokenizedCorpus.from_documents(documents)  # type: ignore[arg-type]
-    if tokenizer is None:
-        raise RequestError("the data is text and there is no tokenizer; give one, or data with a column input_ids")
-    before, after = _around(tokenizer)
-    total = sum(map(_num_bytes, documents))  # type: ignore[arg-type]
-    done = 0
-    parts: list[NDArray[Any]] = []
-    ends: list[int] = []
-    num_tokens = 0
-    for batch in _batches(_pieces(documents)):  # type: ignore[arg-type]
-        encoded = tokenizer(
-            [piece.text for piece in batch], add_special_tokens=False, return_attention_mask=False, verbose=False
-        )["input_ids"]
-        for piece, ids in zip(batch, encoded, strict=True):
-            part = np.array((before if piece.is_first else []) + ids + (after if piece.is_last else []), np.int32)
-            parts.append(part)
-            num_tokens += len(part)
-            if piece.is_last:
-                ends.append(num_tokens)
-        done += sum(_num_bytes(piece.text) for piece in batch)
-        if progress:
-            progress(done, total)
-    joined = TokenizedCorpus.from_documents(parts)
-    return TokenizedCorpus(tokens=joined.tokens, offsets=np.array([0, *ends], np.int64))
+    """Return the token ids of documents; those that are tokenized already are taken as they are."""
+    ids = TokenFile(np.uint16)
+    labels: TokenFile | None = None
+    offsets = array("q", [0])
+    pieces: list[_Piece] = []
+    batch_bytes = 0
+    meter = _Meter(documents, progress)
+    around: tuple[list[int], list[int]] | None = None
+    for document in documents:
+        if isinstance(document, TokenRow):
+            ids.add(document.ids)
+            if document.labels is not None:
+                labels = labels or TokenFile(np.int32)
+                labels.add(document.labels)
+            offsets.append(ids.length)
+            meter.add(document.ids.nbytes)
+            continue
+        if tokenizer is None:
+            raise RequestError("the data is text and there is no tokenizer; give one, or data with a column input_ids")
+        around = around or _around(tokenizer)
+        for piece in _pieces(document):
+            pieces.append(piece)
+            batch_bytes += len(piece.text)
+            if batch_bytes >= BATCH_BYTES:
+                _encode(pieces, tokenizer, around, ids, offsets)
+                meter.add(sum(_num_bytes(piece.text) for piece in pieces))
+                pieces, batch_bytes = [], 0
+    if pieces and tokenizer is not None and around is not None:
+        _encode(pieces, tokenizer, around, ids, offsets)
+    meter.finish()
+    return TokenizedCorpus(
+        tokens=ids.finish(), offsets=np.array(offsets, np.int64), labels=None if labels is None else labels.finish()
+    )
+
+
+def _encode(
+    pieces: list[_Piece], tokenizer: Any, around: tuple[list[int], list[int]], ids: TokenFile, offsets: array[int]
+) -> None:
+    texts = [piece.text for piece in pieces]
+    encoded = tokenizer(texts, add_special_tokens=False, return_attention_mask=False, verbose=False)["input_ids"]
+    before, after = around
+    for piece, found in zip(pieces, encoded, strict=True):
+        if piece.is_first:
+            ids.add(before[: len(before) - _overlap(before, found)])
+        ids.add(found)
+        if piece.is_last:
+            ids.add(after[_overlap(found, after) :])
+            offsets.append(ids.length)
+
+
+def _overlap(first: list[int], second: list[int]) -> int:
+    """Return how many ids at the end of the first are the beginning of the second."""
+    longest = min(len(first), len(second))
+    return next((count for count in range(longest, 0, -1) if first[-count:] == second[:count]), 0)
 
 
 def tokenize_corpus(
@@ -112,11 +139,14 @@ def tokenize_corpus(
     sequence_length: int,
     progress: Progress | None = None,
 ) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """(training, evaluation). Without an evaluation split the last documents are held out."""
+    """Return (training, evaluation). Without an evaluation split the last documents are held out."""
     training = tokenize(corpus.documents, tokenizer, progress=progress)
-    if corpus.evaluation is not None:
-        return training, tokenize(corpus.evaluation, tokenizer)
-    return hold_out_evaluation(training, sequence_length=sequence_length)
+    if corpus.evaluation is None:
+        return hold_out_evaluation(training, sequence_length=sequence_length)
+    evaluation = tokenize(corpus.evaluation, tokenizer)
+    if evaluation.num_tokens and (evaluation.labels is None) != (training.labels is None):
+        raise RequestError(f"{corpus.origin}: one of train and validation has labels, the other has none; give both or neither")
+    return training, evaluation
 
 
 def _no_tokenizer(model_dir: Path | str, reason: str) -> RequestError:
@@ -146,29 +176,40 @@ class _Piece:
     is_last: bool
 
 
-def _pieces(documents: Iterable[str]) -> Iterator[_Piece]:
-    for text in documents:
-        start = 0
+def _pieces(document: str | TextFile) -> Iterator[_Piece]:
+    """Cut a document after line breaks, of a file without holding it in memory."""
+    parts = iter([document]) if isinstance(document, str) else document.pieces()
+    rest, is_first = "", True
+    for part in parts:
+        text, start = rest + part, 0
         while len(text) - start > PIECE_CHARACTERS:
-            end = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1
-            if not end:
-                end = start + PIECE_CHARACTERS
-            yield _Piece(text[start:end], start == 0, False)
-            start = end
-        yield _Piece(text[start:] if start else text, start == 0, True)
+            end = text.rfind("\n", start, start + PIECE_CHARACTERS) + 1 or start + PIECE_CHARACTERS
+            yield _Piece(text[start:end], is_first, False)
+            start, is_first = end, False
+        rest = text[start:]
+    yield _Piece(rest, is_first, True)
 
 
-def _batches(pieces: Iterable[_Piece]) -> Iterator[list[_Piece]]:
-    batch: list[_Piece] = []
-    size = 0
-    for piece in pieces:
-        batch.append(piece)
-        size += len(piece.text)
-        if size >= BATCH_BYTES:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+class _Meter:
+    """Tells how many bytes are done: of texts in memory, or, of files, of about as many as the files have."""
+
+    def __init__(self, documents: Iterable[Document], progress: Progress | None) -> None:
+        self._progress = progress
+        self._done = 0
+        self._total = 0
+        if isinstance(documents, Documents):
+            self._total = documents.num_bytes
+        elif isinstance(documents, list | tuple):
+            self._total = sum(_num_bytes(document) for document in documents if isinstance(document, str))
+
+    def add(self, num_bytes: int) -> None:
+        self._done = min(self._done + num_bytes, self._total)
+        if self._progress and num_bytes:
+            self._progress(self._done, self._total)
+
+    def finish(self) -> None:
+        if self._progress:
+            self._progress(self._total, self._total)
 
 
 def _num_bytes(text: str) -> int:

@@ -1,5 +1,6 @@
-"""Tokens in memory and how they are cut: one flat array of token ids, document borders, and sequences as (start,
-length).
+"""Tokens and how they are cut: one flat array of token ids, document borders, and sequences as (start, length).
+
+The flat array is in memory, or a file of the cache that is mapped into it, so that data may be larger than memory.
 
 A sequence is a piece of at most `sequence_length` tokens of ONE document. Long documents are cut into consecutive
 pieces; a piece shorter than two tokens is dropped, because it predicts nothing.
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 
 from upshift.errors import RequestError
 from upshift.planning.lengths import MAX_BUCKETS, LengthHistogram
+from upshift.training.data.columns import IGNORED
 
 EVALUATION_SHARE = 0.02
 MAX_EVALUATION_SEQUENCES = 64
@@ -25,6 +27,7 @@ MAX_EVALUATION_SEQUENCES = 64
 class TokenizedCorpus:
     tokens: NDArray[Any]  # uint16 when every id fits, else int32
     offsets: NDArray[np.int64]  # document d is tokens[offsets[d]:offsets[d + 1]]
+    labels: NDArray[Any] | None = None  # one for each token, -100: not learned; None: the tokens themselves
 
     @property
     def num_documents(self) -> int:
@@ -60,9 +63,21 @@ class Sequences:
     starts: NDArray[np.int64]
     lengths: NDArray[np.int64]
     sequence_length: int
+    labels: NDArray[Any] | None = None  # as in TokenizedCorpus
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    def num_labels(self, members: NDArray[np.int64], *, first: int) -> NDArray[np.int64]:
+        """Return how many labels each of the sequences has that count, from position ``first`` on: 1 where they are shifted."""
+        if self.labels is None:
+            return np.maximum(self.lengths[members] - first, 0)
+        spans = zip(self.starts[members].tolist(), self.lengths[members].tolist(), strict=True)
+        counts = [np.count_nonzero(self.labels[start + first : start + length] != IGNORED) for start, length in spans]
+        return np.array(counts, np.int64)
+
+    def chosen(self, members: NDArray[np.int64]) -> Sequences:
+        return replace(self, starts=self.starts[members], lengths=self.lengths[members])
 
 
 def check_sequence_length(sequence_length: int, longest_allowed: int | None) -> None:
@@ -79,7 +94,9 @@ def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences
     piece_in_document = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)
     starts = tokenized.offsets[document] + piece_in_document * sequence_length
     lengths = np.minimum(sequence_length, tokenized.offsets[document + 1] - starts)
-    return Sequences(tokens=tokenized.tokens, starts=starts, lengths=lengths, sequence_length=sequence_length)
+    return Sequences(
+        tokens=tokenized.tokens, starts=starts, lengths=lengths, sequence_length=sequence_length, labels=tokenized.labels
+    )
 
 
 def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
@@ -99,29 +116,20 @@ def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> 
         return _documents(tokenized, 0, document), _documents(tokenized, document, tokenized.num_documents)
     last = int(np.flatnonzero(pieces)[-1])
     cut = int(tokenized.offsets[last] + (pieces[last] - wanted) * sequence_length)
-    train = replace(
-        tokenized, tokens=tokenized.tokens[:cut], offsets=np.append(tokenized.offsets[: last + 1], cut).astype(np.int64)
-    )
-    evaluation = replace(
-        tokenized, tokens=tokenized.tokens[cut:], offsets=np.concatenate([[0], tokenized.offsets[last + 1 :] - cut])
-    )
+    train = _part(tokenized, 0, cut, np.append(tokenized.offsets[: last + 1], cut).astype(np.int64))
+    evaluation = _part(tokenized, cut, tokenized.num_tokens, np.concatenate([[0], tokenized.offsets[last + 1 :] - cut]))
     return train, evaluation
 
 
 def check_vocabulary(tokenized: TokenizedCorpus, vocab_size: int) -> None:
     highest = int(tokenized.tokens.max(initial=0))
+    if tokenized.labels is not None:
+        highest = max(highest, int(tokenized.labels.max(initial=0)))
     if highest >= vocab_size:
         raise RequestError(
             f"the data holds token id {highest}, the model's vocabulary has {vocab_size} (ids 0 to {vocab_size - 1}); "
             "tokenize with the model's own tokenizer, or resize the model's embeddings"
         )
-
-
-def length_histogram(tokenized: TokenizedCorpus, sequence_length: int) -> LengthHistogram:
-    lengths = cut_sequences(tokenized, sequence_length).lengths
-    if not len(lengths):
-        raise RequestError("the data has no sequence of two or more tokens; give more text")
-    return histogram_of(lengths, sequence_length)
 
 
 def histogram_of(lengths: NDArray[np.int64], sequence_length: int) -> LengthHistogram:
@@ -146,4 +154,9 @@ def _num_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.
 
 def _documents(tokenized: TokenizedCorpus, first: int, end: int) -> TokenizedCorpus:
     start, stop = int(tokenized.offsets[first]), int(tokenized.offsets[end])
-    return replace(tokenized, tokens=tokenized.tokens[start:stop], offsets=tokenized.offsets[first : end + 1] - start)
+    return _part(tokenized, start, stop, tokenized.offsets[first : end + 1] - start)
+
+
+def _part(tokenized: TokenizedCorpus, start: int, stop: int, offsets: NDArray[np.int64]) -> TokenizedCorpus:
+    labels = None if tokenized.labels is None else tokenized.labels[start:stop]
+    return TokenizedCorpus(tokens=tokenized.tokens[start:stop], offsets=offsets, labels=labels)

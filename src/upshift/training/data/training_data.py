@@ -19,17 +19,17 @@ from upshift.planning.lengths import LengthHistogram
 from upshift.training.batches.objective import Objective, objective_for
 from upshift.training.batches.of_plan import objective_of
 from upshift.training.data.corpus import CorpusSummary, read_corpus
+from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
 from upshift.training.data.tokens import (
     Sequences,
-    TokenizedCorpus,
     check_sequence_length,
     check_vocabulary,
     cut_sequences,
-    length_histogram,
+    histogram_of,
 )
 
-ARRAYS = ("tokens", "starts", "lengths")
+ARRAYS = ("tokens", "starts", "lengths", "labels")  # the last where the data has labels of its own
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -57,19 +57,37 @@ def prepare_data(
     objective = _objective(source, tokenizer)
     check_sequence_length(sequence_length, _max_positions(source))
     length = sequence_length * num_sides(objective.kind)
-    training, evaluation = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
-    for tokenized in (training, evaluation):
-        if tokenized is not None:
-            check_vocabulary(tokenized, objective.vocab_size or 0)
-    held_out = None if evaluation is None else cut_sequences(evaluation, length)
+    tokenized, held_out = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
+    for part in (tokenized, held_out):
+        if part is not None:
+            check_vocabulary(part, objective.vocab_size or 0)
+    if tokenized.labels is not None and objective.kind == "seq2seq-lm":
+        raise RequestError(
+            f"{data_path} has a column labels, which is not used with the encoder-decoder {source.reference!r}: "
+            "it trains on the first and the second half of a text; leave labels out, or use another model"
+        )
+    training = _with_labels(cut_sequences(tokenized, length), objective, corpus.origin)
+    if not len(training):
+        raise RequestError(f"{data_path} has no sequence of two or more tokens with something to learn; give more text")
+    evaluation = None if held_out is None else _with_labels(cut_sequences(held_out, length), objective, "the held-out data")
     return TrainingData(
-        training=cut_sequences(training, length),
-        evaluation=held_out if held_out is not None and len(held_out) else None,
+        training=training,
+        evaluation=evaluation if evaluation is not None and len(evaluation) else None,
         objective=objective,
-        histogram=length_histogram(training, length),
-        summary=corpus.summary,
+        histogram=histogram_of(training.lengths, length),
+        summary=corpus.summary(),
         tokenizer=tokenizer,
     )
+
+
+def _with_labels(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
+    """Leave out sequences that teach nothing: a batch of them would have no mean."""
+    if sequences.labels is None:
+        return sequences
+    has_labels = objective.counted_labels(sequences, np.arange(len(sequences))) > 0
+    if not has_labels.all():
+        say_once(f"{origin}: {int((~has_labels).sum())} sequences without a label to learn are left out")
+    return sequences.chosen(np.flatnonzero(has_labels))
 
 
 def _own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
@@ -98,19 +116,11 @@ def _max_positions(source: ModelSource) -> int | None:
 def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
     objective = objective_of(source, tokenizer=tokenizer)
     if tokenizer is None:  # objective_of masks with token 0 then, which is for trials only
-        objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0)
+        seen = {name: getattr(objective, name) for name in ("padding", "loss_splits")}
+        objective = objective_for(objective.kind, None, vocab_size=objective.vocab_size or 0).changed(**seen)
     if objective.pad_token_id >= (objective.vocab_size or 0):
         return objective.changed(pad_token_id=0)  # padding is never a label nor attended to, but it is embedded
     return objective
-
-
-def write_sample(sequences: Sequences, path: Path, num_sequences: int) -> None:
-    """A random sample for trials, each sequence a document, so that cutting them again gives the same sequences."""
-    chosen = np.random.default_rng(0).permutation(len(sequences))[:num_sequences].tolist()
-    documents = [sequences.tokens[sequences.starts[i] : sequences.starts[i] + sequences.lengths[i]] for i in chosen]
-    sample = TokenizedCorpus.from_documents(documents)
-    with path.open("wb") as file:  # given a name, numpy would add a suffix
-        np.savez(file, tokens=sample.tokens, offsets=sample.offsets)
 
 
 def save_data(data: TrainingData, folder: Path) -> None:
@@ -118,7 +128,8 @@ def save_data(data: TrainingData, folder: Path) -> None:
     for name, sequences in (("training", data.training), ("evaluation", data.evaluation)):
         if sequences is not None:
             for array in ARRAYS:
-                np.save(folder / f"{name}.{array}.npy", getattr(sequences, array))
+                if getattr(sequences, array) is not None:
+                    np.save(folder / f"{name}.{array}.npy", getattr(sequences, array))
     values = {
         "sequence_length": data.training.sequence_length,
         "objective": data.objective.model_dump(),
@@ -137,7 +148,8 @@ def load_data(folder: Path) -> TrainingData:
     def sequences(name: str) -> Sequences | None:
         if not (folder / f"{name}.tokens.npy").exists():
             return None
-        arrays = {array: np.load(folder / f"{name}.{array}.npy", mmap_mode="r") for array in ARRAYS}
+        paths = {array: folder / f"{name}.{array}.npy" for array in ARRAYS}
+        arrays = {array: np.load(path, mmap_mode="r") for array, path in paths.items() if path.exists()}
         return Sequences(**arrays, sequence_length=values["sequence_length"])
 
     training = sequences("training")

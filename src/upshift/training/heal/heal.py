@@ -174,7 +174,7 @@ def _watch(
             lost = f"copy {copy.number} of {job.plan.num_processes} {copy.last_words()}"
             on_event(Waited(step, f"{lost}; the others go on, and {then}"))
             if again:
-                _write_job(folder, copy.number, job.changed(resume=True, overwrite=False))
+                _write_job(folder, copy.number, job.changed(resume=True, overwrite=False, checkpoint=None))
                 copy.begin(first=False)
             else:
                 (folder / here_name(copy.number)).touch()  # nobody waits for it at the start

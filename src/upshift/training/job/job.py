@@ -14,13 +14,16 @@ from upshift.benchmarking.meters import MemorySample
 from upshift.errors import RequestError
 from upshift.hardware.detect import detect
 from upshift.loading.checkpoint import find_safetensors
+from upshift.loading.output_lock import claimed
 from upshift.models.measure import Tracer
 from upshift.models.profile import num_sides
+from upshift.models.store import isolation_of
+from upshift.planning.isolation import why_not_isolated
 from upshift.planning.plan import ALONE
 from upshift.record import Record
 from upshift.settings import read_settings
 from upshift.training.checkpoint.checkpoint import check_output_directory
-from upshift.training.data.training_data import TrainingData, prepare_data, write_sample
+from upshift.training.data.training_data import TrainingData, prepare_data
 from upshift.training.heal.heal import check_healing, run_healing
 from upshift.training.job.processes import main, run_in_processes
 from upshift.training.job.request import Job
@@ -32,7 +35,7 @@ from upshift.training.mup import check_random
 from upshift.training.parallel.refusals import cannot_run
 from upshift.units import FLOP_CONVENTION
 
-__all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job", "write_sample"]
+__all__ = ["Job", "TrainingData", "append_record", "prepare_data", "run_job"]
 
 logger = logging.getLogger(__name__)
 
@@ -51,23 +54,24 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
 
     Raises RequestError before anything is written, Interrupted after SIGINT or SIGTERM, JobFailed with what is safe.
     """
-    open_job(job, data)
-    if job.heal:
-        record = run_healing(job, data, on_event)
-    elif fresh_process or job.plan.num_processes > 1:
-        record = run_in_processes(job, data, on_event)
-    else:
-        with StopRequest() as stop:
-            record = run_rank(job, data, on_event, stop)
+    with claimed(Path(job.output)):
+        job = open_job(job, data)
+        if job.heal:
+            record = run_healing(job, data, on_event)
+        elif fresh_process or job.plan.num_processes > 1:
+            record = run_in_processes(job, data, on_event)
+        else:
+            with StopRequest() as stop:
+                record = run_rank(job, data, on_event, stop)
     append_record(record)
     return record
 
 
-def open_job(job: Job, data: TrainingData) -> None:
-    """Its checks, then its output directory."""
+def open_job(job: Job, data: TrainingData) -> Job:
+    """Make the checks of a job, then of its output directory. Return it as ``open_run`` does."""
     check_job(job, data)
     check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
-    open_run(job, data.training)
+    return open_run(job, data.training)
 
 
 def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest) -> Record:
@@ -86,7 +90,9 @@ def check_job(job: Job, data: TrainingData) -> None:
     if job.plan.fused_kernels or job.plan.loss_kernel != "eager":
         raise RequestError("this version plans fused kernels and does not train with them yet; leave them out of the plan")
     source = job.source()
-    problem = None if job.plan.layout == ALONE else cannot_run(job.plan, Tracer(source).whole(torch.float32))
+    problem = why_not_isolated(isolation_of(source), job.plan)
+    if problem is None and job.plan.layout != ALONE:
+        problem = cannot_run(job.plan, Tracer(source).whole(torch.float32))
     if problem is not None:
         raise RequestError(problem)
     if not job.from_config and source.directory is not None:
@@ -126,6 +132,8 @@ def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
         "steps": len(outcome.loss_curve),
         "resumed_from_step": outcome.resumed_step,
         "total_seconds": outcome.seconds,
+        "waited_share": outcome.waited_share,
+        "cpu_seconds_per_step": outcome.cpu_seconds,
         "loss_curve": [list(point) for point in outcome.loss_curve],
         "evaluations": [[tokens, loss] for _, tokens, loss in outcome.evaluations],
         "memory_samples": [[s.seconds, s.phase, s.resident] for s in thinned(outcome.memory_samples)],

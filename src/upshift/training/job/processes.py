@@ -10,7 +10,6 @@ import json
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,9 +17,13 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from upshift import errors
+from upshift import errors, with_parent
+from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import Interrupted, JobFailed, UpshiftError
+from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
+from upshift.settings import quiet_libraries
+from upshift.training.checkpoint.files import still_loadable
 from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.training_data import TrainingData, load_data, save_data
 from upshift.training.job.request import Job
@@ -36,8 +39,8 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
     """In the caller: start the process, which runs ``module``, pass its events on, give back what rank 0 gave."""
     with written(job, data) as folder:
         process = subprocess.Popen(
-            [sys.executable, "-m", module, str(folder)], stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
-            text=True, start_new_session=True,
+            with_parent.command(module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            text=True, start_new_session=True, pass_fds=held_descriptors(Path(job.output)),
         )  # fmt: skip
         assert process.stdout is not None
         with StopRequest(on_request=partial(process.send_signal, signal.SIGINT)) as stop:
@@ -77,6 +80,7 @@ def result_in(folder: Path, exit_code: int, *, interrupted: bool, name: str = RE
 
 def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
     """In the fresh process. Events are lines on its standard output; what libraries print goes to standard error."""
+    quiet_libraries()
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -103,4 +107,10 @@ def run_in(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, 
         except UpshiftError as error:
             kind = type(error) if type(error) in (errors.RequestError, Interrupted) else JobFailed
             answer = json.dumps({"error": kind.__name__, "message": str(error)})
+        except Exception as error:  # libraries have classes of their own for a full disk
+            reason = full_disk(error)
+            if reason is None:
+                raise
+            message = f"a file could not be written ({reason}); {still_loadable(Path(job.output))}; {FREE_SOME}"
+            answer = json.dumps({"error": JobFailed.__name__, "message": message})
     (folder / names[1]).write_text(answer, encoding="utf-8")

@@ -26,6 +26,7 @@ class Job(Value):
     overwrite: bool = False
     heal: bool = Field(False, description="each process is a whole copy that the others heal when it comes back")
     resume: bool = Field(False, description="continue from the output's newest checkpoint; start where there is none")
+    checkpoint: str | None = Field(None, description="the whole one that a resumed job goes on from, once it is chosen")
     predicted: Numbers | None = None
     baseline: Numbers | None = None
     baseline_name: str | None = None

@@ -5,8 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
+from pathlib import Path
 
 from upshift.fork_server import ENDLESS_SECONDS, Ending, ForkServer, fork_server
+from upshift.loading.output_lock import claimed
 from upshift.record import Record
 from upshift.training.data.training_data import TrainingData
 from upshift.training.job.job import append_record, open_job
@@ -28,7 +30,10 @@ class JobServer:
 
     def run(self, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
         """As ``run_job`` does. What ``on_event`` raises ends the job at its next event, and is raised."""
-        open_job(job, data)
+        with claimed(Path(job.output)):
+            return self._run(open_job(job, data), data, on_event)
+
+    def _run(self, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
         with written(job, data) as folder:
             answers = self._server.ask(Request(folder=str(folder)), Told, limit_seconds=ENDLESS_SECONDS)
             exit_code = 0

@@ -16,7 +16,7 @@ from upshift.models.source import find_model
 from upshift.record import Numbers
 from upshift.training.autopsy import examine
 from upshift.training.batches.of_plan import layout_for
-from upshift.training.batches.source import BatchSource, evaluation_batches
+from upshift.training.batches.source import BatchSource, evaluation_batches, look_ahead
 from upshift.training.checkpoint.checkpoint import newest_checkpoint
 from upshift.training.checkpoint.divided import is_divided
 from upshift.training.checkpoint.files import still_loadable
@@ -24,6 +24,7 @@ from upshift.training.checkpoint.rng import seed_rng
 from upshift.training.data.training_data import TrainingData
 from upshift.training.evaluate import evaluate
 from upshift.training.heal.copies import Again, Copies
+from upshift.training.host_memory import HeldMemory
 from upshift.training.job.request import Job
 from upshift.training.loop.events import (
     Doubted,
@@ -39,7 +40,7 @@ from upshift.training.loop.events import (
     Waited,
 )
 from upshift.training.loop.failures import death_reported, doubts, out_of_memory_in_words
-from upshift.training.loop.meter import StepMeter
+from upshift.training.loop.meter import NUM_WARMUP, WATCHED_WITHIN, StepMeter
 from upshift.training.loop.progress import Progress
 from upshift.training.loop.saves import Saves
 from upshift.training.loop.stop import StopRequest
@@ -50,9 +51,10 @@ from upshift.training.prepare import load_or_build, load_shared, prepare, set_pr
 from upshift.training.processes import rank_environment
 from upshift.training.signs import RunSigns
 from upshift.training.step import Shape, Stepper
-from upshift.units import gib
+from upshift.units import GIB, gib
 
 REASONS = ("", "tokens", "seconds", "interrupted", "not saved")  # why to stop before max_steps; the later one wins
+HELD_LIMIT = 1.05  # of the predicted memory: above it, what the heap holds free goes back to the system
 LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
 
 
@@ -67,6 +69,8 @@ class Outcome:
     memory_samples: list[MemorySample]
     resumed_step: int
     seconds: float
+    waited_share: float  # of the steady steps' time, for a core that another program had
+    cpu_seconds: float  # of this process in a steady step
 
 
 def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> Outcome:
@@ -96,14 +100,25 @@ class TrainingLoop:
             objective=data.objective, seed=self.arguments.seed,
         )  # fmt: skip
         self.progress = Progress(job)
-        self.checkpoint = newest_checkpoint(self.output) if job.resume else None
+        self.checkpoint = Path(job.checkpoint) if job.checkpoint else newest_checkpoint(self.output) if job.resume else None
         self._load()
         self.resumed_step = self.progress.step
         self.saved_step = self.progress.step
-        self.meter = StepMeter(self.plan.device, planned_steps=self.arguments.max_steps - self.progress.step)
+        self.meter = self._new_meter()
+        held = job.predicted.resident_gib if job.predicted and self.plan.device == "cpu" else None
+        self.held_memory = HeldMemory(HELD_LIMIT * held * GIB if held else None)
         keep = self.arguments.save_total_limit
         self.saves = Saves(self.place, self.stepper, keep=keep, meter=self.meter, on_saved=self._tell)
         self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
+
+    def _new_meter(self) -> StepMeter:
+        """It watches the step with the longest micro-batch of the first few."""
+        done, left = self.progress.step, self.arguments.max_steps - self.progress.step
+        looked_at = min(left // 2, WATCHED_WITHIN) - NUM_WARMUP
+        if looked_at < 1:
+            return StepMeter(self.plan.device, planned_steps=left)
+        ahead = look_ahead(self.source, first_step=done + NUM_WARMUP, num_steps=looked_at)
+        return StepMeter(self.plan.device, planned_steps=left, longest_step=NUM_WARMUP + 1 + ahead.longest_step)
 
     def _load(self) -> None:
         seed = self.arguments.seed
@@ -158,7 +173,8 @@ class TrainingLoop:
         return Outcome(
             reason=reason, measured=self._numbers(), loss_curve=self.progress.loss_curve,
             evaluations=tuple(self.progress.evaluations), memory_samples=self.recorder.samples,
-            resumed_step=self.resumed_step, seconds=seconds,
+            resumed_step=self.resumed_step, seconds=seconds, waited_share=self.meter.waited_share,
+            cpu_seconds=self.meter.cpu_seconds / max(len(self.meter.steady), 1),
         )  # fmt: skip
 
     def _steps(self) -> str:
@@ -183,6 +199,7 @@ class TrainingLoop:
 
     def _one_step(self) -> None:
         start = self.signs.begin()
+        self.meter.begin()
         if self.copies is not None:
             self.copies.meet()
         with self.signs.fetching():
@@ -196,11 +213,13 @@ class TrainingLoop:
             raise JobFailed(f"step {self.progress.step + 1}: {error}; {still_loadable(self.output)}") from None
         self.meter.add(outcome.num_tokens, time.perf_counter() - start)
         self.progress.add(batch, outcome)
+        resident = self.meter.resident_now()
+        self.held_memory.after_step(resident)
         done = StepDone(
             step=self.progress.step, max_steps=self.arguments.max_steps, tokens=self.progress.tokens[-1], loss=outcome.loss,
             learning_rate=outcome.learning_rate, gradient_norm=outcome.gradient_norm,
             tokens_per_second=self.meter.recent_tokens_per_second, seconds_left=self.progress.seconds_left(self.meter),
-            resident_bytes=self.meter.resident_now(),
+            resident_bytes=resident,
         )  # fmt: skip
         self._tell(done)
 

@@ -9,6 +9,7 @@ from contextlib import contextmanager
 
 import torch
 
+from upshift.benchmarking.load import between, read_moment
 from upshift.benchmarking.meters import (
     AllocatedPeak,
     allocated_peak,
@@ -23,23 +24,31 @@ from upshift.training.step import StepOutcome, Stepper
 from upshift.training.weight_offload import in_memory_bytes
 
 NUM_WARMUP = 2  # steps that allocate, compile and tune
+WATCHED_WITHIN = 16  # steps, or the first half of fewer, one of which is watched: the one with the longest micro-batch
 WINDOW_STEPS = 20
 
 
 class StepMeter:
-    """Counts from this process's first step: a resumed run warms up again."""
+    """Counts from this process's first step: a resumed run warms up again. ``longest_step``: which of its steps behind the
+    warm-up has the longest micro-batch, counted from 1."""
 
-    def __init__(self, device: str, *, planned_steps: int) -> None:
+    def __init__(self, device: str, *, planned_steps: int, longest_step: int = NUM_WARMUP + 1) -> None:
         self.device = device
-        self.watched = min(NUM_WARMUP + 1, planned_steps)  # the step whose memory is watched
+        self.watched = min(longest_step, planned_steps)  # the step whose memory is watched
         self.count = 0
         self.seconds = 0.0
         self.first_seconds: float | None = None
         self.steady: list[tuple[int, float]] = []  # tokens, seconds
         self.peak_bytes: int | None = None
+        self.waited_seconds, self.cpu_seconds = 0.0, 0.0  # of the steady steps, in this process
+        self._before = read_moment()
         self._window: deque[tuple[int, float]] = deque(maxlen=WINDOW_STEPS)
         self._resident_peak = 0
         reset_resident_peak()
+
+    def begin(self) -> None:
+        """Before a step's batch is made."""
+        self._before = read_moment()
 
     def step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
         if self.count + 1 == self.watched:
@@ -55,7 +64,10 @@ class StepMeter:
             self._window.clear()  # the first step compiles
         if self.count == 1 or self.count != self.watched:
             self._window.append((tokens, seconds))
-        if self.count > NUM_WARMUP + 1:
+        if self.count > NUM_WARMUP and self.count != self.watched:
+            timing = between(self._before, read_moment())
+            self.waited_seconds += timing.waited
+            self.cpu_seconds += timing.cpu_seconds
             self.steady.append((tokens, seconds))
 
     def _watched_step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
@@ -96,6 +108,12 @@ class StepMeter:
     def tokens_per_second(self) -> float | None:
         seconds = sum(seconds for _, seconds in self.steady)
         return sum(tokens for tokens, _ in self.steady) / seconds if seconds else None
+
+    @property
+    def waited_share(self) -> float:
+        """Return how much of the steady steps' time went by waiting for a core that another program had."""
+        seconds = sum(seconds for _, seconds in self.steady)
+        return self.waited_seconds / seconds if seconds else 0.0
 
     @property
     def one_time_seconds(self) -> float | None:

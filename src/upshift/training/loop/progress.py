@@ -9,7 +9,7 @@ from upshift.training.batches.source import GlobalBatch, Position
 from upshift.training.checkpoint.checkpoint import TrainState, newest_checkpoint, save_checkpoint
 from upshift.training.job.request import Job
 from upshift.training.loop.meter import StepMeter
-from upshift.training.loop.run import RUN_NAME, Run
+from upshift.training.loop.run import Run
 from upshift.training.loop.saves import load
 from upshift.training.parallel.place import Place
 from upshift.training.step import StepOutcome, Stepper
@@ -20,7 +20,7 @@ class Progress:
 
     def __init__(self, job: Job) -> None:
         self.job, self.output = job, Path(job.output)
-        self.run = Run.from_file(self.output / RUN_NAME)
+        self.run = Run.read(self.output)
         self.step, self.position, self.tokens = 0, Position(), [0]
         self.losses: list[float] = []
         self.evaluations = list(self.run.evaluations)
@@ -62,7 +62,7 @@ class Progress:
         return TrainState(
             step=self.step, position=self.position, seed=self.job.arguments.seed, tokens_seen=self.tokens[-1],
             plan=self.job.recorded_plan.model_dump(), loss_curve=tuple(self.losses), versions=library_versions(),
-            best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None),
+            best_evaluation_loss=min((loss for _, _, loss in self.evaluations), default=None), run=self.run.id,
         )  # fmt: skip
 
     def write_run(self, folder: Path, *, finished: bool = False) -> None:
@@ -81,6 +81,6 @@ class Progress:
     def read_from(self, folder: Path, stepper: Stepper, place: Place) -> None:
         checkpoint = newest_checkpoint(folder)
         assert checkpoint is not None
-        self.run = Run.from_file(folder / RUN_NAME)
+        self.run = Run.read(folder)
         self.evaluations = list(self.run.evaluations)
         self.go_on_from(checkpoint, stepper, place)

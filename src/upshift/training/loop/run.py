@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import secrets
 import zlib
 from pathlib import Path
 
@@ -11,7 +13,8 @@ from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
 from upshift.training.arguments import Arguments
 from upshift.training.autopsy import AUTOPSIES_NAME
-from upshift.training.checkpoint.files import find_checkpoints, replace_text, writing
+from upshift.training.checkpoint.checksums import sealed, unsealed
+from upshift.training.checkpoint.files import newest_checkpoint, replace_text, writing
 from upshift.training.checkpoint.state import SavedState
 from upshift.training.data.tokens import Sequences
 from upshift.training.job.request import Job
@@ -20,6 +23,9 @@ from upshift.value import Value
 RUN_NAME = "upshift_run.json"
 SHARED_NAME = "upshift_shared"  # folder of what the ranks of a launcher read, until the run is finished
 OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
+_WHAT_TO_DO = (
+    "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
+)
 CHANGEABLE = ("max_steps", "eval_steps", "save_steps", "save_total_limit")  # arguments that a resumed run may have anew
 
 
@@ -29,13 +35,27 @@ class Run(Value):
     global_batch: int
     sequence_length: int
     arguments: Arguments
+    id: str  # the same in each of its checkpoints
     finished: bool = False
     tokens: tuple[int, ...] = ()  # seen after each step
     evaluations: tuple[tuple[int, int, float], ...] = ()  # step, tokens, loss
 
     def write(self, directory: Path) -> None:
         with writing(directory, name=RUN_NAME, temporary=directory / f"{RUN_NAME}.tmp"):
-            replace_text(directory / RUN_NAME, self.to_json())
+            replace_text(directory / RUN_NAME, sealed(json.dumps(self.model_dump(mode="json"), indent=1)))
+
+    @classmethod
+    def read(cls, directory: Path) -> Run:
+        """Raises RequestError, with what to do, where the file is not as it was written."""
+        path = directory / RUN_NAME
+        try:
+            content = path.read_bytes()
+        except OSError as error:
+            raise RequestError(f"{path} cannot be read ({error.strerror}); {_WHAT_TO_DO}") from None
+        document = unsealed(content)
+        if document is None:
+            raise RequestError(f"{path} is {'damaged' if content else 'empty'} and says no more what was trained; {_WHAT_TO_DO}")
+        return cls.from_json(document, origin=str(path))
 
     def cut(self, step: int) -> Run:
         """As it was after ``step``: the file may be ahead of the checkpoint."""
@@ -50,15 +70,16 @@ def new_run(job: Job, sequences: Sequences) -> Run:
         global_batch=job.global_batch,
         sequence_length=job.plan.sequence_length,
         arguments=job.arguments,
+        id=secrets.token_hex(8),
     )
 
 
-def open_run(job: Job, sequences: Sequences) -> None:
-    """Writes the file of a new run, or checks that this job may resume the one in the output directory."""
+def open_run(job: Job, sequences: Sequences) -> Job:
+    """Write the file of a new run, or check that this job may resume the one in the output directory. Return the job with the
+    checkpoint that it goes on from: all processes take the same one."""
     directory, run = Path(job.output), new_run(job, sequences)
-    path = directory / RUN_NAME
-    before = Run.from_file(path) if path.exists() else None
-    checkpoint = find_checkpoints(directory).newest if job.resume else None
+    before = Run.read(directory) if (directory / RUN_NAME).exists() else None
+    checkpoint = newest_checkpoint(directory) if job.resume else None
     if checkpoint is None:
         if before is not None and before.finished:
             raise RequestError(
@@ -66,16 +87,25 @@ def open_run(job: Job, sequences: Sequences) -> None:
                 "use --overwrite to train again, or another output directory"
             )
         run.write(directory)
-        return
+        return job
     if before is None:
-        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; give the directory of the whole run")
+        raise RequestError(f"{directory} has {checkpoint.name} but no {RUN_NAME}; {_WHAT_TO_DO}")
     _check_same(before, run, directory)
     state = SavedState.read(checkpoint).train
     if state.step > job.arguments.max_steps:
         raise RequestError(
             f"max_steps={job.arguments.max_steps} is less than the {state.step} steps of {checkpoint}; use {state.step} or more"
         )
+    if state.run != before.id:
+        raise RequestError(f"{checkpoint} is of another run than {directory / RUN_NAME}; move it away, then --resume")
     before.cut(state.step).changed(arguments=job.arguments).write(directory)
+    return job.changed(checkpoint=str(checkpoint))
+
+
+def check_run_file(directory: Path) -> None:
+    """Raise RequestError, before anything slow, where the file of a run that is to go on is damaged."""
+    if (directory / RUN_NAME).exists():
+        Run.read(directory)
 
 
 def _check_same(before: Run, run: Run, directory: Path) -> None:
@@ -93,6 +123,7 @@ def _check_same(before: Run, run: Run, directory: Path) -> None:
 
 def fingerprint(sequences: Sequences) -> str:
     checksum = 0
-    for array in (sequences.tokens, sequences.starts, sequences.lengths):
+    arrays = (sequences.tokens, sequences.starts, sequences.lengths, sequences.labels)
+    for array in (array for array in arrays if array is not None):
         checksum = zlib.crc32(np.ascontiguousarray(array).data, checksum)
     return f"{len(sequences)} sequences {checksum:08x}"

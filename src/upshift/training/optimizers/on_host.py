@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from upshift.internals.torch_names import VERSION
 from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
@@ -43,14 +44,14 @@ class OnHost(torch.optim.Optimizer):
                 copy.grad = None
             else:
                 copy.grad.copy_(parameter.grad, non_blocking=True)
-            if self._versions.get(copy) != parameter._version:  # loaded, or moved by someone else
+            if self._versions.get(copy) != VERSION.of(parameter):  # loaded, or moved by someone else
                 copy.copy_(parameter, non_blocking=True)
         if any(parameter.device.type == "cuda" for parameter in self.copies.values()):
             torch.cuda.synchronize()
         self.inner.step()
         for copy, parameter in self.copies.items():
             parameter.copy_(copy, non_blocking=True)
-            self._versions[copy], copy.grad = parameter._version, buffers[copy]
+            self._versions[copy], copy.grad = VERSION.of(parameter), buffers[copy]
         return loss
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -17,12 +17,18 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel, masking_utils
-from transformers.loss.loss_utils import ForCausalLMLoss, ForMaskedLMLoss
-from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, packed_sequence_compatibility_function
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from upshift.errors import JobFailed
+from upshift.internals.torch_names import COLLECTIVES
+from upshift.internals.transformers_names import (
+    ATTENTION,
+    ATTENTION_FUNCTIONS,
+    CAUSAL_LOSS,
+    MASK_FUNCTIONS,
+    MASKED_LOSS,
+    SUPPORTS_BACKEND,
+)
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
@@ -35,7 +41,7 @@ from upshift.training.parallel.place import Place
 NAME = "ulysses"
 WHOLE_LAYERS = {"full_attention", "sliding_attention", "chunked_attention"}  # they mix tokens in attention alone
 BY_HEAD = ("position_bias", "s_aux")  # tensors with an entry for every head of the whole model
-_ops = torch.ops._c10d_functional
+_ops = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
 FILLED = {"labels": IGNORED, "attention_mask": 0}
 
 
@@ -96,11 +102,11 @@ def _mixes_elsewhere(model: PreTrainedModel) -> str | None:
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder have sequences of different lengths"
-    if not model._supports_attention_backend:
+    if not SUPPORTS_BACKEND.of(model):
         return "its attention is not behind transformers' attention interface"
     if "position_ids" not in inspect.signature(model.forward).parameters:
         return "it takes no position_ids, so it would count each rank's tokens from 0"
-    if model.loss_function not in (ForCausalLMLoss, ForMaskedLMLoss):
+    if model.loss_function not in (CAUSAL_LOSS.get(), MASKED_LOSS.get()):
         return "its loss is not a mean over words"
     if getattr(config, "output_router_logits", False):
         return "the loss of its router (output_router_logits) is taken over whole sequences"
@@ -128,6 +134,24 @@ def eager_of(module: nn.Module) -> Any:
     return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
 
 
+def document_of_each_token(positions: torch.Tensor) -> torch.Tensor | None:
+    """Return the number of each token's document in its row [B, S]: one begins where positions do not go on by 1. Return None
+    where every row is one document."""
+    begins = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
+    return begins.cumsum(-1) if bool(begins.any()) else None
+
+
+def within_documents(mask_function: Any, positions: torch.Tensor, documents: torch.Tensor) -> Any:
+    """Return a mask function, as transformers' AttentionMaskInterface takes them: it allows what ``mask_function`` allows at the
+    tokens' own positions, and only between tokens of one document."""
+
+    def allowed(batch: Any, head: Any, query: Any, key: Any) -> Any:
+        same = documents[batch, query] == documents[batch, key]
+        return same & mask_function(batch, head, positions[batch, query], positions[batch, key])
+
+    return allowed
+
+
 class SharedContext:
     """One rank's part of a model's sequences."""
 
@@ -135,10 +159,10 @@ class SharedContext:
         assert place.contexts is not None
         self.group, self._layout = place.contexts.get_group("context"), place.plan.layout
         self.ranks, self.rank = self.group.size(), self.group.rank()
-        name = model.config._attn_implementation
-        self._inner: Any = ALL_ATTENTION_FUNCTIONS.get(name)  # None: eager, a function of each model's own
-        self._inner_mask: Any = ALL_MASK_ATTENTION_FUNCTIONS[name]
-        self._shifts = model.loss_function is ForCausalLMLoss
+        name = ATTENTION.of(model.config)
+        self._inner: Any = ATTENTION_FUNCTIONS.get().get(name)  # None: eager, a function of each model's own
+        self._inner_mask: Any = MASK_FUNCTIONS.get()[name]
+        self._shifts = model.loss_function is CAUSAL_LOSS.get()
         self.whole: Whole
         self._labels: torch.Tensor | None = None
         self._num_labels: torch.Tensor
@@ -156,7 +180,7 @@ class SharedContext:
         positions = tensors.get("position_ids")
         if positions is None:
             positions = torch.arange(width + missing, device=tensors["input_ids"].device).expand(rows, -1)
-        packed = masking_utils.find_packed_sequence_indices(positions) if mask is None else None
+        packed = document_of_each_token(positions) if mask is None else None
         self.whole = Whole(width + missing, None if mask is None else mask.bool(), positions, packed)
         labels = tensors.pop("labels", None)
         if labels is not None:
@@ -182,7 +206,7 @@ class SharedContext:
         """Of all tokens against all, as the wrapped attention takes it."""
         whole = self.whole
         if whole.packed is not None:
-            mask_function = packed_sequence_compatibility_function(mask_function, whole.position_ids, whole.packed)
+            mask_function = within_documents(mask_function, whole.position_ids, whole.packed)
             settings["allow_is_causal_skip"] = False
         settings |= {"q_length": whole.width, "kv_length": whole.width, "q_offset": 0, "kv_offset": 0}
         return self._inner_mask(mask_function=mask_function, attention_mask=whole.attention_mask, **settings)

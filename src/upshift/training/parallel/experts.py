@@ -9,8 +9,9 @@ experts (``place.experts["replicas"]``) sum it.
 from __future__ import annotations
 
 from torch import nn
-from transformers.distributed.expert_parallel import apply_expert_parallelism
 
+from upshift.internals.torch_names import PARAMETERS
+from upshift.internals.transformers_names import DIVIDE_EXPERTS, EXPAND_PLAN
 from upshift.models.adapter import base_of
 from upshift.planning.plan import Plan
 from upshift.training.parallel.divided import of_its_size
@@ -36,7 +37,7 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
     if base is not model:
         return f"{asked}: the model has an adapter, and what it declares to share are plain weights; {INSTEAD}"
     ranks = layout.expert_parallel * layout.tensor_parallel
-    styles = base._expand_parallel_plan(declared)
+    styles = EXPAND_PLAN.of(base)(declared)
     counts = {len(parameter) for name, parameter in base.named_parameters() if styles.get(name) == DIVIDED}
     uneven = sorted(count for count in counts if count % ranks)
     if uneven:
@@ -50,13 +51,13 @@ def divide_experts(model: nn.Module, place: Place) -> None:
     if place.experts is None or place.mesh is None:
         return
     base = base_of(model)
-    styles = base._expand_parallel_plan(base.ep_plan)
-    apply_expert_parallelism(base, place.experts["experts"], place.mesh["tensor"], styles)
+    styles = EXPAND_PLAN.of(base)(base.ep_plan)
+    DIVIDE_EXPERTS.get()(base, place.experts["experts"], place.mesh["tensor"], styles)
     for name, style in styles.items():
         if style == DIVIDED:
             module, _, own = name.rpartition(".")
             owner = base.get_submodule(module)
-            owner._parameters[own] = of_its_size(owner._parameters[own])
+            PARAMETERS.of(owner)[own] = of_its_size(PARAMETERS.of(owner)[own])
 
 
 def expert_modules(model: nn.Module, place: Place) -> list[nn.Module]:
@@ -64,5 +65,5 @@ def expert_modules(model: nn.Module, place: Place) -> list[nn.Module]:
     if place.experts is None:
         return []
     bases = [base_of(module) for module in modules_of(model)]
-    plans = [(base, base._expand_parallel_plan(base.ep_plan)) for base in bases]
+    plans = [(base, EXPAND_PLAN.of(base)(base.ep_plan)) for base in bases]
     return [base.get_submodule(name) for base, plan in plans for name, style in plan.items() if style == EXCHANGED]

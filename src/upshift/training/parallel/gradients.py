@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Partial, Replicate
 
+from upshift.internals.torch_names import norms
 from upshift.training.parallel.experts import expert_modules
 from upshift.training.parallel.place import Place
 
@@ -103,7 +104,7 @@ def total_norm(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place) -
         parts[along].append(gradient)
     total = torch.zeros((), device=place.plan.device)
     for along, found in parts.items():
-        squares = torch.stack([norm.float().square() for norm in torch._foreach_norm(found)]).sum()
+        squares = torch.stack([norm.float().square() for norm in norms(found)]).sum()
         for mesh, dimension in along:
             dist.all_reduce(squares, group=mesh.get_group(dimension))
         total += squares

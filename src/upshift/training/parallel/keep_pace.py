@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp._fully_shard._fsdp_collectives import DefaultAllGather, DefaultReduceScatter
 
+from upshift.internals.internal import Internal
+from upshift.internals.torch_names import FSDP_GATHER, FSDP_SUM
 from upshift.planning.layout import Layout
 from upshift.training.out_of_memory import fewest_tokens, halve, is_out_of_memory
 from upshift.training.parallel.agreement import Agreement
@@ -53,7 +54,9 @@ class Counted:
         return True
 
 
-class Gathers(DefaultAllGather):
+class LeavesOut:
+    """An exchange of fully_shard's that is not done where the other ranks did it already."""
+
     def __init__(self, counted: Counted) -> None:
         self.counted = counted
 
@@ -61,18 +64,13 @@ class Gathers(DefaultAllGather):
         if self.counted.leaves_out():
             output_tensor.zero_()  # any numbers would do, but not a number
             return None
-        return super().__call__(output_tensor, input_tensor, *args, **options)
+        exchange: Any = super()
+        return exchange.__call__(output_tensor, input_tensor, *args, **options)
 
 
-class Sums(DefaultReduceScatter):
-    def __init__(self, counted: Counted) -> None:
-        self.counted = counted
-
-    def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
-        if self.counted.leaves_out():
-            output_tensor.zero_()
-            return None
-        return super().__call__(output_tensor, input_tensor, *args, **options)
+def counting(exchange: Internal, counted: Counted) -> Any:
+    """Return torch's own exchange, counted."""
+    return type("CountedExchange", (LeavesOut, exchange.get()), {})(counted)
 
 
 class KeepPace:
@@ -93,8 +91,8 @@ class KeepPace:
         self._gathers = Counted()
         self._sums = Counted(on_caught_up=lambda: announce(model, place.plan, last=self._last))
         for module in sharded_modules(model):
-            module.set_custom_all_gather(Gathers(self._gathers))
-            module.set_custom_reduce_scatter(Sums(self._sums))
+            module.set_custom_all_gather(counting(FSDP_GATHER, self._gathers))
+            module.set_custom_reduce_scatter(counting(FSDP_SUM, self._sums))
 
     def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
         """``compute`` does the forward and the backward pass."""

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import nn
-from torch.utils._pytree import tree_map_only
 
+from upshift.internals.torch_names import tree_map
 from upshift.training.parallel.exchanged import Exchanged, Way, gathered, own, same, sum_shared, summed
 from upshift.training.parallel.regathered import Regathered
 
@@ -114,7 +114,7 @@ def _given(
             return instead[tensor]
         return Exchanged.apply(tensor, group, same, summed) if plain and tensor.requires_grad else tensor
 
-    args, kwargs = tree_map_only(torch.Tensor, moved, (args, kwargs))
+    args, kwargs = tree_map(torch.Tensor, moved, (args, kwargs))
     return args, kwargs
 
 

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from upshift.internals.torch_names import PARAMETERS
 from upshift.training.parallel.place import Place
 
 NAMES = "partial_parameters"
@@ -42,7 +43,7 @@ def sum_partial_gradients(
 
 def partial_parameters(model: nn.Module) -> list[nn.Parameter]:
     named = [(module, name) for module in model.modules() for name in getattr(module, NAMES, ())]
-    found = [module._parameters[name] for module, name in named]
+    found = [PARAMETERS.of(module)[name] for module, name in named]
     return [parameter for parameter in found if parameter is not None and parameter.requires_grad]
 
 

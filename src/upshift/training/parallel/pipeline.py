@@ -15,16 +15,15 @@ import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B, ScheduleInterleavedZeroBubble
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle
-from torch.distributed.pipelining.stage import _PipelineStageBase
 
 from upshift.errors import UpshiftError
+from upshift.internals.torch_names import PIPELINE_SCHEDULE, PIPELINE_STAGE, SCHEDULE_BACKWARD, SCHEDULE_STEP
 from upshift.planning.plan import Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.batches.fill import MicroBatch, to_tensors
 from upshift.training.parallel.context import padded_width
 from upshift.training.parallel.stage import Stage, modules_of
-from upshift.training.prepare import autocast, computing, extra_inputs
+from upshift.training.prepare import autocast, computing, no_cache
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)  # of hidden states, by the number that is sent
 Scale = Callable[[torch.Tensor], torch.Tensor]
@@ -33,8 +32,8 @@ Scale = Callable[[torch.Tensor], torch.Tensor]
 class OneForwardOneBackward(Schedule1F1B):
     """Torch's, which refuses fewer micro-batches than stages although its order serves them."""
 
-    def __init__(self, stage: _PipelineStageBase, micro_batches: int, **options: Any) -> None:
-        PipelineScheduleSingle.__init__(self, stage, micro_batches, **options)
+    def __init__(self, stage: PipelineStage, micro_batches: int, **options: Any) -> None:
+        PIPELINE_SCHEDULE.get().__init__(self, stage, micro_batches, **options)
 
     def _get_pipeline_order(self) -> None:
         """For drawings alone."""
@@ -49,13 +48,13 @@ SCHEDULES: dict[str, Any] = {
 OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
 
 
-class PipelineStage(_PipelineStageBase):
-    """A stage of torch's schedules that makes room for hidden states when they come."""
+class PipelineStage:
+    """A stage of torch's schedules that makes room for hidden states when they come: over torch's own base (make_stage)."""
 
     def __init__(self, module: nn.Module, plan: Plan) -> None:
         self.own: Stage = module.pipeline_stage  # type: ignore[assignment]
         super().__init__(module, self.own.index, self.own.count, torch.device(plan.device), self.own.group)
-        self._plan, self._extra = plan, extra_inputs(module)
+        self._plan = plan
         self._stage_meta.inputs = () if self.is_first else (None,)  # type: ignore[assignment]
         self.args_recv_info = {0: ()}
         self._shapes: list[tuple[int, ...]] = []
@@ -80,8 +79,8 @@ class PipelineStage(_PipelineStageBase):
         if not self.is_last:
             kwargs = {name: value for name, value in kwargs.items() if name != "labels"}
         offloading = activations_on_host(self.submod) if self._plan.activation_offload else contextlib.nullcontext()
-        with autocast(self._plan), offloading:
-            output = self.submod(**kwargs, **self._extra)
+        with autocast(self._plan), offloading, no_cache(self.submod):
+            output = self.submod(**kwargs)
         made: torch.Tensor = output.loss if self.is_last else output
         return made
 
@@ -149,6 +148,10 @@ class PipelineStage(_PipelineStageBase):
         return ()
 
 
+def make_stage(module: nn.Module, plan: Plan) -> Any:
+    return type("PipelineStageOfRank", (PipelineStage, PIPELINE_STAGE.get()), {})(module, plan)
+
+
 @contextlib.contextmanager
 def own_words() -> Iterator[None]:
     """Torch puts what a stage raised behind an error of its own, with every tensor's shape."""
@@ -166,7 +169,7 @@ class Pipeline:
     def __init__(self, model: nn.Module, plan: Plan) -> None:
         """``model``: of ``stage_of``, and prepared."""
         self.plan, self.modules = plan, modules_of(model)
-        self.stages = [PipelineStage(module, plan) for module in self.modules]
+        self.stages = [make_stage(module, plan) for module in self.modules]
         self.has_loss = self.stages[-1].is_last
         self._schedules: dict[int, Any] = {}
         self._scale: Scale = lambda loss: loss
@@ -190,14 +193,14 @@ class Pipeline:
     def _run(self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, *, has_backward: bool) -> None:
         taken = self._taken(micro_batches)
         schedule = self._schedule(len(taken))
-        schedule._has_backward = has_backward
+        SCHEDULE_BACKWARD.put(schedule, has_backward)
         for stage in self.stages:
             stage.expect([micro_batch.shape for micro_batch in taken], has_backward=has_backward)
         self._total = torch.zeros((), device=self.plan.device)
         inputs = [to_tensors(_labelled(micro_batch), self.plan.device) for micro_batch in taken]
-        shares = [micro_batch.num_label_tokens / num_label_tokens for micro_batch in taken]
+        shares = [micro_batch.num_label_tokens / max(num_label_tokens, 1) for micro_batch in taken]
         with self._computing(), own_words():
-            schedule._step_microbatches(None, inputs, shares, return_outputs=False)
+            SCHEDULE_STEP.of(schedule)(None, inputs, shares, return_outputs=False)
         for stage in self.stages:
             stage.settle()
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from torch import nn
 
+from upshift.errors import MissingInternal
+from upshift.internals.torch_names import EXCHANGES
 from upshift.planning.layout import divisors
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
@@ -19,13 +21,23 @@ def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
     """Why, or None. Without ``model``, before it is loaded: what no model could run."""
     if plan.layout == ALONE:
         return None
-    problem = _impossible(plan)
+    problem = _impossible(plan) or _missing_exchange()
     if problem is None and model is not None:
         reasons = (
             reason_not_pipeline, reason_not_tensor, reason_not_experts, reason_not_context, reason_not_sharded,
         )  # fmt: skip
         problem = next(filter(None, (reason(model, plan) for reason in reasons)), None)
     return problem
+
+
+def _missing_exchange() -> str | None:
+    """Return what torch's version has not, of the operators that ranks exchange tensors by."""
+    try:
+        for operation in EXCHANGES:
+            operation.get()
+    except MissingInternal as missing:
+        return str(missing)
+    return None
 
 
 def _impossible(plan: Plan) -> str | None:

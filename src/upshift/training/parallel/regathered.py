@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from upshift.internals.torch_names import STORAGE
 from upshift.training.parallel.exchanged import gathered
 
 
@@ -23,13 +24,13 @@ class Regathered:
 
     def __init__(self, own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._own, self._group = own.detach(), group
-        self._storage, self._elements = whole.untyped_storage()._cdata, whole.numel()
+        self._storage, self._elements = STORAGE.of(whole.untyped_storage()), whole.numel()
         self._readers = 0
         self._again: torch.Tensor | None = None
 
     def pack(self, tensor: torch.Tensor) -> torch.Tensor | Kept:
         all_of_it = tensor.numel() == self._elements and tensor.is_contiguous()
-        if not all_of_it or tensor.untyped_storage()._cdata != self._storage:
+        if not all_of_it or STORAGE.of(tensor.untyped_storage()) != self._storage:
             return tensor
         self._readers += 1
         return Kept(tensor.shape)

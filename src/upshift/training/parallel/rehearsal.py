@@ -15,11 +15,9 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh
-from torch.testing._internal.distributed.fake_pg import FakeStore
-from torch.utils._python_dispatch import _disable_current_modes
 
+from upshift.internals.torch_names import FAKE_STORE, FAKE_TENSOR_MODE, OUTSIDE_MODES
 from upshift.models.adapter import base_of
 from upshift.models.build import build_model, choose_class, cut_stacks, read_config, sample_inputs
 from upshift.models.measure import fake_masks
@@ -63,7 +61,7 @@ def _fails(source: ModelSource, plan: Plan) -> str | None:
     model_class, objective = choose_class(config, source.reference)
     with _fake_world(plan.num_processes), _meshes_are_real(), _without_traceback():
         place = find_place(plan)
-        fake = FakeTensorMode()
+        fake = FAKE_TENSOR_MODE.get()()
         try:
             with fake_masks(masked=False), fake, torch.no_grad():
                 model = build_model(config, model_class, dtype=torch.float32)
@@ -80,7 +78,7 @@ def _fails(source: ModelSource, plan: Plan) -> str | None:
 
 @contextmanager
 def _fake_world(size: int) -> Iterator[None]:
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
+    dist.init_process_group("fake", store=FAKE_STORE.get()(), rank=0, world_size=size)
     try:
         yield
     finally:
@@ -107,7 +105,7 @@ def _meshes_are_real() -> Iterator[None]:
         own = getattr(DeviceMesh, name)
 
         def call(*args: object, **kwargs: object) -> object:
-            with _disable_current_modes():
+            with OUTSIDE_MODES.get()():
                 return own(*args, **kwargs)
 
         return call

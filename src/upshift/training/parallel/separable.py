@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._pytree import tree_leaves
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import tree_leaves
 from upshift.models.build import find_stacks
 from upshift.models.measure import fake_masks
 

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 from upshift.errors import JobFailed
+from upshift.internals.torch_names import CHILDREN
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.layout import divisors
@@ -256,5 +257,5 @@ def _with_own_path(model: nn.Module, path: str) -> nn.Module:
     own.__dict__.update({key: copy.copy(value) for key, value in vars(model).items() if isinstance(value, dict)})
     name, _, rest = path.partition(".")
     if rest:
-        own._modules[name] = _with_own_path(model.get_submodule(name), rest)
+        CHILDREN.of(own)[name] = _with_own_path(model.get_submodule(name), rest)
     return own

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from upshift.errors import RequestError
+from upshift.internals.torch_names import PARAMETERS
 from upshift.training.parallel.exchanged import Exchanged, gathered, gathered_last, own_last, same, sum_shared, summed
 from upshift.training.parallel.partial import mark_partial
 
@@ -24,16 +25,16 @@ Forward = Callable[..., torch.Tensor]
 
 @contextmanager
 def local_weights(module: nn.Module, *, without_bias: bool = False) -> Iterator[None]:
-    whole = dict(module._parameters)
+    whole = dict(PARAMETERS.of(module))
     try:
         for name, parameter in whole.items():
             if isinstance(parameter, DTensor):
-                module._parameters[name] = parameter.to_local()  # type: ignore[assignment]
+                PARAMETERS.of(module)[name] = parameter.to_local()  # type: ignore[assignment]
         if without_bias and "bias" in whole:
-            module._parameters["bias"] = None
+            PARAMETERS.of(module)["bias"] = None
         yield
     finally:
-        module._parameters.update(whole)
+        PARAMETERS.of(module).update(whole)
 
 
 def columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
@@ -60,7 +61,7 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
         if sequence and term.ndim != 3:
             raise RequestError("a layer of this model flattens its tokens before it ends; use sequence_parallel=False")
         out: torch.Tensor = Exchanged.apply(term, group, there, back)
-        bias = module._parameters.get("bias")
+        bias = PARAMETERS.of(module).get("bias")
         return out if bias is None else out + bias.to(out.dtype)
 
     return forward

@@ -10,8 +10,9 @@ from __future__ import annotations
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, activations
-from transformers.distributed.tensor_parallel import ALL_PARALLEL_STYLES
 
+from upshift.internals.torch_names import PARAMETERS
+from upshift.internals.transformers_names import EXPAND_PLAN, PARALLEL_STYLES
 from upshift.models.adapter import base_of
 from upshift.models.tensor_parallel import describe_tensor_parallel
 from upshift.planning.plan import Plan
@@ -53,9 +54,9 @@ def reason_not_tensor(model: nn.Module, plan: Plan) -> str | None:
 def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     """Every module and weight that the ranks share, to its style. Experts that are shared whole have a plan of their own; a
     tied weight is divided where all that have it are, and none of it is in another pipeline stage."""
-    found = _of_vocabulary(model, plan) | model._expand_parallel_plan(model.tp_plan)
+    found = _of_vocabulary(model, plan) | EXPAND_PLAN.of(model)(model.tp_plan)
     if plan.layout.expert_parallel > 1:
-        experts = tuple(f"{name}." for name in model._expand_parallel_plan(model.ep_plan))
+        experts = tuple(f"{name}." for name in EXPAND_PLAN.of(model)(model.ep_plan))
         found = {name: style for name, style in found.items() if not f"{name}.".startswith(experts)}
     inside = tuple(f"{part}." for part in find_parts(model, found))
     for name, module in model.named_modules():  # an activation with weights sees this rank's features
@@ -120,9 +121,9 @@ def _divide_weights(model: PreTrainedModel, styles: dict[str, str], mesh: Device
             continue
         module = model.get_submodule(path)
         if id(parameter) not in divided:
-            ALL_PARALLEL_STYLES[style].shard_param(module, own, mesh)
-            divided[id(parameter)] = of_its_size(module._parameters[own])
-        module._parameters[own] = divided[id(parameter)]
+            PARALLEL_STYLES.get()[style].shard_param(module, own, mesh)
+            divided[id(parameter)] = of_its_size(PARAMETERS.of(module)[own])
+        PARAMETERS.of(module)[own] = divided[id(parameter)]
 
 
 def _install(
@@ -138,4 +139,4 @@ def _install(
     else:
         if style == "mla_kv_a_proj":
             module.config = model.config.get_text_config()  # type: ignore[assignment]
-        ALL_PARALLEL_STYLES[style].install_forward(module, mesh)
+        PARALLEL_STYLES.get()[style].install_forward(module, mesh)

@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from upshift.internals.torch_names import SCALER_STATES
 from upshift.training.optimizers.on_parts import Division, OnParts
 from upshift.training.parallel.gradients import Spread, clip, local, spread, sum_gradients, total_norm
 from upshift.training.parallel.partial import sum_partial_gradients
@@ -91,5 +92,5 @@ def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[t
 def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Place) -> None:
     """After ``unscale_``: when one rank's part overflowed, all skip the update (as torch's ShardedGradScaler does)."""
     if place.mesh is not None and scaler.is_enabled():
-        for found in scaler._per_optimizer_states[id(optimizer)]["found_inf_per_device"].values():
+        for found in SCALER_STATES.of(scaler)[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)

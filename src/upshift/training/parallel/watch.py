@@ -23,11 +23,11 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext, supp
 from datetime import timedelta
 from pathlib import Path
 
-import torch
-from torch._C._distributed_c10d import PrefixStore, Store
-from torch.distributed.distributed_c10d import _get_default_store
+from torch.distributed import PrefixStore, Store
 
 from upshift.debugging.run_report import report_of
+from upshift.errors import MissingInternal
+from upshift.internals.torch_names import DEFAULT_STORE, FLIGHT_RECORDER
 from upshift.planning.plan import Plan
 from upshift.training.parallel.stall import Pulse, Waiting, stalled, straggler
 from upshift.training.processes import rank_environment
@@ -216,13 +216,19 @@ def watching(
     if plan.num_processes == 1:
         yield lambda step: nullcontext()
         return
-    with Watch(plan, on_words, output) as watch:
+    try:
+        made = Watch(plan, on_words, output)
+    except MissingInternal as missing:
+        on_words(0, str(missing))
+        yield lambda step: nullcontext()
+        return
+    with made as watch:
         yield watch.step
 
 
 def _own_connection() -> Store:
     """To the job's store: on the first one the main thread may wait, and whoever else asks then waits with it."""
-    store = _get_default_store()
+    store = DEFAULT_STORE.get()()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
     copy: Store = store.clone()  # type: ignore[attr-defined]  # not in its stub
@@ -232,7 +238,10 @@ def _own_connection() -> Store:
 
 def active_collective() -> Waiting | None:
     """The oldest of this process that has begun and not ended."""
-    library = torch._C._distributed_c10d
+    try:
+        library = FLIGHT_RECORDER.get()
+    except MissingInternal:
+        return None
     name = next((name for name in ("_dump_nccl_trace_json", "_dump_fr_trace_json") if hasattr(library, name)), None)
     if name is None:
         return None

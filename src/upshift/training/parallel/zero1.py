@@ -11,11 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from upshift.internals.torch_names import CHUNK_CAT, COLLECTIVES
 from upshift.training.parallel.experts import expert_modules
 from upshift.training.parallel.gradients import Spread, buckets, local, spread, sum_flat, sum_over
 from upshift.training.parallel.place import Place
 
-collectives = torch.ops._c10d_functional
+collectives = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; its operators are checked (refusals.py)
 
 
 class DividedUpdate:
@@ -93,7 +94,7 @@ class DividedUpdate:
         for bucket in buckets(wholes.items()):
             sizes = [self._padded(whole) for _, whole in bucket]
             sent = torch.empty(self.ranks, sum(sizes), dtype=bucket[0][1].dtype, device=bucket[0][1].device)
-            torch._chunk_cat([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
+            CHUNK_CAT.get()([_rows(whole) for _, whole in bucket], 0, self.ranks, out=sent)
             received = collectives.wait_tensor(collectives.reduce_scatter_tensor(sent.view(-1), "sum", self.ranks, self.group))
             sum_over(received, self.place, ("replicas",))
             for (parameter, _), piece in zip(bucket, received.split(sizes), strict=True):

@@ -9,6 +9,7 @@ from typing import Any
 
 from upshift.debugging.run_report import FOLDER as REPORT_FOLDER
 from upshift.errors import RequestError
+from upshift.loading.output_lock import LOCK_NAME, claimed
 from upshift.planning.changes import Change, Measured, find_changes
 from upshift.planning.cost.memory import PHASES
 from upshift.planning.cost.time import tokens_per_step
@@ -56,32 +57,36 @@ def profile(
     watcher, given = watcher or Watcher(), dict(arguments)
     given.pop("max_steps", None)
     asked = Arguments.from_fields(given | {"max_steps": steps})
-    _empty(output)
-    prepared, total = prepare_run(
-        model, data, max_steps=arguments.get("max_steps"), clips_gradients=asked.max_grad_norm > 0, resume_from=resume_from,
-        watcher=watcher, **request,
-    )  # fmt: skip
-    job = prepared.job(asked.changed(eval_steps=0, save_steps=0), output=output)
-    check_job(job, prepared.data)
-    watcher.ready(prepared)
-    open_run(job, prepared.data.training)
-    run_in_processes(job, prepared.data, watcher.event, module=WORKER)
-    (output / RUN_NAME).unlink()  # of a run that trains: there is none to resume
-    ranks = tuple(RankProfile.from_file(output / RANK_FILE.format(rank)) for rank in range(job.plan.num_processes))
-    report = _report(prepared, ranks, output, tuple(text.partition("=")[0] for text in request.get("fixed", ())))
-    (output / REPORT_FILE).write_text(report.to_json(indent=1), encoding="utf-8")
-    return report
+    with claimed(output):
+        _empty(output)
+        prepared, total = prepare_run(
+            model, data, max_steps=arguments.get("max_steps"), clips_gradients=asked.max_grad_norm > 0, seed=asked.seed,
+            resume_from=resume_from, watcher=watcher, **request,
+        )  # fmt: skip
+        job = prepared.job(asked.changed(eval_steps=0, save_steps=0), output=output)
+        check_job(job, prepared.data)
+        watcher.ready(prepared)
+        open_run(job, prepared.data.training)
+        run_in_processes(job, prepared.data, watcher.event, module=WORKER)
+        (output / RUN_NAME).unlink()  # of a run that trains: there is none to resume
+        ranks = tuple(RankProfile.from_file(output / RANK_FILE.format(rank)) for rank in range(job.plan.num_processes))
+        report = _report(prepared, ranks, output, tuple(text.partition("=")[0] for text in request.get("fixed", ())))
+        (output / REPORT_FILE).write_text(report.to_json(indent=1), encoding="utf-8")
+        return report
 
 
 def _empty(output: Path) -> None:
     """Of what an earlier profile left; anything else is a folder of somebody's."""
-    own = {REPORT_FILE, RUN_NAME, REPORT_FOLDER}
+    own = {REPORT_FILE, RUN_NAME, REPORT_FOLDER, LOCK_NAME}
     parts = [name.partition("{}") for name in (RANK_FILE, TRACE_FILE)]
     for path in output.iterdir() if output.is_dir() else ():
         if path.name not in own and not any(path.name.startswith(a) and path.name.endswith(b) for a, _, b in parts):
             raise RequestError(f"--output {output} has {path.name}, which no profile wrote; give another folder")
-    shutil.rmtree(output, ignore_errors=True)
-    output.mkdir(parents=True)
+    for path in output.iterdir():
+        if path.is_dir():
+            shutil.rmtree(path)
+        elif path.name != LOCK_NAME:
+            path.unlink()
 
 
 def _report(prepared: Prepared, ranks: tuple[RankProfile, ...], output: Path, fixed: tuple[str, ...]) -> ProfileReport:

@@ -14,7 +14,8 @@ from typing import Any
 import torch
 from torch.utils.data import IterableDataset
 
-from upshift.training.checkpoint.rng import HostRng, RngState, host_rng, restore_rng
+from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
+from upshift.training.trainer.library_files import SavedRng
 
 
 class BatchRng:
@@ -24,7 +25,7 @@ class BatchRng:
         self._iterator: Any = None
         self._ahead = 0  # batches made and not handed out
         self._before: HostRng | None = None  # where collating the newest one started from
-        self._again: tuple[RngState, torch.device] | None = None
+        self._again: tuple[SavedRng, torch.device] | None = None
         self._restored = False
 
     def watch(self, loader: Any) -> None:
@@ -48,9 +49,9 @@ class BatchRng:
         """Before collating the batch that is made and not handed out; None: there is none, or other processes make them."""
         return self._before if self._ahead == 1 else None
 
-    def resume(self, state: RngState, device: torch.device) -> None:
-        """The next batch is made as `state.ahead` says, and after it the generators are in `state`."""
-        self._again = (state, device) if state.ahead is not None else None
+    def resume(self, state: SavedRng, device: torch.device) -> None:
+        """The next batch is made with the random numbers of `state.before_batch`; then the generators go on from `state`."""
+        self._again = (state, device) if state.before_batch is not None else None
 
     def resumed(self) -> bool:
         """Has the batch of `resume` come, with what follows it? From now on no batch is made again."""
@@ -64,12 +65,12 @@ class BatchRng:
                 self._before = host_rng()
                 return collate(samples)
             state, device = self._again
-            assert state.ahead is not None
+            assert state.before_batch is not None
             self._again = None
-            restore_rng(state.ahead, device)
+            restore_host_rng(state.before_batch)
             self._before = host_rng()
             batch = collate(samples)
-            restore_rng(state, device)
+            state.restore(device)
             self._restored = True
             return batch
 

@@ -1,4 +1,4 @@
-"""Checkpoints of a transformers.Trainer without pickle: resuming from the newest whole one, to the bit."""
+"""Checkpoints of a Trainer: resuming from the newest whole one, to the bit, and from those of transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -13,31 +13,37 @@ from torch import nn
 
 from upshift.training.checkpoint.divided import is_divided, load_weights
 from upshift.training.checkpoint.files import writing
-from upshift.training.checkpoint.model import read_weights
-from upshift.training.checkpoint.optimizer import read_optimizer
-from upshift.training.checkpoint.rng import RNG_NAME, read_rng, restore_rng, seed_rng
+from upshift.training.checkpoint.rng import seed_rng
+from upshift.training.trainer.library_files import (
+    OPTIMIZER_FILE,
+    SCALER_FILE,
+    SCHEDULER_FILE,
+    SavedRng,
+    read_optimizer,
+    read_rng,
+    read_state,
+)
+from upshift.training.trainer.model_files import read_published_names, read_trained
 from upshift.training.trainer.saving import PlainSaving
-from upshift.training.trainer.shared_files import read_shared
+from upshift.training.trainer.shared_files import read_into_parts, read_shared
 from upshift.training.trainer.trainer_files import (
-    SCALER_NAME,
-    SCHEDULER_NAME,
+    PARTS_OPTIMIZER_NAME,
     check_adapters,
     check_resumable,
     finish_checkpoint,
+    is_own,
     newest_resumable,
-    read_saved_optimizer,
-    read_state,
 )
 
 logger = logging.getLogger(__name__)
 
 
 class PlainCheckpoints(PlainSaving):
-    """For a subclass of transformers.Trainer: checkpoints are safetensors and JSON, and PlainSaving says how they are saved.
+    """For a subclass of transformers.Trainer: PlainSaving says how checkpoints are saved, and either library goes on from both.
 
     Resuming restores weights, optimizer, schedule, scaler and random numbers bit for bit, and also what a data collator
     drew for the batch that was made ahead; data loader workers draw anew. `resume_from_checkpoint=True` takes the newest
-    whole checkpoint. Raises RequestError for a checkpoint that is not whole or that holds pickles.
+    whole checkpoint. Raises RequestError for a checkpoint that is not whole, and for files that need code to be unpickled.
     """
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
@@ -54,85 +60,94 @@ class PlainCheckpoints(PlainSaving):
         finish = partial(finish_checkpoint, run_dir, final=final, temporary=temporary, best=None, limit=None)
         with writing(run_dir, name=final.name, temporary=temporary):
             temporary.mkdir()
-            self._save_now(temporary, finish)
+            self._upshift_save_now(temporary, finish)
 
     def _load_from_checkpoint(self: Any, resume_from_checkpoint: str, model: nn.Module | None = None) -> None:
         directory = Path(resume_from_checkpoint)
-        if self._is_of_parts(directory):
-            check_resumable(directory)
-            load_weights(directory, self._plain_model())
-        elif self._is_saved_whole():
-            check_resumable(directory)
-            read_weights(directory, self._plain_model())
-        else:
+        check_resumable(directory)
+        if self._upshift_is_divided_checkpoint(directory):
+            load_weights(directory, self._upshift_plain_model())
+        elif not self._upshift_is_saved_whole():
             check_adapters(directory)
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+        elif is_own(directory):
+            read_trained(directory, self._upshift_plain_model())
+        elif not read_published_names(directory, self._upshift_plain_model()):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         if checkpoint is None:
             return
         directory = Path(checkpoint)
-        saved = read_saved_optimizer(directory)
-        if saved is None:
+        model, optimizer = self._upshift_plain_model(), self._upshift_plain_optimizer()
+        in_parts = is_divided(directory)
+        if not (directory / (PARTS_OPTIMIZER_NAME if in_parts else OPTIMIZER_FILE)).is_file():
             logger.warning("%s is of a model only: optimizer, schedule and random numbers start anew", directory)
             return
-        read = read_shared if self._is_of_parts(directory) else read_optimizer
-        read(directory, saved, model=self._plain_model(), optimizer=self._plain_optimizer())
-        read_state(directory / SCHEDULER_NAME, self.lr_scheduler)
-        rng = read_rng(directory, rank=self._rank_of_numbers())
+        if in_parts:
+            read_shared(directory, model=model, optimizer=optimizer)
+        elif self._upshift_has_parts():
+            read_into_parts(directory, model=model, optimizer=optimizer)
+        else:
+            read_optimizer(directory, optimizer, model)
+        read_state(directory / SCHEDULER_FILE, self.lr_scheduler)
+        rng = self._upshift_saved_rng(directory)
         if rng is not None:
-            self._batches.resume(rng, self.args.device)
+            self._upshift_batch_rng.resume(rng, self.args.device)
 
     def _load_scaler(self: Any, checkpoint: str | None) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
         if checkpoint is not None and scaler is not None:
-            read_state(Path(checkpoint) / SCALER_NAME, scaler)
+            read_state(Path(checkpoint) / SCALER_FILE, scaler)
 
     def _load_rng_state(self: Any, checkpoint: str | None) -> None:
-        if checkpoint is None or self._batches.resumed() or not (Path(checkpoint) / RNG_NAME).is_file():
+        if checkpoint is None or self._upshift_batch_rng.resumed() or not any(Path(checkpoint).glob("rng_state*.pth")):
             return
-        rng = read_rng(Path(checkpoint), rank=self._rank_of_numbers())
+        rng = self._upshift_saved_rng(Path(checkpoint))
         if rng is not None:
-            restore_rng(rng, self.args.device)
+            rng.restore(self.args.device)
         else:  # of fewer processes
-            seed_rng(self.args.seed, self.state.global_step, self._rank_of_numbers())
+            seed_rng(self.args.seed, self.state.global_step, self._upshift_rng_rank())
 
-    def _rank_of_numbers(self: Any) -> int:
+    def _upshift_saved_rng(self: Any, directory: Path) -> SavedRng | None:
+        return read_rng(directory, rank=self._upshift_rng_rank(), world_size=self.args.world_size)
+
+    def _upshift_rng_rank(self: Any) -> int:
         """Whose random numbers this rank draws: ranks that share every layer's matrices drop out the same."""
-        place = getattr(self, "_place", None)
+        place = getattr(self, "_upshift_place", None)
         degree = place.plan.layout.tensor_parallel if place is not None else 1
         return int(self.args.process_index) // degree * degree
 
-    def _is_of_parts(self: Any, directory: Path) -> bool:
+    def _upshift_is_divided_checkpoint(self: Any, directory: Path) -> bool:
         """Whether a checkpoint, or this rank, has the model in parts."""
-        return is_divided(directory) or self._has_parts()
+        return is_divided(directory) or self._upshift_has_parts()
 
     def _load_best_model(self: Any) -> None:
-        self._writer.wait()
+        self._upshift_writer.wait()
         self.accelerator.wait_for_everyone()  # one process has written
         best = Path(self.state.best_model_checkpoint)
-        if best.is_dir() and self._is_of_parts(best):
+        if best.is_dir() and self._upshift_is_divided_checkpoint(best):
             check_resumable(best)
-            load_weights(best, self._plain_model())
+            load_weights(best, self._upshift_plain_model())
             return
-        if best.is_dir() and self._is_saved_whole():
+        if best.is_dir() and self._upshift_is_saved_whole() and is_own(best):
             check_resumable(best)
-            read_weights(best, self._plain_model())
+            read_trained(best, self._upshift_plain_model())
             return
-        if best.is_dir():
+        if best.is_dir() and not self._upshift_is_saved_whole():
             check_adapters(best)
         super()._load_best_model()
 
     def get_train_dataloader(self: Any) -> Any:
         loader = super().get_train_dataloader()
-        self._batches.watch(loader)
+        self._upshift_batch_rng.watch(loader)
         return loader
 
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
         """As transformers.Trainer.get_batch_samples."""
-        self._batches.next_batches(epoch_iterator)
+        self._upshift_batch_rng.next_batches(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
-        self._batches.handed_out(len(batches))
+        self._upshift_batch_rng.handed_out(len(batches))
         return batches, num_items

@@ -9,6 +9,7 @@ import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import get_args
 
 from torch import nn
 
@@ -16,9 +17,11 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.models.live import source_of
 from upshift.models.source import ModelSource
+from upshift.models.store import isolation_of
 from upshift.planning.cost.resident import USABLE_SHARE
+from upshift.planning.isolation import why_not_isolated
 from upshift.planning.layout import Layout
-from upshift.planning.plan import ALONE, Plan
+from upshift.planning.plan import ALONE, Attention, Plan
 from upshift.planning.planner import Planning, plan_training
 from upshift.planning.proof_store import forget_plan, proof_path
 from upshift.planning.prove import Proof, Tried, after_trial
@@ -142,7 +145,7 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
         clips_gradients=request.clips_gradients,
     )
     if not request.split.flattens and "packing=True" in request.fixed:
-        raise RequestError("packing=True is not possible: the loss of two rows end to end is not that of the two; leave it out")
+        raise RequestError(f"packing=True is not possible: {request.split.why_not_flat}; leave it out")
     fixed = request.fixed if request.split.flattens else (*request.fixed, "packing=False")
     host = limited(request.host, request.memory_limit_gib)
     planning = plan_training(source, host, workload, fixed=tuple(dict.fromkeys(fixed)))
@@ -156,6 +159,27 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
     workers, why = count_workers(drawing, candidate.time.total, device=request.device, cores=cores)
     plan = Plan.model_validate(candidate.plan.model_dump())
     return Choice(plan, "", planning, candidate, proof, path if proof else None, workers, why)
+
+
+def isolated(split: Split, model: nn.Module) -> Split:
+    """Return ``split`` without what the model's architecture was not seen to allow: its own weights may hide what leaks."""
+    try:
+        isolation = isolation_of(source_of(model))
+    except RequestError as problem:
+        return replace(split, flattens=False, drops_mask=False, why_not_flat=str(problem))
+    reasons = [isolation.why_not_packed(kernel) for kernel in get_args(Attention)]
+    if all(reasons):
+        split = replace(split, flattens=False, why_not_flat=next(reason for reason in reasons if reason))
+    return replace(split, drops_mask=split.drops_mask and isolation.padding == "unmasked", isolation=isolation)
+
+
+def check_given(plan: Plan, split: Split) -> None:
+    """Raise RequestError for a given plan that would train on something else than each text alone."""
+    reason = split.why_not_flat if plan.packing and not split.flattens else None
+    if reason is None and split.isolation is not None:
+        reason = why_not_isolated(split.isolation, plan)
+    if reason is not None:
+        raise RequestError(f"the given plan is not possible: {reason}")
 
 
 def limited(host: Host, memory_limit_gib: float | None) -> Host:
@@ -193,10 +217,11 @@ def _prove(
         folder = Path(name)
         reference = folder / "model.json"
         source.write(reference)
-        rows = write_rows(folder, request.sample.batches[: request.accumulation], _stored(request))
+        rows = write_rows(folder, request.sample.batches, _stored(request))
         trial = TrialRequest(
             model_reference=str(reference), from_config=True, plan=planning.default.plan, global_batch=request.global_batch,
-            seconds=seconds, limit_seconds=seconds, rows=str(rows),
+            seconds=seconds, limit_seconds=seconds, rows=str(rows), total_steps=request.total_steps,
+            clips_gradients=request.clips_gradients,
         )  # fmt: skip
         limit = request.memory_limit_gib * GIB if request.memory_limit_gib is not None else None
         return try_plans(planning, path, trial, seconds=seconds, tried=on_trial, limit_bytes=limit, fixed=fixed)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,6 +15,7 @@ from torch import Tensor
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.attention import PACKED_KERNELS
@@ -20,14 +23,35 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import Plan
 from upshift.planning.planner import find_host
 from upshift.training.batches.collated import CollatedRows, NotRows
+from upshift.training.checkpoint.rng import undisturbed_rng
 from upshift.training.parallel.refusals import cannot_run
 from upshift.training.trainer.asked import OWN_LOOP_OPTIMIZERS, allowed_by_hand, fixed_fields, optimizer_name
 from upshift.training.trainer.asked_layout import layout_fields, local_ranks, not_in_trainer
-from upshift.training.trainer.choose import SHORT_RUN_SECONDS, Choice, Request, choose, plain_plan, too_short, words_of
+from upshift.training.trainer.choose import (
+    SHORT_RUN_SECONDS,
+    Choice,
+    Request,
+    check_given,
+    choose,
+    isolated,
+    plain_plan,
+    too_short,
+    words_of,
+)
 from upshift.training.trainer.chosen import chosen_by_rank_0
+from upshift.training.trainer.loss_state import NOT_OF_THE_LOSS, KeptState
 from upshift.training.trainer.report import tell, trial_line
 from upshift.training.trainer.sample import NoSample, Sample, draw_sample
-from upshift.training.trainer.separable import Split, evaluating_loss, measure_split
+from upshift.training.trainer.separable import (
+    LARGER,
+    LossProbes,
+    Split,
+    evaluating_loss,
+    exact_products,
+    gradient_of,
+    measure_split,
+    training_loss,
+)
 
 STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
 
@@ -36,69 +60,85 @@ class Choosing:
     """Mixed into transformers' Trainer classes below ``PlannedTraining``, which sets what the user asked for."""
 
     args: Any
+    data_collator: Any
+    state: Any
     model: Any
+    _prepare_inputs: Any
     optimizer: Any
     optimizer_cls_and_kwargs: Any
-    _is_divided: bool
-    _steps_by_batch: bool
-    _library_class: type
-    _chosen: tuple[Choice, Split] | None = None  # by the last training
-    _asked_layout: Layout
-    _given_plan: Plan | None
-    _fixed: tuple[str, ...]
-    _allow: tuple[str, ...]
-    _trial_seconds: float | None
-    _memory_limit_gib: float | None
+    _upshift_is_divided: bool
+    _upshift_steps_by_batch: bool
+    _upshift_library_class: type
+    _upshift_last_choice: tuple[Choice, Split] | None = None  # by the last training
+    _upshift_requested_layout: Layout
+    _upshift_given_plan: Plan | None
+    _upshift_fixed: tuple[str, ...]
+    _upshift_allow: tuple[str, ...]
+    _upshift_trial_seconds: float | None
+    _upshift_memory_limit_gib: float | None
 
-    def _choose(self) -> tuple[Choice, Split]:
+    def _upshift_choose(self) -> tuple[Choice, Split]:
         """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits. Once ranks
         have their parts of the model, what was chosen stays."""
-        if self._chosen is None or not self._is_divided:
-            chosen = chosen_by_rank_0(self._choose_here) if self.args.world_size > 1 else self._choose_here()
-            problem = self._reason_not(chosen[0].plan)
+        if self._upshift_last_choice is None or not self._upshift_is_divided:
+            if self.args.world_size > 1:
+                chosen = chosen_by_rank_0(self._upshift_choose_on_this_rank)
+            else:
+                with undisturbed_rng():
+                    chosen = self._upshift_choose_on_this_rank()
+            problem = self._upshift_reason_not(chosen[0].plan)
             if problem is not None:
                 raise RequestError(problem)
-            self._chosen = chosen
-        return self._chosen
+            self._upshift_last_choice = chosen
+        return self._upshift_last_choice
 
-    def _choose_here(self) -> tuple[Choice, Split]:
-        demanded = bool(self._fixed or self._allow or self._memory_limit_gib is not None)
-        host = self._host(probe=False)
+    def _upshift_choose_on_this_rank(self) -> tuple[Choice, Split]:
+        demanded = bool(self._upshift_fixed or self._upshift_allow or self._upshift_memory_limit_gib is not None)
+        host = self._upshift_host(probe=False)
         device, batch = torch.device(self.args.device).type, self._train_batch_size
         accumulation = self.args.gradient_accumulation_steps
         plain = plain_plan(
             host, device=device, batch=batch, accumulation=accumulation, num_processes=self.args.world_size,
-            layout=self._asked_layout,
+            layout=self._upshift_requested_layout,
         )  # fmt: skip
         whole = Split(None)
-        if self._updates_in_backward:
+        if self._upshift_updates_in_backward:
             return Choice(plain, f"optim={optimizer_name(self.args)} updates inside the backward pass"), whole
-        if self._steps_by_batch:
+        if self._upshift_steps_by_batch:
             which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
             reason = f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
-            return self._without_plan(plain, reason, demanded or self._given_plan is not None), whole
+            return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
+        if type(self)._prepare_inputs is not self._upshift_library_class._prepare_inputs:
+            reason = "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
+            return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
         loader = self.get_train_dataloader()
         try:
+            data = KeptState(
+                dataset=getattr(loader, "dataset", None), collator=self.data_collator
+            )  # with random numbers of theirs
             sample = draw_sample(loader, accumulation=accumulation)
-            rows = self._rows(sample, len(sample.batches))
-            split, forward_seconds = self._measure_split(sample, rows)
+            data.restore()
+            rows = self._upshift_collated_rows(sample, len(sample.batches))
+            steps = self._upshift_total_steps(loader)
+            split, forward_seconds = self._upshift_measure_split(sample, rows, steps)
         except (NoSample, NotRows) as error:
-            return self._without_plan(plain, str(error), demanded), whole
-        if self._given_plan is not None:
-            return Choice(self._given_plan, "this plan was given"), split
-        steps = self._total_steps(loader)
+            return self._upshift_without_plan(plain, str(error), demanded), whole
+        split = isolated(split, self.model)
+        if self._upshift_given_plan is not None:
+            check_given(self._upshift_given_plan, split)
+            return Choice(self._upshift_given_plan, "this plan was given"), split
         seconds = STEP_OVER_FORWARD * steps * accumulation * batch * forward_seconds
         if split.unit is None:
-            return self._without_plan(plain, split.reason, demanded), split
+            return self._upshift_without_plan(plain, split.reason, demanded), split
         if seconds < SHORT_RUN_SECONDS and not demanded:
             return Choice(plain, too_short(seconds)), split
         request = Request(
             model=self.model, sample=sample, split=split, rows=rows, global_batch=batch * accumulation * self.args.world_size,
-            accumulation=accumulation, total_steps=steps, fixed=self._fixed_fields(), device=device,
-            allow=tuple(dict.fromkeys((*self._allow, *allowed_by_hand(self.args)))),
-            trial_seconds=0.0 if self.args.world_size > 1 else self._trial_seconds,  # they take the cores of ranks that wait
-            clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=self._memory_limit_gib,
-            host=self._host(probe=True), reason_not=self._reason_not,
+            accumulation=accumulation, total_steps=steps, fixed=self._upshift_fixed_fields(), device=device,
+            allow=tuple(dict.fromkeys((*self._upshift_allow, *allowed_by_hand(self.args)))),
+            trial_seconds=self._upshift_trial_seconds if self.args.world_size == 1 else 0.0,  # ranks that wait need the cores
+            clips_gradients=self.args.max_grad_norm > 0, memory_limit_gib=self._upshift_memory_limit_gib,
+            host=self._upshift_host(probe=True), reason_not=self._upshift_reason_not,
         )  # fmt: skip
         try:
             return choose(request, on_trial=lambda tried: tell(trial_line(tried))), split
@@ -107,34 +147,52 @@ class Choosing:
                 raise
             return Choice(plain, words_of(error)), split
 
-    def _without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
+    def _upshift_without_plan(self, plain: Plan, reason: str, demanded: bool) -> Choice:
         if demanded:
             raise RequestError(f"no plan can be made here ({reason}); leave out plan, fixed, allow and memory_limit_gib")
         return Choice(plain, reason)
 
-    def _rows(self, sample: Sample, num_batches: int) -> CollatedRows:
-        decoder, shifts = self._is_encoder_decoder, self._shifts_labels
+    def _upshift_collated_rows(self, sample: Sample, num_batches: int) -> CollatedRows:
+        decoder, shifts = self._upshift_is_encoder_decoder, self._upshift_shifts_labels
         return sample.rows(num_batches, encoder_decoder=decoder, shifts_labels=shifts)
 
-    def _measure_split(self, sample: Sample, rows: CollatedRows) -> tuple[Split, float]:
+    def _upshift_measure_split(self, sample: Sample, rows: CollatedRows, total_steps: int) -> tuple[Split, float]:
         """(how the loss splits, seconds of one row's forward pass). ``rows``: of the whole sample."""
-        first = self._rows(sample, self.args.gradient_accumulation_steps)
+        first = self._upshift_collated_rows(sample, self.args.gradient_accumulation_steps)
         counts = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         times: list[float] = []
 
-        def compute(inputs: dict[str, Tensor], items: int | None) -> Tensor:
+        def compute(inputs: dict[str, Tensor], items: int | None, step: int = 0) -> Tensor:
             start = time.perf_counter()
             told = None if items is None else torch.tensor(items, device=self.args.device)
-            with self.compute_loss_context_manager():
+            with self.compute_loss_context_manager(), self._upshift_at_step(step, total_steps):
                 loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=told)
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
             return loss
 
-        with self._logging_nothing():
-            split = measure_split(
-                rows, evaluating_loss(self.model, compute), model=self.model, counts_items=counts, num_first=len(first),
-                is_known=self._loss_is_known,
+        is_known = self._upshift_loss_is_of_library
+        elsewhere = {
+            f"at step {step}": evaluating_loss(self.model, partial(compute, step=step))
+            for step in sorted({total_steps // 2, max(total_steps - 1, 0)} - {0})
+        }
+        probes = LossProbes(
+            loss=evaluating_loss(self.model, compute),
+            gradient=gradient_of(self.model, compute),
+            larger_gradient=None if is_known else gradient_of(self.model, compute, scale=LARGER),
+            elsewhere={**elsewhere, "in training mode": training_loss(self.model, compute)},
+            counts_items=counts,
+            is_known=is_known,
+        )
+        with self._upshift_without_logging(), exact_products():
+            state = KeptState(
+                without=NOT_OF_THE_LOSS, Trainer=self, model=self.model, compute_loss=self.compute_loss,
+                function=self.compute_loss_func,
             )  # fmt: skip
+            split = measure_split(rows, probes, model=self.model, num_first=len(first))
+            changed = state.changed()
+            state.restore()
+        if changed is not None and split.unit is not None and not probes.is_known:
+            split = Split(None, reason=f"the loss keeps a state of its own ({changed}), which moves on with each call")
         # The two rows measured are short ones: time goes with tokens.
         widths = [anatomy.width for anatomy in first.anatomies]
         shortest = sorted(first.lengths)[:2]
@@ -142,7 +200,18 @@ class Choosing:
         return split, (min(times) if times else math.inf) * scale
 
     @contextmanager
-    def _logging_nothing(self) -> Iterator[None]:
+    def _upshift_at_step(self, step: int, total_steps: int) -> Iterator[None]:
+        """A loss may read from ``self.state`` how far the training is."""
+        before, self.state = self.state, copy.copy(self.state)
+        self.state.global_step, self.state.max_steps = step, total_steps
+        self.state.epoch = self.args.num_train_epochs * step / max(total_steps, 1)
+        try:
+            yield
+        finally:
+            self.state = before
+
+    @contextmanager
+    def _upshift_without_logging(self) -> Iterator[None]:
         """A loss that is measured is not of the training: neither its log nor callbacks hear of it."""
         own = vars(self).get("log")
         self.log = lambda *arguments, **named: None
@@ -153,26 +222,29 @@ class Choosing:
             if own is not None:
                 self.log = own
 
-    def _total_steps(self, loader: Any) -> int:
+    def _upshift_total_steps(self, loader: Any) -> int:
         if self.args.max_steps > 0:
             return int(self.args.max_steps)
         per_epoch = -(-len(loader) // self.args.gradient_accumulation_steps)
         return max(math.ceil(per_epoch * self.args.num_train_epochs), 1)
 
-    def _fixed_fields(self) -> tuple[str, ...]:
+    def _upshift_fixed_fields(self) -> tuple[str, ...]:
         layers = sum(len(stack) for _, stack in find_stacks(self.model))
         given = self.optimizer is not None or self.optimizer_cls_and_kwargs is not None
-        by_arguments = (*fixed_fields(self.args, num_layers=layers, optimizer_given=given), *layout_fields(self._asked_layout))
-        named = {assignment.partition("=")[0] for assignment in self._fixed}  # what is fixed by hand stands for itself
-        fixed = [*(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named), *self._fixed]
-        if self._loss_is_own:
+        by_arguments = (
+            *fixed_fields(self.args, num_layers=layers, optimizer_given=given),
+            *layout_fields(self._upshift_requested_layout),
+        )
+        named = {assignment.partition("=")[0] for assignment in self._upshift_fixed}  # what is fixed by hand stands for itself
+        fixed = [*(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named), *self._upshift_fixed]
+        if self._upshift_loss_is_of_script:
             fixed.append("loss_chunk_tokens=0")
-        own = getattr(getattr(base_of(self.model), "config", None), "_attn_implementation", None)
+        own = getattr(getattr(base_of(self.model), "config", None), ATTENTION.attribute, None)
         if own in PACKED_KERNELS and "attention" not in named:
             fixed.append(f"attention={own}")
         return tuple(fixed)
 
-    def _host(self, *, probe: bool) -> Host:
+    def _upshift_host(self, *, probe: bool) -> Host:
         """Of all ranks. Those of other hosts are as many, and alike (transformers' own ranks say no more)."""
         host, world, here = find_host(None, probe=probe), self.args.world_size, local_ranks()
         if world == 1:
@@ -181,40 +253,42 @@ class Choosing:
             host = host.one_device() if here == 1 else host.changed(gpus_per_node=here)
         return host.changed(num_nodes=world // here) if world > here else host
 
-    def _reason_not(self, plan: Plan) -> str | None:
+    def _upshift_reason_not(self, plan: Plan) -> str | None:
         """Why this model, or the Trainer, cannot run a plan."""
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
-        problem = not_in_trainer(plan, optimizer_given=self._optimizer_is_given, averages=averages)
-        return problem if problem is not None or self._is_divided else cannot_run(plan, self.model)
+        problem = not_in_trainer(plan, optimizer_given=self._upshift_optimizer_is_given, averages=averages)
+        return problem if problem is not None or self._upshift_is_divided else cannot_run(plan, self.model)
 
     @property
-    def _optimizer_is_given(self) -> bool:
+    def _upshift_optimizer_is_given(self) -> bool:
         """By the script, and not made in an earlier training."""
-        return self._chosen is None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None)
+        return self._upshift_last_choice is None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None)
 
     @property
-    def _updates_in_backward(self) -> bool:
+    def _upshift_updates_in_backward(self) -> bool:
         return optimizer_name(self.args) in OWN_LOOP_OPTIMIZERS
 
     @property
-    def _is_encoder_decoder(self) -> bool:
+    def _upshift_is_encoder_decoder(self) -> bool:
         return bool(getattr(getattr(self.model, "config", None), "is_encoder_decoder", False))
 
     @property
-    def _shifts_labels(self) -> bool:
+    def _upshift_shifts_labels(self) -> bool:
         return bool(self._loss_shifts_labels)
 
     @property
-    def _loss_is_known(self) -> bool:
+    def _upshift_loss_is_of_library(self) -> bool:
         """Whether it is code of transformers: means over labels."""
         base = base_of(self.model)
-        function = getattr(base, "_loss_function", None)  # one that the user set
+        function = LOSS_FUNCTION.read(base)  # one that the user set
         codes = (type(base), function) if function is not None else (type(base),)
-        return not self._loss_is_own and all(getattr(code, "__module__", "").startswith("transformers.") for code in codes)
+        return not self._upshift_loss_is_of_script and all(
+            getattr(code, "__module__", "").startswith("transformers.") for code in codes
+        )
 
     @property
-    def _loss_is_own(self) -> bool:
+    def _upshift_loss_is_of_script(self) -> bool:
         """Whether the user's code computes the loss, which may look at the logits."""
-        return type(self).compute_loss is not self._library_class.compute_loss or self.compute_loss_func is not None
+        return type(self).compute_loss is not self._upshift_library_class.compute_loss or self.compute_loss_func is not None

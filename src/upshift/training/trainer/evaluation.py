@@ -47,10 +47,10 @@ class StreamedEvaluation:
             return Outputs(spool, concatenated=do_nested_concat, padding=padding_index)
 
         loop = with_global(Trainer.evaluation_loop, CONTAINER, container)
-        with self._in_step():
+        with self._upshift_predict_in_step():
             return loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
 
-    def _in_step(self) -> AbstractContextManager[None]:
+    def _upshift_predict_in_step(self) -> AbstractContextManager[None]:
         """Open around a loop; of a Trainer of several ranks."""
         return nullcontext()
 

@@ -21,7 +21,7 @@ class Field(NamedTuple):
 
 HONOURED = Field("honoured", "as transformers does")
 EVALUATION = Field("honoured", "as transformers does; predictions beyond 64 MiB are kept on disk, not in memory")
-CHECKPOINTS = Field("honoured", "as transformers does; checkpoints are safetensors and JSON, complete or absent")
+CHECKPOINTS = Field("honoured", "as transformers does; checkpoints are complete or absent, and either library resumes them")
 DDP = Field("honoured", "has no effect: gradients are summed once a step by the plan's layout, unused weights as zero")
 OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix it: fixed=('tensor_parallel=2',)")
 
@@ -100,20 +100,38 @@ def was_set(arguments: Any, name: str) -> bool:
         return False
     default = field.default_factory() if field.default_factory is not dataclasses.MISSING else field.default
     value = getattr(arguments, name)
-    return bool(value != default and not (value in (None, False, "", [], {}) and default in (None, False, "", [], {})))
+    return bool(value != default and not (_is_nothing(value) and _is_nothing(default)))
+
+
+def _is_nothing(value: Any) -> bool:
+    """0 is a number that somebody gave, and no absence."""
+    return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def refuse_unsupported(arguments: Any) -> None:
     """Raises RequestError naming the first argument that cannot be honoured."""
     for field in dataclasses.fields(arguments):
         known = FIELDS.get(field.name)
-        if known is None and is_core(field.name) and was_set(arguments, field.name):
+        if (
+            known is None
+            and is_core(field.name)
+            and was_set(arguments, field.name)
+            and not _is_made_by_default(arguments, field.name)
+        ):
             raise RequestError(
                 f"{field.name}={getattr(arguments, field.name)!r} is an argument that this version of Upshift does not know; "
                 "leave it unset, or use transformers.Trainer"
             )
         if known is not None and known.treatment == "refused" and was_set(arguments, field.name):
             raise RequestError(f"{field.name}={getattr(arguments, field.name)!r} cannot be honoured: {known.words}")
+
+
+def _is_made_by_default(arguments: Any, name: str) -> bool:
+    """Whether TrainingArguments itself makes this value of a default."""
+    from transformers import TrainingArguments
+
+    defaults = TrainingArguments(arguments.output_dir, use_cpu=arguments.use_cpu)
+    return bool(getattr(defaults, name) == getattr(arguments, name))
 
 
 def is_core(name: str) -> bool:

@@ -7,15 +7,19 @@ Mixed into transformers' Trainer classes, before them. What a user's subclass ov
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
 import torch
+import transformers
 from torch import Tensor, nn
 
 from upshift.errors import JobFailed
+from upshift.internals.torch_names import COMPILED_CALL
+from upshift.internals.transformers_names import ATTENTION, TRAINER_METHODS
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import set_attention
 from upshift.models.quantized import keep_trainable
@@ -66,6 +70,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         memory_limit_gib: float | None = None,
         **named: Any,
     ) -> None:
+        for method in TRAINER_METHODS:
+            method.of(transformers.Trainer)
         super().__init__(*arguments, **named)
         refuse_unsupported(self.args)
         check_devices(self.args)
@@ -75,13 +81,17 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         asked = (*fixed, *(fields_of(plan) if plan is not None else ()))
         check_fixed(asked, self.args, device=torch.device(self.args.device).type, optimizer_given=given)
         keep_trainable(self.model)
-        self._given_plan, self._fixed, self._allow, self._trial_seconds = plan, fixed, allow, trial_seconds
-        self._memory_limit_gib = memory_limit_gib
-        self.choice: Choice | None = None
-        self._batch_step: BatchStep | None = None
-        self._waiting: list[Any] = []
-        self._scene: Scene | None = None  # as memory was when a step ran out
-        self._updates: list[Any] = []  # the hooks that update weights in the backward pass
+        self._upshift_given_plan = plan
+        self._upshift_fixed = fixed
+        self._upshift_allow = allow
+        self._upshift_trial_seconds = trial_seconds
+        self._upshift_memory_limit_gib = memory_limit_gib
+        self.upshift_choice: Choice | None = None
+        self._upshift_batch_step: BatchStep | None = None
+        self._upshift_waiting_batches: list[Any] = []
+        self._upshift_waiting_items: Any = None  # num_items_in_batch of the step that they are of
+        self._upshift_memory_scene: Scene | None = None  # as memory was when a step ran out
+        self._upshift_backward_hooks: list[Any] = []  # the hooks that update weights in the backward pass
 
     # The run
 
@@ -90,51 +100,68 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             return super().train(*arguments, **named)
 
     def _inner_training_loop(self, *arguments: Any, **named: Any) -> Any:
-        self.choice = None  # an earlier training's says nothing of how the loss is measured for this one
-        self.choice, split = self._choose()
+        self.upshift_choice = None  # an earlier training's says nothing of how the loss is measured for this one
+        start = time.perf_counter()
+        self.upshift_choice, split = self._upshift_choose()
+        planning_seconds = time.perf_counter() - start
         if self.args.should_log:
-            for line in report(self.choice):
+            for line in report(self.upshift_choice):
                 tell(line)
         # A CUDA context maps far more than it uses.
         limit = limited_memory(local_ranks()) if torch.device(self.args.device).type == "cpu" else contextlib.nullcontext()
-        watched = numbers_watched(self.args, self.model, self.choice.plan)
-        with self._as_planned(self.choice.plan), limit, watched, self._steps_noted():
-            self._batch_step = self._make_step(self.choice, split)
+        watched = numbers_watched(self.args, self.model, self.upshift_choice.plan)
+        with self._upshift_as_planned(self.upshift_choice.plan), limit, watched, self._upshift_watch_steps():
+            self._upshift_batch_step = self._upshift_make_step(self.upshift_choice, split)
             try:
-                return super()._inner_training_loop(*arguments, **named)
+                output = super()._inner_training_loop(*arguments, **named)
             except JobFailed as error:
                 raise JobFailed(f"step {self.state.global_step + 1}: {error}; no weight has moved in it") from None
             finally:
-                self._batch_step, self._waiting = None, []
+                self._upshift_batch_step, self._upshift_waiting_batches = None, []
+        output.metrics["planning_runtime"] = round(planning_seconds, 4)  # train_runtime begins after it
+        return output
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
         """Collects the batches of one optimizer step and computes them with the last."""
-        if self._batch_step is None:
+        if self._upshift_batch_step is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._waiting.append(inputs)
-        if len(self._waiting) < self.current_gradient_accumulation_steps:
+        self._upshift_waiting_batches.append(inputs)
+        self._upshift_waiting_items = num_items_in_batch
+        if len(self._upshift_waiting_batches) < self.current_gradient_accumulation_steps:
             return torch.zeros((), device=self.args.device)
-        batches, self._waiting = self._waiting, []
+        batches, self._upshift_waiting_batches = self._upshift_waiting_batches, []
         model.train()
         if callable(getattr(self.optimizer, "train", None)):
             self.optimizer.train()  # schedule-free optimizers
         every = self.args.torch_empty_cache_steps
         if every is not None and self.state.global_step % every == 0:
             torch.cuda.empty_cache()
-        self._forget_gradients()
-        self._same_statistics()
-        loss = self._batch_step.run(batches, num_items_in_batch, scaled=self._is_scaled(num_items_in_batch))
-        self._sum_gradients(summed=self._batch_step.ranks.summed)
+        self._upshift_forget_gradients()
+        self._upshift_broadcast_statistics()
+        loss = self._upshift_batch_step.run(batches, num_items_in_batch, scaled=self._upshift_is_scaled(num_items_in_batch))
+        self._upshift_sum_gradients(summed=self._upshift_batch_step.ranks.summed)
         return loss
 
+    def _maybe_log_save_evaluate(self, *arguments: Any, **named: Any) -> None:
+        self._upshift_finish_broken_step()
+        super()._maybe_log_save_evaluate(*arguments, **named)
+
+    def _upshift_finish_broken_step(self) -> None:
+        """Compute batches that wait for others after a callback has ended the epoch between them: transformers has computed each
+        when it came, so their gradients count in the next step."""
+        batches, self._upshift_waiting_batches = self._upshift_waiting_batches, []
+        for batch in batches:
+            loss = super().training_step(self.model_wrapped, batch, self._upshift_waiting_items)
+            self._tr_loss += loss
+
     @property
-    def _steps_by_batch(self) -> bool:
+    def _upshift_steps_by_batch(self) -> bool:
         """Whether the user's training_step finds the gradients that transformers' would: where it is called for each of several
         batches, and among several ranks, where it may go backward itself, or twice."""
         is_own = getattr(self.training_step, "__func__", None) is not PlannedTraining.training_step
-        return is_own and (self.args.gradient_accumulation_steps > 1 or self._is_shared)
+        return is_own and (self.args.gradient_accumulation_steps > 1 or self._upshift_has_ranks)
 
-    def _is_scaled(self, num_items: Any) -> bool:
+    def _upshift_is_scaled(self, num_items: Any) -> bool:
         """transformers' own rule (Trainer.training_step)."""
         said = getattr(self, "loss_is_scaled_for_ga", None)
         if said is not None:
@@ -143,41 +170,41 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
         stack: contextlib.ExitStack = super().compute_loss_context_manager()
-        if self.choice is not None:
-            stack.enter_context(autocast(self.choice.plan))
-            stack.enter_context(losses_in_fp32(self.choice.plan))
+        if self.upshift_choice is not None:
+            stack.enter_context(autocast(self.upshift_choice.plan))
+            stack.enter_context(losses_in_fp32(self.upshift_choice.plan))
         return stack
 
     # Doing
 
     @contextlib.contextmanager
-    def _as_planned(self, plan: Plan) -> Iterator[None]:
+    def _upshift_as_planned(self, plan: Plan) -> Iterator[None]:
         """The model, the process and the optimizer as the plan says; the process's settings come back afterwards."""
-        if self.choice is None or self.choice.planning is None and self._given_plan is None:
-            self._divide_model(plan)
-            self._shard_model()
+        if self.upshift_choice is None or self.upshift_choice.planning is None and self._upshift_given_plan is None:
+            self._upshift_divide_model(plan)
+            self._upshift_shard_model()
             yield
             return
         threads, products = torch.get_num_threads(), torch.get_float32_matmul_precision()
         optim, workers = self.args.optim, self.args.dataloader_num_workers
-        attention = base_of(self.model).config._attn_implementation
-        plain = [module for module in self.model.modules() if module._compiled_call_impl is None]
+        attention = ATTENTION.of(base_of(self.model).config)
+        plain = [module for module in self.model.modules() if COMPILED_CALL.of(module) is None]
         set_process(plan)
-        self._prepare_model(plan)
+        self._upshift_prepare_model(plan)
         if not was_set(self.args, "optim") and plan.optim in {*type(optim)}:
             self.args.optim = type(optim)(plan.optim)
         if not was_set(self.args, "dataloader_num_workers"):
-            self.args.dataloader_num_workers = self.choice.num_workers
+            self.args.dataloader_num_workers = self.upshift_choice.num_workers
         try:
             yield
         finally:
-            while self._updates:
-                self._updates.pop().remove()
+            while self._upshift_backward_hooks:
+                self._upshift_backward_hooks.pop().remove()
             torch.set_num_threads(threads)
             torch.set_float32_matmul_precision(products)
             self.args.optim, self.args.dataloader_num_workers = optim, workers
             for module in plain if plan.torch_compile != "off" else ():
-                module._compiled_call_impl = None
+                COMPILED_CALL.put(module, None)
             if attention in get_args(Attention) and plan.attention != attention:
                 set_attention(base_of(self.model), attention)
             if not recomputes(self.args):
@@ -185,53 +212,53 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers.Trainer.create_optimizer; by our own hand where the plan has one that transformers has not."""
-        plan = self.choice.plan if self.choice is not None else None
+        plan = self.upshift_choice.plan if self.upshift_choice is not None else None
         named = {*type(self.args.optim)}
         own = plan is not None and (plan.optim not in named or rounds_stochastically(plan) or plan.optim_offload)
         if self.optimizer is None and plan is not None and own:
             kept = {name: getattr(self.args, name) for name in SHARED_ARGUMENTS}
-            self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept), division=self._division())
+            self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept), division=self._upshift_division())
         if self.optimizer is None:
             super().create_optimizer(model)
-        self.optimizer = self._of_parts(self.optimizer)
-        if plan is not None and plan.optimizer_in_backward and not self._updates:
-            self._updates = list(update_in_backward(self.optimizer))
+        self.optimizer = self._upshift_optimizer_of_parts(self.optimizer)
+        if plan is not None and plan.optimizer_in_backward and not self._upshift_backward_hooks:
+            self._upshift_backward_hooks = list(update_in_backward(self.optimizer))
         return self.optimizer  # type: ignore[no-any-return]
 
-    def _prepare_model(self, plan: Plan) -> None:
+    def _upshift_prepare_model(self, plan: Plan) -> None:
         base = base_of(self.model)
         if plan.precision == "bf16-weights":
             self.model.to(torch.bfloat16)  # what allow=("bf16-weights",) allows
         if plan.precision == "fp8":
             convert_to_fp8(self.model, emulate=plan.device != "cuda")
-        self._divide_model(plan)
-        own = base.config._attn_implementation  # one that plans do not know was asked for by the user
+        self._upshift_divide_model(plan)
+        own = ATTENTION.of(base.config)  # one that plans do not know was asked for by the user
         if own in get_args(Attention) and plan.attention != own:
             set_attention(base, plan.attention)
         if not recomputes(self.args):
             recompute_layers(self.model, plan.activation_checkpointing, plan.recompute_granularity)
         compile_layers(self.model, plan)
-        self._shard_model()
+        self._upshift_shard_model()
 
-    def _make_step(self, choice: Choice, split: Split) -> BatchStep | None:
-        if self._updates_in_backward or self._steps_by_batch:
+    def _upshift_make_step(self, choice: Choice, split: Split) -> BatchStep | None:
+        if self._upshift_updates_in_backward or self._upshift_steps_by_batch:
             return None
-        planned = choice.planning is not None or self._given_plan is not None
+        planned = choice.planning is not None or self._upshift_given_plan is not None
         smoothing = self.args.label_smoothing_factor
-        chunked = planned and not self._loss_is_own
+        chunked = planned and not self._upshift_loss_is_of_script
         head = partial(computing, self.model, choice.plan, label_smoothing=smoothing) if chunked else contextlib.nullcontext
         halve = partial(halve_part, plan=choice.plan)
-        place = self._place or Place(choice.plan)
-        ranks = StepOfRanks(self.model, place, on_failure=self._look, halve=halve, fewest=fewest_rows)
+        place = self._upshift_place or Place(choice.plan)
+        ranks = StepOfRanks(self.model, place, on_failure=self._upshift_look_at_memory, halve=halve, fewest=fewest_rows)
         # With the optimizer in the backward pass some weights may have moved: there is no going back.
         halves = ranks.can_halve and not choice.plan.optimizer_in_backward
         return BatchStep(
             plan=choice.plan,
             split=split,
             cuts=planned,
-            encoder_decoder=self._is_encoder_decoder,
-            shifts_labels=self._shifts_labels,
-            loss=self._loss_of,
+            encoder_decoder=self._upshift_is_encoder_decoder,
+            shifts_labels=self._upshift_shifts_labels,
+            loss=self._upshift_loss_of,
             backward=self.accelerator.backward,
             computing=head,
             ranks=ranks,
@@ -239,51 +266,55 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
             halvings=Halving(
                 halve=halve if halves else lambda pair: None,
                 size=lambda pair: pair[0].group.num_padded_tokens,
-                restart=self._drop_gradients,
-                on_failure=self._look,
-                on_halved=lambda old, new, why: self._ran_out(old[0].shape, new[0].shape, why),
+                restart=self._upshift_drop_gradients,
+                on_failure=self._upshift_look_at_memory,
+                on_halved=lambda old, new, why: self._upshift_ran_out(old[0].shape, new[0].shape, why),
             ),
         )
 
-    def _loss_of(self, inputs: Any, num_items: Any) -> Tensor:
+    def _upshift_loss_of(self, inputs: Any, num_items: Any) -> Tensor:
         """``compute_loss``; but transformers smooths labels over logits, which a chunked head never has: it smooths itself."""
         inputs, model = self._prepare_inputs(inputs), self.model_wrapped
-        assert self.choice is not None
-        offloading = activations_on_host(model) if self.choice.plan.activation_offload else contextlib.nullcontext()
+        assert self.upshift_choice is not None
+        offloading = activations_on_host(model) if self.upshift_choice.plan.activation_offload else contextlib.nullcontext()
         with self.compute_loss_context_manager(), offloading:
-            if self.label_smoother is not None and self.choice.plan.loss_chunk_tokens and not self._loss_is_own:
+            if (
+                self.label_smoother is not None
+                and self.upshift_choice.plan.loss_chunk_tokens
+                and not self._upshift_loss_is_of_script
+            ):
                 loss: Tensor = model(**inputs)["loss"]  # a mean over labels; LabelSmoother divides by num_items where given
                 if num_items is not None:
-                    labels = inputs["labels"][:, 1:] if self._shifts_labels else inputs["labels"]
+                    labels = inputs["labels"][:, 1:] if self._upshift_shifts_labels else inputs["labels"]
                     loss = loss * ((labels != IGNORED).sum() / num_items)
             else:
                 loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
         return loss
 
-    def _look(self) -> None:
-        self._scene = read_scene(torch.device(self.args.device).type)
+    def _upshift_look_at_memory(self) -> None:
+        self._upshift_memory_scene = read_scene(torch.device(self.args.device).type)
 
-    def _forget_gradients(self) -> None:
+    def _upshift_forget_gradients(self) -> None:
         """Those of parts, which the model does not know of."""
-        if isinstance(self._plain_optimizer(), OnParts):
-            self._plain_optimizer().zero_grad()
-        if self._batch_step is not None:
-            self._batch_step.ranks.forget()
+        if isinstance(self._upshift_plain_optimizer(), OnParts):
+            self._upshift_plain_optimizer().zero_grad()
+        if self._upshift_batch_step is not None:
+            self._upshift_batch_step.ranks.forget()
 
-    def _drop_gradients(self) -> None:
+    def _upshift_drop_gradients(self) -> None:
         self.model.zero_grad(set_to_none=True)
-        self._forget_gradients()
+        self._upshift_forget_gradients()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
 
-    def _ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
-        assert self.choice is not None and self._scene is not None
+    def _upshift_ran_out(self, largest: Shape, smaller: Shape, words: str) -> None:
+        assert self.upshift_choice is not None and self._upshift_memory_scene is not None
         autopsy = examine(
-            self._scene, step=self.state.global_step + 1, plan=self.choice.plan, model=self.model, optimizer=self.optimizer,
-            predicted=self.choice.predicted, free_when_planned=self.choice.free_bytes,
+            self._upshift_memory_scene, step=self.state.global_step + 1, plan=self.upshift_choice.plan, model=self.model,
+            optimizer=self.optimizer, predicted=self.upshift_choice.predicted, free_when_planned=self.upshift_choice.free_bytes,
             shape=largest, smaller=smaller, words=words,
         )  # fmt: skip
-        self.choice = correct(self.choice, rows=max(smaller[0], 1))
+        self.upshift_choice = correct(self.upshift_choice, rows=max(smaller[0], 1))
         if not self.args.should_log:
             return
         path = autopsy.write(Path(self.args.output_dir))

@@ -21,6 +21,8 @@ def report(choice: Choice) -> list[str]:
         f"{known}: {candidate.tokens_per_second:,.0f} tokens/s, plain Trainer {plain or 0.0:,.0f}; "
         f"peak {gib(candidate.memory.peak):.2f} GiB, held {gib(candidate.resident):.2f} GiB",
     ]
+    if choice.proof is not None:
+        lines += [f"  {note}" for note in choice.proof.notes]
     for reason in planning.reasons_for(choice.plan):
         lines.append(f"  {reason.choice}={reason.value}: {reason.why} ({reason.runner_up}: {reason.runner_up_cost})")
     lines.append(f"  dataloader_num_workers={choice.num_workers}: {choice.loading}")

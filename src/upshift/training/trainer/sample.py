@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 import time
 from collections.abc import Iterator, Mapping
@@ -67,6 +68,11 @@ def _examples(dataset: Any, count: int) -> Iterator[Any]:
         chosen = np.linspace(0, len(dataset) - 1, num=min(count, len(dataset))).astype(int).tolist()
         random.Random(0).shuffle(chosen)  # data may be sorted by length
         return (dataset[index] for index in chosen)
+    try:
+        dataset = copy.deepcopy(dataset)  # what it reads from may be used up
+    except Exception as error:  # whatever an object of the script's raises when it is copied
+        words = " ".join(f"{type(error).__name__}: {error}".split())[:160]
+        raise NoSample(f"the training data cannot be copied, and reading it would use it up ({words})") from None
     examples = iter(dataset)
     if examples is iter(dataset):
         raise NoSample("the training data gives one iterator, which can be read once only")

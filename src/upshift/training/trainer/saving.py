@@ -1,8 +1,8 @@
-"""How a transformers.Trainer saves without pickle: a checkpoint is whole or absent, and written while training goes on.
+"""How the Trainer saves: a checkpoint is whole or absent, and written while training goes on.
 
-`checkpoint-<step>` holds what transformers puts there, with tensors and states in other files: optimizer.safetensors with
-optimizer.json, scheduler.json, scaler.json, rng.safetensors, training_args.json, trainer_state.json, and last
-upshift_state.json, which lists them all. Nothing is pickled.
+`checkpoint-<step>` holds what transformers puts there, and transformers can go on from it (library_files.py). Three files are
+different: training_args.json in place of a pickle; optimizer_parameters.json, with the names of what the optimizer updates; and
+last upshift_state.json, which lists all files. No file needs code to be unpickled.
 """
 
 from __future__ import annotations
@@ -20,31 +20,37 @@ from transformers.trainer_callback import ExportableState
 from transformers.trainer_utils import SaveStrategy
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ADAPTER_LOADED, PUSH_CHECKPOINT
 from upshift.training.checkpoint.background import BackgroundWriter
 from upshift.training.checkpoint.files import check_room, remove_leftovers, writing
 from upshift.training.checkpoint.model import extra_bytes, model_bytes, write_tokenizer
 from upshift.training.checkpoint.optimizer import optimizer_bytes
-from upshift.training.checkpoint.rng import capture_rng, write_rngs
-from upshift.training.checkpoint.snapshot import ParameterNames, copy_optimizer, copy_weights, has_room
+from upshift.training.checkpoint.snapshot import copy_weights, has_room
 from upshift.training.optimizers.on_parts import OnParts
 from upshift.training.parallel.ranks import on_rank_0
 from upshift.training.trainer.batch_rng import BatchRng
 from upshift.training.trainer.borrowed import with_global
+from upshift.training.trainer.library_files import (
+    SCALER_FILE,
+    SCHEDULER_FILE,
+    capture_rng,
+    check_plain,
+    copy_optimizer,
+    rng_file,
+    write_file,
+    write_optimizer,
+    write_state,
+)
+from upshift.training.trainer.model_files import has_own_format, write_trained
 from upshift.training.trainer.shared_files import export_trained, write_shared
 from upshift.training.trainer.trainer_files import (
-    SCALER_NAME,
-    SCHEDULER_NAME,
+    TRAINER_STATE_NAME,
     check_optimizer,
     finish_checkpoint,
-    plain_state,
     write_arguments,
-    write_state,
-    write_trained,
-    write_trainer_optimizer,
     writing_model,
 )
 
-TRAINER_STATE_NAME = "trainer_state.json"
 SAVERS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler", "_save_rng_state")
 OURS = ("upshift", "transformers")  # packages whose savers are known to leave out nothing
 
@@ -63,46 +69,46 @@ class PlainSaving:
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
-        self._writer = BackgroundWriter()
-        self._batches = BatchRng()
-        self._checkpoint: Path | None = None  # being written
+        self._upshift_writer = BackgroundWriter()
+        self._upshift_batch_rng = BatchRng()
+        self._upshift_unfinished_checkpoint: Path | None = None  # being written
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
         """Raises JobFailed, naming the checkpoint that is still loadable, when this one or the one before cannot be written."""
-        self._writer.wait()
+        self._upshift_writer.wait()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
         run_dir = Path(self._get_output_dir(trial=trial))
         final = run_dir / f"checkpoint-{self.state.global_step}"
         temporary = final.with_name(f"{final.name}.tmp")
-        self._note_best(run_dir)
-        if self._has_parts():
-            self._save_together(run_dir, temporary, final)
+        self._upshift_note_best(run_dir)
+        if self._upshift_has_parts():
+            self._upshift_save_together(run_dir, temporary, final)
             return
         finish = partial(
             finish_checkpoint, run_dir, final=final, temporary=temporary, best=self.state.best_model_checkpoint,
             limit=self.args.save_total_limit,
         )  # fmt: skip
         with writing(run_dir, name=final.name, temporary=temporary):
-            need = self._checkpoint_bytes()
+            need = self._upshift_checkpoint_bytes()
             if self.args.should_save:
                 run_dir.mkdir(parents=True, exist_ok=True)
                 remove_leftovers(run_dir)
-                check_room(run_dir, name=final.name, need=need + extra_bytes(self._tokenizer()))
+                check_room(run_dir, name=final.name, need=need + extra_bytes(self._upshift_tokenizer()))
                 temporary.mkdir()
-            if self._files_are_read_at_once() or not has_room(need):
-                self._save_now(temporary, finish)
+            if self._upshift_files_are_read_at_once() or not has_room(need):
+                self._upshift_save_now(temporary, finish)
             else:
-                self._save_behind(temporary, finish, run_dir)
+                self._upshift_save_behind(temporary, finish, run_dir)
         if self.args.push_to_hub:
             self._push_from_checkpoint(str(final))
 
-    def _has_parts(self: Any) -> bool:
+    def _upshift_has_parts(self: Any) -> bool:
         """Whether this rank has less than all."""
-        place = getattr(self, "_place", None)
-        return place is not None and (place.plan.layout.exchanges or isinstance(self._plain_optimizer(), OnParts))
+        place = getattr(self, "_upshift_place", None)
+        return place is not None and (place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), OnParts))
 
-    def _save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
+    def _upshift_save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
         """While training waits."""
         if self.args.save_only_model:
             raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
@@ -112,71 +118,72 @@ class PlainSaving:
         )  # fmt: skip
 
         def seal() -> None:
-            self._write_extras(temporary)
-            write_state(temporary / SCHEDULER_NAME, self.lr_scheduler)
+            self._upshift_write_extras(temporary)
+            write_state(temporary / SCHEDULER_FILE, self.lr_scheduler)
             self._save_scaler(str(temporary))
-            self._save_trainer_state(temporary)
+            self._upshift_save_trainer_state(temporary)
             finish()
 
         write_shared(
-            temporary, model=self._plain_model(), optimizer=self._plain_optimizer(), tokenizer=self._tokenizer(),
-            rest=partial(self._save_rng_state, str(temporary)), seal=seal, place=self._place,
+            temporary, model=self._upshift_plain_model(), optimizer=self._upshift_plain_optimizer(),
+            tokenizer=self._upshift_tokenizer(), rest=partial(self._save_rng_state, str(temporary)), seal=seal,
+            place=self._upshift_place,
         )  # fmt: skip
 
-    def _save_now(self: Any, temporary: Path, finish: Any) -> None:
-        self._checkpoint = temporary
+    def _upshift_save_now(self: Any, temporary: Path, finish: Any) -> None:
+        self._upshift_unfinished_checkpoint = temporary
         self.save_model(str(temporary), _internal_call=True)
-        self._checkpoint = None
+        self._upshift_unfinished_checkpoint = None
         if not self.args.save_only_model:
             self._save_optimizer_and_scheduler(str(temporary))
             self._save_scaler(str(temporary))
             self._save_rng_state(str(temporary))
         if self.args.should_save:
-            self._save_trainer_state(temporary)
+            self._upshift_save_trainer_state(temporary)
             finish()
 
-    def _save_behind(self: Any, temporary: Path, finish: Any, run_dir: Path) -> None:
+    def _upshift_save_behind(self: Any, temporary: Path, finish: Any, run_dir: Path) -> None:
         self._save_rng_state(str(temporary))
         if not self.args.should_save:
             return
-        model = self._plain_model()
-        weights = copy_weights(model) if self._is_saved_whole() else None
+        model = self._upshift_plain_model()
+        weights = copy_weights(model) if self._upshift_is_saved_whole() else None
         if weights is None:
-            self._write_model(temporary, None, original_names=False)  # adapters are small
-        optimizer, names = copy_optimizer(self._plain_optimizer()), ParameterNames(model)
-        self._write_extras(temporary)
-        write_state(temporary / SCHEDULER_NAME, self.lr_scheduler)
+            self._upshift_write_model(temporary, None, original_names=False)  # adapters are small
+        optimizer = copy_optimizer(self._upshift_plain_optimizer(), model, to_host=True)
+        self._upshift_write_extras(temporary)
+        write_state(temporary / SCHEDULER_FILE, self.lr_scheduler)
         self._save_scaler(str(temporary))
-        self._save_trainer_state(temporary)
+        self._upshift_save_trainer_state(temporary)
 
         def write() -> None:
             with writing(run_dir, name=temporary.stem, temporary=temporary):
                 if weights is not None:
                     write_trained(temporary, model, weights, original_names=False)
-                write_trainer_optimizer(temporary, optimizer, names)
+                write_optimizer(temporary, optimizer)
                 finish()
 
-        self._writer.start(write)
+        self._upshift_writer.start(write)
 
-    def _files_are_read_at_once(self: Any) -> bool:
+    def _upshift_files_are_read_at_once(self: Any) -> bool:
         callbacks = any(type(one).on_save is not TrainerCallback.on_save for one in self.callback_handler.callbacks)
         foreign = any(getattr(type(self), name).__module__.split(".")[0] not in OURS for name in SAVERS)
         asked = self.args.push_to_hub or self.args.save_only_model or self.args.enable_jit_checkpoint
-        return bool(callbacks or foreign or asked)
+        return bool(callbacks or foreign or asked or has_own_format(self._upshift_plain_model()))
 
-    def _checkpoint_bytes(self: Any) -> int:
-        model = self._plain_model()
+    def _upshift_checkpoint_bytes(self: Any) -> int:
+        model = self._upshift_plain_model()
         trained = (parameter for parameter in model.parameters() if parameter.requires_grad)
-        weights = model_bytes(model) if self._is_saved_whole() else sum(parameter.nbytes for parameter in trained)
-        return weights if self.args.save_only_model else weights + optimizer_bytes(self._plain_optimizer())
+        weights = model_bytes(model) if self._upshift_is_saved_whole() else sum(parameter.nbytes for parameter in trained)
+        return weights if self.args.save_only_model else weights + optimizer_bytes(self._upshift_plain_optimizer())
 
-    def _note_best(self: Any, run_dir: Path) -> None:
+    def _upshift_note_best(self: Any, run_dir: Path) -> None:
         if self.state.best_global_step and self.args.save_strategy != SaveStrategy.NO:
             best = run_dir / f"checkpoint-{self.state.best_global_step}"
             if self.state.best_global_step == self.state.global_step or best.is_dir():
                 self.state.best_model_checkpoint = str(best)
 
-    def _save_trainer_state(self: Any, directory: Path) -> None:
+    def _upshift_save_trainer_state(self: Any, directory: Path) -> None:
         """The file of transformers, with the states of callbacks as it keeps them."""
         kept = self.state.stateful_callbacks
         for one in [*self.callback_handler.callbacks, self.control]:
@@ -190,36 +197,42 @@ class PlainSaving:
 
     def _save_optimizer_and_scheduler(self: Any, output_dir: str) -> None:
         if self.args.should_save:
-            write_trainer_optimizer(Path(output_dir), self._plain_optimizer(), self._plain_model())
-            write_state(Path(output_dir) / SCHEDULER_NAME, self.lr_scheduler)
+            optimizer = copy_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model(), to_host=False)
+            write_optimizer(Path(output_dir), optimizer)
+            write_state(Path(output_dir) / SCHEDULER_FILE, self.lr_scheduler)
 
     def _save_scaler(self: Any, output_dir: str) -> None:
         scaler = getattr(self.accelerator, "scaler", None)
         if scaler is not None and self.args.should_save:
-            write_state(Path(output_dir) / SCALER_NAME, scaler)
+            write_state(Path(output_dir) / SCALER_FILE, scaler)
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
         """Of all processes, which come here together."""
-        states: list[Any] = [capture_rng(self.args.device, ahead=self._batches.ahead)]
+        states: list[Any] = [capture_rng(self.args.device, self._upshift_batch_rng.ahead)]
         if self.args.world_size > 1:
             own, states = states[0], [None] * self.args.world_size
             dist.all_gather_object(states, own)
         if self.args.should_save:
-            write_rngs(Path(output_dir), states)
+            for rank, state in enumerate(states):
+                write_file(rng_file(Path(output_dir), rank, self.args.world_size), state)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """As transformers.Trainer.save_model, after the checkpoint that is being written."""
-        self._writer.wait()
-        if not self._has_parts():
+        self._upshift_writer.wait()
+        if not self._upshift_has_parts():
             super().save_model(output_dir, _internal_call=_internal_call)
             return
-        directory, tokenizer = Path(output_dir or self.args.output_dir), self._tokenizer()
+        directory, tokenizer = Path(output_dir or self.args.output_dir), self._upshift_tokenizer()
         export_trained(
-            directory, model=self._plain_model(), model_class=self._model_class, tokenizer=tokenizer, place=self._place
+            directory,
+            model=self._upshift_plain_model(),
+            model_class=self._upshift_model_class,
+            tokenizer=tokenizer,
+            place=self._upshift_place,
         )
-        with on_rank_0(self._place.plan), writing_model(directory):
+        with on_rank_0(self._upshift_place.plan), writing_model(directory):
             if self.args.should_save:
-                self._write_extras(directory)
+                self._upshift_write_extras(directory)
         if self.args.push_to_hub and not _internal_call:
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
@@ -228,69 +241,69 @@ class PlainSaving:
         if not self.args.should_save:
             return
         directory = Path(output_dir if output_dir is not None else self.args.output_dir)
-        if directory == self._checkpoint:
-            self._write_model(directory, state_dict, original_names=False)
-            self._write_extras(directory)
+        if directory == self._upshift_unfinished_checkpoint:
+            self._upshift_write_model(directory, state_dict, original_names=False)
+            self._upshift_write_extras(directory)
             return
         with writing_model(directory):
             directory.mkdir(parents=True, exist_ok=True)
-            self._write_model(directory, state_dict, original_names=True)
-            self._write_extras(directory)
+            self._upshift_write_model(directory, state_dict, original_names=True)
+            self._upshift_write_extras(directory)
 
-    def _write_model(self: Any, directory: Path, weights: dict[str, Any] | None, *, original_names: bool) -> None:
-        model = self._plain_model()
-        if self._is_saved_whole():
-            write_trained(directory, model, weights or model.state_dict(), original_names=original_names)
+    def _upshift_write_model(self: Any, directory: Path, weights: dict[str, Any] | None, *, original_names: bool) -> None:
+        model = self._upshift_plain_model()
+        if self._upshift_is_saved_whole():
+            write_trained(directory, model, weights, original_names=original_names)
         else:
             model.save_pretrained(directory, state_dict=weights)
 
-    def _write_extras(self: Any, directory: Path) -> None:
-        if self._tokenizer() is not None:
-            write_tokenizer(directory, self._tokenizer())
+    def _upshift_write_extras(self: Any, directory: Path) -> None:
+        if self._upshift_tokenizer() is not None:
+            write_tokenizer(directory, self._upshift_tokenizer())
         write_arguments(directory, self.args)
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
         """transformers pickles the arguments here; JSON takes their place."""
         writer = SimpleNamespace(save=lambda arguments, path: write_arguments(Path(path).parent, arguments))
-        with_global(Trainer._push_from_checkpoint, "torch", writer)(self, checkpoint_folder)
+        with_global(PUSH_CHECKPOINT.of(Trainer), "torch", writer)(self, checkpoint_folder)
 
     def _prepare_for_training(self: Any, *args: Any, **options: Any) -> Any:
         prepared = super()._prepare_for_training(*args, **options)
         if self.args.save_strategy != SaveStrategy.NO:
-            self._check_savable()
+            self._upshift_check_savable()
         return prepared
 
-    def _check_savable(self: Any) -> None:
+    def _upshift_check_savable(self: Any) -> None:
         """Raises RequestError for what could not be saved, as far as it is known before the first step."""
         for what, enabled in (("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled)):
             if enabled:
                 raise RequestError(f"checkpoints hold whole models and {what} splits them; set save_strategy='no'")
         if not self.args.save_only_model:
-            if not isinstance(self._plain_optimizer(), OnParts):
-                check_optimizer(self._plain_optimizer(), self._plain_model())
-            plain_state(self.lr_scheduler)
+            if not isinstance(self._upshift_plain_optimizer(), OnParts):
+                check_optimizer(self._upshift_plain_optimizer(), self._upshift_plain_model())
+            check_plain(self.lr_scheduler)
 
     def _maybe_log_save_evaluate(self: Any, *args: Any, **options: Any) -> None:
-        self._writer.check()
+        self._upshift_writer.check()
         super()._maybe_log_save_evaluate(*args, **options)
 
     def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
-        self._writer.wait()
+        self._upshift_writer.wait()
         return super()._finalize_training(*args, **options)
 
-    def _tokenizer(self: Any) -> Any:
+    def _upshift_tokenizer(self: Any) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)
 
-    def _plain_model(self: Any) -> nn.Module:
+    def _upshift_plain_model(self: Any) -> nn.Module:
         model: nn.Module = self.accelerator.unwrap_model(self.model, keep_torch_compile=False)
         return model
 
-    def _plain_optimizer(self: Any) -> torch.optim.Optimizer:
+    def _upshift_plain_optimizer(self: Any) -> torch.optim.Optimizer:
         """Without accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
-    def _is_saved_whole(self: Any) -> bool:
+    def _upshift_is_saved_whole(self: Any) -> bool:
         """Not so where there are adapters: they are saved alone."""
-        model = self._plain_model()
-        return not hasattr(model, "peft_config") and not getattr(model, "_hf_peft_config_loaded", False)
+        model = self._upshift_plain_model()
+        return not hasattr(model, "peft_config") and not ADAPTER_LOADED.read(model, False)

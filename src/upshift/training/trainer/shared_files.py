@@ -7,11 +7,13 @@ number of ranks in any layout, one process included. All ranks call these functi
 from __future__ import annotations
 
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from upshift.errors import RequestError
@@ -26,7 +28,9 @@ from upshift.training.checkpoint.plain_json import decode
 from upshift.training.checkpoint.state import SavedOptimizer
 from upshift.training.parallel.place import Place
 from upshift.training.parallel.ranks import gather, on_rank_0, together
-from upshift.training.trainer.trainer_files import OPTIMIZER_NAME, write_trained
+from upshift.training.trainer.library_files import by_names
+from upshift.training.trainer.model_files import write_trained
+from upshift.training.trainer.trainer_files import PARTS_OPTIMIZER_NAME, read_saved_optimizer
 
 
 def write_shared(
@@ -50,12 +54,31 @@ def write_shared(
     with on_rank_0(plan), writing(temporary.parent, name=name, temporary=temporary):
         if place.rank == 0:
             getattr(model, "config", model).save_pretrained(temporary)
-            (temporary / OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
+            (temporary / PARTS_OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
             seal()
 
 
-def read_shared(directory: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+def read_into_parts(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+    """Read a checkpoint that one process wrote whole, or transformers, into this rank's parts. Raise RequestError."""
+    names = updated_names(model, optimizer)
+    with tempfile.TemporaryDirectory(prefix="upshift-resume-") as name:
+        folder = Path(name)
+        for path in directory.glob("*.safetensors*"):
+            (folder / path.name).symlink_to(path.resolve())
+        groups = tuple(tuple(names[part] for part in group["params"]) for group in optimizer.param_groups)
+        saved, tensors = by_names(directory, groups, class_name(optimizer))
+        save_file(tensors, folder / "optimizer.safetensors")
+        _read_parts(directory, folder, saved, model, optimizer)
+
+
+def read_shared(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     """Weights and the optimizer's state, of a checkpoint of any ranks, into this rank's parts. Raises RequestError."""
+    saved = read_saved_optimizer(directory)
+    assert saved is not None  # the caller looked
+    _read_parts(directory, directory, saved, model, optimizer)
+
+
+def _read_parts(directory: Path, files: Path, saved: SavedOptimizer, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     if saved.optimizer_class != class_name(optimizer):
         raise RequestError(
             f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
@@ -64,7 +87,7 @@ def read_shared(directory: Path, saved: SavedOptimizer, model: nn.Module, optimi
     if saved.subclasses:
         raise RequestError(f"{directory} has an optimizer of 8 or 4 bits, whose state does not come apart; resume in one process")
     restore_options(directory, saved, optimizer, updated_names(model, optimizer), some=True)
-    load_parts(directory, model, optimizer, lambda name: decode(saved.numbers.get(name, {})))
+    load_parts(files, model, optimizer, lambda name: decode(saved.numbers.get(name, {})))
 
 
 def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:

@@ -16,6 +16,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule, register_fsdp_forward_method
 
+from upshift.internals.transformers_names import FSDP_MANAGED
 from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.training.optimizers.on_parts import Division, OnParts
@@ -35,16 +36,16 @@ class SharedTraining:
     model: Any
     optimizer: Any
     accelerator: Any
-    _steps_by_batch: bool
-    _place: Place | None = None  # from the first training on, where there are several ranks
-    _asked_layout: Layout = ALONE  # by TrainingArguments
+    _upshift_steps_by_batch: bool
+    _upshift_place: Place | None = None  # from the first training on, where there are several ranks
+    _upshift_requested_layout: Layout = ALONE  # by TrainingArguments
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         given = list(arguments)
         found = given[1] if len(given) > 1 else named.get("args")
         if found is not None:
             join_ranks(found)
-            found, self._asked_layout = take_fsdp(found)
+            found, self._upshift_requested_layout = take_fsdp(found)
             if len(given) > 1:
                 given[1] = found
             else:
@@ -53,95 +54,105 @@ class SharedTraining:
 
     def create_accelerator_and_postprocess(self) -> None:
         super().create_accelerator_and_postprocess()  # type: ignore[misc]
-        if self._is_shared:
-            self.accelerator.prepare_model = partial(self._wrap_alone, self.accelerator.prepare_model)
+        if self._upshift_has_ranks:
+            self.accelerator.prepare_model = partial(self._upshift_prepare_model_alone, self.accelerator.prepare_model)
 
-    def _wrap_alone(self, prepare: Any, model: nn.Module, *arguments: Any, **named: Any) -> Any:
+    def _upshift_prepare_model_alone(self, prepare: Any, model: nn.Module, *arguments: Any, **named: Any) -> Any:
         """Autocast and compilation; DistributedDataParallel where the script's own training_step goes backward."""
-        plain = not self._steps_by_batch or isinstance(model, FSDPModule)
+        plain = not self._upshift_steps_by_batch or isinstance(model, FSDPModule)
         return prepare(model, *arguments, **{"evaluation_mode": plain, **named})
 
     @property
-    def _is_shared(self) -> bool:
+    def _upshift_has_ranks(self) -> bool:
         return bool(self.args.world_size > 1)
 
     # The model
 
     @property
-    def _is_divided(self) -> bool:
+    def _upshift_is_divided(self) -> bool:
         """Whether the model is not what the script made any more."""
-        return self._place is not None and self._place.plan.layout.exchanges
+        return self._upshift_place is not None and self._upshift_place.plan.layout.exchanges
 
-    def _divide_model(self, plan: Plan) -> None:
+    def _upshift_divide_model(self, plan: Plan) -> None:
         """Before layers recompute and are compiled. All ranks call it; once, as there is no way back."""
-        if self._place is not None and self._place.plan.layout == plan.layout:
-            self._place = Place(plan, self._place.rank, self._place.mesh, self._place.contexts, self._place.experts)
+        if self._upshift_place is not None and self._upshift_place.plan.layout == plan.layout:
+            self._upshift_place = Place(
+                plan,
+                self._upshift_place.rank,
+                self._upshift_place.mesh,
+                self._upshift_place.contexts,
+                self._upshift_place.experts,
+            )
             return
-        self._place = find_place(plan)
+        self._upshift_place = find_place(plan)
         if plan.num_processes > 1:
-            self._model_class = type(self.model)
-            divide(self.model, self._place)
+            self._upshift_model_class = type(self.model)
+            divide(self.model, self._upshift_place)
 
-    def _shard_model(self) -> None:
+    def _upshift_shard_model(self) -> None:
         """After it."""
-        place = self._place
+        place = self._upshift_place
         if place is None or not place.plan.layout.gathers or isinstance(self.model, FSDPModule):
             return
         shard_weights(self.model, place)
-        if self._steps_by_batch:  # each rank's loss is whole, as transformers has it, and no share of the job's
+        if self._upshift_steps_by_batch:  # each rank's loss is whole, as transformers has it, and no share of the job's
             for module in sharded_modules(self.model):
                 module.set_gradient_divide_factor(float(self.args.world_size))
         if hasattr(self.model, "generate"):
             register_fsdp_forward_method(self.model, "generate")
-            self.model._is_fsdp_managed_module = True  # transformers then generates as many tokens on every rank
+            FSDP_MANAGED.put(self.model, True)  # transformers then generates as many tokens on every rank
 
-    def _same_statistics(self) -> None:
+    def _upshift_broadcast_statistics(self) -> None:
         """Rank 0's running means and variances, as DistributedDataParallel sends them at each step."""
-        if self._is_shared and self.args.ddp_broadcast_buffers is not False and has_batch_statistics(self.model):
+        if self._upshift_has_ranks and self.args.ddp_broadcast_buffers is not False and has_batch_statistics(self.model):
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
 
     # The update
 
-    def _division(self) -> Division | None:
-        return division_of(self.model, self._place) if self._place is not None and self._place.mesh is not None else None
+    def _upshift_division(self) -> Division | None:
+        return (
+            division_of(self.model, self._upshift_place)
+            if self._upshift_place is not None and self._upshift_place.mesh is not None
+            else None
+        )
 
-    def _of_parts(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    def _upshift_optimizer_of_parts(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """The same optimizer of this rank's parts, where it has no more."""
-        division = None if isinstance(optimizer, OnParts) else self._division()
+        division = None if isinstance(optimizer, OnParts) else self._upshift_division()
         if division is None:
             return optimizer
         kind: Any = type(optimizer)
         return OnParts([dict(group) for group in optimizer.param_groups], lambda groups: kind(groups), division)
 
-    def _sum_gradients(self, *, summed: bool) -> None:
-        if self._place is not None and self._place.mesh is not None:
-            sum_up(self._plain_optimizer(), self.model, self._place, summed=summed)  # type: ignore[attr-defined]
+    def _upshift_sum_gradients(self, *, summed: bool) -> None:
+        if self._upshift_place is not None and self._upshift_place.mesh is not None:
+            sum_up(self._upshift_plain_optimizer(), self.model, self._upshift_place, summed=summed)  # type: ignore[attr-defined]
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self._norm(self.args.max_grad_norm) if self._is_shared else super()._clip_grad_norm(model)  # type: ignore[misc]
+        return self._upshift_clip_and_norm(self.args.max_grad_norm) if self._upshift_has_ranks else super()._clip_grad_norm(model)  # type: ignore[misc]
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
-        if not self._is_shared:
+        if not self._upshift_has_ranks:
             return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
-        return self._norm(float("inf")) if grad_norm is None else grad_norm
+        return self._upshift_clip_and_norm(float("inf")) if grad_norm is None else grad_norm
 
-    def _norm(self, most: float) -> float:
-        assert self._place is not None
-        optimizer, scaler = self._plain_optimizer(), getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
-        if self._steps_by_batch and isinstance(optimizer, OnParts):
+    def _upshift_clip_and_norm(self, most: float) -> float:
+        assert self._upshift_place is not None
+        optimizer, scaler = self._upshift_plain_optimizer(), getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
+        if self._upshift_steps_by_batch and isinstance(optimizer, OnParts):
             optimizer.take_gradients()
         self.accelerator.unscale_gradients(self.optimizer)
         if scaler is not None:
-            agree_on_overflow(scaler, optimizer, self._place)
-        return clip_all(optimizer, self.model, self._place, most)
+            agree_on_overflow(scaler, optimizer, self._upshift_place)
+        return clip_all(optimizer, self.model, self._upshift_place, most)
 
     # Evaluation
 
     @contextlib.contextmanager
-    def _in_step(self) -> Iterator[None]:
+    def _upshift_predict_in_step(self) -> Iterator[None]:
         """While open, ranks that share every layer's matrices predict the batches of all of them, one after the other."""
-        place = self._place
+        place = self._upshift_place
         shares = place is not None and place.plan.layout.tensor_parallel > 1
         if shares:
             own = self.prediction_step  # type: ignore[has-type]

@@ -35,50 +35,52 @@ class NotedSteps:
 
     args: Any
     callback_handler: Any
-    _signs: RunSigns | None = None
-    _fetched: Fetched | None = None  # one for each of the loader's iterators, which BatchRng tells apart
-    _wrapped: tuple[Any, ...] = ()  # callbacks whose methods are timed, while it is looked for who keeps memory
+    _upshift_signs: RunSigns | None = None
+    _upshift_batch_iterator: Fetched | None = None  # one for each of the loader's iterators, which BatchRng tells apart
+    _upshift_timed_callbacks: tuple[Any, ...] = ()  # callbacks whose methods are timed, while it is looked for who keeps memory
 
     @contextmanager
-    def _steps_noted(self) -> Iterator[None]:
+    def _upshift_watch_steps(self) -> Iterator[None]:
         output, rank = Path(self.args.output_dir), self.args.process_index
         forget(output, rank)
         device = torch.device(self.args.device).type
-        self._signs = RunSigns(output, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, tell=self._tell_finding)
+        self._upshift_signs = RunSigns(
+            output, rank=rank, device=device, data_fix=TRAINER_DATA_FIX, tell=self._upshift_tell_finding
+        )
         try:
             yield
         finally:
-            self._unwrap()
-            self._signs = self._fetched = None
+            self._upshift_untime_callbacks()
+            self._upshift_signs = self._upshift_batch_iterator = None
 
-    def _tell_finding(self, finding: Finding) -> None:
+    def _upshift_tell_finding(self, finding: Finding) -> None:
         if self.args.should_log:
             tell(f"{finding.subject}: {finding.what} ({finding.evidence}); {finding.fix}")
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
-        if self._signs is None:
+        if self._upshift_signs is None:
             return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
-        self._signs.begin()
-        if self._signs.attributes and not self._wrapped:
-            self._wrap(self._signs)
-        elif self._wrapped and not self._signs.attributes:
-            self._unwrap()
-        if self._fetched is None or self._fetched.batches is not epoch_iterator:
-            self._fetched = Fetched(epoch_iterator, self._signs)
-        return super().get_batch_samples(self._fetched, num_batches, device)  # type: ignore[misc]
+        self._upshift_signs.begin()
+        if self._upshift_signs.attributes and not self._upshift_timed_callbacks:
+            self._upshift_time_callbacks(self._upshift_signs)
+        elif self._upshift_timed_callbacks and not self._upshift_signs.attributes:
+            self._upshift_untime_callbacks()
+        if self._upshift_batch_iterator is None or self._upshift_batch_iterator.batches is not epoch_iterator:
+            self._upshift_batch_iterator = Fetched(epoch_iterator, self._upshift_signs)
+        return super().get_batch_samples(self._upshift_batch_iterator, num_batches, device)  # type: ignore[misc]
 
-    def _wrap(self, signs: RunSigns) -> None:
-        self._wrapped = tuple(self.callback_handler.callbacks)
-        for callback in self._wrapped:
+    def _upshift_time_callbacks(self, signs: RunSigns) -> None:
+        self._upshift_timed_callbacks = tuple(self.callback_handler.callbacks)
+        for callback in self._upshift_timed_callbacks:
             for event in (name for name in dir(type(callback)) if name.startswith("on_") and name not in vars(callback)):
                 setattr(callback, event, _noted(getattr(callback, event), signs, type(callback).__name__))
 
-    def _unwrap(self) -> None:
+    def _upshift_untime_callbacks(self) -> None:
         """What stands in the instance goes; the class's own is there again."""
-        for callback in self._wrapped:
+        for callback in self._upshift_timed_callbacks:
             for event in [name for name, value in vars(callback).items() if getattr(value, "notes_memory", False)]:
                 delattr(callback, event)
-        self._wrapped = ()
+        self._upshift_timed_callbacks = ()
 
 
 def _noted(method: Callable[..., Any], signs: RunSigns, name: str) -> Callable[..., Any]:

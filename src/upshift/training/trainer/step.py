@@ -18,7 +18,7 @@ from upshift.training.batches.cut import cut_rows, halve_group
 from upshift.training.batches.layout import RowGroup
 from upshift.training.batches.objective import IGNORED
 from upshift.training.out_of_memory import Halving
-from upshift.training.trainer.separable import Split
+from upshift.training.trainer.separable import Split, is_within
 from upshift.training.trainer.step_of_ranks import StepOfRanks
 
 Loss = Callable[[Any, Any], Tensor]  # inputs and num_items_in_batch -> loss with its graph
@@ -105,7 +105,8 @@ class BatchStep:
             rows = CollatedRows(batches, encoder_decoder=self.encoder_decoder, shifts_labels=self.shifts_labels)
         except NotRows:
             return None  # this one is not like the sample: it stays as the user's collator made it
-        return None if self.split.even and len({*rows.num_labels}) > 1 else rows  # nor is this one
+        unlike = self.split.even and len({*rows.num_labels}) > 1 or not is_within(rows, self.split.ranges)
+        return None if unlike else rows
 
     def _parts(self, batches: list[Batch], rows: CollatedRows | None, weights: list[tuple[float, int]]) -> list[Part]:
         if rows is None:

@@ -22,10 +22,10 @@ if find_spec("accelerate") is None:
 class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):  # type: ignore[misc]
     """transformers.Trainer with ``plan``, ``fixed``, ``allow`` and ``trial_seconds`` besides (see PlannedTraining)."""
 
-    _library_class = transformers.Trainer
+    _upshift_library_class = transformers.Trainer
 
 
 class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):  # type: ignore[misc]
     """transformers.Seq2SeqTrainer in the same way: evaluation by generation."""
 
-    _library_class = transformers.Seq2SeqTrainer
+    _upshift_library_class = transformers.Seq2SeqTrainer

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+import logging
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -12,46 +13,38 @@ import torch
 import transformers
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch import nn
 from transformers.trainer_utils import sort_checkpoints
 
 from upshift.errors import JobFailed, RequestError
+from upshift.loading.header import read_header
+from upshift.training.checkpoint.divided import is_divided
 from upshift.training.checkpoint.files import (
     CHECKPOINT,
     check_checkpoint,
     file_sizes,
-    find_checkpoints,
     put_in_place,
     remove_checkpoint,
+    step_of,
 )
-from upshift.training.checkpoint.model import write_weights
-from upshift.training.checkpoint.optimizer import plain_name, write_optimizer
 from upshift.training.checkpoint.plain_json import encode
 from upshift.training.checkpoint.state import STATE_NAME, SavedOptimizer, TrainerManifest
-from upshift.training.trainer.plain_state import NotPlain, from_json, to_json
+from upshift.training.trainer.library_files import OPTIMIZER_FILE, PLAIN_OR, SCHEDULER_FILE
 from upshift.value import first_problem
 
+logger = logging.getLogger(__name__)
+
 ARGUMENTS_NAME = "training_args.json"
-OPTIMIZER_NAME = "optimizer.json"  # beside optimizer.safetensors
-SCHEDULER_NAME = "scheduler.json"
-SCALER_NAME = "scaler.json"
-PICKLED_WEIGHTS = frozenset({"pytorch_model.bin", "pytorch_model.bin.index.json", "adapter_model.bin"})
+PARTS_OPTIMIZER_NAME = "optimizer.json"  # of ranks that have parts of the model
+TRAINER_STATE_NAME = "trainer_state.json"
+PICKLED_ADAPTER = "adapter_model.bin"
+WEIGHTS = frozenset(
+    {
+        "model.safetensors", "model.safetensors.index.json", "pytorch_model.bin", "pytorch_model.bin.index.json",
+        "adapter_model.safetensors", PICKLED_ADAPTER,
+    }
+)  # fmt: skip
 NOT_WRITTEN = "not_written"  # the arguments that JSON has no word for
-PICKLES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
-PLAIN_OR = "keep only numbers, strings, containers and tensors there, or set save_only_model=True or save_strategy='no'"
-
-
-def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor], *, original_names: bool) -> None:
-    """`weights` as the model's own, in a Hugging Face directory where the model has one."""
-    if isinstance(model, PreTrainedModel):
-        write_weights(directory, model, weights, original_names=original_names)
-    else:
-        # A tensor that has several names is written under one of them, as read_weights expects.
-        once = {(tensor.data_ptr(), tensor.shape): name for name, tensor in reversed(weights.items())}
-        plain = {plain_name(name): weights[name].contiguous() for name in once.values()}
-        save_file(plain, directory / "model.safetensors", {"format": "pt"})
 
 
 def write_arguments(directory: Path, arguments: Any) -> None:
@@ -67,17 +60,9 @@ def write_arguments(directory: Path, arguments: Any) -> None:
     (directory / ARGUMENTS_NAME).write_text(json.dumps({**written, NOT_WRITTEN: objects}, indent=1), encoding="utf-8")
 
 
-def write_trainer_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    try:
-        saved = write_optimizer(directory, optimizer, model)
-    except TypeError as error:  # a state value of a class that JSON has no word for
-        raise RequestError(f"the state of optimizer {type(optimizer).__name__} cannot be written: {error}; {PLAIN_OR}") from None
-    (directory / OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
-
-
 def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
-    """None: the checkpoint is of a model only."""
-    path = directory / OPTIMIZER_NAME
+    """Of a checkpoint that ranks wrote in parts. None: it is of a model only."""
+    path = directory / PARTS_OPTIMIZER_NAME
     if not path.is_file():
         return None
     try:
@@ -85,23 +70,6 @@ def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
     except ValidationError as error:
         problem = first_problem(SavedOptimizer, error)
         raise RequestError(f"{path} is no state of this version ({problem}); resume from another checkpoint") from None
-
-
-def write_state(path: Path, holder: Any) -> None:
-    """The state_dict of a scheduler or a scaler. Raises RequestError, naming what cannot be written."""
-    path.write_text(json.dumps(plain_state(holder)), encoding="utf-8")
-
-
-def read_state(path: Path, holder: Any) -> None:
-    if path.is_file():
-        holder.load_state_dict(from_json(json.loads(path.read_bytes())))
-
-
-def plain_state(holder: Any) -> Any:
-    try:
-        return to_json(holder.state_dict(), type(holder).__name__)
-    except NotPlain as error:
-        raise RequestError(f"{error}, cannot be written to a checkpoint without pickle; {PLAIN_OR}") from None
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
@@ -122,36 +90,70 @@ def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def check_resumable(directory: Path) -> None:
-    """Raises RequestError if this is no whole checkpoint, or one of transformers.Trainer, whose pickles are never loaded."""
-    if (directory / STATE_NAME).is_file():
-        check_checkpoint(directory)  # a pickle that somebody else added there is left unread
+    """Raise RequestError if this is no whole checkpoint of upshift.Trainer or transformers.Trainer. Read no tensors."""
+    if is_own(directory):
+        _check_own(directory)
         return
-    _refuse_pickles(path for path in directory.glob("*") if path.suffix in PICKLES)
-    raise RequestError(f"{directory} is no whole checkpoint, it has no {STATE_NAME}; resume from another checkpoint")
+    if not (directory / TRAINER_STATE_NAME).is_file():  # transformers writes it last
+        raise RequestError(f"{directory} is no whole checkpoint, it has no {TRAINER_STATE_NAME}; resume from another checkpoint")
+    weights = [path for path in directory.rglob("*") if path.name in WEIGHTS]
+    if not weights:
+        raise RequestError(
+            f"{directory} has no weights in {', '.join(sorted(WEIGHTS))}; resume it with the launcher that wrote it, or "
+            "resume from another checkpoint"
+        )
+    if any(path.suffix == ".safetensors" for path in weights):
+        for path in directory.glob("*.safetensors"):
+            read_header(path)
+    if (directory / OPTIMIZER_FILE).is_file() != (directory / SCHEDULER_FILE).is_file():
+        names = [OPTIMIZER_FILE, SCHEDULER_FILE]
+        missing = next(name for name in names if not (directory / name).is_file())
+        raise RequestError(f"{directory} is no whole checkpoint, it has no {missing}; resume from another checkpoint")
+
+
+def is_own(directory: Path) -> bool:
+    """Return whether upshift.Trainer wrote a checkpoint, and not transformers.Trainer."""
+    return (directory / STATE_NAME).is_file()
+
+
+def _check_own(directory: Path) -> None:
+    if not isinstance(check_checkpoint(directory), TrainerManifest):
+        raise RequestError(
+            f"{directory} is of upshift train; go on with  upshift train --resume, or start a new run from its weights with "
+            f"from_pretrained({str(directory)!r})"
+        )
+    if not is_divided(directory) and any(directory.glob("optimizer*.safetensors")):
+        raise RequestError(
+            f"{directory} was written by an earlier version of Upshift; finish the run with that version, or start a new one "
+            f"from its weights with from_pretrained({str(directory)!r})"
+        )
 
 
 def check_adapters(directory: Path) -> None:
-    """Before transformers and peft read a checkpoint's adapters. Raises RequestError if they could take a pickle."""
+    """Raise RequestError where peft would have to unpickle a checkpoint's adapters."""
     check_resumable(directory)
-    _refuse_pickles(path for path in directory.rglob("*") if path.name in PICKLED_WEIGHTS)
-
-
-def _refuse_pickles(found: Iterable[Path]) -> None:
-    for path in sorted(found)[:1]:
+    for path in sorted(path for path in directory.rglob("*") if path.name == PICKLED_ADAPTER)[:1]:
         raise RequestError(
-            f"{path.parent} holds {path.name}, as transformers.Trainer writes: pickles are never loaded, and nothing there was "
-            f"changed; start a new run from its weights with from_pretrained({str(path.parent)!r}), or resume it with "
-            "transformers.Trainer"
+            f"{path} is pickled, and pickles of adapters are never loaded; save the adapter with safe_serialization=True, or "
+            "resume from another checkpoint"
         )
 
 
 def newest_resumable(directory: Path) -> Path:
-    """Raises RequestError when no checkpoint there is whole."""
-    found = find_checkpoints(directory)
-    if found.newest is not None:
-        return found.newest
-    for path, _ in found.damaged:
-        check_resumable(path)
+    """Return the newest whole checkpoint. Raise RequestError when there is none."""
+    found = [path for path in directory.glob("checkpoint-*") if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
+    problems = []
+    for path in sorted(found, key=lambda path: (-(step_of(path) or 0), path.name)):
+        try:
+            check_resumable(path)
+        except RequestError as error:
+            problems.append(error)
+            continue
+        for problem in problems:
+            logger.warning("skipped a damaged checkpoint: %s", problem)
+        return path
+    if problems:
+        raise problems[0]
     raise RequestError(f"{directory} holds no checkpoint; give another output_dir, or start without resume_from_checkpoint")
 
 

@@ -29,20 +29,21 @@ class Batches:
 
     def from_step(self, step: int) -> Iterator[dict[str, NDArray[Any]]]:
         for arrays in self.start(step):
-            yield self.padded(arrays)
+            yield self._filled(self.padded(arrays))
 
     def held_out(self) -> Iterator[dict[str, NDArray[Any]]]:
-        """Of global_batch rows each: what is missing of the last one is filled with rows that have no label."""
+        """Yield batches of global_batch rows each."""
         assert self.evaluation is not None
         for arrays in self.evaluation():
             yield self._filled(self.padded(arrays))
 
     def _filled(self, batch: dict[str, NDArray[Any]]) -> dict[str, NDArray[Any]]:
+        """Fill what the last batch of an epoch misses with rows that have no label, as programs have one shape."""
         missing = self.global_batch - len(batch["labels"])
         if not missing:
             return batch
         if batch["labels"].ndim != 2:
-            raise RequestError(f"a held-out batch has {len(batch['labels'])} rows; give {self.global_batch} in each")
+            raise RequestError(f"a batch has {len(batch['labels'])} rows; give {self.global_batch} in each")
         more = {name: np.concatenate([value, np.repeat(value[-1:], missing, axis=0)]) for name, value in batch.items()}
         more["labels"][-missing:] = IGNORED
         return more

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from pydantic import Field, ValidationError
 
 from upshift.errors import JobFailed, RequestError
+from upshift.training.batches.source import batches_of_epoch
 from upshift.value import Value, first_problem
 from upshift.xla.data.batches import IGNORED, Arrays, Batches
 from upshift.xla.data.buckets import plan_buckets
@@ -90,7 +91,7 @@ def read_index(folder: str) -> Index:
 
 
 def record_batches(folder: str, *, global_batch: int, num_steps: int, seed: int = 0) -> Batches:
-    """Endless epochs, each shuffled anew by (seed, epoch), whole batches only."""
+    """Return endless epochs, each shuffled anew by (seed, epoch), every example once; the last batch may be smaller."""
     index = read_index(folder)
     if index.num_examples < global_batch:
         found = f"{folder} has {index.num_examples} examples"
@@ -100,15 +101,15 @@ def record_batches(folder: str, *, global_batch: int, num_steps: int, seed: int 
     )
     files = [f"{folder}/{name}" for name in index.files]
     examples = tf.data.TFRecordDataset(files).map(_parsed, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True).cache()
-    of_epoch = index.num_examples // global_batch
+    of_epoch = batches_of_epoch(index.num_examples, global_batch)
 
     def start(step: int) -> Iterator[Arrays]:
         epoch, batch = divmod(step, of_epoch)
         while True:
             shuffled = examples.shuffle(index.num_examples, seed=_mixed(seed, epoch), reshuffle_each_iteration=False)
             paddings = (np.int64(index.pad_token_id), np.int64(IGNORED), np.int64(0))
-            whole = shuffled.padded_batch(global_batch, padding_values=paddings, drop_remainder=True)
-            for ids, labels, mask in whole.skip(batch).prefetch(tf.data.AUTOTUNE).as_numpy_iterator():
+            batches = shuffled.padded_batch(global_batch, padding_values=paddings, drop_remainder=False)
+            for ids, labels, mask in batches.skip(batch).prefetch(tf.data.AUTOTUNE).as_numpy_iterator():
                 yield {"input_ids": ids, "labels": labels, "attention_mask": mask}
             epoch, batch = epoch + 1, 0
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 import torch
 
+from upshift.internals.torch_names import tree_leaves
 from upshift.xla.exported import export
 from upshift.xla.generation import states as passes
 
@@ -88,7 +89,7 @@ class EncoderDecoder:
 
 
 def _exported(lower: Callable[[Any], Lowered], known: dict[Any, Lowered], module: torch.nn.Module, inputs: Any) -> Lowered:
-    key = type(module), tuple(tuple(leaf.shape) for leaf in torch.utils._pytree.tree_leaves(inputs))
+    key = type(module), tuple(tuple(leaf.shape) for leaf in tree_leaves(inputs))
     if key not in known:
         names = inspect.signature(module.forward).parameters
         known[key] = lower(export(module.eval(), dict(zip(names, inputs, strict=True))))

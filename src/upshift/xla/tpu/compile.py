@@ -6,12 +6,12 @@ Decides what is said of the compiler's answer. The compiler runs in a process of
 from __future__ import annotations
 
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Literal
 
+from upshift import with_parent
 from upshift.benchmarking.environment import environment
 from upshift.errors import JobFailed, MissingExtra, NothingFits, RequestError
 from upshift.hardware.detect import detect
@@ -135,7 +135,7 @@ def _need_compiler() -> None:
 def _ask(request: CompileRequest, where: Topology, folder: Path) -> CompileAnswer:
     asked, answer = folder / "request.json", folder / "answer.json"
     asked.write_text(request.to_json(), encoding="utf-8")
-    command = [sys.executable, "-m", "upshift.xla.tpu.compiler_process", str(asked), str(answer)]
+    command = with_parent.command("upshift.xla.tpu.compiler_process", str(asked), str(answer))
     environment = tpu_compiler_environment(where.accelerator_type)
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode or not answer.is_file():

@@ -14,6 +14,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from upshift.internals.jax_names import BINDINGS, COMPILER, IR, MLIR, XLA_CLIENT
 from upshift.whole_file import write_whole
 from upshift.xla.tpu.request import CompileAnswer, CompileRequest
 
@@ -24,16 +25,13 @@ TWO_CORES_AS_ONE = "megacore"  # how programs see a chip of v4, by default
 def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
     """``dump``: an empty folder for the compiler's own text of the program."""
     import numpy as np
-    from jax._src import compiler
-    from jax._src.interpreters import mlir
-    from jax._src.lib import xla_client
-    from jax._src.lib.mlir import ir
     from jax.experimental import topologies
 
     cores = {"chip_config_name": TWO_CORES_AS_ONE} if request.version == "v4" else {}
     slice_ = topologies.get_topology_desc(platform="tpu", topology_name=f"{request.version}:{request.grid}", **cores)
     devices = tuple(slice_.devices[: request.chips])
-    options = compiler.get_compile_options(
+    ir = IR.get()
+    options = COMPILER.get().get_compile_options(
         num_replicas=1, num_partitions=request.chips, device_assignment=np.arange(request.chips).reshape(1, -1)
     )
     options.executable_build_options.use_spmd_partitioning = request.chips > 1
@@ -41,13 +39,13 @@ def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
     # Not read back from the executable: jax's XLA refuses what a newer compiler writes (a scatter on v6e's sparse cores).
     options.executable_build_options.debug_options.xla_dump_to = str(dump)
     options.executable_build_options.debug_options.xla_dump_hlo_as_text = True
-    with mlir.make_ir_context(), ir.Location.unknown():
+    with MLIR.get().make_ir_context(), ir.Location.unknown():
         module = _read(Path(request.program).read_bytes())
         text = str(module)
         _annotate(module, request)
         start = time.perf_counter()
         try:
-            compiled = devices[0].client.compile(module, xla_client.DeviceList(devices), options)
+            compiled = devices[0].client.compile(module, XLA_CLIENT.get().DeviceList(devices), options)
         except Exception as error:  # XlaRuntimeError, of no stable place: what the compiler says is the answer
             return CompileAnswer(problem=str(error), compile_seconds=time.perf_counter() - start)
     return _answer(compiled, time.perf_counter() - start, text, dump)
@@ -55,10 +53,9 @@ def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
 
 def _read(hlo: bytes) -> Any:
     """TensorFlow's HLO as StableHLO, without mhlo.copy, which changes nothing and which the compiler does not know."""
-    from jax._src.lib import _jax
-    from jax._src.lib.mlir import ir
 
-    module = ir.Module.parse(_jax.mlir.hlo_to_stablehlo(hlo))
+    ir = IR.get()
+    module = ir.Module.parse(BINDINGS.get().mlir.hlo_to_stablehlo(hlo))
     copies = []
 
     def visit(operation: Any) -> Any:
@@ -75,8 +72,8 @@ def _read(hlo: bytes) -> Any:
 
 def _annotate(module: Any, request: CompileRequest) -> None:
     """Which results are written over arguments, and how arguments lie on the chips."""
-    from jax._src.lib.mlir import ir
 
+    ir = IR.get()
     number = ir.IntegerType.get_signless(32)
     everywhere, over = ir.StringAttr.get("{replicated}"), request.chips > 1
     attributes = []
@@ -104,10 +101,9 @@ def _annotate(module: Any, request: CompileRequest) -> None:
 
 
 def _by_rows(main: Any, place: int, chips: int) -> Any:
-    from jax._src.lib.mlir import ir
 
     shape = ",".join([str(chips), *["1"] * (main.type.inputs[place].rank - 1)])
-    return ir.StringAttr.get(f"{{devices=[{shape}]<=[{chips}]}}")
+    return IR.get().StringAttr.get(f"{{devices=[{shape}]<=[{chips}]}}")
 
 
 def _answer(compiled: Any, seconds: float, text: str, dump: Path) -> CompileAnswer:

@@ -1,12 +1,13 @@
 """Checkpoints of a run under XLA: weights and optimizer as safetensors, where it stands as JSON. No pickle, no TensorFlow format.
 
-A checkpoint is written beside its place and renamed, so that each checkpoint-<step> is whole; its state file, with the sizes of
-the others, is written last.
+A checkpoint is written beside its place and renamed, so that each checkpoint-<step> is whole; its state file, with the
+checksums of the others, is written last.
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import re
 import shutil
@@ -20,7 +21,10 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from upshift.errors import JobFailed, RequestError
+from upshift.training.checkpoint.checksums import checksums_of, sealed, unsealed
 from upshift.value import Value, first_problem
+
+logger = logging.getLogger(__name__)
 
 NAME = re.compile(r"checkpoint-(\d+)")
 STATE, WEIGHTS, OPTIMIZER = "upshift_state.json", "model.safetensors", "optimizer.safetensors"
@@ -35,7 +39,7 @@ class Standing(Value):
     evaluations: tuple[tuple[int, float], ...] = ()  # (step, held-out loss)
     arguments: dict[str, Any]
     global_batch: int
-    files: dict[str, int] = {}  # size in bytes
+    checksums: dict[str, str] = {}  # SHA-256 of every other file
 
 
 def write_checkpoint(
@@ -49,8 +53,8 @@ def write_checkpoint(
         temporary.mkdir(parents=True)
         for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
             save_file({key: variable.numpy() for key, variable in variables.items()}, temporary / name)
-        sizes = {file.name: file.stat().st_size for file in temporary.iterdir()}
-        (temporary / STATE).write_text(standing.changed(files=sizes).to_json(), encoding="utf-8")
+        whole = standing.changed(checksums=checksums_of(temporary, (WEIGHTS, OPTIMIZER)))
+        (temporary / STATE).write_text(sealed(whole.to_json(indent=1)), encoding="utf-8")
         for file in [*temporary.iterdir(), temporary]:
             _sync(file)
         shutil.rmtree(final, ignore_errors=True)
@@ -65,11 +69,12 @@ def write_checkpoint(
 
 
 def newest_checkpoint(output: Path) -> tuple[Path, Standing] | None:
-    """The newest that is whole."""
+    """The newest that is whole, every byte of it compared with what was saved; a warning for each newer one that is not."""
     for path in _found(output):
         standing = _standing(path)
         if standing is not None:
             return path, standing
+        logger.warning("skipped a damaged checkpoint: %s is not as it was written", path)
     return None
 
 
@@ -98,11 +103,14 @@ def _found(output: Path) -> list[Path]:
 def _standing(path: Path) -> Standing | None:
     """None: it is not whole."""
     try:
-        standing = Standing.model_validate(json.loads((path / STATE).read_bytes()))
+        document = unsealed((path / STATE).read_bytes())
+        if document is None:
+            return None
+        standing = Standing.model_validate(json.loads(document))
+        whole = standing.checksums == checksums_of(path, (WEIGHTS, OPTIMIZER))
     except (OSError, ValueError):
         return None
-    whole = all((path / name).is_file() and (path / name).stat().st_size == size for name, size in standing.files.items())
-    return standing if whole else None
+    return standing if whole and path.name == f"checkpoint-{standing.step}" else None
 
 
 def arguments_of(standing: Standing, kind: type[Value]) -> Any:

@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from upshift.errors import Interrupted, JobFailed, RequestError
+from upshift.loading.output_lock import LOCK_NAME, claimed
 from upshift.models.source import ModelSource
 from upshift.xla.build import XlaModel, build
 from upshift.xla.data.batches import Batches
@@ -62,12 +63,20 @@ def train(
     Raises RequestError over what was asked, Interrupted after SIGINT or SIGTERM, with a checkpoint that ``resume`` continues."""
     given = XlaArguments.from_fields(arguments)
     output, rates = Path(output), learning_rates(given)
+    devices = devices or choose_devices()
+    with claimed(output) if devices.is_chief else nullcontext():
+        return _train(model, data, output, global_batch, resume, from_config, devices, on_step, given, rates)
+
+
+def _train(
+    model: str | ModelSource, data: Batches | str, output: Path, global_batch: int, resume: bool, from_config: bool,
+    devices: Devices, on_step: Callable[[StepDone], None], given: XlaArguments, rates: list[float],
+) -> Trained:  # fmt: skip
     found = _start_of(output, resume=resume)
     if isinstance(data, str):
         data = record_batches(data, global_batch=global_batch, num_steps=given.max_steps, seed=given.seed)
     if given.eval_steps and data.evaluation is None:
         raise RequestError(f"eval_steps={given.eval_steps} and no held-out data; leave it out, or give data that has some")
-    devices = devices or choose_devices()
     _check_divides(data.global_batch, devices, given)
     with devices.strategy.scope() if devices.strategy else nullcontext():
         dtype = "bfloat16" if given.precision == "bf16" else "float32"
@@ -87,7 +96,7 @@ def train(
 
 def _start_of(output: Path, *, resume: bool) -> tuple[Path, Standing] | None:
     """The checkpoint to go on from; None: from the beginning. Nothing that is in the directory is ever written over otherwise."""
-    inside = sorted(output.iterdir()) if output.is_dir() else []
+    inside = sorted(path for path in output.iterdir() if path.name != LOCK_NAME) if output.is_dir() else []
     if inside and not resume:
         raise RequestError(f"{output} is not empty ({inside[0].name}); resume its run (--resume), or give another directory")
     found = newest_checkpoint(output)

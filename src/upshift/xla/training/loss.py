@@ -14,9 +14,9 @@ import tensorflow as tf
 import torch
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.loss.loss_utils import ForCausalLMLoss
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import CAUSAL_LOSS
 from upshift.xla.exported import export
 from upshift.xla.lowering.program import Program, lower
 
@@ -59,7 +59,7 @@ def shifts_labels(model: PreTrainedModel) -> bool:
     """Whether the model predicts each label from the token before it: then the first label of a row never counts. Those do that
     compute their loss by transformers' ForCausalLMLoss; loss_type alone says it of T5 too, and not of GPT-2."""
     computes_by_it = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
-    return computes_by_it and model.loss_function is ForCausalLMLoss
+    return computes_by_it and model.loss_function is CAUSAL_LOSS.get()
 
 
 def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:

@@ -18,6 +18,7 @@ from upshift.inference.encoding.batches import Batch
 from upshift.inference.encoding.engines.engine import Build, in_order, load_forward
 from upshift.inference.encoding.engines.onednn_graph import for_onednn
 from upshift.inference.torch_computing import DTYPES, UNLIKE, computing
+from upshift.internals.torch_names import EXPORT_ERROR
 
 ENGINE = {"name": "onednn", "task": "encode", "class": "OneDnnEngine", "libraries": ("torch",), "precisions": ("fp32", "bf16")}
 
@@ -58,6 +59,6 @@ def _exported(build: Build) -> torch.fx.GraphModule:
     try:
         with torch.no_grad():
             return torch.export.export(forward, (ids, mask), dynamic_shapes=(sizes, sizes), strict=False).module()
-    except (torch._dynamo.exc.UserError, RuntimeError) as error:
+    except (EXPORT_ERROR.get(), RuntimeError) as error:
         reason = str(error).strip().partition("\n")[0]
         raise RequestError(f"torch.export cannot take {build.source.reference!r} with batches of any size: {reason}") from None

@@ -13,6 +13,8 @@ from functools import reduce
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from upshift.internals.torch_names import ERASED, LINEAR_POINTWISE, METADATA_CHECK, REORDER_WEIGHT
+
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
 NO_WORK = (aten.dropout.default, aten.detach.default)  # of a model that does not train
 ACTIVATIONS = {aten.gelu.default: "gelu", aten.relu.default: "relu", aten.tanh.default: "tanh", aten.silu.default: "swish"}
@@ -24,13 +26,13 @@ def for_onednn(module: GraphModule, *, batch_tokens: int) -> GraphModule:
     """``module``: of ``torch.export``, on the CPU; it is changed in place. ``batch_tokens``: of the usual input."""
     graph = module.graph
     for node in list(graph.nodes):
-        if node.target is aten._assert_tensor_metadata.default:
+        if node.target is METADATA_CHECK.get():
             graph.erase_node(node)
         elif node.target in NO_WORK:
             node.replace_all_uses_with(node.args[0])
             graph.erase_node(node)
     for node in _products(graph):
-        if not node._erased:
+        if not ERASED.of(node):
             _join(module, node)
     packed = _Packed(module, batch_tokens)
     for node in _products(graph):
@@ -92,13 +94,13 @@ class _Packed:
         graph, given = self.module.graph, bias[0] if bias else None
         packed = graph.get_attr(self._packed(weight))
         if residual is not None:
-            return graph.call_function(mkldnn._linear_pointwise.binary, (source, residual, packed, given, "add"))
-        return graph.call_function(mkldnn._linear_pointwise.default, (source, packed, given, activation, [], form))
+            return graph.call_function(LINEAR_POINTWISE.get().binary, (source, residual, packed, given, "add"))
+        return graph.call_function(LINEAR_POINTWISE.get().default, (source, packed, given, activation, [], form))
 
     def _packed(self, weight: Node) -> str:
         if weight.target not in self._names:
             self._names[weight.target] = f"onednn_{len(self._names)}"
-            tensor = mkldnn._reorder_linear_weight(_tensor(self.module, weight).contiguous(), self.batch_tokens)
+            tensor = REORDER_WEIGHT.get()(_tensor(self.module, weight).contiguous(), self.batch_tokens)
             self.module.register_buffer(self._names[weight.target], tensor)
         return self._names[weight.target]
 

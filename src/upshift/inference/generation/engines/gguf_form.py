@@ -12,6 +12,7 @@ from operator import not_, truth
 from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import ROPE_FUNCTIONS
 
 TANH = ("gelu_new", "gelu_pytorch_tanh").__contains__
 SILU = ("silu", "swish").__contains__
@@ -168,8 +169,7 @@ def rope_factors(text: Any) -> Any:
     if rope.get("rope_type") != "llama3":
         return None
     import torch
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
     width = head_width(text)
     plain = rope["rope_theta"] ** -(torch.arange(0, width, 2, dtype=torch.float32) / width)
-    return plain / ROPE_INIT_FUNCTIONS["llama3"](text, device=torch.device("cpu"))[0]
+    return plain / ROPE_FUNCTIONS.get()["llama3"](text, device=torch.device("cpu"))[0]

@@ -14,6 +14,7 @@ import numpy as np
 
 from upshift.inference.generation.engines.decoder import Prefix
 from upshift.inference.generation.prefill import PASS_TOKENS
+from upshift.internals.openvino_names import PAGES
 
 CACHES = ("key_cache.", "value_cache.")
 FIRST_PAGES = 64
@@ -182,11 +183,10 @@ class Pool:
 def paged(model: Any) -> Any | None:
     """The model, which is changed; None where OpenVINO finds no attention that it knows, or not all of it."""
     from openvino import PartialShape, opset13
-    from openvino._offline_transformations import paged_attention_transformation
 
     states = len(model.get_variables())
     try:
-        paged_attention_transformation(model)
+        PAGES.get()(model)
     except RuntimeError:  # as OpenVINO says it: it is run as it is then
         return None
     parameters = {name: one for one in model.get_parameters() for name in one.output(0).names}

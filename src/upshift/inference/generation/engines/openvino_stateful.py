@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 
 from upshift.errors import RequestError
+from upshift.internals.openvino_names import STATEFUL
 
 ANY = -1  # a size that differs from call to call
 TRACED_DIFFERENCE = 1e-3  # of the largest output: the same kernels, in one order
@@ -87,10 +88,9 @@ def name_ports(model: Any, inputs: Mapping[str, Sequence[int]], outputs: Sequenc
 def _keep_inside(model: Any, past: Mapping[str, str], rows: str) -> None:
     """``past``: inputs that become states, and the outputs that they are in the next call. ``rows``: an input that has as many
     rows. A new input, ``beam_idx`` [R], says which rows of the states these rows go on with."""
-    from openvino._offline_transformations import apply_make_stateful_transformation
 
     _reorder(model, past)
-    apply_make_stateful_transformation(model, dict(past))
+    STATEFUL.get()(model, dict(past))
     _start_empty(model, rows)
     model.validate_nodes_and_infer_types()
 

@@ -1,0 +1,12 @@
+"""What Upshift uses of jax beside its documented names: libtpu's compiler is reached through it."""
+
+from __future__ import annotations
+
+from upshift.internals.internal import Internal
+
+FEATURE, INSTEAD = "upshift xla compile", "run on a TPU, which needs no jax"
+COMPILER = Internal("jax", "jax._src:compiler", FEATURE, INSTEAD)
+MLIR = Internal("jax", "jax._src.interpreters:mlir", FEATURE, INSTEAD)
+IR = Internal("jax", "jax._src.lib.mlir:ir", FEATURE, INSTEAD)
+XLA_CLIENT = Internal("jax", "jax._src.lib:xla_client", FEATURE, INSTEAD)
+BINDINGS = Internal("jax", "jax._src.lib:_jax", FEATURE, INSTEAD)

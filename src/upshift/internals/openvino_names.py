@@ -1,0 +1,16 @@
+"""What Upshift uses of OpenVINO beside its documented names."""
+
+from __future__ import annotations
+
+from upshift.internals.internal import Internal
+
+INSTEAD = "use another engine (--engine)"
+FP16_WEIGHTS = Internal(
+    "openvino", "openvino._offline_transformations:compress_model_transformation", "Weights in fp16 by OpenVINO", INSTEAD
+)
+STATEFUL = Internal(
+    "openvino", "openvino._offline_transformations:apply_make_stateful_transformation", "Generation by OpenVINO", INSTEAD
+)
+PAGES = Internal(
+    "openvino", "openvino._offline_transformations:paged_attention_transformation", "Generation from pages by OpenVINO", INSTEAD
+)

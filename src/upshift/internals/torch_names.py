@@ -1,0 +1,180 @@
+"""What Upshift uses of PyTorch beside its documented names, each with the feature that needs it.
+
+A function here has a plain fall-back that gives the same; a constant is refused where it is used, and ends that feature alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any
+
+from upshift.errors import MissingInternal
+from upshift.internals.internal import Internal
+
+TRACING = "Measuring a model without its weights"
+COMPILED = "The memory of compiled layers"
+MODULES = "Replacing a module's tensors"
+ONEDNN = "The engine onednn"
+ONEDNN_INSTEAD = "use another engine (--engine)"
+PIPELINE, PIPELINE_INSTEAD = "Pipeline parallelism", "use pipeline_parallel=1"
+TENSOR, TENSOR_INSTEAD = "Tensor parallelism", "use tensor_parallel=1"
+DIVIDED, DIVIDED_INSTEAD = "Exchanging tensors between ranks", "use context_parallel=1 and fully_shard=off"
+
+# Tracing: fake tensors, and what is told of each operator.
+FAKE_TENSOR_MODE = Internal("torch", "torch._subclasses.fake_tensor:FakeTensorMode", TRACING)
+FAKE_TENSOR = Internal("torch", "torch._subclasses.fake_tensor:FakeTensor", TRACING)
+DISPATCH_MODE = Internal("torch", "torch.utils._python_dispatch:TorchDispatchMode", TRACING)
+SCHEMA = Internal("torch", "OpOverload._schema", TRACING)
+OPERATOR = Internal("torch", "OpOverload._overloadpacket", TRACING)
+AUTOGRAD_NODE = Internal("torch", "torch._C:_current_autograd_node", TRACING)
+TENSOR_HOLDERS = Internal("torch", "Tensor._use_count", TRACING)
+STORAGE_HOLDERS = Internal("torch", "torch._C:_storage_Use_Count", "Counting who holds a tensor's memory")
+STORAGE = Internal("torch", "UntypedStorage._cdata", "Telling one tensor's memory from another's")
+VERSION = Internal("torch", "Tensor._version", "Seeing that weights were changed", "leave out the check of numbers")
+
+# The partition of a compiled layer.
+PARTITION = Internal("torch", "torch._inductor.compile_fx:partition_fn", COMPILED, "use torch_compile=off")
+LOAD_PASSES = Internal("torch", "torch._inductor.fx_passes.joint_graph:lazy_init", COMPILED, "use torch_compile=off")
+JOINT_GRAPH = Internal("torch", "torch._functorch.aot_autograd:aot_export_joint_simple", COMPILED, "use torch_compile=off")
+DECOMPOSITIONS = Internal("torch", "torch._inductor.decomposition:select_decomp_table", COMPILED, "use torch_compile=off")
+VIRTUALIZED = Internal("torch", "torch._inductor.virtualized:V", COMPILED, "use torch_compile=off")
+CPP_COMPILER = Internal("torch", "torch._inductor.cpp_builder:get_cpp_compiler", "Finding the C++ compiler")
+NO_COMPILER = Internal("torch", "torch._inductor.exc:InvalidCxxCompiler", "Finding the C++ compiler")
+COMPILED_CALL = Internal("torch", "Module._compiled_call_impl", "Compiling a Trainer's layers", "use torch_compile=off")
+
+# Modules and graphs.
+PARAMETERS = Internal("torch", "Module._parameters", MODULES)
+BUFFERS = Internal("torch", "Module._buffers", MODULES)
+CHILDREN = Internal("torch", "Module._modules", MODULES)
+FORWARD_HOOKS = Internal("torch", "Module._forward_hooks", "Activation checkpointing of a model with frozen embeddings")
+APPLY = Internal("torch", "Module._apply", "Moving a rank's own part of a model", "use fully_shard=off")
+FLASH_FOR_CPU = Internal(
+    "torch", "torch.ops:aten._scaled_dot_product_flash_attention_for_cpu", "Selective activation checkpointing",
+    "use activation_checkpointing=full",
+)  # fmt: skip
+ERASED = Internal("torch", "Node._erased", ONEDNN, ONEDNN_INSTEAD)
+METADATA_CHECK = Internal("torch", "torch.ops:aten._assert_tensor_metadata.default", ONEDNN, ONEDNN_INSTEAD)
+LINEAR_POINTWISE = Internal("torch", "torch.ops:mkldnn._linear_pointwise", ONEDNN, ONEDNN_INSTEAD)
+REORDER_WEIGHT = Internal("torch", "torch.ops:mkldnn._reorder_linear_weight", ONEDNN, ONEDNN_INSTEAD)
+EXPORT_ERROR = Internal("torch", "torch._dynamo:exc.UserError", ONEDNN, ONEDNN_INSTEAD)
+
+# Several processes.
+COLLECTIVES = Internal("torch", "torch.ops:_c10d_functional", DIVIDED, DIVIDED_INSTEAD)
+EXCHANGES = tuple(
+    Internal("torch", f"torch.ops:_c10d_functional.{operation}", DIVIDED, DIVIDED_INSTEAD)
+    for operation in ("all_gather_into_tensor", "all_reduce", "all_to_all_single", "reduce_scatter_tensor", "wait_tensor")
+)
+CHUNK_CAT = Internal("torch", "torch:_chunk_cat", DIVIDED, DIVIDED_INSTEAD)
+DEFAULT_STORE = Internal("torch", "torch.distributed.distributed_c10d:_get_default_store", "What ranks tell each other")
+FLIGHT_RECORDER = Internal("torch", "torch._C:_distributed_c10d", "Naming the collective that ranks wait in")
+FSDP_GATHER = Internal(
+    "torch", "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultAllGather", "Going on after a rank ran out of memory",
+    "use fully_shard=off",
+)  # fmt: skip
+FSDP_SUM = Internal(
+    "torch", "torch.distributed.fsdp._fully_shard._fsdp_collectives:DefaultReduceScatter",
+    "Going on after one rank ran out of memory", "use fully_shard=off",
+)  # fmt: skip
+PIPELINE_STAGE = Internal("torch", "torch.distributed.pipelining.stage:_PipelineStageBase", PIPELINE, PIPELINE_INSTEAD)
+PIPELINE_SCHEDULE = Internal("torch", "torch.distributed.pipelining.schedules:PipelineScheduleSingle", PIPELINE, PIPELINE_INSTEAD)
+SCHEDULE_BACKWARD = Internal("torch", "Schedule._has_backward", PIPELINE, PIPELINE_INSTEAD)
+SCHEDULE_STEP = Internal("torch", "Schedule._step_microbatches", PIPELINE, PIPELINE_INSTEAD)
+FAKE_STORE = Internal("torch", "torch.testing._internal.distributed.fake_pg:FakeStore", TENSOR, TENSOR_INSTEAD)
+OUTSIDE_MODES = Internal("torch", "torch.utils._python_dispatch:_disable_current_modes", TENSOR, TENSOR_INSTEAD)
+SPLIT_TENSOR = Internal("torch", "Shard._split_tensor", "Checkpoints of divided tensors")
+SCALER_STATES = Internal("torch", "GradScaler._per_optimizer_states", "Training in fp16 on several ranks", "use precision=bf16")
+LAST_RATE = Internal("torch", "LRScheduler._last_lr", "Population based training")
+
+# With fall-backs.
+SOFTMAX_BACKWARD = Internal("torch", "torch:_softmax_backward_data", "The backward pass of block attention")
+NORMS = Internal("torch", "torch:_foreach_norm", "The norm of gradients")
+TREE = Internal("torch", "torch.utils:_pytree", "Walking over nested tensors")
+
+
+def dispatch_mode(handle: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> Any:
+    """Return a context manager under which every operator is handed to ``handle(operator, args, kwargs)``, which runs it."""
+    base: Any = DISPATCH_MODE.get()
+
+    class Handed(base):  # type: ignore[misc]
+        @classmethod
+        def _should_skip_dynamo(cls) -> bool:
+            """Nothing is compiled under it; else PyTorch wraps the next method in a guard that costs as much as an operator."""
+            return False
+
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return handle(function, args, kwargs or {})
+
+    return Handed()
+
+
+def softmax_backward(gradient: Any, probabilities: Any) -> Any:
+    """Return the gradient of what softmax was taken of over the last dimension; both arguments have its shape."""
+    try:
+        return SOFTMAX_BACKWARD.get()(gradient, probabilities, -1, gradient.dtype)
+    except MissingInternal:
+        weighted = gradient * probabilities
+        return weighted - probabilities * weighted.sum(-1, keepdim=True)
+
+
+def norms(tensors: list[Any]) -> list[Any]:
+    """Return the 2-norm of each tensor, in its own dtype."""
+    try:
+        return list(NORMS.get()(tensors))
+    except MissingInternal:
+        import torch
+
+        return [torch.linalg.vector_norm(tensor) for tensor in tensors]
+
+
+def tree_leaves(tree: Any) -> list[Any]:
+    """Return what is neither a tuple, a list nor a mapping, in order; inside of types that were registered with torch, too."""
+    walk = _torch_leaves()
+    if walk is not None:
+        return list(walk(tree))
+    if isinstance(tree, Mapping):
+        tree = list(tree.values())
+    if isinstance(tree, list | tuple):
+        return [leaf for branch in tree for leaf in tree_leaves(branch)]
+    return [tree]
+
+
+@cache
+def _torch_leaves() -> Callable[[Any], list[Any]] | None:
+    try:
+        leaves: Callable[[Any], list[Any]] = TREE.get().tree_leaves
+    except (MissingInternal, AttributeError):
+        return None
+    return leaves
+
+
+def tree_map(kind: type, change: Callable[[Any], Any], tree: Any) -> Any:
+    """Return the same tree with ``change`` of every leaf of this type."""
+    try:
+        return TREE.get().tree_map_only(kind, change, tree)
+    except (MissingInternal, AttributeError):
+        pass
+    if isinstance(tree, kind):
+        return change(tree)
+    if isinstance(tree, Mapping):
+        return type(tree)(**{name: tree_map(kind, change, branch) for name, branch in tree.items()})
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):  # a named tuple
+        return type(tree)(*(tree_map(kind, change, branch) for branch in tree))
+    if isinstance(tree, list | tuple):
+        return type(tree)(tree_map(kind, change, branch) for branch in tree)
+    return tree
+
+
+@cache
+def _fake_type() -> type | None:
+    try:
+        fake: type = FAKE_TENSOR.get()
+    except MissingInternal:
+        return None
+    return fake
+
+
+def is_fake(tensor: Any) -> bool:
+    """Return whether a tensor has no numbers: it is of a mode that measures. Without that mode no tensor is."""
+    fake = _fake_type()
+    return fake is not None and isinstance(tensor, fake)

@@ -1,0 +1,179 @@
+"""One writer at a time for an output: a lock that ends with the process that holds it, and a file that names the holder.
+
+The lock is flock(2) on a small file in the output folder, or beside an output that is a file. On Linux it also holds between
+hosts that share an NFS folder. The file is removed when the lock is released; after a kill it stays behind without a lock.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from upshift.errors import RequestError
+
+LOCK_NAME = ".upshift.lock"  # in a folder that is an output
+HOLDER_BYTES = 1000  # of the lock file's text that are read
+ENDING_SECONDS, POLL_SECONDS = 5.0, 0.05  # children of a killed process may hold its lock for a moment
+
+
+class OutputLock:
+    """The lock of one output, held until ``release``. Raises RequestError where another process, or thread, holds it."""
+
+    def __init__(self, output: Path, lock_file: Path) -> None:
+        self.output, self.lock_file = output, lock_file
+        self.descriptor = self._locked()
+        with suppress(OSError):  # a full disk: the lock holds without the words
+            os.ftruncate(self.descriptor, 0)
+            os.pwrite(self.descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
+
+    def release(self) -> None:
+        """The file goes first: whoever opens it after that makes a new one."""
+        import fcntl  # not on every system
+
+        with suppress(OSError):
+            self.lock_file.unlink()
+        with suppress(OSError):
+            fcntl.flock(self.descriptor, fcntl.LOCK_UN)  # also for children that have inherited the descriptor
+        os.close(self.descriptor)
+
+    def _locked(self) -> int:
+        end = time.monotonic() + ENDING_SECONDS
+        while True:
+            descriptor = self._opened()
+            try:
+                _flock(descriptor)
+                if _is_at(descriptor, self.lock_file):
+                    return descriptor
+                os.close(descriptor)  # the holder before has removed the file meanwhile
+            except BlockingIOError:
+                holder = os.pread(descriptor, HOLDER_BYTES, 0).decode(errors="replace")
+                os.close(descriptor)
+                if time.monotonic() > end or _may_live(holder):
+                    raise RequestError(self._refusal(holder)) from None
+                time.sleep(POLL_SECONDS)
+
+    def _opened(self) -> int:
+        try:
+            return os.open(self.lock_file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            raise RequestError(f"output {self.output} cannot be used: {error.strerror}; give another one") from None
+
+    def _refusal(self, holder: str) -> str:
+        pid, _, host = holder.partition(" ")
+        by = f"process {pid} on {host}" if pid.isdecimal() and host else "another process"
+        return f"output {self.output} is being written by {by}; wait until that ends, or give another output"
+
+
+_held: dict[Path, tuple[int, OutputLock]] = {}  # of ``claimed``, by lock file: the thread that holds it in this process
+_guard = threading.Lock()
+
+
+@contextmanager
+def claimed(output: Path) -> Iterator[None]:
+    """Hold the lock of an output folder. Claims of one thread may be nested. A folder that is missing is made, and removed again
+    by an error that leaves it empty.
+
+    Raises RequestError where another process or thread holds the lock, or where the folder cannot be made.
+    """
+    if output.exists() and not output.is_dir():
+        raise RequestError(f"output directory {output} is a file; give a directory")
+    made = not output.exists()
+    try:
+        output.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise RequestError(f"output directory {output} cannot be used: {error.strerror}; give another one") from None
+    try:
+        with _held_once(output):
+            yield
+    except BaseException:
+        if made:
+            with suppress(OSError):  # something was written there
+                output.rmdir()
+        raise
+
+
+@contextmanager
+def _held_once(output: Path) -> Iterator[None]:
+    lock_file, thread = output.resolve() / LOCK_NAME, threading.get_ident()
+    with _guard:
+        holder, _ = _held.get(lock_file, (None, None))
+        if holder is None:
+            _held[lock_file] = thread, OutputLock(output, lock_file)
+        elif holder != thread:
+            raise RequestError(f"output {output} is being written by another thread of this process; give another output")
+    try:
+        yield
+    finally:
+        if holder is None:
+            with _guard:
+                _, lock = _held.pop(lock_file)
+            lock.release()
+
+
+@contextmanager
+def locked(output: Path, lock_file: Path) -> Iterator[None]:
+    """Hold one lock. Raises RequestError where anybody holds it."""
+    lock = OutputLock(output, lock_file)
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def check_free(output: Path, lock_file: Path) -> None:
+    """Raise RequestError where another process writes the output: said before the slow part of a command begins."""
+    OutputLock(output, lock_file).release()
+
+
+def held_descriptors(output: Path) -> tuple[int, ...]:
+    """Return what a child process inherits so that the lock of a folder lasts as long as the child."""
+    held = _held.get(output.resolve() / LOCK_NAME)
+    return () if held is None else (held[1].descriptor,)
+
+
+def lock_file_beside(output: Path) -> Path:
+    """Return the lock file of an output that is a file."""
+    return output.with_name(f".{output.name}{LOCK_NAME}")
+
+
+def _flock(descriptor: int) -> None:
+    """Raises BlockingIOError where another one holds the lock."""
+    import fcntl  # not on every system
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in (errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES):
+            raise BlockingIOError(error.errno, error.strerror) from None
+        # a network file system without locks: nothing there can keep two writers apart
+
+
+def _is_at(descriptor: int, path: Path) -> bool:
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except OSError:
+        return False
+
+
+def _may_live(holder: str) -> bool:
+    """Return False only for a process of this host that is gone."""
+    pid, _, host = holder.partition(" ")
+    if not pid.isdecimal() or host != socket.gethostname():
+        return True
+    try:
+        os.kill(int(pid), 0)
+    except ProcessLookupError:
+        return False
+    except OSError:  # another user's
+        return True
+    try:  # on Linux a process that nobody has waited for is still there
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        return True
+    return state != "Z"

@@ -1,0 +1,255 @@
+"""Decide which files of a path are data, what kind they are, and which split each belongs to.
+
+The splits of a folder are those of `datasets.load_dataset(folder)`: the rules of `datasets/data_files.py`, written down
+here so that they also hold where datasets is not installed. A test compares the two.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import logging
+import lzma
+import re
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, cast
+
+from upshift.errors import MissingExtra, RequestError
+
+logger = logging.getLogger(__name__)
+
+Kind = Literal["json", "csv", "parquet", "arrow", "text"]
+RECORD_KINDS: dict[str, Kind] = {
+    ".jsonl": "json", ".ndjson": "json", ".json": "json", ".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow",
+}  # fmt: skip
+PREFERENCE = (".parquet", ".arrow", ".jsonl", ".json", ".csv")  # where a folder has as many files of one kind as of another
+COMPRESSED = (".gz", ".bz2", ".xz", ".zst", ".lz4")
+UNREADABLE = {  # suffix -> what to do with such a file
+    **dict.fromkeys((".zip", ".tar", ".tgz", ".7z", ".rar"), "unpack it"),
+    **dict.fromkeys((".xlsx", ".xls", ".ods"), "export the table as .csv"),
+    **dict.fromkeys((".pdf", ".doc", ".docx", ".pptx", ".odt", ".rtf", ".epub"), "convert it to text"),
+    **dict.fromkeys((".png", ".jpg", ".jpeg", ".gif", ".webp", ".bmp", ".tif", ".tiff", ".wav", ".mp3", ".mp4"), "give text"),
+    **dict.fromkeys((".pkl", ".pickle", ".npy", ".npz", ".pt", ".bin", ".h5", ".hdf5", ".tfrecord"), "write .jsonl or .parquet"),
+}  # fmt: skip
+NO_DATA = {"README.md", "config.json", "dataset_info.json", "dataset_infos.json", "dummy_data.zip", "dataset_dict.json"}
+SPLIT_WORDS = {
+    "train": ("train", "training"),
+    "validation": ("validation", "valid", "dev", "val"),
+    "test": ("test", "testing", "eval", "evaluation"),
+}
+EVALUATION_SPLIT = "validation"
+FOLDER_PATTERNS = ("{word}", "{word}{mark}.*", ".*{mark}{word}", ".*{mark}{word}{mark}.*")
+NAME_PATTERNS = ("{word}{mark}.*", ".*{mark}{word}{mark}.*")
+MAX_NAMES = 5  # of files that one message names
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataFiles:
+    """The files of the training split and of the evaluation split, in the order in which they are read."""
+
+    kind: Kind
+    training: tuple[Path, ...]
+    evaluation: tuple[Path, ...] = ()
+
+
+@cache
+def say_once(text: str) -> None:
+    """Tell the user on standard error what is left out of the data."""
+    logger.warning("%s", text)
+
+
+def find_data_files(path: Path, *, pattern: str | None) -> DataFiles:
+    """Return the data files of a file or folder. Raise RequestError over a path without data.
+
+    ``pattern``: a glob that selects the files of a folder; they are read as texts.
+    """
+    if path.is_file():
+        kind = kind_of(path)
+        refuse_unreadable(path)
+        return DataFiles(kind=kind, training=(path,))
+    files = _visible_files(path, pattern or "**/*")
+    if pattern is not None:
+        return DataFiles(kind="text", training=tuple(files))
+    declared = _declared_splits(path, files)
+    counts = Counter(suffix_of(file) for file in files if kind_of(file) != "text" and file.name not in NO_DATA)
+    if not counts:
+        return _text_files(path, files, declared)
+    chosen = RECORD_KINDS[max(counts, key=lambda suffix: (counts[suffix], *(suffix == other for other in PREFERENCE)))]
+    members = [file for file in files if kind_of(file) == chosen and file.name not in NO_DATA]
+    splits = declared or split_files(path, members)
+    return _chosen_splits(path, files, splits, chosen)
+
+
+def kind_of(path: Path) -> Kind:
+    return RECORD_KINDS.get(suffix_of(path), "text")
+
+
+def suffix_of(path: Path) -> str:
+    """Return the lower-case suffix that says what a file holds; that of a compression is left out."""
+    suffix = path.suffix.lower()
+    return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
+
+
+def refuse_unreadable(path: Path) -> None:
+    advice = UNREADABLE.get(suffix_of(path)) or UNREADABLE.get(path.suffix.lower())
+    if advice is not None:
+        raise RequestError(
+            f"{path} is a {suffix_of(path)} file, which holds no text that can be trained on as it is; {advice}, "
+            "or give .txt, .jsonl, .json, .csv, .tsv, .parquet or .arrow"
+        )
+
+
+def open_data(path: Path) -> BinaryIO:
+    """Open a file to read its bytes, decompressed as its suffix says."""
+    suffix = path.suffix.lower()
+    if suffix in (".zst", ".lz4"):
+        try:
+            import pyarrow
+        except ImportError:
+            raise MissingExtra(library="pyarrow", extra="data", purpose=f"reading {suffix} files") from None
+        stream = pyarrow.CompressedInputStream(pyarrow.OSFile(str(path)), "zstd" if suffix == ".zst" else "lz4")
+        return cast(BinaryIO, io.BufferedReader(stream))
+    openers: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
+    return cast(BinaryIO, openers.get(suffix, open)(path, "rb"))
+
+
+def split_files(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]]:
+    """Return the files of each split: by shards in data/, else by the names of folders, else by the names of files."""
+    names = {file: file.relative_to(folder).as_posix() for file in files}
+    shards: dict[str, list[Path]] = {}
+    for file, name in names.items():
+        shard = re.fullmatch(r"data/([^/]*)-[0-9]{5}-of-[0-9]{5}[^/]*\.[^/]*", name)
+        if shard is not None:
+            shards.setdefault(shard[1], []).append(file)
+    if shards:
+        return shards
+    for patterns, matches in ((FOLDER_PATTERNS, _is_in_folder_named), (NAME_PATTERNS, _is_named)):
+        splits: dict[str, list[Path]] = {}
+        for split, words in SPLIT_WORDS.items():
+            wanted = [pattern.format(word=word, mark="[-._ 0-9]") for word in words for pattern in patterns]
+            members = (file for pattern in wanted for file, name in names.items() if matches(name, pattern))
+            splits[split] = list(dict.fromkeys(members))  # in the order of the patterns, as datasets reads them
+        if any(splits.values()):
+            return {split: members for split, members in splits.items() if members}
+    return {"train": list(files)}
+
+
+def _is_in_folder_named(name: str, pattern: str) -> bool:
+    return any(re.fullmatch(pattern, folder) for folder in name.split("/")[:-1])
+
+
+def _is_named(name: str, pattern: str) -> bool:
+    return re.fullmatch(pattern, name.rsplit("/", 1)[-1]) is not None
+
+
+def _visible_files(folder: Path, pattern: str) -> list[Path]:
+    """Return the files that match, sorted; hidden files and folders and those that begin with two underscores are left out."""
+    try:
+        matches = [(file.relative_to(folder).as_posix(), file) for file in folder.glob(pattern) if file.is_file()]
+    except (ValueError, NotImplementedError) as error:
+        raise RequestError(f"pattern {pattern!r} is not a glob ({error}); use for example '**/*.txt'") from None
+
+    def is_hidden(name: str) -> bool:
+        parts = name.split("/")
+        return any(part.startswith(".") for part in parts) or any(part.startswith("__") for part in parts[:-1])
+
+    return [file for name, file in sorted(matches) if not is_hidden(name)]
+
+
+def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Path]] | None) -> DataFiles:
+    """Splits are those of a folder of .txt files; in a folder of other texts, such as code, each file is a document."""
+    suffixes = {file: {suffix_of(file), file.suffix.lower()} for file in files}
+    readable = [file for file in files if kind_of(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
+    data = [file for file in readable if file.name not in NO_DATA]
+    if data and all(suffix_of(file) == ".txt" for file in data):
+        return _chosen_splits(folder, files, declared or split_files(folder, data), "text")
+    _say_left_out(folder, [file for file in files if file not in set(readable)], "no text")
+    return DataFiles(kind="text", training=tuple(readable))
+
+
+def _chosen_splits(folder: Path, files: Sequence[Path], splits: dict[str, list[Path]], kind: Kind) -> DataFiles:
+    if "train" not in splits:
+        raise RequestError(
+            f"{folder} has no split 'train'; its files are of {', '.join(splits)}; name the files to train on train*, "
+            "or give one file or the folder of one split"
+        )
+    for split, members in splits.items():
+        if split not in ("train", EVALUATION_SPLIT):
+            _say_left_out(folder, members, f"split {split} is left alone")
+    used = {file for members in splits.values() for file in members}
+    _say_left_out(folder, [file for file in files if file not in used], "not of the data's kind or of no split")
+    return DataFiles(kind=kind, training=tuple(splits["train"]), evaluation=tuple(splits.get(EVALUATION_SPLIT, ())))
+
+
+def _say_left_out(folder: Path, files: Sequence[Path], reason: str) -> None:
+    if files:
+        names = [file.relative_to(folder).as_posix() for file in files]
+        more = f" and {len(names) - MAX_NAMES} more" if len(names) > MAX_NAMES else ""
+        say_once(f"{folder}: not trained on: {', '.join(names[:MAX_NAMES])}{more} ({reason})")
+
+
+def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]] | None:
+    """Return the splits that the head of the folder's README.md names, as the Hub writes it. None: it names none."""
+    readme = folder / "README.md"
+    if not readme.is_file():
+        return None
+    head = re.match(r"\s*---[ \t]*\n(.*?)\n---", readme.read_text(encoding="utf-8", errors="replace"), re.DOTALL)
+    if head is None:
+        return None
+    import yaml
+
+    try:
+        fields = yaml.safe_load(head[1])
+    except yaml.YAMLError as error:
+        raise RequestError(
+            f"the head of {readme} is not YAML ({str(error).splitlines()[0]}); mend it or remove the file"
+        ) from None
+    configs = fields.get("configs") if isinstance(fields, dict) else None
+    if not configs:
+        return None
+    try:
+        config = _default_config(readme, configs)
+        if "data_files" not in config:
+            return None
+        patterns = _patterns_of(config["data_files"])
+        base = folder / config.get("data_dir", "")
+        matches = {split: _matches(base, wanted) for split, wanted in patterns.items()}
+    except (TypeError, KeyError, AttributeError):
+        raise RequestError(f"`configs` in {readme} is not as the Hub writes it; mend it, or remove the file") from None
+    splits = {split: [file for file in files if file in members] for split, members in matches.items()}
+    empty = next((split for split, members in splits.items() if not members), None)
+    if empty is not None:
+        raise RequestError(f"{readme} names files for split {empty} that are not in the folder; mend it, or remove the file")
+    return splits
+
+
+def _default_config(readme: Path, configs: list[dict[str, Any]]) -> dict[str, Any]:
+    if len(configs) == 1:
+        return configs[0]
+    for config in configs:
+        if config.get("default") or config["config_name"] == "default":
+            return config
+    names = ", ".join(config["config_name"] for config in configs)
+    raise RequestError(f"{readme} names several data sets ({names}); give the files or the folder of one")
+
+
+def _patterns_of(data_files: Any) -> dict[str, list[str]]:
+    def listed(value: Any) -> list[str]:
+        return [value] if isinstance(value, str) else list(value)
+
+    if isinstance(data_files, dict):
+        return {split: listed(paths) for split, paths in data_files.items()}
+    if isinstance(data_files, list) and all(isinstance(entry, dict) for entry in data_files):
+        return {entry["split"]: listed(entry["path"]) for entry in data_files}
+    return {"train": listed(data_files)}
+
+
+def _matches(base: Path, patterns: Sequence[str]) -> set[Path]:
+    """Return the files that one of the globs matches; a last ``**`` stands for files at any depth."""
+    globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
+    return {file for pattern in globs for file in base.glob(pattern)}

@@ -1,0 +1,240 @@
+"""Read the rows of tables one after another, so that a table may be larger than memory: JSON, CSV, Parquet, Arrow.
+
+Each reader yields (place, row). The place names the file and the row for a message. A reader of a file with a schema first
+gives its columns to ``wanted``, which returns those that are to be read.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import sys
+from codecs import BOM_UTF8
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO
+
+import numpy as np
+
+from upshift.errors import MissingExtra, RequestError
+from upshift.training.data.data_files import open_data, suffix_of
+
+if TYPE_CHECKING:
+    import pyarrow
+
+Row = tuple[str, dict[str, Any]]
+Wanted = Callable[["pyarrow.Schema", str], list[str]]
+READ_CHARACTERS = 2**20
+ARROW_ROWS = 1024  # at once in memory
+
+
+def read_json(file: Path) -> Iterator[Row]:
+    """Read an object a line, or, of a .json file, the objects of one array."""
+    with open_data(file) as handle:
+        may_be_array = suffix_of(file) == ".json"
+        for number, line in enumerate(handle, start=1):
+            if not line.removeprefix(BOM_UTF8).strip():
+                continue
+            if may_be_array and line.removeprefix(BOM_UTF8).lstrip().startswith(b"["):
+                break
+            may_be_array = False
+            place = f"{file}:{number}"
+            yield place, _object(_parse(line, place), place)
+        else:
+            return
+    with open_data(file) as handle:
+        for number, record in enumerate(_array(handle, file), start=1):
+            place = f"{file} (record {number})"
+            yield place, _object(record, place)
+
+
+def _object(record: Any, place: str) -> dict[str, Any]:
+    if not isinstance(record, dict):
+        shown = json.dumps(record)[:60]
+        raise RequestError(f'{place} is not a JSON object: {shown}; write one object per line, as {{"text": ".."}}')
+    return record
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    record = dict(pairs)
+    if len(record) != len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} is given twice")
+    return record
+
+
+def _parse(text: bytes, place: str) -> Any:
+    try:
+        return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
+    except UnicodeDecodeError:
+        raise RequestError(f"{place} is not UTF-8 text; convert the file") from None
+    except ValueError as error:
+        raise RequestError(f"{place} is not valid JSON ({error}); write one JSON object per line") from None
+    except RecursionError:
+        raise RequestError(f"{place} is nested too deeply for JSON; write one flat object per line") from None
+
+
+def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
+    """Decode the values of one JSON array, of which only the part that is decoded stands in memory."""
+    decoder = json.JSONDecoder(object_pairs_hook=_unique)
+    text = io.TextIOWrapper(handle, encoding="utf-8-sig")
+    buffer, wanted, at_end = "", READ_CHARACTERS, False
+    previous = ""  # of the array: [ , or a value
+    try:
+        while True:
+            buffer = buffer.lstrip(" \t\r\n")
+            if len(buffer) < wanted and not at_end:
+                more = text.read(wanted - len(buffer))
+                at_end = not more
+                buffer += more
+                continue
+            if not previous:
+                buffer, previous = buffer[1:], "["
+            elif buffer.startswith("]") and previous != ",":
+                break
+            elif previous == "value" and buffer.startswith(","):
+                buffer, previous = buffer[1:], ","
+            elif previous == "value":
+                raise ValueError(f"Expecting ',' or ']' before {buffer[:20]!r}" if buffer else "the array does not end")
+            else:
+                try:
+                    value, end = decoder.raw_decode(buffer)
+                except ValueError:
+                    if at_end:
+                        raise
+                    wanted = 2 * len(buffer) + READ_CHARACTERS
+                    continue
+                yield value
+                buffer, wanted, previous = buffer[end:], READ_CHARACTERS, "value"
+        if (buffer[1:] + text.read()).strip():
+            raise ValueError("more follows after the array")
+    except UnicodeDecodeError:
+        raise RequestError(f"{file} is not UTF-8 text; convert the file") from None
+    except ValueError as error:
+        raise RequestError(f"{file} is not valid JSON ({error}); write an array of objects, or one object per line") from None
+    except RecursionError:
+        raise RequestError(f"{file} is nested too deeply for JSON; write flat objects") from None
+
+
+def read_csv(file: Path) -> Iterator[Row]:
+    """Read a table whose first line names the columns; of .tsv, divided by tabs."""
+    csv.field_size_limit(sys.maxsize)
+    with open_data(file) as handle:
+        text = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
+        rows = csv.reader(text, delimiter="\t" if suffix_of(file) == ".tsv" else ",", strict=True)
+        header: list[str] | None = None
+        try:
+            for row in rows:
+                place = f"{file}:{rows.line_num}"
+                if not row:
+                    continue
+                if header is None:
+                    header = _header(row, place)
+                    continue
+                if len(row) != len(header):
+                    raise RequestError(
+                        f"{place}: the row has {len(row)} fields, the header {len(header)}; put fields with a comma, a tab or a "
+                        "line break into double quotes"
+                    )
+                yield place, dict(zip(header, row, strict=True))
+        except UnicodeDecodeError:
+            raise RequestError(f"{file} is not UTF-8 text (after line {rows.line_num}); convert the file") from None
+        except csv.Error as error:
+            raise RequestError(f"{file}:{rows.line_num} is no row of a table ({error}); write the file again") from None
+
+
+def _header(names: list[str], place: str) -> list[str]:
+    repeated = next((name for name in names if names.count(name) > 1), None)
+    if repeated is not None:
+        raise RequestError(f"{place}: the header names column {repeated!r} twice; give each column a name of its own")
+    return names
+
+
+def need_pyarrow(purpose: str) -> Any:
+    try:
+        import pyarrow
+        import pyarrow.ipc
+        import pyarrow.parquet
+    except ImportError:
+        raise MissingExtra(library="pyarrow", extra="data", purpose=purpose) from None
+    return pyarrow
+
+
+def read_parquet(file: Path, wanted: Wanted) -> Iterator[Row]:
+    arrow = need_pyarrow("reading parquet")
+    try:
+        with open_data(file) as opened:
+            source = opened if suffix_of(file) == file.suffix.lower() else arrow.BufferReader(opened.read())
+            handle = arrow.parquet.ParquetFile(source, pre_buffer=False)
+            columns = wanted(handle.schema_arrow, str(file))
+            batches = handle.iter_batches(columns=columns, batch_size=ARROW_ROWS, use_threads=False)
+            yield from rows_of(batches, str(file))
+    except arrow.ArrowException as error:
+        raise _damaged(file, "parquet", error) from None
+
+
+def read_arrow(file: Path, wanted: Wanted) -> Iterator[Row]:
+    """Read a file of Arrow's stream format, as datasets writes it, or of its file format."""
+    arrow = need_pyarrow("reading .arrow files")
+    try:
+        with open_data(file) as opened:
+            is_file_format = opened.peek(6)[:6] == b"ARROW1"  # type: ignore[attr-defined]
+            if is_file_format:
+                reader = arrow.ipc.open_file(opened)
+                batches = (reader.get_batch(number) for number in range(reader.num_record_batches))
+            else:
+                reader = arrow.ipc.open_stream(opened)
+                batches = iter(reader)
+            columns = wanted(reader.schema, str(file))
+            yield from rows_of((batch.select(columns) for batch in batches), str(file))
+    except arrow.ArrowException as error:
+        raise _damaged(file, "arrow", error) from None
+
+
+def _damaged(file: Path, kind: str, error: Exception) -> RequestError:
+    reason = (str(error) or type(error).__name__).splitlines()[0][:120]
+    return RequestError(f"{file} is not a complete {kind} file ({reason}); copy or write it again")
+
+
+def rows_of(batches: Iterator[Any], origin: str) -> Iterator[Row]:
+    """Turn Arrow batches into rows: texts as str, lists of numbers as arrays."""
+    number = 0
+    for batch in batches:
+        for start in range(0, batch.num_rows, ARROW_ROWS):
+            part = batch.slice(start, ARROW_ROWS)
+            values = [_values(part.column(name), name, f"{origin} row {number + 1} or later") for name in part.schema.names]
+            for row in zip(*values, strict=True):
+                number += 1
+                yield f"{origin} row {number}", dict(zip(part.schema.names, row, strict=True))
+
+
+def _values(column: Any, name: str, place: str) -> list[Any]:
+    import pyarrow
+    import pyarrow.types as kinds
+
+    if isinstance(column, pyarrow.ChunkedArray):
+        column = column.combine_chunks()
+    if not is_number_list(column.type) or not (kinds.is_list(column.type) or kinds.is_large_list(column.type)):
+        try:  # other lists, too: Arrow 26 casts a list_view of bytes to half of its rows
+            return list(column.to_pylist())
+        except UnicodeDecodeError:  # Arrow's files are read without a look at their bytes
+            raise RequestError(f"{place}: column {name!r} holds bytes that are not UTF-8; write them again as text") from None
+    numbers = column.flatten()
+    values = numbers.to_numpy(zero_copy_only=False)
+    lengths = np.array(column.value_lengths().fill_null(0), np.int64)
+    arrays: list[Any] = np.split(values, np.cumsum(lengths)[:-1])
+    if numbers.null_count and not kinds.is_floating(numbers.type):  # numpy has no empty integer: all became floats
+        arrays = [array if np.isnan(array).any() else array.astype(np.int64) for array in arrays]
+    return [None if missing else array for missing, array in zip(column.is_null().to_pylist(), arrays, strict=True)]
+
+
+def is_number_list(kind: Any) -> bool:
+    import pyarrow.types as kinds
+
+    of_list = (kinds.is_list, kinds.is_large_list, kinds.is_fixed_size_list, kinds.is_list_view, kinds.is_large_list_view)
+    if not any(check(kind) for check in of_list):
+        return False
+    of_number = (kinds.is_integer, kinds.is_floating, kinds.is_boolean)
+    return any(check(kind.value_type) for check in of_number)

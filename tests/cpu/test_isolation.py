@@ -1,0 +1,239 @@
+"""What reaches a text, from other texts of its row or batch and from padding: the answers, and that every road goes by them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from upshift.errors import RequestError
+from upshift.hardware import detect
+from upshift.hardware.spec import Host
+from upshift.models import narrow
+from upshift.models.build import choose_class, read_config
+from upshift.models.isolation import measure_isolation
+from upshift.models.profile import Isolation, ModelProfile
+from upshift.models.source import ModelSource, find_model
+from upshift.models.store import Variant, isolation_of, profile_model
+from upshift.planning.lengths import LengthHistogram
+from upshift.planning.plan import Plan
+from upshift.planning.plans import enumerate_plans
+from upshift.planning.presets import plain_default
+from upshift.planning.rank import Rejected, cost_plan
+from upshift.planning.space import choices, parse_fixed
+from upshift.planning.workload import Workload
+from upshift.training.batches.of_plan import layout_for, objective_of
+from upshift.training.batches.source import BatchSource, GlobalBatch
+from upshift.training.data.tokens import Sequences
+from upshift.training.out_of_memory import halve
+from upshift.training.prepare import load_or_build, loss_of
+from upshift.training.trainer.choose import check_given, isolated
+from upshift.training.trainer.separable import Split
+
+SMALL = {"hidden_size": 32, "num_attention_heads": 4, "num_hidden_layers": 2, "vocab_size": 96, "max_position_embeddings": 64}
+DECODER = SMALL | {"intermediate_size": 48, "num_key_value_heads": 2, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 0}
+GEMMA3N = DECODER | {
+    "head_dim": 8, "hidden_size_per_layer_input": 8, "laurel_rank": 4, "vocab_size_per_layer_input": 96, "altup_num_inputs": 2,
+    "num_kv_shared_layers": 0, "layer_types": ["sliding_attention", "full_attention"], "sliding_window": 16,
+    "activation_sparsity_pattern": [0.0, 0.0],
+}  # fmt: skip
+# kind -> (config class, architecture, arguments, whether texts of a row are isolated)
+KINDS: dict[str, tuple[str, str, dict[str, Any], bool]] = {
+    "llama": ("LlamaConfig", "LlamaForCausalLM", DECODER, True),
+    "mistral: a window": ("MistralConfig", "MistralForCausalLM", DECODER | {"sliding_window": 8}, True),
+    "granitemoe: reads use_cache from its config": (
+        "GraniteMoeConfig", "GraniteMoeForCausalLM", DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2}, True,
+    ),
+    "gemma3n: a padding token has no finite gradient": ("Gemma3nTextConfig", "Gemma3nForCausalLM", GEMMA3N, True),
+    "opt: makes its mask without positions": (
+        "OPTConfig", "OPTForCausalLM",
+        SMALL | {"ffn_dim": 48, "word_embed_proj_dim": 32, "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1}, False,
+    ),
+    "lfm2: a convolution runs along the row": (
+        "Lfm2Config", "Lfm2ForCausalLM", DECODER | {"layer_types": ["conv", "full_attention"]}, False,
+    ),
+    "mamba: a recurrence runs along the row": (
+        "MambaConfig", "MambaForCausalLM", {"hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 96, "state_size": 4}, False,
+    ),
+}  # fmt: skip
+MIXTRAL = DECODER | {"num_local_experts": 4, "num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+LENGTHS = (5, 9, 20, 7, 12, 3, 16, 6)
+
+
+def source_of(folder: Path, config_class: str, architecture: str, arguments: dict[str, Any]) -> ModelSource:
+    config = getattr(transformers, config_class)(**arguments, architectures=[architecture])
+    config.save_pretrained(folder)
+    return find_model(str(folder))
+
+
+def plan_of(**fields: Any) -> Plan:
+    given = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1} | fields
+    return Plan(device="cpu", host="", model="", sequence_length=48, **given)
+
+
+def texts() -> Sequences:
+    lengths = np.array(LENGTHS)
+    tokens = np.random.default_rng(0).integers(2, 96, lengths.sum()).astype(np.int32)
+    return Sequences(tokens=tokens, starts=np.cumsum(lengths) - lengths, lengths=lengths, sequence_length=48)
+
+
+def batch_of(source: ModelSource, plan: Plan) -> GlobalBatch:
+    objective = objective_of(source)
+    data = BatchSource(sequences=texts(), global_batch=len(LENGTHS), layout=layout_for(plan, objective), objective=objective)
+    return next(data.batches())
+
+
+def loud(model: nn.Module) -> nn.Module:
+    """With weights that are large enough for a leak to show in the loss."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(10.0)
+    return model.eval()
+
+
+def loss_as_planned(model: nn.Module, source: ModelSource, plan: Plan) -> float:
+    """Of the global batch, as training adds it up."""
+    batch = batch_of(source, plan)
+    parts = [float(loss_of(model, plan, part).detach()) * part.num_label_tokens for part in batch.micro_batches]
+    return sum(parts) / batch.num_label_tokens
+
+
+def loss_alone(model: nn.Module) -> float:
+    """Of every text alone, by transformers."""
+    sequences, total, count = texts(), 0.0, 0
+    for start, length in zip(sequences.starts, sequences.lengths, strict=True):
+        ids = torch.from_numpy(sequences.tokens[start : start + length].astype(np.int64))[None]
+        labels = ids.clone()
+        labels[:, 0] = -100
+        with torch.no_grad():
+            total += float(model(input_ids=ids, labels=labels).loss) * (int(length) - 1)
+        count += int(length) - 1
+    return total / count
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_packed_row_is_its_texts_alone_or_is_refused(kind, tmp_path):
+    *named, isolates = KINDS[kind]
+    source = source_of(tmp_path, *named)
+    isolation = isolation_of(source)
+    assert isolation.proven, isolation.reason
+    assert (isolation.why_not_packed("eager") is None) == isolates
+    model = loud(load_or_build(source, plan_of(), from_config=True, seed=1))
+    alone = loss_alone(model)
+    assert loss_as_planned(model, source, plan_of()) == pytest.approx(alone, rel=1e-4), "padded rows"
+    packed = loss_as_planned(model, source, plan_of(packing=True, attention="eager"))
+    if not isolates and "position_ids" not in str(isolation.packing["eager"]):
+        assert packed != pytest.approx(alone, rel=1e-4), "the reference sees what the test saw"
+    if isolates:
+        assert packed == pytest.approx(alone, rel=1e-4)
+        loss_of(model, plan_of(packing=True), batch_of(source, plan_of(packing=True)).micro_batches[-1]).backward()
+        gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+        assert gradients and all(gradient.isfinite().all() for gradient in gradients)
+    assert read_config(source).use_cache, "the model's config is as it was"
+
+
+@pytest.fixture(scope="module")
+def host() -> Host:
+    return detect(visible_devices="")
+
+
+def profile_of(source: ModelSource) -> ModelProfile:
+    variants = tuple(Variant("fp32", kernel, masked) for kernel in ("sdpa", "eager") for masked in (False, True))
+    return profile_model(source, sequence_length=48, variants=variants)
+
+
+def workload() -> Workload:
+    return Workload(sequence_length=48, global_batch=8, lengths=LengthHistogram.of_documents(LENGTHS, 48))
+
+
+def test_every_road_refuses_to_pack_what_is_not_isolated(host, tmp_path):
+    source = source_of(tmp_path, *KINDS["opt: makes its mask without positions"][:3])
+    profile = profile_of(source)
+    assert choices(host, profile, workload())["packing"] == [False]
+    with pytest.raises(RequestError, match=r"packing=True is not possible here.*a text in a row reaches the one behind it"):
+        parse_fixed(("packing=True",), host, profile, workload())
+    given = plain_default(host, profile, workload()).changed(packing=True)
+    rejected = cost_plan(given, host=host, profile=profile, workload=workload())
+    assert isinstance(rejected, Rejected) and "use packing=False" in rejected.reason
+    model = load_or_build(source, plan_of(), from_config=True, seed=1)
+    split = isolated(Split("labels", trims=True, drops_mask=True, flattens=True), model)
+    with pytest.raises(RequestError, match="the given plan is not possible"):
+        check_given(plan_of(packing=True, attention="sdpa"), split)
+
+
+def test_what_cannot_be_tested_is_not_packed(monkeypatch):
+    monkeypatch.setattr(narrow, "MOST_PARAMETERS", 0)
+    config = transformers.LlamaConfig(**DECODER)
+    isolation = measure_isolation(config, transformers.LlamaForCausalLM, "causal-lm")
+    assert not isolation.proven
+    assert "not proven: no small copy" in str(isolation.why_not_packed("sdpa"))
+
+
+def test_a_routers_loss_is_that_of_the_whole_batch_with_the_mask(host, tmp_path):
+    source = source_of(tmp_path, "MixtralConfig", "MixtralForCausalLM", MIXTRAL)
+    profile = profile_of(source)
+    assert profile.isolation.padding == "masked" and not profile.isolation.loss_splits
+    plans = list(enumerate_plans(host, profile, workload()))
+    assert {(plan.per_device_train_batch_size, plan.num_processes, plan.packing) for plan in plans} == {(8, 1, False)}
+    split = plain_default(host, profile, workload()).changed(per_device_train_batch_size=4, gradient_accumulation_steps=2)
+    assert isinstance(cost_plan(split, host=host, profile=profile, workload=workload()), Rejected)
+
+    model = loud(load_or_build(source, plan_of(), from_config=True, seed=1))
+    batch = batch_of(source, plan_of()).micro_batches[0]
+    inputs = {name: torch.from_numpy(array) for name, array in batch.arrays.items()}
+    whole = float(model(**inputs).loss.detach())
+    assert "attention_mask" in inputs
+    assert halve(batch) is None, "out of memory, it is not halved either"
+    assert loss_as_planned(model, source, plan_of()) == pytest.approx(whole, rel=1e-6)
+    unmasked = float(model(**{name: value for name, value in inputs.items() if name != "attention_mask"}).loss.detach())
+    assert unmasked != pytest.approx(whole, rel=1e-5), "padding would count"
+
+
+def test_without_a_router_loss_a_mixture_is_split_and_packed(tmp_path):
+    source = source_of(tmp_path, "MixtralConfig", "MixtralForCausalLM", MIXTRAL | {"output_router_logits": False})
+    isolation = isolation_of(source)
+    assert isolation.loss_splits and isolation.padding == "unmasked" and isolation.why_not_packed("block") is None
+
+
+@pytest.mark.parametrize(("family", "padding"), [("FNet", "none"), ("Bert", "masked")])
+def test_an_encoder_that_does_not_look_at_its_mask_reads_texts_alone(family, padding, tmp_path):
+    small = {name: value for name, value in SMALL.items() if family == "Bert" or name != "num_attention_heads"}
+    arguments = small | {"intermediate_size": 48}
+    source = source_of(tmp_path, f"{family}Config", f"{family}Model", arguments)
+    isolation = isolation_of(source, states=True)
+    assert isolation.proven and isolation.padding == padding
+
+
+def test_rows_that_padding_would_change_are_as_wide_as_their_texts(tmp_path):
+    arguments = {name: value for name, value in SMALL.items() if name != "num_attention_heads"} | {"intermediate_size": 48}
+    source = source_of(tmp_path, "FNetConfig", "FNetForMaskedLM", arguments)
+    assert isolation_of(source).padding == "none"
+    objective = objective_of(source)
+    assert objective.padding == "none"
+    layout = layout_for(plan_of(per_device_train_batch_size=4), objective)
+    assert not layout.pads
+    data = BatchSource(sequences=texts(), global_batch=8, layout=layout, objective=objective)
+    widths = sorted(part.shape[1] for part in next(data.batches()).micro_batches)
+    assert widths == sorted(LENGTHS)
+
+
+def test_a_copy_has_every_kind_of_layer_and_small_sizes():
+    config = transformers.Gemma3TextConfig()  # of 26 layers, five with a window to one without
+    copy = next(narrow.narrow_copies(config, transformers.Gemma3ForCausalLM))
+    assert {*copy.layer_types} == {*config.layer_types} and copy.num_hidden_layers < config.num_hidden_layers
+    assert copy.hidden_size < config.hidden_size and copy.sliding_window == narrow.SHORT
+    assert choose_class(copy, "")[0] is transformers.Gemma3ForCausalLM
+
+
+def test_reasons_name_the_kernel():
+    isolation = Isolation(proven=True, reason="", packing={"sdpa": "", "eager": "it leaks"})
+    assert isolation.why_not_packed("sdpa") is None and isolation.why_not_packed("eager") == "it leaks"
+    assert "were not tested with block" in str(isolation.why_not_packed("block"))
+    assert replace(Split("labels"), isolation=isolation).isolation is isolation

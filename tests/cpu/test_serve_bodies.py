@@ -1,0 +1,127 @@
+"""Bodies that are no request, or not named as JSON: 4xx in OpenAI's form, never 500; JSON is read, whatever it is called."""
+
+from __future__ import annotations
+
+import asyncio
+import gzip
+import json
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx2
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from test_serving_parts import Counted, of_several
+
+from upshift.serving.app import Limits, Server, make_app
+from upshift.serving.metrics import Metrics
+from upshift.serving.served import Served
+
+PATHS = ("/v1/completions", "/v1/chat/completions", "/v1/embeddings")
+GOOD = {
+    "/v1/completions": {"model": "m", "prompt": "x"},
+    "/v1/chat/completions": {"model": "m", "messages": [{"role": "user", "content": "x"}]},
+}
+DEEP = {"lists": b"[" * 100_000 + b"]" * 100_000, "objects": b'{"a":' * 100_000 + b"1" + b"}" * 100_000}
+MALFORMED: dict[str, bytes] = {
+    "empty": b"",
+    "white space": b" \r\n",
+    "not UTF-8": b'{"model": "m", "prompt": "\xff\xfe"}',
+    "latin-1": '{"model": "m", "prompt": "é"}'.encode("latin-1"),
+    "UTF-16": '{"model": "m", "prompt": "x"}'.encode("utf-16"),
+    "a form": b"model=m&prompt=x",
+    "an array": b"[1, 2]",
+    "an array of requests": b'[{"model": "m", "prompt": "x"}]',
+    "a text": b'"model"',
+    "a number": b"7",
+    "null": b"null",
+    "true": b"true",
+    "cut off": b'{"model": "m", "prompt": ',
+    "two objects": b'{"model": "m"}{"prompt": "x"}',
+    "NaN": b'{"model": "m", "prompt": "x", "temperature": NaN}',
+    "infinity": b'{"model": "m", "prompt": "x", "temperature": -Infinity}',
+    "too large a number": b'{"model": "m", "prompt": "x", "temperature": 1e999}',
+    "5,000 digits": b'{"model": "m", "prompt": "x", "seed": ' + b"9" * 5000 + b"}",
+    "nested lists": b'{"model": "m", "prompt": ' + DEEP["lists"] + b"}",
+    "nested objects": b'{"model": "m", "prompt": ' + DEEP["objects"] + b"}",
+    "nested at the top": DEEP["lists"],
+    "nested somewhat": b'{"model": "m", "prompt": ' + b"[" * 300 + b"]" * 300 + b"}",
+    "compressed": gzip.compress(b'{"model": "m", "prompt": "x"}'),
+    "half a character": b'{"model": "m", "prompt": "\\ud800"}',
+    "a name twice": b'{"model": "m", "prompt": "x", "prompt": 7}',
+    "zero bytes": bytes(100),
+    "python": b"{'model': 'm', 'prompt': 'x'}",
+    "a large one": b'{"model": "m", "prompt": "' + b"x" * 200_000 + b'"}',
+}
+FORM = "application/x-www-form-urlencoded"
+TYPES = (None, "application/json", "application/json; charset=latin-1", FORM, "text/plain", "", "?;=")
+
+
+def asked(path: str, content: Any, headers: dict[str, str]) -> httpx2.Response:
+    metrics = Metrics()
+    app = make_app(Server(Served({"m": of_several(Counted())}, metrics), metrics, Limits(body_bytes=100_000)))
+
+    async def ask() -> httpx2.Response:
+        transport = httpx2.ASGITransport(app, raise_app_exceptions=False)
+        async with httpx2.AsyncClient(transport=transport, base_url="http://m") as client:
+            return await client.post(path, content=content, headers=headers)
+
+    return asyncio.run(ask())
+
+
+def check_refused(found: httpx2.Response) -> str:
+    assert 400 <= found.status_code < 500, (found.status_code, found.text)
+    error = found.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"} and len(error["message"]) < 500
+    return str(error["message"])
+
+
+@pytest.mark.parametrize("name", MALFORMED)
+@pytest.mark.parametrize("path", PATHS)
+def test_malformed_bodies(path: str, name: str) -> None:
+    for kind in TYPES:
+        check_refused(asked(path, MALFORMED[name], {} if kind is None else {"Content-Type": kind}))
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize("path", GOOD)
+def test_json_is_read_whatever_it_is_called(path: str, kind: str | None) -> None:
+    """As curl -d sends it, and as a chunked body."""
+    content = json.dumps(GOOD[path]).encode()
+
+    async def chunks() -> AsyncIterator[bytes]:
+        for byte in content:
+            yield bytes([byte])
+
+    headers = {} if kind is None else {"Content-Type": kind}
+    for body in (content, chunks()):
+        found = asked(path, body, headers)
+        assert found.status_code == 200 and "yes" in found.text, found.text
+
+
+def test_a_page_of_another_site_has_to_name_json() -> None:
+    content, site = json.dumps(GOOD["/v1/completions"]).encode(), {"Origin": "http://elsewhere"}
+    found = asked("/v1/completions", content, {**site, "Content-Type": "text/plain"})
+    assert found.status_code == 415 and "application/json" in check_refused(found)
+    assert asked("/v1/completions", content, {**site, "Content-Type": "application/json"}).status_code == 200
+
+
+def test_a_compressed_body_is_refused_by_name() -> None:
+    found = asked("/v1/completions", gzip.compress(b"{}"), {"Content-Encoding": "gzip", "Content-Type": "application/json"})
+    assert found.status_code == 415 and "gzip" in check_refused(found)
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inside: st.lists(inside, max_size=3) | st.dictionaries(st.text() | st.sampled_from(sorted(GOOD)), inside, max_size=3),
+    max_leaves=8,
+)
+
+
+BODIES = st.binary(max_size=60) | JSON.map(lambda value: json.dumps(value).encode())
+
+
+@given(BODIES, st.sampled_from(PATHS), st.sampled_from(TYPES))
+def test_any_body(content: bytes, path: str, kind: str | None) -> None:
+    check_refused(asked(path, content, {} if kind is None else {"Content-Type": kind}))

@@ -1,0 +1,239 @@
+"""Which plans are tried in which time, what a run is told of those that were not, and what is done about a busy machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+from made_up_plans import made_up_planning
+
+from upshift.benchmarking.load import BUSY_CORES, LoadMeter, Moment, Timing, between, read_moment
+from upshift.errors import JobFailed
+from upshift.planning.cost.basis import AGAIN
+from upshift.planning.cost.memory import LASTING_PARTS
+from upshift.planning.plan import Plan
+from upshift.planning.planner import Planning
+from upshift.planning.proof_store import recall_proof, store_proof
+from upshift.planning.prove import FIRST_SHARE, Proof, Tried, after_trial, prove
+from upshift.planning.trial import TrialResult, unfinished
+from upshift.record import Spread
+from upshift.training import host_memory
+
+BUDGET = 60.0
+
+
+@cache
+def planning() -> Planning:
+    return made_up_planning(on="epyc-9654-768gb", global_batch=4)
+
+
+@dataclass
+class Machine:
+    """Its clock moves by what trials take. ``takes``: seconds of a plan's trial. It ends a trial at its limit."""
+
+    takes: Callable[[Plan], float] = lambda plan: 5.0
+    result: Callable[[Plan, int], TrialResult] | None = None
+    now: float = 100.0
+    looks: list[tuple[Plan, float]] = field(default_factory=list)
+
+    def clock(self) -> float:
+        return self.now
+
+    def run(self, plan: Plan, limit_seconds: float) -> TrialResult:
+        before = sum(seen == plan for seen, _ in self.looks)
+        self.looks.append((plan, limit_seconds))
+        seconds = min(self.takes(plan), limit_seconds)
+        self.now += seconds
+        if self.takes(plan) > limit_seconds:
+            return unfinished(check_loss=2.0).changed(wall_seconds=seconds)
+        found = self.result(plan, before) if self.result else measured(predicted(plan))
+        return found.changed(wall_seconds=seconds)
+
+
+def predicted(plan: Plan) -> float:
+    found = (one for one in (planning().default, *planning().ranking.candidates) if one.plan == plan)
+    return next(found).tokens_per_second
+
+
+def measured(speed: float, **more: Any) -> TrialResult:
+    return TrialResult(tokens_per_second=speed, step_seconds=Spread.of([1.0]), check_loss=2.0, **more)
+
+
+def proof(machine: Machine, **more: Any) -> Proof:
+    plans = planning()
+    return prove(
+        plans.ranking.candidates, plans.default, workload=plans.workload, run=machine.run, budget_seconds=BUDGET,
+        clock=machine.clock, **more,
+    )  # fmt: skip
+
+
+def is_default(plan: Plan) -> bool:
+    return plan == planning().default.plan
+
+
+def test_a_slow_plain_default_leaves_time_for_the_best_predicted() -> None:
+    machine = Machine(takes=lambda plan: 500.0 if is_default(plan) else 20.0)
+    found = proof(machine)
+    assert machine.looks[0][1] == FIRST_SHARE * BUDGET
+    assert machine.looks[1][0] == planning().ranking.candidates[0].plan
+    assert found.chosen.candidate.plan == planning().ranking.candidates[0].plan
+    assert found.default.failure is not None and "longer than the trial's limit" in found.default.failure
+
+
+def test_a_slow_best_predicted_is_said_and_the_default_runs() -> None:
+    machine = Machine(takes=lambda plan: 5.0 if is_default(plan) else 500.0)
+    found = proof(machine)
+    assert found.chosen is found.default
+    late = planning().ranking.candidates[0].plan.label()
+    assert "the plain default" in found.notes[-1] and "the only one of" in found.notes[-1]
+    assert any(note.startswith("not tried: ") and "no time was left" in note and late in note for note in found.notes)
+
+
+@pytest.mark.parametrize("default_seconds", [1.0, 29.0])
+def test_what_was_not_tried_is_said_with_what_took_its_time(default_seconds: float) -> None:
+    """One trial that takes the whole time, as the last one that began in time does."""
+    machine = Machine(takes=lambda plan: default_seconds if is_default(plan) else 29.0)
+    found = proof(machine)
+    tried = {entry.candidate.plan.label() for entry in found.tried}
+    lines = [note for note in found.notes if note.startswith("not tried: ")]
+    assert all("tokens/s expected" in line and "s of the 60 s of trials went to" in line for line in lines)
+    assert all(line.removeprefix("not tried: ").partition(" (")[0] not in tried for line in lines)
+    assert found.notes[-1] == f"runs: {found.chosen.candidate.plan.label()}, the fastest of {len(found.tried)} that were measured"
+
+
+def test_nothing_that_cannot_be_faster_is_named() -> None:
+    """The chosen plan is so fast that no other is expected to reach it."""
+    best = planning().ranking.candidates[0].plan
+    machine = Machine(result=lambda plan, look: measured(predicted(plan) * (1.0 if plan != best else 1e6)))
+    assert proof(machine).chosen.candidate.plan == best
+    slow = Machine(takes=lambda plan: 20.0, result=lambda plan, look: measured(1e12 if is_default(plan) else 1.0))
+    assert not [note for note in proof(slow).notes if note.startswith("not tried")]
+
+
+def test_where_no_trial_ends_the_best_predicted_runs_and_is_said_to_be_unmeasured() -> None:
+    found = proof(Machine(takes=lambda plan: 500.0))
+    assert found.chosen.candidate.plan == planning().ranking.candidates[0].plan and not found.chosen.ok
+    assert "no trial ended within its time" in found.notes[-1]
+    assert after_trial(found.chosen, planning()).tokens_per_second == found.chosen.candidate.tokens_per_second
+
+
+def test_a_default_that_runs_out_of_memory_does_not_end_the_trials() -> None:
+    full = TrialResult(failure="out of memory", out_of_memory=True)
+    found = proof(Machine(result=lambda plan, look: full if is_default(plan) else measured(predicted(plan))))
+    assert not is_default(found.chosen.candidate.plan) and found.chosen.ok
+    with pytest.raises(JobFailed, match="no plan ran; the plain default failed: out of memory"):
+        proof(Machine(result=lambda plan, look: full))
+
+
+def test_what_was_measured_beside_other_programs_is_measured_again() -> None:
+    """The first look at each is busy, the second one is not: its speed counts, though it is the lower one."""
+
+    def result(plan: Plan, look: int) -> TrialResult:
+        return measured(predicted(plan) * (1.0 if look == 0 else 0.999), busy=look == 0, waited_share=0.4)
+
+    machine = Machine(takes=lambda plan: 4.0, result=result)
+    found = proof(machine)
+    for entry in (found.default, found.chosen):
+        assert not entry.best.busy and len(entry.results) == 2
+        assert entry.best.tokens_per_second == pytest.approx(0.999 * predicted(entry.candidate.plan))
+    assert not any("other programs" in note for note in found.notes)
+
+
+def test_a_machine_that_stays_busy_is_said_and_not_remembered(tmp_path: Path) -> None:
+    found = proof(Machine(result=lambda plan, look: measured(predicted(plan), busy=True, waited_share=0.4)))
+    assert any("other programs computed" in note and "40%" in note for note in found.notes)
+    store_proof(tmp_path / "busy.json", found)
+    assert not (tmp_path / "busy.json").exists()
+    quiet = proof(Machine())
+    store_proof(tmp_path / "quiet.json", quiet)
+    again = recall_proof(tmp_path / "quiet.json", planning())
+    assert again is not None and again.notes == quiet.notes
+
+
+def test_a_rough_speed_counts_less_than_a_steady_one() -> None:
+    tried = Tried(planning().default, [measured(200.0, rough=True), measured(100.0, busy=True), measured(50.0)])
+    assert tried.best.tokens_per_second == 50.0
+    assert Tried(planning().default, [measured(200.0, rough=True)]).needs_another_look
+
+
+def test_a_trials_memory_is_the_runs_where_it_saw_the_longest_batch_and_is_said_not_to_be_where_it_did_not() -> None:
+    candidate = planning().ranking.candidates[0]
+    lasting = sum(candidate.memory.phases["optimizer"].parts.get(part, 0.0) for part in LASTING_PARTS)
+    allocated, held = int((lasting + candidate.memory.peak) / 2), int(0.7 * candidate.resident)
+    shape = (1, planning().workload.sequence_length // 4)
+    result = measured(10.0, peak_bytes=allocated, resident_bytes=held, largest_micro_batch=shape)
+    whole = after_trial(Tried(candidate, [result]), planning())
+    assert whole.memory.peak == pytest.approx(allocated, rel=1e-6) and whole.resident == held
+    assert (whole.basis("held").tier, whole.basis("held").interval) == ("measured", AGAIN["held"])
+    part = after_trial(Tried(candidate, [result.changed(largest_of_run=False)]), planning())
+    for name, number, bytes_measured in (("allocated", part.memory.peak, allocated), ("held", part.resident, held)):
+        basis = part.basis(name)  # type: ignore[arg-type]
+        low, high = basis.interval or (0.0, 0.0)
+        assert basis.tier == "formula" and number > bytes_measured
+        assert low * number <= 1.001 * bytes_measured and high > 1.0
+
+
+@dataclass
+class FakeLoad:
+    """A clock and counters that move by what is told. ``waits``: seconds of each second in which the thread had no core."""
+
+    waits: float = 0.0
+    others: float = 0.0
+    seconds: float = 0.0
+    waited: float = 0.0
+    own: float = 0.0
+    all: float = 0.0
+
+    def work(self, seconds: float) -> None:
+        self.seconds += seconds / (1.0 - self.waits)
+        self.waited += seconds * self.waits / (1.0 - self.waits)
+        self.own += seconds
+        self.all += seconds + self.others * seconds / (1.0 - self.waits)
+
+    def read(self) -> Moment:
+        return Moment(self.seconds, self.own, {7: self.waited, 8: 0.0}, self.all)
+
+
+@pytest.mark.parametrize(
+    ("waits", "others", "busy"), [(0.0, 0.0, False), (0.02, 0.05, False), (0.5, 0.5, True), (0.9, 1.9, True), (0.0, 0.6, True)]
+)
+def test_waiting_for_a_core_is_seen_and_taken_off(waits: float, others: float, busy: bool) -> None:
+    load = FakeLoad(waits=waits, others=others)
+    timing = LoadMeter(load.read).time(lambda: load.work(2.0))
+    assert timing.busy is busy
+    assert timing.calm_seconds == pytest.approx(2.0)
+    assert timing.other_cores == pytest.approx(others)
+
+
+def test_without_the_kernels_counters_nothing_is_claimed() -> None:
+    timing = between(Moment(0.0, 0.0, None, None), Moment(3.0, 1.0, None, None))
+    assert (timing.busy, timing.calm_seconds, timing.cpu_seconds) == (False, 3.0, 1.0)
+    short = Timing(0.05, 0.05, other_cores=2 * BUSY_CORES)
+    assert not short.busy, "ticks of a hundredth of a second say nothing of so short a time"
+
+
+def test_the_counters_of_this_machine_are_read() -> None:
+    before = read_moment()
+    sum(range(200_000))
+    after = read_moment()
+    timing = between(before, after)
+    assert timing.seconds > 0.0 and 0.0 <= timing.waited <= timing.seconds and timing.other_cores >= 0.0
+    assert timing.calm_seconds <= timing.seconds
+
+
+def test_free_heap_goes_back_when_the_process_holds_more_than_predicted_and_ever_less_often_where_that_does_not_last(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(host_memory.platform, "libc_ver", lambda: ("glibc", "2.36"))
+    given_back: list[int] = []
+    held = host_memory.HeldMemory(1000.0, give_back=lambda: given_back.append(1))
+    assert [held.after_step(size) for size in (900, 1000, 1001, 900)] == [False, False, True, False]
+    at = [step for step in range(20) if held.after_step(2000)]
+    gaps = [second - first for first, second in zip(at, at[1:], strict=False)]
+    assert gaps == sorted(gaps) and gaps[-1] > gaps[0] and len(at) == len(given_back) - 1
+    nothing_known = host_memory.HeldMemory(None, give_back=lambda: given_back.append(1))
+    assert not nothing_known.after_step(10**12)

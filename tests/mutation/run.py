@@ -1,0 +1,318 @@
+"""Change the code in one small place at a time, and see whether a test fails.
+
+    python tests/mutation/run.py draw src/upshift/planning --number 200 --seed 30 > sample.json
+    python tests/mutation/run.py run sample.json --tests tests/light --output result.json
+
+``run`` collects the tests once, and notes which test calls which function and how long it takes. Then each mutant gets a process
+of its own, forked from that one: the code of the mutated function is put in place in memory (no file is written), and the tests
+that call it run until one fails, files in turn, the quick ones first. What stands outside functions is imported anew instead.
+A mutant that no test fails on has survived. Survivors with a reason in explained.json (equivalent code, for one) are counted
+apart. A run that was stopped goes on where it was.
+
+mutmut 3 changes no decorated function and no constant of a module; cosmic-ray starts an interpreter and all tests for each
+mutant, which costs a minute here where this takes two seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import json
+import os
+import random
+import re
+import resource
+import sys
+import time
+from collections import Counter, defaultdict
+from functools import cache
+from importlib import import_module
+from importlib.machinery import ModuleSpec, SourceFileLoader
+from importlib.util import spec_from_loader
+from pathlib import Path
+from types import CodeType, FrameType, FunctionType
+from typing import Any
+
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from mutants import Mutant, list_mutants, mutate
+
+ROOT = Path(__file__).parents[2]
+SOURCE = ROOT / "src"
+EXPLAINED = Path(__file__).parent / "explained.json"
+PYTEST = ("-o", "addopts=--import-mode=importlib", "-p", "no:terminal", "-p", "no:cacheprovider", "-W", "ignore")
+READ_SOURCES = ("test_house", "test_docs", "test_translations", "test_claims", "test_contributing", "test_published")
+TIMED = ("test_ten_thousand_plans_a_second", "test_import_is_light")  # they fail on a busy machine
+FACTOR, GRACE_SECONDS = 4.0, 30.0  # of the CPU: a mutant that takes longer than so many times the tests' usual time loops
+WRAPPERS = ("__wrapped__", "fget", "func", "__func__", "wrapped")  # where decorators keep the function
+
+
+class Mutations:
+    """A pytest plugin: in place of one run of the collected tests, a run of some of them for each mutant."""
+
+    def __init__(self, sample: list[Mutant], *, most_seconds: float, output: Path, notes: Path) -> None:
+        self.sample, self.most_seconds, self.output, self.notes_path = sample, most_seconds, output, notes
+        self.explained = {tuple(entry["mutant"]) for entry in json.loads(EXPLAINED.read_text())}
+        self.notes: dict[str, Any] = {}
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        results = json.loads(self.output.read_text()) if self.output.exists() else []
+        if len(results) >= len(self.sample):  # a run that ended: this is another one
+            results = []
+            self.notes_path.unlink(missing_ok=True)
+        if not self.notes_path.exists():
+            in_child(lambda: take_notes(session.items, self.notes_path))
+        self.notes = json.loads(self.notes_path.read_text())
+        for number, mutant in enumerate(self.sample[len(results) :], start=len(results) + 1):
+            start = time.monotonic()
+            nodeids = tests_of(mutant, self.notes, most_seconds=self.most_seconds)
+            outcome = self.try_mutant(mutant, nodeids, session)
+            if outcome in ("survived", "no test calls it") and mutant.identity in self.explained:
+                outcome = "explained"
+            results.append({**mutant.to_json(), "outcome": outcome, "tests": len(nodeids)})
+            self.output.write_text(json.dumps(results, indent=0) + "\n")
+            took = f"{time.monotonic() - start:.1f} s, {len(nodeids)} tests"
+            print(f"{number} {outcome} ({took}): {mutant.file}:{mutant.line} {mutant.change} | {mutant.text}", flush=True)
+        print(", ".join(f"{outcome} {count}" for outcome, count in sorted(Counter(one["outcome"] for one in results).items())))
+        return True
+
+    def try_mutant(self, mutant: Mutant, nodeids: list[str], session: pytest.Session) -> str:
+        """Return killed, timeout, survived, gone or no test calls it."""
+        file = ROOT / mutant.file
+        try:
+            tree = mutate(file.read_text(encoding="utf-8"), mutant)
+        except LookupError:
+            return "gone"
+        if not nodeids:
+            return "no test calls it"
+        limit = round(FACTOR * sum(self.notes["seconds"][nodeid] for nodeid in nodeids) + GRACE_SECONDS)
+
+        def run_tests() -> int:
+            resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
+            if put_in_place(mutant, compile(tree, str(file), "exec")):
+                items = {item.nodeid: item for item in session.items}
+                return run_items([items[nodeid] for nodeid in nodeids])
+            return run_anew(file, tree, nodeids)
+
+        status = in_child(run_tests)
+        if status == 0:
+            return "survived"
+        return "timeout" if os.WIFSIGNALED(status) else "killed"
+
+
+def in_child(work: Any) -> int:
+    """Run ``work`` in a forked process without output; return the status that the system says of its end."""
+    child = os.fork()
+    if child == 0:
+        quiet = os.open(os.devnull, os.O_WRONLY)
+        os.dup2(quiet, 1)
+        os.dup2(quiet, 2)
+        try:
+            os._exit(int(work() or 0))
+        except BaseException:  # whatever a mutant raises: it is noticed
+            os._exit(3)
+    return os.waitpid(child, 0)[1]
+
+
+def run_items(items: list[pytest.Item]) -> int:
+    """Run tests until one fails; return 1 where one did."""
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+        if item.session.testsfailed:
+            return 1
+    return 0
+
+
+def put_in_place(mutant: Mutant, module_code: CodeType) -> bool:
+    """Give the imported function its mutated code. False where the change is outside of functions, or the module not imported."""
+    holder: Any = sys.modules.get(_module_of(ROOT / mutant.file))
+    code = module_code
+    for name in mutant.function.split(".") if mutant.function else ():
+        inner = next((const for const in code.co_consts if isinstance(const, CodeType) and const.co_name == name), None)
+        found = vars(holder).get(name) if holder is not None else None
+        if inner is None or found is None:
+            return False
+        function = _unwrap(found)
+        if function is not None:
+            if function.__code__ == inner or function.__code__.co_freevars != inner.co_freevars:
+                return False  # the change is in a default or a decorator
+            function.__code__ = inner
+            return True
+        holder, code = found, inner
+    return False
+
+
+def _unwrap(found: Any) -> FunctionType | None:
+    while not isinstance(found, FunctionType):
+        if isinstance(found, type):
+            return None
+        found = next((getattr(found, name) for name in WRAPPERS if hasattr(found, name)), None)
+        if found is None:
+            return None
+    return _unwrap(found.__wrapped__) if hasattr(found, "__wrapped__") else found
+
+
+def run_anew(file: Path, tree: ast.Module, nodeids: list[str]) -> int:
+    """Import everything of the project again, the mutated module from ``tree``, and run the tests."""
+    for name, module in list(sys.modules.items()):
+        where = getattr(module, "__file__", None) or ""
+        if where.startswith((str(SOURCE), str(ROOT / "tests" / "light"))):
+            del sys.modules[name]
+    sys.meta_path.insert(0, MutatedFinder(file, tree))  # type: ignore[arg-type]
+    files = list(dict.fromkeys(nodeid.partition("::")[0] for nodeid in nodeids))
+    return int(pytest.main([*PYTEST, *files], plugins=[Chosen(nodeids)]))
+
+
+class Chosen:
+    """A pytest plugin: run these tests alone, in this order, until one fails."""
+
+    def __init__(self, nodeids: list[str]) -> None:
+        self.nodeids = nodeids
+
+    def pytest_runtestloop(self, session: pytest.Session) -> bool:
+        items = {item.nodeid: item for item in session.items}
+        os._exit(run_items([items[nodeid] for nodeid in self.nodeids if nodeid in items]))
+
+
+class MutatedFinder:
+    """Import one module from a mutated syntax tree."""
+
+    def __init__(self, file: Path, tree: ast.Module) -> None:
+        self.file, self.tree = file, tree
+
+    def find_spec(self, name: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if name != _module_of(self.file):
+            return None
+        tree = self.tree
+
+        class Loader(SourceFileLoader):
+            def get_code(self, fullname: str) -> CodeType:
+                code: CodeType = compile(tree, self.path, "exec")
+                return code
+
+        loader = Loader(name, str(self.file))
+        return spec_from_loader(name, loader, is_package=self.file.name == "__init__.py")
+
+
+def _module_of(file: Path) -> str:
+    return ".".join(file.relative_to(SOURCE).with_suffix("").parts).removesuffix(".__init__")
+
+
+def take_notes(items: list[pytest.Item], path: Path) -> None:
+    """Write seconds and calls of every test. What fixtures call counts for every test of their file."""
+    seconds: dict[str, float] = {}
+    calls: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    of_fixtures: dict[str, set[tuple[str, str]]] = defaultdict(set)
+    noted: set[tuple[str, str]] = set()
+
+    def on_event(frame: FrameType, event: str, _argument: object) -> None:
+        if event == "call" and frame.f_code.co_filename.startswith(str(SOURCE)):
+            noted.add((frame.f_code.co_filename, frame.f_code.co_qualname.replace(".<locals>", "")))
+
+    class Noting:
+        @pytest.hookimpl(hookwrapper=True)
+        def pytest_runtest_setup(self, item: pytest.Item) -> Any:
+            noted.clear()
+            sys.setprofile(on_event)
+            yield
+            sys.setprofile(None)
+            of_fixtures[item.nodeid.partition("::")[0]] |= noted
+
+        @pytest.hookimpl(hookwrapper=True)
+        def pytest_runtest_call(self, item: pytest.Item) -> Any:
+            noted.clear()
+            start = time.process_time()
+            sys.setprofile(on_event)
+            yield
+            sys.setprofile(None)
+            seconds[item.nodeid] = time.process_time() - start
+            calls[item.nodeid] |= noted
+
+    items[0].config.pluginmanager.register(Noting())
+    for item, following in zip(items, [*items[1:], None], strict=True):
+        item.config.hook.pytest_runtest_protocol(item=item, nextitem=following)
+    by_test = {nodeid: sorted(calls[nodeid] | of_fixtures[nodeid.partition("::")[0]]) for nodeid in seconds}
+    path.write_text(json.dumps({"seconds": seconds, "calls": by_test}))
+
+
+def tests_of(mutant: Mutant, notes: dict[str, Any], *, most_seconds: float) -> list[str]:
+    """Return the tests that call the mutated function; where it stands outside functions, those that call any of its module and
+    those of files that import it. The quick ones first, files in turn, no more than take ``most_seconds``."""
+    file = str(ROOT / mutant.file)
+    seconds = notes["seconds"]
+    calls = {nodeid: found for nodeid, found in notes["calls"].items() if not nodeid.endswith(TIMED)}
+    called = [nodeid for nodeid, found in calls.items() if [file, mutant.function] in found]
+    if not called:
+        importing = _files_that_name(_module_of(ROOT / mutant.file))
+        called = [
+            nodeid
+            for nodeid, found in calls.items()
+            if nodeid.partition("::")[0] in importing or any(where == file for where, _ in found)
+        ]
+    by_file: dict[str, list[str]] = defaultdict(list)
+    for nodeid in sorted(called, key=lambda nodeid: seconds[nodeid]):
+        by_file[nodeid.partition("::")[0]].append(nodeid)
+    in_turn = [nodeids[place] for place in range(len(called)) for nodeids in by_file.values() if place < len(nodeids)]
+    chosen = []
+    total = 0.0
+    for nodeid in in_turn:
+        total += seconds[nodeid]
+        if total > most_seconds:
+            break
+        chosen.append(nodeid)
+    return chosen or in_turn[:1]
+
+
+@cache
+def _files_that_name(module: str) -> set[str]:
+    """Return the files of tests, as in the ids of tests, that import a module."""
+    package, _, name = module.rpartition(".")
+    line = re.compile(rf"from {re.escape(module)} import|import {re.escape(module)}|from {re.escape(package)} import .*{name}")
+    files = sorted((ROOT / "tests").rglob("test_*.py"))
+    return {str(file.relative_to(ROOT)) for file in files if line.search(file.read_text(encoding="utf-8"))}
+
+
+def _files(path: Path) -> list[Path]:
+    return [path] if path.is_file() else sorted(path.rglob("*.py"))
+
+
+def draw(folders: list[str], *, number: int, seed: int) -> list[Mutant]:
+    """Return a random sample of the mutants below ``folders``, the same for the same sources and ``seed``."""
+    files = sorted(file for folder in folders for file in _files(ROOT / folder))
+    everything = [mutant for file in files for mutant in list_mutants(ROOT, file)]
+    return random.Random(seed).sample(everything, min(number, len(everything)))
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    drawing = commands.add_parser("draw")
+    drawing.add_argument("folders", nargs="+")
+    drawing.add_argument("--number", type=int, default=200)
+    drawing.add_argument("--seed", type=int, default=30)
+    running = commands.add_parser("run")
+    running.add_argument("sample", type=Path)
+    running.add_argument("--tests", nargs="+", default=["tests/light"])
+    running.add_argument("--most-seconds", type=float, default=10.0, help="of tests for one mutant")
+    running.add_argument("--output", type=Path, required=True)
+    given = parser.parse_args()
+    if given.command == "draw":
+        print(json.dumps([mutant.to_json() for mutant in draw(given.folders, number=given.number, seed=given.seed)], indent=0))
+        return 0
+    fields = Mutant.__dataclass_fields__
+    entries = json.loads(given.sample.read_text())
+    sample = [Mutant(**{name: value for name, value in entry.items() if name in fields}) for entry in entries]
+    for mutant in sample:
+        import_module(_module_of(ROOT / mutant.file))
+    files = [file for test in given.tests for file in _files(ROOT / test) if file.stem.startswith("test_")]
+    mutations = Mutations(
+        sample, most_seconds=given.most_seconds, output=given.output.resolve(), notes=given.output.resolve().with_suffix(".notes")
+    )
+    os.chdir(ROOT)
+    return int(pytest.main([*PYTEST, *(str(file) for file in files if file.stem not in READ_SOURCES)], plugins=[mutations]))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
