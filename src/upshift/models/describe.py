@@ -97,8 +97,24 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
         trainable_head=trainable["head"],
         always_fp32=always_fp32,
         trainable_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(shapes.items())),
+        looked_up=looked_up(model),
         frozen_shapes=tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(frozen_shapes.items())),
     )
+
+
+def looked_up(model: nn.Module) -> tuple[ParameterShape, ...]:
+    """Return the trainable tables of embeddings, wherever they stand, that no other module computes a product with."""
+    tables: dict[int, nn.Parameter] = {}
+    multiplied: set[int] = set()
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            if isinstance(module, nn.Embedding):
+                tables[id(parameter)] = parameter
+            else:
+                multiplied.add(id(parameter))
+    alone = [table for key, table in tables.items() if key not in multiplied and table.requires_grad]
+    counts = Counter(tuple(table.shape) for table in alone)
+    return tuple(ParameterShape(shape=shape, count=count) for shape, count in sorted(counts.items()))
 
 
 def declarations(model: PreTrainedModel) -> Declares:

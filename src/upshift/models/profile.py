@@ -166,6 +166,14 @@ class Parameters(Value):
     quantized_bytes: int = 0  # with their scales
     trainable_shapes: tuple[ParameterShape, ...]
     frozen_shapes: tuple[ParameterShape, ...] = ()  # of the others; of weights that are stored in 4 bits, as they are used
+    looked_up: tuple[ParameterShape, ...] = ()  # of these, tables of which only rows are read: no product is computed with them
+
+    @property
+    def product_shapes(self) -> tuple[ParameterShape, ...]:
+        """Of trainable matrices that something is multiplied with."""
+        tables = {entry.shape: entry.count for entry in self.looked_up}
+        left = ((entry.shape, entry.count - tables.get(entry.shape, 0)) for entry in self.trainable_shapes)
+        return tuple(ParameterShape(shape=shape, count=count) for shape, count in left if count > 0 and len(shape) > 1)
 
     @property
     def adapter(self) -> bool:

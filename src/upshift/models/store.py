@@ -19,7 +19,7 @@ from upshift.models.source import ModelSource
 from upshift.settings import read_settings
 from upshift.whole_file import write_whole
 
-FORMAT = "16"  # raise when the meaning of a stored profile changes
+FORMAT = "18"  # raise when the meaning of a stored profile changes
 
 logger = logging.getLogger(__name__)
 

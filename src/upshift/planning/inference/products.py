@@ -38,12 +38,12 @@ class Product(NamedTuple):
 
 
 def products_of(profile: ModelProfile) -> tuple[Product, ...]:
-    """Of the layers: embedding and head are left out, vectors too."""
+    """Of the layers: the head is left out, and tables of embeddings, wherever they stand."""
     parameters, found = profile.parameters, []
     outside = {parameters.embedding, parameters.head} - {0}
-    for entry in parameters.trainable_shapes:
+    for entry in parameters.product_shapes:
         shape = entry.shape
-        if len(shape) < 2 or entry.elements in outside:
+        if entry.elements in outside:
             continue
         if len(shape) == 3 and profile.experts is not None and shape[0] == profile.experts.count:
             found.append(Product(shape[1], shape[2], entry.count, shape[0], profile.experts.per_token))

@@ -1,0 +1,118 @@
+"""A mixture's experts per token, and tables of embeddings, as the traced model has them, whatever its config calls them."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tiny_models import every_model, every_tiny
+
+from upshift.errors import RequestError
+from upshift.models.build import build_model, find_stacks
+from upshift.models.describe import count_parameters
+from upshift.models.experts import stacked
+from upshift.models.measure import Tracer
+from upshift.models.source import find_model
+from upshift.models.store import SegmentStore, Variant
+from upshift.models.trace import _experts, trace_model
+
+# Fields that say it, in the order tried: read by this test alone.
+SAID = ("moe_topk", "top_k_experts", "num_experts_per_tok", "moe_k")
+SIZES = {"vocab_size": 96, "hidden_size": 32, "num_attention_heads": 2}
+
+
+def is_mixture(config: Any, name: str) -> bool:
+    with torch.device("meta"):
+        model = getattr(transformers, name)(config)
+    return any(stacked(module) for module in model.modules())
+
+
+def test_every_mixture_of_transformers(tmp_path: Path) -> None:
+    """Of those that can be made tiny and traced. A router may send a token to all experts and weigh them with zeros (Llama 4):
+    what is computed is counted."""
+    right, dense, untraced = [], [], []
+    for _, model_type, name in every_model("causal"):
+        if not re.search("moe|mix|gpt_oss|experts|deepseek|hunyuan", f"{model_type} {vars(config_of(model_type))}"):
+            continue
+        try:
+            config = next(every_tiny(model_type, name))
+        except Exception:  # each class has its own kinds for sizes that it refuses
+            continue
+        said = next((value for key in SAID if isinstance(value := getattr(config.get_text_config(), key, None), int)), None)
+        if said is None or not is_mixture(config, name):
+            continue
+        config.save_pretrained(tmp_path / model_type)
+        try:
+            found = _experts(Tracer(find_model(str(tmp_path / model_type))))
+        except Exception:  # a router that looks at numbers: inspect and plan refuse it, naming the module
+            untraced.append(model_type)
+            continue
+        assert found is not None, model_type
+        (right if found.per_token == said else dense).append(model_type)
+        assert found.per_token in (said, found.count), (model_type, found, said)
+    print(f"{len(right)} as their configs say, all experts in {dense}, not traced {untraced}")
+    assert len(right) >= 15 and len(dense) <= 3
+
+
+def config_of(model_type: str) -> Any:
+    try:
+        return transformers.CONFIG_MAPPING[model_type]()
+    except Exception:  # needs parts
+        return transformers.PretrainedConfig()
+
+
+def test_a_field_that_no_other_config_has_is_not_needed(tmp_path: Path) -> None:
+    config = transformers.MixtralConfig(
+        **SIZES, intermediate_size=48, num_hidden_layers=2, num_key_value_heads=2, num_local_experts=8, num_experts_per_tok=3,
+        architectures=["MixtralForCausalLM"],
+    )  # fmt: skip
+    config.save_pretrained(tmp_path)
+    found = _experts(Tracer(find_model(str(tmp_path))))
+    assert found is not None and (found.count, found.per_token) == (8, 3)
+    assert found.parameters == 2 * 8 * 3 * 32 * 48
+
+
+def test_a_dense_model_has_no_experts(tmp_path: Path) -> None:
+    transformers.MambaConfig(
+        vocab_size=96, hidden_size=32, num_hidden_layers=2, architectures=["MambaForCausalLM"]
+    ).save_pretrained(tmp_path)
+    assert _experts(Tracer(find_model(str(tmp_path)))) is None
+
+
+@pytest.mark.parametrize(("tied", "tables"), [(True, {(64, 32)}), (False, {(96, 32), (64, 32)})])
+def test_tables_are_no_products(tied: bool, tables: set[tuple[int, ...]]) -> None:
+    """GPT-2's positions stand outside the layers, as Gemma 3n's embeddings of each layer do."""
+    config = transformers.GPT2Config(
+        n_embd=32, n_layer=2, n_head=2, vocab_size=96, n_positions=64, tie_word_embeddings=tied, architectures=["GPT2LMHeadModel"]
+    )
+    model = build_model(config, transformers.GPT2LMHeadModel, dtype=torch.float32)
+    counted = count_parameters(model, tuple(path for path, _ in find_stacks(model)), always_fp32=0)
+    assert {entry.shape for entry in counted.looked_up} == tables
+    products = {entry.shape: entry.count for entry in counted.product_shapes}
+    assert (64, 32) not in products and products[96, 32] == 1, "the head"
+
+
+T5 = {"d_model": 32, "d_ff": 48, "num_heads": 2, "d_kv": 16, "vocab_size": 96, "decoder_start_token_id": 0}
+
+
+@pytest.mark.parametrize(("encoder", "decoder"), [(1, 1), (1, 3), (2, 1)])
+def test_stacks_of_one_layer(encoder: int, decoder: int, tmp_path: Path) -> None:
+    config = transformers.T5Config(
+        **T5, num_layers=encoder, num_decoder_layers=decoder, architectures=["T5ForConditionalGeneration"]
+    )
+    config.save_pretrained(tmp_path)
+    variants = (Variant("fp32", "sdpa", False),)
+    kept = SegmentStore(tmp_path / "kept")
+    profile = trace_model(find_model(str(tmp_path)), key="", versions={}, sequence_length=16, variants=variants, kept=kept)
+    assert [len(stack.assignment) for stack in profile.stacks] == [encoder, decoder]
+
+
+@pytest.mark.parametrize("depth", [{"num_layers": 0}, {"num_layers": 2, "num_decoder_layers": 0}])
+def test_no_layers_are_refused(depth: dict[str, int], tmp_path: Path) -> None:
+    transformers.T5Config(**T5, **depth, architectures=["T5ForConditionalGeneration"]).save_pretrained(tmp_path)
+    with pytest.raises(RequestError, match="layers=0, a model without layers; give 1 or more"):
+        Tracer(find_model(str(tmp_path)))
