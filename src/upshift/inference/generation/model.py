@@ -8,7 +8,6 @@ from typing import Any
 from upshift.errors import RequestError
 from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
-from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.loading.placed import Where
 from upshift.models.build import find_architecture, read_config
 from upshift.models.source import ModelSource
