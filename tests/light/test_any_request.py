@@ -142,5 +142,5 @@ def test_a_request_ends_in_a_plan_or_in_one_line(model: str) -> None:
             assert len(str(problem).splitlines()) == 1, request
         except Exception as problem:
             raise AssertionError(f"{request} ends in {problem!r}") from problem
-    assert planned >= 5
-    assert refused >= 5
+    assert planned >= 2
+    assert refused >= 2

@@ -46,6 +46,7 @@ PYTEST = ("-o", "addopts=--import-mode=importlib", "-p", "no:terminal", "-p", "n
 READ_SOURCES = ("test_house", "test_docs", "test_translations", "test_claims", "test_contributing", "test_published")
 TIMED = ("test_ten_thousand_plans_a_second", "test_import_is_light")  # they fail on a busy machine
 FACTOR, GRACE_SECONDS = 4.0, 30.0  # of the CPU: a mutant that takes longer than so many times the tests' usual time loops
+NOT_RUN = 7  # exit code of a process that did not find its tests
 WRAPPERS = ("__wrapped__", "fget", "func", "__func__", "wrapped")  # where decorators keep the function
 
 
@@ -79,7 +80,7 @@ class Mutations:
         return True
 
     def try_mutant(self, mutant: Mutant, nodeids: list[str], session: pytest.Session) -> str:
-        """Return killed, timeout, survived, gone or no test calls it."""
+        """Return killed, timeout, survived, gone, no test calls it, or not run: its tests could not be collected again."""
         file = ROOT / mutant.file
         try:
             tree = mutate(file.read_text(encoding="utf-8"), mutant)
@@ -99,7 +100,9 @@ class Mutations:
         status = in_child(run_tests)
         if status == 0:
             return "survived"
-        return "timeout" if os.WIFSIGNALED(status) else "killed"
+        if os.WIFSIGNALED(status):
+            return "timeout"
+        return "not run" if os.WEXITSTATUS(status) == NOT_RUN else "killed"
 
 
 def in_child(work: Any) -> int:
@@ -173,7 +176,9 @@ class Chosen:
 
     def pytest_runtestloop(self, session: pytest.Session) -> bool:
         items = {item.nodeid: item for item in session.items}
-        os._exit(run_items([items[nodeid] for nodeid in self.nodeids if nodeid in items]))
+        if not items.keys() >= {*self.nodeids}:
+            os._exit(NOT_RUN)
+        os._exit(run_items([items[nodeid] for nodeid in self.nodeids]))
 
 
 class MutatedFinder:
