@@ -118,12 +118,17 @@ def refuse_unsupported(arguments: Any) -> None:
             and was_set(arguments, field.name)
             and not _is_made_by_default(arguments, field.name)
         ):
+            shown = _in_one_line(getattr(arguments, field.name))
             raise RequestError(
-                f"{field.name}={getattr(arguments, field.name)!r} is an argument that this version of Upshift does not know; "
+                f"{field.name}={shown} is an argument that this version of Upshift does not know; "
                 "leave it unset, or use transformers.Trainer"
             )
         if known is not None and known.treatment == "refused" and was_set(arguments, field.name):
-            raise RequestError(f"{field.name}={getattr(arguments, field.name)!r} cannot be honoured: {known.words}")
+            raise RequestError(f"{field.name}={_in_one_line(getattr(arguments, field.name))} cannot be honoured: {known.words}")
+
+
+def _in_one_line(value: Any) -> str:
+    return " ".join(repr(value).split())[:160]
 
 
 def _is_made_by_default(arguments: Any, name: str) -> bool:
