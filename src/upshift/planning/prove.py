@@ -266,7 +266,7 @@ class _Trials:
         longest = max(self.tried, key=lambda entry: sum(result.wall_seconds for result in entry.results))
         seconds = sum(result.wall_seconds for result in longest.results)
         which = "the plain default" if longest is self.tried[0] else longest.candidate.plan.label()
-        spent = f"{seconds:.0f} s of the {self.budget:.0f} s of trials went to {which}"
+        spent = f"all trials have {self.budget:.0f} s, and {which} took {seconds:.0f} s"
         if candidate.time.one_time > max(self.left, 0.0):
             return f"it compiles for some {candidate.time.one_time:.0f} s, and {max(self.left, 0.0):.0f} s were left; {spent}"
         return f"no time was left; {spent}; a larger --trial-seconds tries more"
