@@ -6,7 +6,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self
+from typing import TYPE_CHECKING, Any, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -33,7 +33,15 @@ def _refusals_pass() -> Iterator[None]:
         raise
 
 
-class Value(BaseModel, metaclass=_RaisesRefusals):
+if TYPE_CHECKING:
+    _Base = BaseModel  # mypy knows no metaclass that is computed
+else:
+
+    class _Base(BaseModel, metaclass=_RaisesRefusals):
+        pass
+
+
+class Value(_Base):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def to_json(self, *, indent: int | None = None) -> str:
