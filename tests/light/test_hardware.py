@@ -278,8 +278,8 @@ def test_efficiency_classes_and_unknowns() -> None:
     assert gemm_efficiency("h100-sxm", 1e10) == 0.72
     assert gemm_efficiency("h100-sxm", 9.99e9) == 0.49
     assert gemm_efficiency("h100-sxm", 5e15) == 0.84
-    assert gemm_efficiency("h100-sxm", 1e8) is None
-    assert gemm_efficiency("a100-80gb", 2e13) is None
+    assert gemm_efficiency("h100-sxm", 1e8) == 0.49  # below the measured sizes: that of the nearest one
+    assert gemm_efficiency("a100-80gb", 2e13) == 0.93  # above them, likewise
     assert gemm_efficiency("t4", 1e12) is None
     assert memory_efficiency("l40s") == 0.75
     assert memory_efficiency("v100-16gb") is None
