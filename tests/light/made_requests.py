@@ -56,7 +56,7 @@ def model_of(kind: str, objective: str, *, longest: int) -> ModelProfile:
     if kind == "plain":
         return profile.changed(
             tensor_parallel=None, tensor_parallel_reason="the model declares nothing", heads=None,
-            declares=profile.declares.changed(pipeline_parallel_plan=(), position_ids=False, gradient_checkpointing=False),
+            declares=profile.declares.changed(pipeline_parallel_plan=(), gradient_checkpointing=False),
         )  # fmt: skip
     if kind == "tied":
         parameters = profile.parameters

@@ -150,8 +150,9 @@ def _experts(tracer: Tracer) -> Experts | None:
     tracer.model(torch.float32).train(False)
     batch, sequence = trace_points(1)[0]
     inputs = partial(sample_inputs, tracer.base, tracer.objective, batch=batch, sequence=sequence, masked=False)
+    whole = base_of(tracer.whole(torch.float32))  # outside of the fake mode: a class may compute with real numbers as it is built
     with fake_masks(masked=False), tracer.fake:
-        found = count_experts(base_of(tracer.whole(torch.float32)), tracer.base, inputs)
+        found = count_experts(whole, tracer.base, inputs)
     tracer.model(torch.float32).train()
     return found
 
