@@ -184,7 +184,9 @@ def test_rows_go_on_where_they_stopped(tmp_path: Path) -> None:
 
 
 def test_rows_of_another_setup_are_not_gone_on_with(tmp_path: Path) -> None:
-    Rows(tmp_path / "rows.npy", 5, "a setup").add(np.ones((2, 3), dtype=np.float32))
+    first = Rows(tmp_path / "rows.npy", 5, "a setup")
+    first.add(np.ones((2, 3), dtype=np.float32))
+    first.close()
     with pytest.raises(RequestError, match="another input, model or setup"):
         Rows(tmp_path / "rows.npy", 5, "another setup")
 
