@@ -132,7 +132,7 @@ def chosen(only: str | None, sample: int | None) -> list[tuple[str, str, str]]:
     every = list(every_model(KINDS))
     if only is not None:
         return [entry for entry in every if entry[1] in only.split(",")]
-    return every if sample is None else every[:: max(len(every) // sample, 1)][:sample]
+    return every if sample is None else [every[number * len(every) // sample] for number in range(min(sample, len(every)))]
 
 
 def run_all(entries: list[tuple[str, str, str]], processes: int) -> Iterator[tuple[str, str, str, dict[str, Any]]]:

@@ -181,6 +181,8 @@ def _plain_losses(model: TinyModel, sequences: Sequences, seen: list[list[int]])
         counts = [int((row["labels"] != IGNORED).sum()) - (model.kind == "causal") for row in rows]
         total = 0.0
         for row, count in zip(rows, counts, strict=True):
+            if not count:  # no word of a short row was masked: its mean is not a number, and it teaches nothing
+                continue
             try:
                 loss = reference(**row).loss
             except Exception as error:  # each model has its own kinds

@@ -20,7 +20,7 @@ from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 
 from upshift.errors import JobFailed
-from upshift.internals.torch_names import COLLECTIVES
+from upshift.internals.torch_names import COLLECTIVES, is_fake
 from upshift.internals.transformers_names import (
     ATTENTION,
     ATTENTION_FUNCTIONS,
@@ -136,7 +136,9 @@ def eager_of(module: nn.Module) -> Any:
 
 def document_of_each_token(positions: torch.Tensor) -> torch.Tensor | None:
     """Return the number of each token's document in its row [B, S]: one begins where positions do not go on by 1. Return None
-    where every row is one document."""
+    where every row is one document, for which the rows of fake tensors, which have no values, are taken."""
+    if is_fake(positions):
+        return None
     begins = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
     return begins.cumsum(-1) if bool(begins.any()) else None
 
