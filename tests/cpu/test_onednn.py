@@ -69,7 +69,12 @@ def test_states_are_those_of_transformers(folder: Path, precision: Any) -> None:
         with pytest.raises(RequestError, match="torch.export cannot take .* with batches of any size: .*BFloat16"):
             outputs(OneDnnEngine, folder, precision)
         return
-    for found, right, batch in zip(outputs(OneDnnEngine, folder, precision), expected, batches(), strict=True):
+    try:
+        states = outputs(OneDnnEngine, folder, precision)
+    except RequestError as refusal:
+        assert precision == "bf16" and not torch.ops.mkldnn._is_mkldnn_bf16_supported(), refusal
+        pytest.skip(str(refusal))
+    for found, right, batch in zip(states, expected, batches(), strict=True):
         real = batch.mask > 0
         assert found.shape == right.shape and found.dtype == np.float32
         assert np.abs(found - right)[real].max() < WITHIN[precision] * np.abs(right[real]).max()

@@ -19,7 +19,7 @@ from upshift.errors import RequestError
 
 LOCK_NAME = ".upshift.lock"  # in a folder that is an output
 HOLDER_BYTES = 1000  # of the lock file's text that are read
-ENDING_SECONDS, POLL_SECONDS = 5.0, 0.05  # children of a killed process may hold its lock for a moment
+ENDING_SECONDS, POLL_SECONDS = 30.0, 0.05  # children of a killed process hold its lock until the disk has what they wrote
 
 
 class OutputLock:

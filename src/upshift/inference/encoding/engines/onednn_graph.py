@@ -13,6 +13,7 @@ from functools import reduce
 import torch
 from torch.fx import Graph, GraphModule, Node
 
+from upshift.errors import RequestError
 from upshift.internals.torch_names import ERASED, LINEAR_POINTWISE, METADATA_CHECK, REORDER_WEIGHT
 
 aten, mkldnn = torch.ops.aten, torch.ops.mkldnn
@@ -100,7 +101,11 @@ class _Packed:
     def _packed(self, weight: Node) -> str:
         if weight.target not in self._names:
             self._names[weight.target] = f"onednn_{len(self._names)}"
-            tensor = REORDER_WEIGHT.get()(_tensor(self.module, weight).contiguous(), self.batch_tokens)
+            stored = _tensor(self.module, weight).contiguous()
+            try:
+                tensor = REORDER_WEIGHT.get()(stored, self.batch_tokens)
+            except RuntimeError as error:  # bf16 without the instructions for it
+                raise RequestError(f"engine onednn cannot compute in {stored.dtype} on this CPU: {error}; use fp32") from None
             self.module.register_buffer(self._names[weight.target], tensor)
         return self._names[weight.target]
 
