@@ -27,6 +27,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from upshift.internals.torch_names import tree_leaves
 from upshift.models.measure import fake_masks
 from upshift.models.tracker import LiveTracker
 from upshift.planning.plan import Plan
@@ -89,12 +90,12 @@ class FakeRank(LiveTracker):
             super()._add(tensor)
             self.peak = max(self.peak, self.live_bytes)
 
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if any(issubclass(kind, DTensor) for kind in types):
+    def _handle(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        if any(isinstance(leaf, DTensor) for leaf in tree_leaves((args, kwargs))):
             return NotImplemented
         if function is torch.ops._c10d_functional.wait_tensor.default:
             return args[0]
-        return super().__torch_dispatch__(function, types, args, kwargs)
+        return super()._handle(function, args, kwargs)
 
     @contextmanager
     def watching(self) -> Iterator[None]:

@@ -135,9 +135,11 @@ def assert_as_one_process(name: str, case: Case, results: dict[str, Result], *, 
     """``loss``: the difference allowed, where it is not the precision's own."""
     ours, theirs = results[name], results[reference_name(case)]
     print(f"{name}: loss {ours.difference(theirs):.1e}, norm {ours.norm_difference(theirs):.1e}, holds {ours.held:.3f}")
-    fp32 = case.plan.get("precision", "fp32") == "fp32"
-    assert ours.difference(theirs) < (loss or (1e-5 if fp32 else 1e-3))
-    assert ours.norm_difference(theirs) < (1e-4 if fp32 else 2e-2)
+    precision = case.plan.get("precision", "fp32")
+    assert ours.difference(theirs) < (loss or (1e-5 if precision == "fp32" else 1e-3))
+    # fp8 scales a whole tensor by its largest number, that of padding too, and a rank's rows are padded otherwise.
+    norm = {"fp32": 1e-4, "fp8": 4e-2}.get(precision, 2e-2)
+    assert ours.norm_difference(theirs) < norm
 
 
 def a_config(model: str) -> Any:
