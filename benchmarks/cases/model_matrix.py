@@ -46,6 +46,7 @@ HOST = "epyc-7763"  # plans are for this machine, wherever the case runs
 CELLS = ("inspect", "load", "plan", "train plain", "train as planned", "recompute", "packed", "encode", "generate")
 OUTCOMES = ("ok", "refused", "WRONG", "none")
 KINDS = "causal,masked,seq2seq"
+SUITE = "--sample 6 --again"
 QUICK = "gpt2,bert"
 SECONDS_OF_A_CELL = 300
 GIB_OF_A_MODEL = 3.0

@@ -80,7 +80,7 @@ def test_a_person_can_type_it(where: str, text: str) -> None:
 
 def test_what_this_machine_is_told_can_be_typed(tmp_path: Path) -> None:
     """By the command itself, with threads that oversubscribe and a plan that no machine has room for."""
-    plan = {"plans": [{"predicted": {"resident_gib": 1e6, "peak_gib": 1e6}}]}
+    plan = {"plans": [{"plan": {"device": "cpu", "num_processes": 1}, "predicted": {"resident_gib": 1e6, "peak_gib": 1e6}}]}
     (tmp_path / "plan.json").write_text(json.dumps(plan))
     command = [sys.executable, "-m", "upshift.cli.main", "doctor", "--quick", "--json", "--plan", str(tmp_path / "plan.json")]
     environment = os.environ | {"OMP_NUM_THREADS": "4096"}

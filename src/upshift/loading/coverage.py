@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import IGNORED_MISSING, IGNORED_UNEXPECTED
 from upshift.loading.checkpoint import Checkpoint, find_checkpoint
 from upshift.loading.fill import Filling
 from upshift.loading.names import map_names
@@ -51,10 +52,10 @@ def coverage_of(filling: Filling) -> Coverage:
     missing = {}
     for name, weight in weights.items():
         twins = {other for pair in tied.items() if name in pair for other in pair}
-        if name not in filled and not twins & filled and not _matches(name, model._keys_to_ignore_on_load_missing):
+        if name not in filled and not twins & filled and not _matches(name, IGNORED_MISSING.read(model)):
             missing[name] = weight.numel()
     used = {source for group in filling.names.groups for _, source in group.sources}
-    ignored = model._keys_to_ignore_on_load_unexpected
+    ignored = IGNORED_UNEXPECTED.read(model)
     unused = {
         name: prod(tensor.shape)
         for name, tensor in filling.tensors.items()

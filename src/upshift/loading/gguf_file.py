@@ -18,7 +18,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
-from upshift.internals.transformers_names import GGUF_CHECKPOINT, GGUF_METADATA, GGUF_NAMES, GGUF_PROCESSOR, GGUF_PROCESSORS
+from upshift.internals.transformers_names import (
+    GGUF_CHECKPOINT,
+    GGUF_METADATA,
+    GGUF_NAMES,
+    GGUF_PROCESSOR,
+    GGUF_PROCESSORS,
+    MODEL_MAPPING,
+)
 from upshift.loading.header import shown
 from upshift.loading.model_folder import CONFIG, METADATA
 from upshift.loading.rewriting import Progress, Rewrite, Rewritten, rewrite
@@ -146,7 +153,7 @@ def _empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
         model_class: Any = find_architecture(config, str(file)).model_class
     else:
         mapping: Any = transformers.AutoModelForSeq2SeqLM if config.is_encoder_decoder else transformers.AutoModelForCausalLM
-        model_class = mapping._model_mapping[type(config)]
+        model_class = MODEL_MAPPING.read(mapping)[type(config)]
     with torch.device("meta"):
         model: PreTrainedModel = model_class(config)
     return model

@@ -19,7 +19,7 @@ from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from upshift.errors import RequestError
-from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG
+from upshift.internals.transformers_names import CLASS_NAMES, FROM_CONFIG, WHOLE_MODULES
 from upshift.models.config_json import config_text
 from upshift.models.profile import Objective
 from upshift.models.source import ModelSource
@@ -296,7 +296,7 @@ def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 
 def _is_declared(model: nn.Module, layers: nn.ModuleList) -> bool:
     """Whether a list holds what transformers can recompute or must not split: a layer."""
-    names = getattr(model, "_no_split_modules", None) or ()
+    names = WHOLE_MODULES.read(model) or ()
     return any(isinstance(layer, GradientCheckpointingLayer) or type(layer).__name__ in names for layer in layers)
 
 

@@ -11,7 +11,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules.conv import _ConvNd
 from transformers import PreTrainedModel
 
 from upshift.models.profile import Experts
@@ -70,7 +69,7 @@ def experts_met(model: PreTrainedModel, inputs: Callable[[], dict[str, Any]]) ->
 
 def stacked(module: nn.Module) -> list[nn.Parameter]:
     """Return a module's own weights that are matrices stacked by expert; a convolution's are stacked otherwise."""
-    if isinstance(module, _ConvNd):
+    if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return []
     weights = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3 and weight.shape[0] > 1]
     return weights if len({weight.shape[0] for weight in weights}) == 1 else []

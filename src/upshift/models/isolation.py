@@ -21,9 +21,9 @@ from torch import Tensor
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, flash_attention_mask
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import CLASS_NAMES
 from upshift.models.block_attention import set_attention
 from upshift.models.build import build_model, choose_class, forget_cache, read_config
 from upshift.models.describe import attention_kernels
@@ -64,7 +64,7 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
     transformers cannot read."""
     config = read_config(source)
     if states:
-        name = MODEL_MAPPING_NAMES.get(config.model_type)
+        name = CLASS_NAMES.get().MODEL_MAPPING_NAMES.get(config.model_type)
         model_class = getattr(transformers, name, None) if isinstance(name, str) else None
         if model_class is None:
             return Isolation(reason=f"transformers has no one model for {config.model_type} without a head")

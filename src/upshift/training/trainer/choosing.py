@@ -15,7 +15,7 @@ from torch import Tensor
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
-from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION
+from upshift.internals.transformers_names import ATTENTION, LOSS_FUNCTION, PREPARE_INPUTS
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
 from upshift.planning.attention import PACKED_KERNELS
@@ -108,7 +108,7 @@ class Choosing:
             which = "of each rank" if self.args.world_size > 1 else "that is accumulated"
             reason = f"the script's own training_step runs for each batch {which}, and a plan's for all of them"
             return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
-        if type(self)._prepare_inputs is not self._upshift_library_class._prepare_inputs:
+        if PREPARE_INPUTS.of(type(self)) is not PREPARE_INPUTS.of(self._upshift_library_class):
             reason = "the script's own _prepare_inputs may make its batches, and a plan cuts those of the data loader"
             return self._upshift_without_plan(plain, reason, demanded or self._upshift_given_plan is not None), whole
         loader = self.get_train_dataloader()

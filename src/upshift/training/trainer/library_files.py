@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from pydantic import ValidationError
 from torch import Tensor, nn
-from transformers.trainer_pt_utils import safe_globals
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import SAFE_GLOBALS
 from upshift.training.checkpoint.optimizer import IMPLEMENTATION_OPTIONS, class_name, names_of_updated, placed
 from upshift.training.checkpoint.plain_json import encode
 from upshift.training.checkpoint.rng import HostRng, host_rng, restore_host_rng
@@ -295,7 +295,7 @@ def read_rng(directory: Path, *, rank: int, world_size: int) -> SavedRng | None:
     path = next((path for path in paths if path.is_file()), None)
     if path is None:
         return None
-    with safe_globals():
+    with SAFE_GLOBALS.get()():
         saved = read_file(path)
     try:
         before = saved.get(BEFORE_BATCH)

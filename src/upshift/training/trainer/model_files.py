@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from upshift.errors import RequestError
+from upshift.internals.transformers_names import NOT_SAVED
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.header import StoredTensor
 from upshift.loading.tensors import dtype_of
@@ -74,7 +75,7 @@ def names_not_stored(stored: Any, model: nn.Module) -> list[str]:
     """Return the model's weights that are not among the stored names, and not tied to one that is."""
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
-    patterns = [re.compile(pattern) for pattern in getattr(model, "_keys_to_ignore_on_save", None) or ()]
+    patterns = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
     return [
         name
         for name, tensor in targets.items()
