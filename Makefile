@@ -38,7 +38,7 @@ demo: $(VENV)/.core
 # Most tests trace models, which takes one core: a file of tests for each core at a time, each with one thread. In their
 # order by folder the many short files come last, so that no core waits long for the other.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder
 
 # Where the registry has nothing newer, or does not answer, it says so and ends well: make test has run with the pinned versions.
 test-newest: $(VENV)/.made

@@ -120,7 +120,7 @@ def test_a_foreign_line_is_seen(home: Path) -> None:
 
 def test_plan_and_inspect(home: Path) -> None:
     assert "Best of" in upshift(home, "plan", "llama", "--on", "h100", "--sequence-length", "64", "--global-batch", "8").out
-    assert "Llama" in upshift(home, "inspect", "llama").out
+    assert "Llama" in upshift(home, "inspect", "llama", "--sequence-length", "64").out
 
 
 def test_train_and_load(home: Path) -> None:

@@ -77,7 +77,7 @@ class Guard:
             return
         if body is None:  # it left
             return
-        if takes_body(scope):
+        if scope["path"] in self._paths and takes_body(scope):
             problem = problem_of(scope, body)
             if problem is not None:
                 await answer_of(problem)(scope, receive, send)
