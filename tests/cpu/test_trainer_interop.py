@@ -17,7 +17,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, MixtralConfig, MixtralForC
 import upshift
 from upshift.errors import RequestError
 from upshift.training.checkpoint import model as model_files
-from upshift.training.checkpoint.checksums import sealed
+from upshift.training.checkpoint.checksums import checksums_of, sealed
 
 STEPS, STOP = 6, 3
 DIRECTIONS = [(upshift, transformers), (transformers, upshift), (upshift, upshift)]
@@ -193,8 +193,9 @@ def test_a_checkpoint_of_upshift_train_is_refused(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-1"
     folder.mkdir()
     gpt2().save_pretrained(folder)
+    files = {file.name: file.stat().st_size for file in folder.iterdir()}
     state = {
-        "format": 1, "files": {}, "scheduler": {}, "scaler": None,
+        "format": 1, "files": files, "checksums": checksums_of(folder, files), "scheduler": {}, "scaler": None,
         "optimizer": {"optimizer_class": "AdamW", "groups": [], "numbers": {}, "subclasses": {}},
         "train": {"step": 1, "position": {"epoch": 0, "batch": 0}, "seed": 0, "tokens_seen": 0, "plan": {}},
     }  # fmt: skip
