@@ -26,6 +26,11 @@ def _closed_house(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+def pytest_make_parametrize_id(val: object, argname: str) -> str | None:
+    """Name a case of bytes by its argument: bytes may hold the time (gzip), and then two workers name one test differently."""
+    return argname if isinstance(val, bytes) else None
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     on_gpu = [item for item in items if item.path.is_relative_to(Path(__file__).parent / "gpu")]
     if not on_gpu:
