@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
-HISTORY = ("log.md",)  # what was typed then need not work now
+HISTORY = ("log.md", "log_archive.md")  # what was typed then need not work now, and the site has neither
 PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in HISTORY)]
 
 CODE = re.compile(r"`([^`\n]+)`")

@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 import typer
-from pages import CODE, PAGES, ROOT, Block, blocks, place
+from pages import CODE, HISTORY, PAGES, ROOT, Block, blocks, place
 
 import upshift
 from upshift.cli.main import UsageError, app
@@ -241,10 +241,34 @@ def test_each_technique_of_the_guides_is_found_by_its_name() -> None:
     assert [name for line in OF_THE_GUIDES.splitlines() for name in line.split("|") if name.lower() not in text] == []
 
 
+def test_the_log_is_one_page_of_dated_entries() -> None:
+    lines = (ROOT / "docs" / "log.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) <= 300 and max(map(len, lines)) <= 160
+    broken: list[str] = []
+    dates: list[str] = []
+    num_lines = 0
+    areas = lines[next(number for number, line in enumerate(lines) if line.startswith("## ")) :]
+    for line in areas:
+        if line.startswith("## "):
+            dates = []
+        elif entry := re.match(r"- \*\*.+?\*\* \(((?:\d{4}-)?\d\d-\d\d)\) \S", line):
+            date = entry[1] if len(entry[1]) > 5 else f"2026-{entry[1]}"
+            if dates and date > dates[-1]:
+                broken.append(f"newer than the entry before it: {line}")
+            dates.append(date)
+            num_lines = 1
+        elif line:
+            num_lines += 1
+            if num_lines > 4 or not line.startswith("  "):
+                broken.append(f"no entry, or its fifth line: {line}")
+    assert broken == []
+    assert dates != []
+
+
 def test_every_page_is_in_the_navigation() -> None:
     shown_pages = set(re.findall(r": (\S+\.md)$", (ROOT / "mkdocs.yml").read_text(encoding="utf-8"), flags=re.MULTILINE))
     pages = {path.name for path in (ROOT / "docs").glob("*.md") if not path.name.startswith("README.")}
-    assert shown_pages == pages
+    assert shown_pages == pages - {*HISTORY}
 
 
 def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
@@ -259,7 +283,9 @@ def test_the_site_builds_without_a_network(tmp_path: Path) -> None:
     reference = (tmp_path / "api.html").read_text(encoding="utf-8")
     assert "sequence_length" in reference and "load_in_4bit" in reference and ":::" not in reference
     assert 'dir="rtl"' in (tmp_path / "index.ar.html").read_text(encoding="utf-8")
-    # A link to a file beside docs/ is words and the file's place.
+    # The log is no page of the site. A link to it, and to a file beside docs/, is words and the file's place.
+    assert [name for name in HISTORY if (tmp_path / name).with_suffix(".html").exists()] == []
+    assert "<code>docs/log.md</code>" in (tmp_path / "training_one_gpu.html").read_text(encoding="utf-8")
     assert "<code>benchmarks/results/nine_settings.jsonl</code>" in (tmp_path / "training_one_gpu.html").read_text(
         encoding="utf-8"
     )

@@ -16,6 +16,7 @@ from typing import NamedTuple
 from upshift.benchmarking.figures import CaseFile
 from upshift.errors import RequestError
 
+HISTORY = ("log.md", "log_archive.md")
 LINKED = re.compile(r'\[([^\]\n]+)\]\(([^)\s]*results/\w+\.jsonl) "([\w-]+)/([^"\n]+)"\)')
 TABLED = re.compile(r"(<!-- rows: ([\w-]+)/([^\n]+?) -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 NUMBER = re.compile(r"[-+]?\d[\d,]*(?:\.(\d+))?")
@@ -34,9 +35,9 @@ class Stale(NamedTuple):
 
 
 def documents(root: Path) -> list[Path]:
-    """README and docs, in every language, and that of the cases; not the log, which tells what was once so."""
+    """README and docs, in every language, and that of the cases; not the log and its archive, which tell what was once so."""
     readmes = [*sorted(root.glob("README*.md")), *root.glob("benchmarks/README.md")]
-    return [*readmes, *(path for path in sorted(root.glob("docs/**/*.md")) if path.name != "log.md")]
+    return [*readmes, *(path for path in sorted(root.glob("docs/**/*.md")) if path.name not in HISTORY)]
 
 
 def renewed(text: str, cases: Mapping[str, CaseFile]) -> str:

@@ -11,7 +11,7 @@ from upshift.inference.bounds import Quality
 from upshift.inference.contestant import Entrants, LeftOut, Run, Runs, Stopped
 from upshift.inference.setup import EngineSetup, Precision
 
-BEHIND = 1.5  # of a first step, or a second pass, which no later one makes up: a step's slowest warm-up was 1.2 (docs/log.md)
+BEHIND = 1.5  # of a first step, or a second pass, which no later one makes up: a step's slowest warm-up was 1.2
 ALONE = 0.75  # of its threads' time: with less something else ran beside it, and being slow says nothing
 COARSER: Mapping[Precision, tuple[Precision, ...]] = {  # of one engine: what rounds all that this one does, at least as far
     "fp16": ("int8", "int4"),

@@ -14,7 +14,7 @@ SMALL_ELEMENTS = 4096  # torchao and bitsandbytes keep smaller tensors in full p
 LOW_BIT_BLOCK = 256  # elements that share one fp32 scale: what transformers gives both torchao optimizers
 STOCHASTIC_CHUNK = {"cpu": 2**16, "cuda": 2**24}  # elements updated at once (training/optimizers/stochastic.py)
 STOCHASTIC_CHUNK_BYTES = 4 * 4 + 4 + 4  # fp32 weight, gradient and moments, random bits, their half in use
-LOW_BIT_WORKSPACE = {"adamw_torch_8bit": 8.0, "adamw_torch_4bit": 26.0}  # bytes an element, compiled for a CPU (docs/log.md)
+LOW_BIT_WORKSPACE = {"adamw_torch_8bit": 8.0, "adamw_torch_4bit": 26.0}  # bytes an element, compiled for a CPU
 NEWTON_SCHULZ_STEPS = 5  # torch.optim.Muon
 
 # Memory traffic of an update, in words of a parameter's size: counted from what fused kernels read and write, measured

@@ -1,7 +1,7 @@
 """Learning-rate schedules by their names in transformers: the same factors, without the imports of its Trainer.
 
-transformers.get_scheduler imports peft and bitsandbytes where they are installed: 0.75 s and 74 MiB of every training process
-(docs/log.md). test_optimizers holds every step of each schedule against it.
+transformers.get_scheduler imports peft and bitsandbytes where they are installed: 0.75 s and 74 MiB of every training process.
+test_optimizers holds every step of each schedule against it.
 """
 
 from __future__ import annotations
