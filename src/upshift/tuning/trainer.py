@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 
@@ -29,10 +29,12 @@ class Searched:
 
     _upshift_made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        made = super().__new__(cls)
-        made._upshift_made_with = (arguments, named)
-        return made
+    if not TYPE_CHECKING:  # a type checker is to read the arguments of Trainer.__init__, and not these
+
+        def __new__(cls, *arguments: Any, **named: Any) -> Any:
+            made = super().__new__(cls)
+            made._upshift_made_with = (arguments, named)
+            return made
 
     def hyperparameter_search(
         self,
