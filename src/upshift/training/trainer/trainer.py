@@ -22,11 +22,6 @@ if TYPE_CHECKING:
     import torch
     from torch import nn
     from torch.utils.data import Dataset, IterableDataset
-    from transformers.data.data_collator import DataCollator
-    from transformers.feature_extraction_utils import FeatureExtractionMixin
-    from transformers.image_processing_utils import BaseImageProcessor
-    from transformers.processing_utils import ProcessorMixin
-    from transformers.tokenization_utils_base import PreTrainedTokenizerBase
 
     from upshift.planning.plan import Plan
 
@@ -34,7 +29,7 @@ if find_spec("accelerate") is None:
     raise MissingExtra(library="accelerate", extra="trainer", purpose="upshift.Trainer")
 
 
-class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):  # type: ignore[misc]
+class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):
     """transformers.Trainer with ``plan``, ``fixed``, ``allow`` and ``trial_seconds`` besides (see PlannedTraining)."""
 
     _upshift_library_class = transformers.Trainer
@@ -45,11 +40,15 @@ class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformer
             self,
             model: transformers.PreTrainedModel | nn.Module | None = None,
             args: transformers.TrainingArguments | None = None,
-            data_collator: DataCollator | None = None,
+            data_collator: transformers.DataCollator | None = None,
             train_dataset: Dataset[Any] | IterableDataset[Any] | datasets.Dataset | None = None,
             eval_dataset: Dataset[Any] | dict[str, Dataset[Any]] | datasets.Dataset | None = None,
             processing_class: (
-                PreTrainedTokenizerBase | BaseImageProcessor | FeatureExtractionMixin | ProcessorMixin | None
+                transformers.PreTrainedTokenizerBase
+                | transformers.BaseImageProcessor
+                | transformers.FeatureExtractionMixin
+                | transformers.ProcessorMixin
+                | None
             ) = None,
             model_init: Callable[..., transformers.PreTrainedModel] | None = None,
             compute_loss_func: Callable[..., torch.Tensor] | None = None,
@@ -67,7 +66,7 @@ class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformer
         ) -> None: ...
 
 
-class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):
     """transformers.Seq2SeqTrainer in the same way: evaluation by generation."""
 
     _upshift_library_class = transformers.Seq2SeqTrainer
@@ -78,11 +77,15 @@ class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, tran
             self,
             model: transformers.PreTrainedModel | nn.Module | None = None,
             args: transformers.TrainingArguments | None = None,
-            data_collator: DataCollator | None = None,
+            data_collator: transformers.DataCollator | None = None,
             train_dataset: Dataset[Any] | IterableDataset[Any] | datasets.Dataset | None = None,
             eval_dataset: Dataset[Any] | dict[str, Dataset[Any]] | datasets.Dataset | None = None,
             processing_class: (
-                PreTrainedTokenizerBase | BaseImageProcessor | FeatureExtractionMixin | ProcessorMixin | None
+                transformers.PreTrainedTokenizerBase
+                | transformers.BaseImageProcessor
+                | transformers.FeatureExtractionMixin
+                | transformers.ProcessorMixin
+                | None
             ) = None,
             model_init: Callable[..., transformers.PreTrainedModel] | None = None,
             compute_loss_func: Callable[..., torch.Tensor] | None = None,
