@@ -6,7 +6,26 @@ Names are loaded when they are first used: importing the package imports neither
 from __future__ import annotations
 
 from importlib import import_module
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:  # the same names for mypy, pyright and editors, which do not run __getattr__
+    from upshift.benchmarking.contest import compare as compare
+    from upshift.hardware.detect import detect as detect
+    from upshift.hardware.spec import Host as Host
+    from upshift.hardware.table import describe as describe
+    from upshift.inference.encoding.encoder import Encoder as Encoder
+    from upshift.inference.generation.generator import Generator as Generator
+    from upshift.loading.load import load_model as load_model
+    from upshift.models.inspect import inspect as inspect
+    from upshift.models.profile import ModelProfile as ModelProfile
+    from upshift.planning.plan import Plan as Plan
+    from upshift.planning.planner import plan as plan
+    from upshift.planning.workload import Workload as Workload
+    from upshift.record import Record as Record
+    from upshift.training.run import train as train
+    from upshift.tuning.trainer import Seq2SeqTrainer as Seq2SeqTrainer
+    from upshift.tuning.trainer import Trainer as Trainer
+    from upshift.tuning.tune import tune as tune
 
 _HOME = {
     "plan": "upshift.planning.planner",

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
+import inspect
 import re
 import sys
 from collections.abc import Callable
@@ -19,7 +21,9 @@ from transformers import DataCollatorForLanguageModeling, DataCollatorForSeq2Seq
 import upshift
 from upshift.errors import JobFailed, RequestError
 from upshift.training.autopsy import Autopsy
+from upshift.training.trainer import trainer as without_search
 from upshift.training.trainer.fields import FIELDS, markdown, refuse_unsupported
+from upshift.training.trainer.planned import PlannedTraining
 
 STEPS = 20
 
@@ -372,6 +376,21 @@ def test_what_cannot_be_honoured_is_named(argument: str, value: Any, tmp_path: P
     shown = " ".join(repr(value).split())[:160]
     with pytest.raises(RequestError, match=re.escape(f"{argument}={shown} cannot be honoured")):
         upshift.Trainer(model=task.model(), args=arguments, train_dataset=task.data)
+
+
+@pytest.mark.parametrize("name", ["Trainer", "Seq2SeqTrainer"])
+def test_type_checkers_are_told_the_arguments_of_transformers(name: str) -> None:
+    library = list(inspect.signature(getattr(transformers, name).__init__).parameters)
+    classes = [node for node in ast.parse(inspect.getsource(without_search)).body if isinstance(node, ast.ClassDef)]
+    (declared,) = (
+        node.args
+        for owner in classes
+        for node in ast.walk(owner)
+        if owner.name == name and isinstance(node, ast.FunctionDef) and node.name == "__init__"
+    )
+    planned = inspect.signature(PlannedTraining.__init__).parameters.values()
+    assert [argument.arg for argument in declared.args] == library
+    assert [argument.arg for argument in declared.kwonlyargs] == [p.name for p in planned if p.kind == p.KEYWORD_ONLY]
 
 
 def test_every_argument_is_in_the_table() -> None:

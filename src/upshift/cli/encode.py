@@ -83,7 +83,7 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
             rows.add(encode(block))
             update(rows.done, total)
         rows.finish()
-    return rows.done - before
+    return int(rows.done - before)
 
 
 def _said(recipe: Any) -> str:

@@ -42,7 +42,7 @@ def with_layout_flags(command: Callable[..., None]) -> Callable[..., None]:
     more = [inspect.Parameter(name, kind, default=None, annotation=_option(name, flag)) for name, flag in FLAGS.items()]
     wrapped.__signature__ = plain.replace(parameters=[*own, *more])  # type: ignore[attr-defined]
     wrapped.__annotations__ = {parameter.name: parameter.annotation for parameter in (*own, *more)}
-    del wrapped.__wrapped__  # type: ignore[attr-defined]
+    del wrapped.__wrapped__
     return wrapped
 
 

@@ -43,7 +43,7 @@ def command(
     from upshift.inference.generation.files import check_prompts, read_prompts
     from upshift.inference.generation.model import generation_task
     from upshift.inference.lines import count_lines
-    from upshift.inference.quantize import SAMPLE_TEXTS, check_output, choose_engine, quantize
+    from upshift.inference.quantize import SAMPLE_TEXTS, Bits, check_output, choose_engine, quantize
     from upshift.inference.sample import spread_over
     from upshift.inference.weights import find_plain_weights
 
@@ -53,13 +53,15 @@ def command(
     check_output(output, overwrite=overwrite)
     source = find_plain_weights(model)
     encodes = is_encoder(source)
-    loads = choose_engine("encode" if encodes else generation_task(source), source, bits, engine)
+    width: Bits = 8 if bits == 8 else 4
+    loads = choose_engine("encode" if encodes else generation_task(source), source, width, engine)
     said = spread_over(read_prompts(texts), count_lines(texts), SAMPLE_TEXTS)
-    if not all(isinstance(text, str) for text in said):
+    plain_texts = [text for text in said if isinstance(text, str)]
+    if len(plain_texts) < len(said):
         raise RequestError(f"--texts {texts} has chats; quantize rounds by texts: write a text a line")
     rounding_of = encoding.rounding_of if encodes else generation.rounding_of
     with show.step(f"Rounding weights to {bits} bits, and comparing what is computed"):
-        found = quantize(source, rounding_of(source, said), output, bits=bits, engine=loads)
+        found = quantize(source, rounding_of(source, plain_texts), output, bits=width, engine=loads)
     if as_json:
         sys.stdout.write(found.to_json() + "\n")
         return

@@ -65,9 +65,10 @@ def run(
             now.update(title="Training", text=_line(done, told[-RECENT_STEPS:], global_batch))
             _tell(done, quiet=as_json)
 
+        settings: dict[str, Any] = {name: others[name] for name in names} | fields
         trained = train(
             model, batches, output=output, resume=resume, from_config=from_config, on_step=on_step, max_steps=steps, seed=seed,
-            save_steps=save_steps, **{name: others[name] for name in names}, **fields,
+            save_steps=save_steps, **settings,
         )  # fmt: skip
     if tokenizer is not None:
         tokenizer.save_pretrained(trained.model_directory)
@@ -115,6 +116,7 @@ def _tokenized(
         return (batch.micro_batches[0].arrays for batch in source.batches(source.position_of_step(step)))
 
     def evaluation() -> Iterator[Any]:
+        assert held_out is not None  # else nobody asks
         batches = evaluation_batches(held_out, global_batch=global_batch, layout=layout, objective=found.objective)
         return (batch.micro_batches[0].arrays for batch in batches)
 

@@ -245,7 +245,7 @@ def _note(debugger: int, slot: int, label: str, dtype: str) -> None:
 
 
 def _never_compiled(hook: Callable[..., None]) -> Callable[..., None]:
-    disabled: Callable[..., None] = torch.compiler.disable(hook)  # type: ignore[no-untyped-call]
+    disabled: Callable[..., None] = torch.compiler.disable(hook)
     return disabled
 
 

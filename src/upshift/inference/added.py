@@ -10,9 +10,12 @@ from __future__ import annotations
 import ast
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from upshift.errors import RequestError
+
+if TYPE_CHECKING:
+    from upshift.inference.setup import Precision, Task
 
 FOLDERS = {"encode": "encoding", "generate": "generation", "seq2seq": "generation"}
 MARK = "\nENGINE = {"
@@ -20,11 +23,11 @@ MARK = "\nENGINE = {"
 
 class Added(NamedTuple):
     name: str
-    task: str
+    task: Task
     door: str  # module:class
     libraries: tuple[str, ...]
-    precisions: tuple[str, ...]  # on a CPU
-    on_gpu: tuple[str, ...]
+    precisions: tuple[Precision, ...]  # on a CPU
+    on_gpu: tuple[Precision, ...]
     kinds: str  # the name, in the file, of the model_types that it has; empty: all
 
 

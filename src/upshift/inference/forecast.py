@@ -15,7 +15,7 @@ from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
 from upshift.planning.inference.engine import Engine, build_engine
 from upshift.planning.inference.formats import CachePrecision, WeightPrecision
-from upshift.planning.inference.plan import ReplicaShape
+from upshift.planning.inference.plan import Execution, ReplicaShape
 from upshift.planning.inference.planner import PROFILE_LENGTH
 from upshift.planning.inference.workload import InferenceWorkload
 
@@ -85,9 +85,11 @@ def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Ca
         weights, cached = FORMATS[setup.precision]
         if setup.precision in ROUNDED and (setup.device == "cuda" or (cached == "fp32" and host.supports("bf16"))):
             cached = "bf16"  # beside any rounded weights
-        execution = "eager" if setup.engine == "torch" else "graphs"
+        execution: Execution = "eager" if setup.engine == "torch" else "graphs"
         profile = traced()
-        return profile and build_engine(measured, profile, workload, ReplicaShape(weights, cached, 1, 1, execution))
+        if profile is None:
+            return None
+        return build_engine(measured, profile, workload, ReplicaShape(weights, cached, 1, 1, execution))
 
     return found
 

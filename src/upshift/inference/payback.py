@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from upshift.inference.bounds import Quality
-from upshift.inference.contestant import LeftOut, Run
+from upshift.inference.contestant import LeftOut, Reason, Run, Stopped
 from upshift.inference.engines import ENGINES
 from upshift.inference.forecast import Forecast
 from upshift.inference.setup import EngineSetup
@@ -56,18 +56,18 @@ def settled(
     """Whether nothing that was left out, or stopped, could win under bounds that may be others than those it raced under.
     ``longer``: there is more time than there was."""
     best = fastest(runs, quality)
-    said = {
+    left_out_rules: dict[Reason, Callable[[LeftOut], bool]] = {
         "compiling": lambda out: not pays(out.rate, best, amount),
         "quality": lambda out: quality != "exact" and (out.cosine or 0.0) < quality,
         "time": lambda out: not longer,
     }
-    known = {
+    stop_rules: dict[Stopped | None, Callable[[Run], bool]] = {
         "quality": lambda run: not run.within(quality),
         "behind": lambda run: not limited and (not run.within(quality) or behind(run, runs, quality)),
         "time": lambda run: not longer,
         None: lambda run: True,
     }
-    return all(said[out.reason](out) for out in left_out) and all(known[run.stopped](run) for run in runs)
+    return all(left_out_rules[out.reason](out) for out in left_out) and all(stop_rules[run.stopped](run) for run in runs)
 
 
 def fastest(runs: Sequence[Run], quality: Quality) -> float | None:

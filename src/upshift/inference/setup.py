@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
@@ -10,10 +10,13 @@ from upshift.inference.added import added
 from upshift.value import Value
 
 Task = Literal["encode", "generate", "seq2seq"]
-EngineName = Literal[
-    "torch", "torch-graphs", "torchao", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing",
-    *(engine.name for engine in added()),
-]  # fmt: skip
+if TYPE_CHECKING:  # which engines are added is known only when their files are read
+    EngineName = str
+else:
+    EngineName = Literal[
+        "torch", "torch-graphs", "torchao", "onnxruntime", "openvino", "ctranslate2", "llamacpp", "torch-compiled", "nothing",
+        *(engine.name for engine in added()),
+    ]  # fmt: skip
 Device = Literal["cpu", "cuda"]
 Precision = Literal[
     "fp32", "tf32", "bf16", "fp16", "fp8", "fp16-weights", "mixed-weights", "mixed", "int8-weights", "int8", "int4-weights",

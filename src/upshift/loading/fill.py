@@ -57,7 +57,7 @@ class Filling:
             if progress is not None:
                 progress(done, total)
         self._stretches = Stretches([])
-        WEIGHT_CONVERSIONS.put(self.model, list(self.names.used))  # type: ignore[assignment]
+        WEIGHT_CONVERSIONS.put(self.model, list(self.names.used))
 
     def _mapped(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
         """What stays as it is stored, on the CPU."""

@@ -147,4 +147,4 @@ class _OnDevice:
 
     def _users(self) -> int:
         """Of its memory: tensors, and what autograd saved."""
-        return int(STORAGE_HOLDERS.get()(STORAGE.of(self._storage)))  # type: ignore[attr-defined]
+        return int(STORAGE_HOLDERS.get()(STORAGE.of(self._storage)))

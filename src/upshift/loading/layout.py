@@ -70,7 +70,7 @@ def place_model(
     return predict(
         placement, host, memory_bytes_per_second=memory_bytes_per_second,
         disk_bytes_per_second=disk_rate(checkpoint.files) if checkpoint is not None else None,
-        stored_bytes=checkpoint and checkpoint.total_bytes, products_bytes_per_second=product_rate(model.dtype),
+        stored_bytes=None if checkpoint is None else checkpoint.total_bytes, products_bytes_per_second=product_rate(model.dtype),
     )  # fmt: skip
 
 
@@ -196,7 +196,9 @@ def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int) -> int:
     """Bytes of experts that a pass of one token a sequence is not expected to ask for, if each is chosen as often."""
     modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    experts = [inner for module in modules for inner in experts_in(module)] if chosen else []
+    if not chosen:
+        return 0
+    experts = [inner for module in modules for inner in experts_in(module)]
     idle = ((1 - chosen / module.num_experts) ** batch * sum(one.nbytes for one in module.parameters()) for module in experts)
     return int(sum(idle))
 
@@ -247,7 +249,8 @@ def _kept(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, int | Non
         cache: Any = model(**given, use_cache=True).past_key_values
     both = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     found: dict[int, tuple[int, int | None]] = {}
-    for part in both if both[0] is not None else [cache]:
+    parts: list[Any] = both if both[0] is not None else [cache]
+    for part in parts:
         for number, layer in enumerate(part.layers):
             size = sum(value.numel() * value.element_size() for value in vars(layer).values() if isinstance(value, torch.Tensor))
             found[number] = (found.get(number, (0, None))[0] + size, getattr(layer, "sliding_window", None))

@@ -76,7 +76,7 @@ def load_source(
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
         raise RequestError(f"{source.reference!r} is a config without weights; give a directory written by save_pretrained")
-    check_not_quantized(quantize, where and where.device_map)
+    check_not_quantized(quantize, None if where is None else where.device_map)
     config = read_config(source)
     kind = class_of(config, source, model_class)
     if source.config.get("quantization_config"):
@@ -110,11 +110,13 @@ def _load_quantized(
 ) -> PreTrainedModel:
     """How scales belong to codes is known to transformers and the library alone, for each of some twenty methods."""
     try:
-        model, told = kind.from_pretrained(
+        loaded: Any = kind.from_pretrained(  # with what was found in the files, which its type does not say
             source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
     except ImportError as error:
         raise RequestError(f"{source.reference!r} does not load: {' '.join(str(error).split())}") from None
+    model: PreTrainedModel
+    model, told = loaded
     if not may_lack:
         check_missing(set(told["missing_keys"]), model, source)
     return model
@@ -168,7 +170,7 @@ def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], qu
     if model.can_generate():
         assert source.directory is not None
         own = (source.directory / "generation_config.json").is_file()
-        beside = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
+        beside: dict[str, Any] = {} if own else {"config_file_name": "config.json", "_from_model_config": True}
         model.generation_config = GenerationConfig.from_pretrained(source.directory, **beside)
     if quantizer is not None:
         model.hf_quantizer = quantizer

@@ -79,7 +79,7 @@ class Adapted:
             warnings.simplefilter("ignore")  # said to people who train
             try:
                 model = PeftModel(self._model, config, ADAPTER, low_cpu_mem_usage=True)
-                model.register_load_state_dict_pre_hook(_make_room)  # type: ignore[no-untyped-call]
+                model.register_load_state_dict_pre_hook(_make_room)
                 result = model.load_adapter(str(folder), ADAPTER, torch_device="cpu")
             except (ValueError, RuntimeError, KeyError, TypeError, AttributeError, NotImplementedError) as error:
                 raise _unfit(config, folder, " ".join(str(error).split())[:300]) from error

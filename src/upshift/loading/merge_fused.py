@@ -25,7 +25,7 @@ from upshift.loading.writing import NewTensor
 def fused(model: PreTrainedModel, names: Names, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> FusedWeights:
     """The weights of the model that are stored as several, or as parts of one, and what becomes of their tensors."""
     shapes = {name: torch.Size(shape_of(tensor)) for name, tensor in tensors.items()}
-    WEIGHT_CONVERSIONS.put(model, list(names.used))  # type: ignore[assignment]
+    WEIGHT_CONVERSIONS.put(model, list(names.used))
     found = FusedWeights()
     for group in names.groups:
         if group.converter is not None:

@@ -72,7 +72,7 @@ def convert(
     model itself is struck off ``info``'s missing ones. Raises RequestError where the operations cannot be done on them."""
     transform = deepcopy(group.converter) or RENAMING.get()(group.sources[0][1], group.target)  # it collects tensors
     for pattern, name in group.sources:
-        transform.add_tensor(group.target, name, pattern, tensors[name])  # type: ignore[arg-type]  # as saving does, too
+        transform.add_tensor(group.target, name, pattern, tensors[name])  # as saving does, too
     if quantizer is not None:
         transform.quantization_operation = quantizer.get_quantize_ops()
     try:

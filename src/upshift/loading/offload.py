@@ -100,7 +100,7 @@ class _Unit:
         piece = self._pointers.get(tensor.untyped_storage().data_ptr()) if tensor.device == self._device else None
         if piece is None:
             return tensor
-        return _Saved(self, piece, tensor.dtype, tensor.size(), tensor.stride(), tensor.storage_offset())
+        return _Saved(self, piece, tensor.dtype, tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
 
 def _look_up(saved: Tensor | _Saved) -> Tensor:

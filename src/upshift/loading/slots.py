@@ -128,7 +128,7 @@ class _Buffer:
 
     def fill(self, piece: Piece) -> None:
         self._content = torch.frombuffer(self._memory, dtype=torch.uint8) if self._pinned is None else self._pinned
-        view = memoryview(self._content.numpy())
+        view = self._content.numpy().data
         for run in _runs(piece):
             stored, last = piece.tensors[run.start], piece.tensors[run.stop - 1]
             views = [view[piece.starts[i] : piece.starts[i] + piece.tensors[i].nbytes] for i in run]

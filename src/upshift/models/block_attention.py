@@ -56,7 +56,7 @@ def block_attention_forward(
     if not simple or query.device.type != "cpu" or query.shape[2] != key.shape[2] or query.shape[2] == 1:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout=dropout, scaling=scaling, is_causal=is_causal, **kwargs
-        )  # type: ignore[return-value]
+        )
     if torch.is_autocast_enabled("cpu"):
         query, key, value = (tensor.to(torch.get_autocast_dtype("cpu")) for tensor in (query, key, value))
     keep = torch.is_grad_enabled() and any(tensor.requires_grad for tensor in (query, key, value))

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -55,7 +55,7 @@ def read_config(source: ModelSource) -> PretrainedConfig:
         path = Path(folder) / "config.json"
         path.write_text(config_text(source.config), encoding="utf-8")
         try:
-            config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            config: PretrainedConfig = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         except Exception as error:  # each config class raises its own kinds; every one means: this file is not usable
             raise RequestError(f"the config of {source.reference!r} is not valid for {model_type}: {_one_line(error)}") from error
     config.name_or_path = str(source.config.get("_name_or_path") or "")
@@ -135,8 +135,7 @@ def encoder_class(config: PretrainedConfig, reference: str) -> type[PreTrainedMo
     named = find_architecture(config, reference).model_class
     with building(named.__name__), torch.device("meta"):
         model = named(copy.deepcopy(config))
-    inside: type[PreTrainedModel] = type(model.base_model)
-    return inside
+    return cast("type[PreTrainedModel]", type(model.base_model))  # transformers says no more than that it is a Module
 
 
 def _classes_beside_weights(config: PretrainedConfig) -> tuple[str, ...]:
@@ -198,9 +197,9 @@ def _assumed(config: PretrainedConfig) -> Architecture | None:
         if fits and not decoder and not parts:
             return Architecture(model_class, objective)
     for name in _names_of("MODEL_MAPPING_NAMES", config.model_type):
-        model_class = getattr(transformers, name, None)
-        if isinstance(model_class, type) and issubclass(model_class, PreTrainedModel) and _goes_with(model_class, config):
-            return Architecture(model_class, None)
+        candidate = getattr(transformers, name, None)
+        if isinstance(candidate, type) and issubclass(candidate, PreTrainedModel) and _goes_with(candidate, config):
+            return Architecture(candidate, None)
     return None
 
 
@@ -209,8 +208,9 @@ def _candidates(config: PretrainedConfig) -> Iterator[tuple[type[PreTrainedModel
     for objective, table in OBJECTIVES:
         for name in _names_of(table, config.model_type):
             model_class = getattr(transformers, name, None)
-            is_model = isinstance(model_class, type) and issubclass(model_class, PreTrainedModel)
-            if is_model and _goes_with(model_class, config):
+            if not isinstance(model_class, type) or not issubclass(model_class, PreTrainedModel):
+                continue
+            if _goes_with(model_class, config):
                 yield model_class, objective
 
 
@@ -244,7 +244,8 @@ def building(what: str) -> Iterator[None]:
 def build_model(config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> PreTrainedModel:
     """Random weights in ``dtype``, training mode. Under FakeTensorMode no memory is used."""
     model: PreTrainedModel = FROM_CONFIG.of(model_class)(config, dtype=dtype)
-    return model.train()
+    model.train()
+    return model
 
 
 def check_depth(config: PretrainedConfig, reference: str) -> None:
@@ -396,6 +397,7 @@ def sample_inputs(model: PreTrainedModel, objective: Objective, *, batch: int, s
 def _class_labels(config: PretrainedConfig, batch: int) -> torch.Tensor:
     """One class for each row, or what the config's problem_type (None: the number of labels) asks for."""
     num_labels, problem = config.num_labels, config.problem_type
+    assert num_labels is not None, "a classifier without labels is not built"
     if problem == "multi_label_classification" or (problem == "regression" and num_labels > 1):
         return torch.zeros(batch, num_labels)
     return torch.zeros(batch, dtype=torch.float32 if problem == "regression" or num_labels == 1 else torch.long)

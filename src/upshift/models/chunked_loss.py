@@ -19,6 +19,8 @@ from torch.distributed.tensor import DTensor
 
 from upshift.models.linear_cross_entropy import HeadLoss, OwnWords, linear_cross_entropy
 
+Number = float  # DeferredLogits has a method of the name float
+
 
 class ChunkedHeadError(RuntimeError):
     """The model does something between its head and its loss that cannot be computed in chunks."""
@@ -135,7 +137,7 @@ class DeferredLogits:
         ignore_index: int = -100,
         reduce: bool | None = None,
         reduction: str = "mean",
-        label_smoothing: float = 0.0,
+        label_smoothing: Number = 0.0,
     ) -> torch.Tensor:
         """``torch.nn.functional.cross_entropy`` of these logits [N, V] and labels [N]; label smoothing and z-loss as asked."""
         if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
@@ -145,7 +147,7 @@ class DeferredLogits:
         head = self.head._replace(ignore_index=ignore_index, label_smoothing=label_smoothing or self.head.label_smoothing)
         self.uses.losses += 1
         weight, bias, words = _own_words(self.weight, self.bias)
-        total = linear_cross_entropy(self.hidden, weight, bias, target, head, words)
+        total: torch.Tensor = linear_cross_entropy(self.hidden, weight, bias, target, head, words)
         if reduction == "sum":
             return total
         num_labels = (target != ignore_index).sum()
@@ -159,7 +161,7 @@ class DeferredLogits:
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """What torch calls for a function of its own that meets deferred logits."""
-        own = {
+        own: dict[Any, Callable[..., Any]] = {
             nn.functional.cross_entropy: cls.cross_entropy, torch.tanh: cls.tanh,
             torch.Tensor.add: _swapped(cls.__add__), torch.Tensor.mul: _swapped(cls.__mul__),
         }  # fmt: skip

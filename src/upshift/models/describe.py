@@ -148,8 +148,9 @@ def max_positions(model: PreTrainedModel) -> int | None:
         return None
     tokens = _input_embeddings(model)
     for module in model.modules():
-        positions = isinstance(module, nn.Embedding) and module is not tokens and module.num_embeddings == limit
-        if positions and module.padding_idx is not None:
+        if not isinstance(module, nn.Embedding) or module is tokens or module.num_embeddings != limit:
+            continue
+        if module.padding_idx is not None:
             return limit - module.padding_idx - 1  # the positions of real tokens start behind that of padding
     return limit
 

@@ -137,7 +137,8 @@ def _monomials(batch: float, sequence: float) -> list[float]:
 def _solve(points: Sequence[Point], values: np.ndarray) -> np.ndarray:
     """Six coefficients of every value, of which there is one for each point; of four points, those of what is not quadratic."""
     if len(points) == 1:
-        return values[0].T
+        only: np.ndarray = values[0].T
+        return only
     matrix = np.array([_monomials(*point)[: len(points)] for point in points])
     scale = np.abs(matrix).max(axis=0)
     solution = (np.linalg.solve(matrix / scale, values).T / scale).T

@@ -38,7 +38,7 @@ class OwnWords(NamedTuple):
     vocabulary: int
 
 
-@torch.compiler.disable  # the number of chunks follows the labels: compiled, each would be a graph of its own
+@torch.compiler.disable  # type: ignore[untyped-decorator]  # the number of chunks follows the labels: compiled, each would be a graph of its own
 def linear_cross_entropy(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -53,7 +53,7 @@ def linear_cross_entropy(
     With ``words``, weight and bias are of these alone; every rank of the group has the same hidden states and labels, and gets
     the same loss and the whole gradient of the hidden states.
     """
-    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, words, torch.is_grad_enabled())
+    total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, words, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return total
 
 

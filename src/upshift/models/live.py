@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 import json
-from typing import Any
+from typing import Any, cast
 
 import torch
 import transformers
@@ -81,7 +81,7 @@ def _quantized_from(base: PreTrainedModel) -> QuantizedFrom | None:
     dtypes = {str(module.weight.quant_state.dtype).removeprefix("torch.") for _, module in four_bit_layers(base)}
     if len(dtypes) > 1:
         raise RequestError(f"the 4-bit weights were made of {' and '.join(sorted(dtypes))}; load the model with one dtype")
-    return next(iter(dtypes), None)  # type: ignore[return-value]
+    return cast("QuantizedFrom | None", next(iter(dtypes), None))  # bitsandbytes quantizes weights of these dtypes alone
 
 
 def _config_of(base: PreTrainedModel) -> dict[str, Any]:

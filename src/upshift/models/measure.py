@@ -171,7 +171,7 @@ def _leave_meta(model: nn.Module) -> None:
         for tensors in (PARAMETERS.of(module), BUFFERS.of(module), vars(module)):
             for name, tensor in tensors.items():
                 if isinstance(tensor, torch.Tensor) and tensor.is_meta:
-                    tensors[name] = move(tensor)  # type: ignore[index]
+                    tensors[name] = move(tensor)
 
 
 def _collect(passes: list[list[tuple[str, Interval]]]) -> Measurement:
@@ -287,7 +287,7 @@ def _first_tensor(value: Any) -> torch.Tensor | None:
 
 def _on_gradient(tensor: torch.Tensor | None, act: Callable[[], None]) -> None:
     if tensor is not None and tensor.requires_grad:
-        tensor.register_hook(lambda gradient: act())  # type: ignore[no-untyped-call]
+        tensor.register_hook(lambda gradient: act())
 
 
 @contextmanager

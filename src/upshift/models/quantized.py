@@ -66,8 +66,9 @@ def four_bit_layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
 def _weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
     from bitsandbytes.nn import Params4bit
 
-    made: nn.Parameter = Params4bit(weight.detach().to(dtype), requires_grad=False, **vars(module.weight)).to(weight.device)
-    return made
+    waiting: Any = Params4bit(weight.detach().to(dtype), requires_grad=False, **vars(module.weight))
+    quantized: nn.Parameter = waiting.to(weight.device)  # which quantizes it
+    return quantized
 
 
 def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:

@@ -78,7 +78,7 @@ def trace_model(
         if isinstance(divided, str):
             variants = tuple(variant._replace(divided=False) for variant in variants)
         steps = step_tasks(tracer, variants, sequence_length, chunking=reason is None)
-        wanted = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
+        wanted: list[Callable[[], Any]] = [partial(run, tracer, points) for run in (model_flops, _kv_elements, _cached_layers)]
         described = _described(tracer)
         (flops, kv, cache), found = _run(wanted, steps, kept, progress, compiled=any(variant.compiled for variant in variants))
     except RequestError:

@@ -73,7 +73,11 @@ def _ways(tracer: Tracer, variant: Variant) -> list[Granularity | None]:
     if not tracer.base.supports_gradient_checkpointing:
         return [None]
     ways: list[Granularity | None] = [None, "full"]
-    return [*ways, *(["selective"] * variant.selective), *(["alternate"] * variant.alternate)]
+    if variant.selective:
+        ways.append("selective")
+    if variant.alternate:
+        ways.append("alternate")
+    return ways
 
 
 def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int) -> Fitted | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from torch import nn
-from transformers import PreTrainedModel
 
 from upshift.models.build import find_stacks
 from upshift.planning.optimizers import check_library
@@ -11,7 +10,7 @@ from upshift.planning.optimizers import check_library
 FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
 
 
-def convert_to_fp8(model: PreTrainedModel, *, emulate: bool) -> int:
+def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
     """Convert in place every linear of the layers that fp8 products can hold; the head stays. Returns how many.
 
     ``emulate``: the casts are real and the products fp32, for devices without fp8.

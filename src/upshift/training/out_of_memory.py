@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 
 from upshift.training.batches.fill import MicroBatch
-from upshift.training.batches.objective import IGNORED
+from upshift.training.data.columns import IGNORED
 
 FEW_TOKENS = 8
 Part = TypeVar("Part")

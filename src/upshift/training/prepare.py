@@ -117,10 +117,11 @@ def _from_files(
         return load_elsewhere(source, config, model_class, plan, dtype=dtype)
     if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
         return load_source(find_model(str(source.directory)), dtype=dtype, model_class=model_class)
-    model: PreTrainedModel
-    model, told = model_class.from_pretrained(
+    loaded: Any = model_class.from_pretrained(  # with what was found in the files, which its type does not say
         source.directory, dtype=dtype, use_safetensors=True, output_loading_info=True, **_quantizing(source)
     )
+    model: PreTrainedModel
+    model, told = loaded
     check_missing(set(told["missing_keys"]), model, source)
     return model
 
@@ -221,7 +222,7 @@ def losses_in_fp32(plan: Plan) -> Iterator[None]:
     def in_fp32(logits: torch.Tensor, *args: Any, **options: Any) -> torch.Tensor:
         return plain(logits.float(), *args, **options)
 
-    functional.cross_entropy = in_fp32
+    functional.cross_entropy = in_fp32  # type: ignore[assignment]  # which takes all that it takes
     try:
         yield
     finally:

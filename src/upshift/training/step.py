@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from upshift.errors import JobFailed, RequestError
 from upshift.planning.cost.optimizer import rounds_stochastically
@@ -52,7 +52,7 @@ class Stepper:
     """Holds what changes from step to step: weights, optimizer, schedule, loss scale."""
 
     def __init__(
-        self, model: PreTrainedModel, place: Place, arguments: Arguments, *,
+        self, model: nn.Module, place: Place, arguments: Arguments, *,
         on_halved: OnHalved = lambda old, new, why: None, copies: Copies | None = None,
     ) -> None:  # fmt: skip
         plan = place.plan

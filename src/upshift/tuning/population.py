@@ -8,14 +8,15 @@ from typing import Any
 from transformers.trainer_utils import HPSearchBackend
 
 from upshift.internals.torch_names import LAST_RATE
+from upshift.training.trainer.library import LibraryTrainer
 
 
-class OfPopulation:
+class OfPopulation(LibraryTrainer):
     """Mixed in before the Trainer."""
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         own = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
-        super()._load_optimizer_and_scheduler(checkpoint)  # type: ignore[misc]
+        super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None and self.hp_search_backend == HPSearchBackend.RAY:
             keep_own(self.optimizer, self.lr_scheduler, own)
 

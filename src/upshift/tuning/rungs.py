@@ -39,7 +39,7 @@ def rungs(pruner: BasePruner, longest: int) -> tuple[int, ...]:
     found = []
     while first <= longest:
         found.append(first)
-        first *= REDUCTION.of(pruner)  # type: ignore[attr-defined]  # both have it
+        first *= REDUCTION.of(pruner)  # both have it
     return tuple(found)
 
 

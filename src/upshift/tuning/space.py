@@ -95,7 +95,7 @@ def is_fixed(one: Range | Choices) -> bool:
 
 def read_space(path: Path, names: tuple[str, ...] | None = NAMES) -> Space:
     """A YAML or JSON file; ``names`` as of ``make_space``. Raises RequestError: the file, the name and what is wrong with it."""
-    import yaml  # type: ignore[import-untyped]
+    import yaml
 
     try:
         written = yaml.safe_load(path.read_bytes())

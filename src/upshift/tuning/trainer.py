@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from transformers.trainer_utils import BestRun, HPSearchBackend, default_compute_objective
 
@@ -17,6 +17,7 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
 from upshift.internals.transformers_names import SEARCH_BACKEND
 from upshift.training.trainer import trainer as without_search
+from upshift.training.trainer.library import LibraryTrainer
 from upshift.tuning.population import OfPopulation
 from upshift.tuning.space import Space, make_space, read_space
 
@@ -24,15 +25,17 @@ RETIRED = "SigOpt, which older guides name, was retired and transformers has dro
 LIBRARIES = {"optuna": "optuna", "ray": "ray", "wandb": "wandb"}
 
 
-class Searched:
+class Searched(LibraryTrainer):
     """Mixed in before the Trainer; keeps what it was made with, so that a trial can make another."""
 
     _upshift_made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
-    def __new__(cls, *arguments: Any, **named: Any) -> Any:
-        made = super().__new__(cls)
-        made._upshift_made_with = (arguments, named)
-        return made
+    if not TYPE_CHECKING:  # a type checker is to read the arguments of Trainer.__init__, and not these
+
+        def __new__(cls, *arguments: Any, **named: Any) -> Any:
+            made = super().__new__(cls)
+            made._upshift_made_with = (arguments, named)
+            return made
 
     def hyperparameter_search(
         self,
@@ -52,16 +55,16 @@ class Searched:
 
         Raises RequestError for what is asked wrongly; a trial that fails is a row of the study with its reason."""
         name = _backend(backend)
-        if self.model_init is None:  # type: ignore[attr-defined]
+        if self.model_init is None:
             raise RequestError("hyperparameter_search needs model_init= in place of model=: each trial begins with a new model")
         wanted = list(directions or ([direction] if isinstance(direction, str) else direction))
         _check_directions(wanted)
         objective = compute_objective or default_compute_objective
         space = _space(hp_space)
-        if name == "ray" or self.args.world_size > 1:  # type: ignore[attr-defined]
+        if name == "ray" or self.args.world_size > 1:
             from upshift.tuning.backends.natively import native_space
 
-            return super().hyperparameter_search(  # type: ignore[misc,no-any-return]
+            return super().hyperparameter_search(
                 hp_space=native_space(name, space), compute_objective=objective, n_trials=n_trials,
                 direction=wanted if len(wanted) > 1 else wanted[0], backend=name, hp_name=hp_name, **kwargs,
             )  # fmt: skip
@@ -72,11 +75,11 @@ class Searched:
         )
 
 
-class Trainer(Searched, OfPopulation, without_search.Trainer):  # type: ignore[misc]
+class Trainer(Searched, OfPopulation, without_search.Trainer):
     """upshift.training's Trainer, which can search."""
 
 
-class Seq2SeqTrainer(Searched, OfPopulation, without_search.Seq2SeqTrainer):  # type: ignore[misc]
+class Seq2SeqTrainer(Searched, OfPopulation, without_search.Seq2SeqTrainer):
     """Likewise."""
 
 

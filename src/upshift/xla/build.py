@@ -26,7 +26,7 @@ Dtype = Literal["float32", "bfloat16"]
 DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class XlaModel(tf.Module):
+class XlaModel(tf.Module):  # type: ignore[misc]  # tensorflow has no types
     """``weights``: variables by their first Hugging Face name; ``names``: every name of the state_dict with that first name."""
 
     def __init__(self, source: ModelSource, torch_model: PreTrainedModel, weights: dict[str, tf.Variable]) -> None:

@@ -19,7 +19,8 @@ STATIC_EXPERTS = "upshift_static"
 def static_experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     tokens, chosen = top_k_index.shape
     if tokens * chosen <= self.num_experts:
-        return BATCHED_EXPERTS.get()(self, hidden_states, top_k_index, top_k_weights)
+        batched: Tensor = BATCHED_EXPERTS.get()(self, hidden_states, top_k_index, top_k_weights)
+        return batched
 
     def linear(value: Tensor, weight: Tensor, name: str) -> Tensor:
         made = torch.matmul(value, weight if self.is_transposed else weight.transpose(-1, -2))

@@ -30,7 +30,8 @@ def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
             table = torch.export.default_decompositions()
             # Decomposed it is a scatter, in whose layout XLA keeps, and copies, all keys and values at every step.
             table.pop(torch.ops.aten.index_copy.default)
-            return exported.run_decompositions(table)
+            decomposed: ExportedProgram = exported.run_decompositions(table)
+            return decomposed
     except Exception as error:  # torch.export raises dozens of kinds; each means: this module has no static graph
         raise RequestError(
             f"{type(module).__name__} has no static graph ({type(error).__name__}: {_first_line(error)}); XLA needs one: run "

@@ -20,14 +20,14 @@ def save(model: XlaModel, directory: Path) -> None:
     directory.mkdir(parents=True, exist_ok=True)
     state = torch_state(model)
     kept, shown = model.config.dtype, transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     model.config.dtype = next(tensor.dtype for tensor in state.values() if tensor.is_floating_point())
     try:
         model.torch_model.save_pretrained(directory, state_dict=state, max_shard_size=MAX_SHARD_SIZE, save_original_format=True)
     finally:
         model.config.dtype = kept
         if shown:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
 
 
 def torch_state(model: XlaModel) -> dict[str, Tensor]:
@@ -39,4 +39,4 @@ def torch_state(model: XlaModel) -> dict[str, Tensor]:
 def as_torch(numbers: object) -> Tensor:
     if getattr(getattr(numbers, "dtype", None), "name", "") == "bfloat16":
         return torch.from_numpy(numbers.view("uint16").copy()).view(torch.bfloat16)  # type: ignore[attr-defined]
-    return torch.from_numpy(numbers)  # type: ignore[arg-type]
+    return torch.from_numpy(numbers)

@@ -32,15 +32,17 @@ def skeleton(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> PreT
         INITIALIZED.put(model.get_parameter_or_buffer(name), True)
     INITIALIZE.of(model)(False)
     model.tie_weights(recompute_mapping=False)
-    return set_implementations(model).eval()
+    set_implementations(model).eval()
+    return model
 
 
 def set_implementations(model: PreTrainedModel) -> PreTrainedModel:
     model.set_attn_implementation("eager")
     name = experts.register()
     for part in model.modules():  # a part's config may be its own
-        if EXPERTS_KERNEL.read(getattr(part, "config", None)) is not None:
-            EXPERTS_KERNEL.put(part.config, name)  # type: ignore[union-attr]
+        config = getattr(part, "config", None)
+        if EXPERTS_KERNEL.read(config) is not None:
+            EXPERTS_KERNEL.put(config, name)
     return model
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import numpy as np
 
@@ -70,8 +71,10 @@ class Encoder:
     @property
     def labels(self) -> tuple[str, ...]:
         """What a classifier's columns of scores are called; of another model nothing."""
-        named = {} if self.recipe.output == "embeddings" else read_config(self.source).id2label
-        return tuple(named[place] for place in sorted(named))
+        if self.recipe.output == "embeddings":
+            return ()
+        label_names: dict[Any, str] = read_config(self.source).id2label or {}
+        return tuple(label_names[place] for place in sorted(label_names))
 
     def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray]:
         """In the order of the texts, fp32: [N, H] embeddings; [N, C] scores of a classifier; of a token classifier an array
@@ -110,7 +113,7 @@ class Encoder:
             pad = self.tokens.pad
             asked = self.recipe.to_json()
             hint: Hint = "latency" if self.limits else "throughput"
-            budgets = BUDGETS_CPU if self.host.device == "cpu" else BUDGETS_GPU
+            budgets: tuple[int, ...] = BUDGETS_CPU if self.host.device == "cpu" else BUDGETS_GPU
             budgets = (1,) if self.tokens.alone else BUDGETS_LATENCY if self.limits else budgets
             sample = self._sample(take, total, 0 if self.limits else SAMPLE_BATCHES * budgets[-1])
             contest = Contest(task="encode", source=self.source, asked=asked, pad=pad, batches=budgets, hint=hint)

@@ -22,7 +22,8 @@ class TokenScores(NamedTuple):
 
 def token_counts(lengths: Sequence[int], recipe: Recipe) -> Array:
     """How many tokens of each text are given scores."""
-    return np.maximum(np.asarray(lengths, dtype=int) - sum(recipe.special), 0)
+    counts: Array = np.maximum(np.asarray(lengths, dtype=int) - sum(recipe.special), 0)
+    return counts
 
 
 def score_tokens(logits: Array, mask: Array, recipe: Recipe) -> Array:
@@ -31,4 +32,5 @@ def score_tokens(logits: Array, mask: Array, recipe: Recipe) -> Array:
     places, lengths = np.arange(mask.shape[1]), mask.sum(1, keepdims=True)
     own = logits[(places >= before) & (places < lengths - behind)].astype(np.float32, copy=False)
     raised = np.exp(own - own.max(axis=1, keepdims=True))
-    return raised / raised.sum(axis=1, keepdims=True)
+    scores: Array = raised / raised.sum(axis=1, keepdims=True)
+    return scores

@@ -187,7 +187,7 @@ class Generator:
         remembered stays the same while free memory goes a little up and down."""
         tokens, one = self.cache_tokens(), max(len(prompt) for prompt in ids) + options.max_new_tokens
         most = MANY if tokens is None else max(min(tokens // one, MANY), 1)
-        return min(len(ids), 2 ** (most.bit_length() - 1))
+        return min(len(ids), 1 << (most.bit_length() - 1))
 
     def _positions_left(self, ids: list[list[int]]) -> int | None:
         """For new tokens of each of them."""

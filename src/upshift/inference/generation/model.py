@@ -70,7 +70,8 @@ def load_model(source: ModelSource, precision: Precision, device: Device = "cpu"
     generation_task(source)
     if where is not None:
         return load_source(source, where=where)
-    return load_source(source, dtype=DTYPES.get(precision, "auto")).to(device)
+    model: Any = load_source(source, dtype=DTYPES.get(precision, "auto"))  # the type of transformers' ``to`` takes no device
+    return model.to(device)
 
 
 def weight_bytes(source: ModelSource, model: Any) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import cast
+
 import torch
 from transformers import LogitsProcessor
 
@@ -16,5 +18,5 @@ class SaidPenalty(LogitsProcessor):
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """input_ids [1, T], scores [1, V] -> scores [1, V]."""
         counts = torch.bincount(input_ids[0, self._before :], minlength=scores.shape[-1])
-        found: torch.FloatTensor = scores - self._frequency * counts - self._presence * (counts > 0)
-        return found
+        lowered = scores - self._frequency * counts - self._presence * (counts > 0)
+        return cast("torch.FloatTensor", lowered)  # torch types what operators give as Tensor

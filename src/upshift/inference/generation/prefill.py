@@ -17,7 +17,7 @@ def common_prefix(prompts: Sequence[Sequence[int]]) -> list[int]:
     """Without the last token of any prompt, which its first logits come from; empty where nothing is worth keeping."""
     if len(prompts) < 2:
         return []
-    first, last = min(prompts), max(prompts)  # in the order of words: what these two share, all do
+    first, last = min(prompts, key=tuple), max(prompts, key=tuple)  # in the order of words: what these two share, all do
     most = min(map(len, prompts)) - 1
     shared = next((place for place in range(most) if first[place] != last[place]), most)
     return list(first[:shared]) if shared >= SHORTEST else []

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from upshift.planning.packing import round_up
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.objective import IGNORED
+from upshift.training.data.columns import IGNORED
 
 Batch = Mapping[str, Any]
 PADDING = {"labels": IGNORED, "attention_mask": 0, "decoder_attention_mask": 0, "decoder_input_ids": 0, "input_ids": 0,

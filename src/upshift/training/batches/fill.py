@@ -16,7 +16,8 @@ from numpy.typing import NDArray
 
 from upshift.planning.packing import round_up
 from upshift.training.batches.layout import Layout, RowGroup
-from upshift.training.batches.objective import IGNORED, Objective
+from upshift.training.batches.objective import Objective
+from upshift.training.data.columns import IGNORED
 from upshift.training.data.tokens import Sequences
 
 if TYPE_CHECKING:

@@ -44,7 +44,7 @@ def read_adapter(directory: Path, model: Any) -> None:
     file, (name,) = directory / ADAPTER_WEIGHTS, model.peft_config
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
     try:
-        answer = set_peft_model_state_dict(model, load_file(file), adapter_name=name)
+        answer: Any = set_peft_model_state_dict(model, load_file(file), adapter_name=name)
     except (RuntimeError, KeyError) as error:  # torch's words for another shape, peft's for a name that is not there
         raise RequestError(f"{file} is of another adapter ({' '.join(str(error).split())[:200]}); {_NEXT}") from None
     wrong = [*answer.unexpected_keys, *sorted(trained.intersection(answer.missing_keys))]

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from upshift.errors import RequestError
 from upshift.training.checkpoint.background import BackgroundWriter
@@ -61,7 +61,7 @@ class Restorable(Protocol):
 def save_checkpoint(
     directory: Path,
     *,
-    model: PreTrainedModel,
+    model: nn.Module,
     tokenizer: Any | None,
     optimizer: torch.optim.Optimizer,
     scheduler_state: dict[str, Any],
@@ -80,7 +80,7 @@ def save_checkpoint(
     if writer is not None:
         writer.wait()
     final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
-    name, rngs = final.name, rngs or [capture_rng(model.device)]
+    name, rngs = final.name, rngs or [capture_rng(next(model.parameters()).device)]
     with writing(directory, name=name, temporary=temporary):
         directory.mkdir(parents=True, exist_ok=True)
         remove_leftovers(directory)
@@ -111,7 +111,7 @@ def save_checkpoint(
 def load_checkpoint(
     directory: Path,
     *,
-    model: PreTrainedModel,
+    model: nn.Module,
     optimizer: torch.optim.Optimizer,
     scheduler: Restorable | None = None,
     scaler: Restorable | None = None,
@@ -133,7 +133,7 @@ def load_checkpoint(
         scaler.load_state_dict(decode(saved.scaler))
     rng = read_rng(directory, rank=rank)
     if rng is not None:
-        restore_rng(rng, model.device)
+        restore_rng(rng, next(model.parameters()).device)
     else:
         seed_rng(saved.train.seed, saved.train.step, rank)
     return saved.train

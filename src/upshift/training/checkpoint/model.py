@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import Tensor, nn
-from transformers import PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from upshift.errors import RequestError
@@ -40,7 +39,7 @@ TOKENIZER_ENTRY_BYTES = 128
 
 
 def save_model(
-    directory: Path, model: PreTrainedModel, tokenizer: Any | None, *, weights: dict[str, Tensor] | None = None
+    directory: Path, model: nn.Module, tokenizer: Any | None, *, weights: dict[str, Tensor] | None = None
 ) -> None:
     """The final Hugging Face directory. Raises JobFailed when it cannot be written, RequestError over a user's file.
 
@@ -95,7 +94,7 @@ def model_files(directory: Path) -> list[str]:
 
 def write_model(
     directory: Path,
-    model: PreTrainedModel,
+    model: nn.Module,
     tokenizer: Any | None,
     *,
     original_names: bool,
@@ -113,10 +112,11 @@ def write_model(
         write_tokenizer(directory, tokenizer)
 
 
-def write_weights(directory: Path, model: PreTrainedModel, weights: dict[str, Tensor], *, original_names: bool) -> None:
+def write_weights(directory: Path, model: nn.Module, weights: dict[str, Tensor], *, original_names: bool) -> None:
     """Also the configs. `weights`: the model's state_dict, or a copy of it."""
+    library_model: Any = model  # one of transformers'
     with _no_progress_bars():
-        model.save_pretrained(
+        library_model.save_pretrained(
             directory,
             state_dict={plain_name(name): tensor for name, tensor in weights.items()},
             max_shard_size=MAX_SHARD_SIZE,
@@ -136,12 +136,12 @@ def write_tokenizer(directory: Path, tokenizer: Any) -> None:
 @contextmanager
 def _no_progress_bars() -> Iterator[None]:
     shown = transformers_logging.is_progress_bar_enabled()
-    transformers_logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+    transformers_logging.disable_progress_bar()
     try:
         yield
     finally:
         if shown:
-            transformers_logging.enable_progress_bar()  # type: ignore[no-untyped-call]
+            transformers_logging.enable_progress_bar()
 
 
 def model_bytes(model: nn.Module) -> int:

@@ -95,7 +95,8 @@ def save_parts(
 
     def seal() -> None:
         with writing(directory, name=final.name, temporary=temporary):
-            parts_of(model)[0].config.save_pretrained(temporary)
+            first_part: Any = parts_of(model)[0]  # a transformers model, or a stage of one
+            first_part.config.save_pretrained(temporary)
             if tokenizer is not None:
                 write_tokenizer(temporary, tokenizer)
             write_rngs(temporary, rngs)

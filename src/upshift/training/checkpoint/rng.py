@@ -28,7 +28,7 @@ class HostRng(NamedTuple):
 
     cpu: torch.Tensor
     python: tuple[Any, ...]
-    numpy: tuple[Any, ...]
+    numpy: dict[str, Any] | tuple[Any, ...]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

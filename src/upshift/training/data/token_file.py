@@ -46,7 +46,7 @@ class TokenFile:
             self._file.seek(0)
             return np.frombuffer(self._file.read(), self._dtype)
         self._guarded(self._file.flush)
-        return np.memmap(self._file, self._dtype, mode="r", shape=(self.length,))  # type: ignore[call-overload, no-any-return]
+        return np.memmap(self._file, self._dtype, mode="r", shape=(self.length,))
 
     def _flush(self) -> None:
         if not self._pending:

@@ -37,21 +37,19 @@ class Saves:
     def save(self, output: Path, state: TrainState, tokenizer: Any | None) -> None:
         """Returns when training may go on. All ranks call it together, after ``finish``."""
         stepper = self.stepper
-        written = partial(
-            save_parts if self._shares else save_checkpoint, output,
+        options: dict[str, Any] = dict(
             model=stepper.model, tokenizer=tokenizer, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
             scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=state,
-            rngs=gather(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer,
-            keep=self.keep,
+            rngs=gather(capture_rng(next(stepper.model.parameters()).device), self.plan), writer=self._writer, keep=self.keep,
         )  # fmt: skip
         self.meter.saving(begins=True)
         if self._shares:
-            path, self._seal = written(place=self.place)
+            path, self._seal = save_parts(output, place=self.place, **options)
             self._under_way = Saved(str(path), state.step)
             return
         with on_rank_0(self.plan):
             if self.place.rank == 0:
-                self._under_way = Saved(str(written()), state.step)
+                self._under_way = Saved(str(save_checkpoint(output, **options)), state.step)
 
     def notice(self) -> None:
         """The event of a checkpoint is sent when it is whole. Where ranks share, all call it together."""

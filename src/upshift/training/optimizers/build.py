@@ -59,7 +59,8 @@ def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Grou
     """What makes the optimizer from its groups, for parameters on ``device``."""
     lr = arguments.learning_rate
     adam: dict[str, Any] = {"lr": lr, "betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
-    options, added = read_optim_args(plan.optim, plan.optim_args), optimizers()[plan.optim].added
+    options: dict[str, Any] = {**read_optim_args(plan.optim, plan.optim_args)}
+    added = optimizers()[plan.optim].added
     if added is not None:
         module, name = added.door
         return partial(getattr(import_module(module), name), lr=lr, **options)

@@ -43,6 +43,7 @@ class OnHost(torch.optim.Optimizer):
             if parameter.grad is None:
                 copy.grad = None
             else:
+                assert copy.grad is not None  # since _copy; every step puts it back
                 copy.grad.copy_(parameter.grad, non_blocking=True)
             if self._versions.get(copy) != VERSION.of(parameter):  # loaded, or moved by someone else
                 copy.copy_(parameter, non_blocking=True)

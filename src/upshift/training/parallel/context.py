@@ -34,7 +34,7 @@ from upshift.models.build import find_stacks
 from upshift.planning.layout import Layout
 from upshift.planning.packing import round_up
 from upshift.planning.plan import Plan
-from upshift.training.batches.objective import IGNORED
+from upshift.training.data.columns import IGNORED
 from upshift.training.parallel.exchanged import Exchanged
 from upshift.training.parallel.place import Place
 
@@ -131,7 +131,7 @@ class Regrouped:
 
 def eager_of(module: nn.Module) -> Any:
     """As transformers finds it: beside the module's class."""
-    return sys.modules[type(module).__module__].eager_attention_forward  # type: ignore[attr-defined]
+    return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def document_of_each_token(positions: torch.Tensor) -> torch.Tensor | None:
@@ -189,7 +189,8 @@ class SharedContext:
             labels = nn.functional.pad(labels[:, 1:], (0, 1), value=IGNORED) if self._shifts else labels
             self._num_labels = (labels != IGNORED).sum().clamp(min=1)
         self._labels = None if labels is None else self._own(labels)
-        own = {name: self._own(value) for name, value in (tensors | {"position_ids": positions}).items()}
+        tensors = tensors | {"position_ids": positions}
+        own: dict[str, torch.Tensor | None] = {name: self._own(value) for name, value in tensors.items()}
         # transformers would find borders of packed sequences in a rank's own positions, unless there is a mask.
         own["attention_mask"] = torch.ones_like(positions) if packed is not None else mask
         return args, {**given, **own, "labels": None}
@@ -236,7 +237,7 @@ class SharedContext:
 
     def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
         """[B, heads, own tokens, D] -> [B, own heads, tokens, D], and [B, tokens, own heads, D] -> [B, own tokens, heads, D]."""
-        return Exchanged.apply(tensor, self.group, exchanged, exchanged_back)  # type: ignore[no-any-return]
+        return Exchanged.apply(tensor, self.group, exchanged, exchanged_back)  # type: ignore[no-any-return,no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.chunk(self.ranks, 1)[self.rank].contiguous() if tensor.shape[1] == self.whole.width else tensor

@@ -14,6 +14,8 @@ def of_its_size(parameter: nn.Parameter | None) -> nn.Parameter:
     local = parameter.to_local().detach()
     if local.untyped_storage().nbytes() <= local.nbytes:
         return parameter
-    shape = {"shape": parameter.shape, "stride": parameter.stride()}
-    part = DTensor.from_local(local.clone(), parameter.device_mesh, parameter.placements, run_check=False, **shape)
+    part = DTensor.from_local(
+        local.clone(), parameter.device_mesh, parameter.placements,
+        run_check=False, shape=parameter.shape, stride=parameter.stride(),
+    )  # fmt: skip
     return nn.Parameter(part, requires_grad=parameter.requires_grad)

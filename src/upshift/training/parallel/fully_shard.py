@@ -23,19 +23,19 @@ COMPUTED_IN = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.floa
 def shard_weights(model: nn.Module, place: Place) -> None:
     """In place, and onto the plan's device. Weights become DTensors; outside of a pass each rank has its rows of them."""
     plan = place.plan
-    settings = {"mesh": place.sharing, "mp_policy": policy_of(plan)}
+    mesh, policy = place.sharing, policy_of(plan)
     keeps = plan.layout.fully_shard == "gradients"
     for experts in expert_modules(model, place):
         assert place.experts is not None
-        fully_shard(experts, reshard_after_forward=not keeps, **(settings | {"mesh": place.experts["replicas"]}))
+        fully_shard(experts, reshard_after_forward=not keeps, mesh=place.experts["replicas"], mp_policy=policy)
     for _, stack in find_stacks(model):
         for layer in stack:
-            fully_shard(layer, reshard_after_forward=not keeps, **settings)
-    fully_shard(model, reshard_after_forward=False, **settings)  # the backward pass begins there at once
+            fully_shard(layer, reshard_after_forward=not keeps, mesh=mesh, mp_policy=policy)
+    root = fully_shard(model, reshard_after_forward=False, mesh=mesh, mp_policy=policy)  # the backward pass begins there at once
     for module in sharded_modules(model):
         module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)
-    model.set_reduce_scatter_unused_params(True)  # ranks' micro-batches may use different ones
+    root.set_reduce_scatter_unused_params(True)  # ranks' micro-batches may use different ones
 
 
 def policy_of(plan: Plan) -> MixedPrecisionPolicy:

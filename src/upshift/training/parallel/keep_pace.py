@@ -109,8 +109,9 @@ class KeepPace:
                 raise
             self.agreement.ran_out(error, micro_batch)
         # Here and not above: the exception held the tensors of the try that failed.
-        self.model.reset_iter_state()
-        self.model.set_requires_all_reduce(False)
+        root: Any = self.model  # an FSDPModule since shard_weights
+        root.reset_iter_state()
+        root.set_requires_all_reduce(False)
         keeps = self.place.plan.layout.fully_shard == "gradients"  # since the first micro-batch others have all weights
         self._gathers.begin_again(exchanges=self._number == 1 or not keeps)
         self._sums.begin_again()

@@ -58,7 +58,7 @@ def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: b
 
     def arrive(module: nn.Module, args: Any, kwargs: Any) -> Any:
         hidden = _hidden(args, kwargs)
-        entered = Exchanged.apply(_as_read(hidden) if plain else hidden, group, there, back)
+        entered = Exchanged.apply(_as_read(hidden) if plain else hidden, group, there, back)  # type: ignore[no-untyped-call]
         return _given(args, kwargs, {hidden: entered}, group, plain=plain)
 
     if plain or sequence:
@@ -73,7 +73,7 @@ def _share_result(group: dist.ProcessGroup) -> Callable[..., Any]:
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         result = output[0] if isinstance(output, tuple) else output
         tokens = result.reshape(*_hidden(args, kwargs).shape[:-1], result.shape[-1])
-        shared = Exchanged.apply(tokens, group, own, gathered)
+        shared = Exchanged.apply(tokens, group, own, gathered)  # type: ignore[no-untyped-call]
         shared = shared.flatten(0, 1) if result.ndim == 2 else shared
         return (shared, *output[1:]) if isinstance(output, tuple) else shared
 
@@ -88,7 +88,7 @@ def enter_and_let_go(layer: nn.Module, part: nn.Module, group: dist.ProcessGroup
     def forward(*args: Any, **kwargs: Any) -> Any:
         hidden = _hidden(args, kwargs)
         own_tokens = _as_read(hidden)
-        whole = Exchanged.apply(own_tokens, group, gathered, sum_shared)
+        whole = Exchanged.apply(own_tokens, group, gathered, sum_shared)  # type: ignore[no-untyped-call]
         args, kwargs = _given(args, kwargs, {hidden: whole}, group, plain=True)
         if getattr(layer, "gradient_checkpointing", False) or not torch.is_grad_enabled():
             return run(*args, **kwargs)
@@ -96,7 +96,7 @@ def enter_and_let_go(layer: nn.Module, part: nn.Module, group: dist.ProcessGroup
         with torch.autograd.graph.saved_tensors_hooks(kept.pack, kept.unpack):
             return run(*args, **kwargs)
 
-    part.forward = forward  # type: ignore[method-assign]
+    part.forward = forward
 
 
 def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
@@ -112,7 +112,9 @@ def _given(
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor in instead:
             return instead[tensor]
-        return Exchanged.apply(tensor, group, same, summed) if plain and tensor.requires_grad else tensor
+        if not (plain and tensor.requires_grad):
+            return tensor
+        return Exchanged.apply(tensor, group, same, summed)  # type: ignore[no-any-return,no-untyped-call]
 
     args, kwargs = tree_map(torch.Tensor, moved, (args, kwargs))
     return args, kwargs
@@ -129,7 +131,7 @@ def leaving(group: dist.ProcessGroup, there: Way, back: Way) -> Callable[..., An
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):
-            return (Exchanged.apply(output[0], group, there, back), *output[1:])
-        return Exchanged.apply(output, group, there, back)
+            return (Exchanged.apply(output[0], group, there, back), *output[1:])  # type: ignore[no-untyped-call]
+        return Exchanged.apply(output, group, there, back)  # type: ignore[no-untyped-call]
 
     return leave

@@ -51,11 +51,27 @@ OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
 class PipelineStage:
     """A stage of torch's schedules that makes room for hidden states when they come: over torch's own base (make_stage)."""
 
+    # Attributes of the base.
+    submod: nn.Module
+    stage_index: int
+    device: torch.device
+    group: dist.ProcessGroup
+    is_first: bool
+    is_last: bool
+    fwd_cache: dict[int, tuple[Any, list[torch.Tensor]]]
+    bwd_cache: dict[int, tuple[torch.Tensor | None, ...]]
+    clear_runtime_states: Callable[[], None]
+    _stage_meta: Any
+    _resolve_peer_global_rank: Callable[[int], int]
+
     def __init__(self, module: nn.Module, plan: Plan) -> None:
-        self.own: Stage = module.pipeline_stage  # type: ignore[assignment]
-        super().__init__(module, self.own.index, self.own.count, torch.device(plan.device), self.own.group)
+        stage: Any = module.pipeline_stage
+        self.own: Stage = stage
+        super().__init__(  # type: ignore[call-arg]  # the base's
+            module, self.own.index, self.own.count, torch.device(plan.device), self.own.group
+        )
         self._plan = plan
-        self._stage_meta.inputs = () if self.is_first else (None,)  # type: ignore[assignment]
+        self._stage_meta.inputs = () if self.is_first else (None,)
         self.args_recv_info = {0: ()}
         self._shapes: list[tuple[int, ...]] = []
         self._received: dict[int, torch.Tensor] = {}
@@ -136,7 +152,7 @@ class PipelineStage:
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:
         if self.has_backward:
-            super().perform_reduce_grad(grad_scale_factor)
+            super().perform_reduce_grad(grad_scale_factor)  # type: ignore[misc]  # the base's
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
         """Nothing is the same for every micro-batch: see ``expect``."""

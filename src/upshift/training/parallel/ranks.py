@@ -72,6 +72,8 @@ def together(plan: Plan) -> Iterator[None]:
 
 
 def _words(failure: Exception | None) -> str | None:
-    if failure is None or isinstance(failure, UpshiftError):
-        return failure and str(failure)
+    if failure is None:
+        return None
+    if isinstance(failure, UpshiftError):
+        return str(failure)
     return f"{type(failure).__name__}: {failure}"

@@ -11,6 +11,7 @@ import inspect
 import logging
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch
@@ -111,5 +112,6 @@ def _meshes_are_real() -> Iterator[None]:
         return call
 
     names = ("get_local_rank", "get_coordinate", "get_group", "__getitem__", "size")
-    with mock.patch.multiple(DeviceMesh, **{name: outside(name) for name in names}):
+    methods: dict[str, Any] = {name: outside(name) for name in names}
+    with mock.patch.multiple(DeviceMesh, **methods):
         yield

@@ -69,7 +69,8 @@ def _by_token(child: nn.Module) -> bool:
 def _sharing(group: dist.ProcessGroup) -> Any:
     def share(layer: nn.Module, args: Any, kwargs: Any) -> Any:
         if args:
-            return (Exchanged.apply(args[0], group, own, gathered), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": Exchanged.apply(kwargs["hidden_states"], group, own, gathered)}
+            return (Exchanged.apply(args[0], group, own, gathered), *args[1:]), kwargs  # type: ignore[no-untyped-call]
+        shared = Exchanged.apply(kwargs["hidden_states"], group, own, gathered)  # type: ignore[no-untyped-call]
+        return args, kwargs | {"hidden_states": shared}
 
     return share

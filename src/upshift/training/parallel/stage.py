@@ -73,9 +73,11 @@ class PartOfConfig:
 class Absent(nn.Module):
     """Stands where a module of the first stage was, and makes nothing, of the shape that was made there."""
 
+    stage: Stage
+
     def __init__(self, shape: Shape, stage: Stage) -> None:
         super().__init__()
-        self.shape = shape
+        self.shape: Shape = shape
         self.__dict__["stage"] = stage  # no child: it holds the model
 
     def forward(self, *args: Any, **kwargs: Any) -> torch.Tensor:
@@ -112,7 +114,7 @@ class Stage:
         self.index, self.count, self.group, self.hidden_shape = index, count, group, parts.hidden_shape
         self.is_first, self.is_last = index == 0, index == count - 1
         self.received: torch.Tensor | None = None
-        self.rows_and_width = (0, 0)
+        self.rows_and_width: tuple[int, int] = (0, 0)
         tied = parts.tied(model)
         self._forward = model.forward
         self._layers = self._cut(model, parts)

@@ -29,7 +29,7 @@ def local_weights(module: nn.Module, *, without_bias: bool = False) -> Iterator[
     try:
         for name, parameter in whole.items():
             if isinstance(parameter, DTensor):
-                PARAMETERS.of(module)[name] = parameter.to_local()  # type: ignore[assignment]
+                PARAMETERS.of(module)[name] = parameter.to_local()
         if without_bias and "bias" in whole:
             PARAMETERS.of(module)["bias"] = None
         yield
@@ -43,7 +43,8 @@ def columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
         with local_weights(module):
-            return run(*args, **kwargs)
+            out: torch.Tensor = run(*args, **kwargs)
+        return out
 
     return forward
 
@@ -60,7 +61,7 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
             term = run(*args, **kwargs)
         if sequence and term.ndim != 3:
             raise RequestError("a layer of this model flattens its tokens before it ends; use sequence_parallel=False")
-        out: torch.Tensor = Exchanged.apply(term, group, there, back)
+        out: torch.Tensor = Exchanged.apply(term, group, there, back)  # type: ignore[no-untyped-call]
         bias = PARAMETERS.of(module).get("bias")
         return out if bias is None else out + bias.to(out.dtype)
 
@@ -70,14 +71,14 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
 def entered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """In a part that is not entered as one (layer_parts.py)."""
     run, group = columns(module, mesh, sequence=sequence), mesh.get_group()
-    return lambda hidden: run(Exchanged.apply(hidden, group, same, summed))
+    return lambda hidden: run(Exchanged.apply(hidden, group, same, summed))  # type: ignore[no-untyped-call]
 
 
 def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     run, group = entered_columns(module, mesh, sequence=sequence), mesh.get_group()
 
     def forward(hidden: torch.Tensor) -> torch.Tensor:
-        out: torch.Tensor = Exchanged.apply(run(hidden), group, gathered_last, own_last)
+        out: torch.Tensor = Exchanged.apply(run(hidden), group, gathered_last, own_last)  # type: ignore[no-untyped-call]
         return out
 
     return forward
@@ -85,17 +86,19 @@ def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> 
 
 def words(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
     """An embedding: rows of zeros for the words of others, then the sum."""
-    run, group, count = module.forward, mesh.get_group(), len(module.weight.to_local())
+    embedding: Any = module  # an nn.Embedding, or a class of the model's with the same attributes
+    run, group, count = module.forward, mesh.get_group(), len(embedding.weight.to_local())
     first = mesh.get_local_rank() * count
-    if module.padding_idx is not None:
-        inside = first <= module.padding_idx < first + count
-        module.padding_idx = module.padding_idx - first if inside else None
+    if embedding.padding_idx is not None:
+        inside = first <= embedding.padding_idx < first + count
+        embedding.padding_idx = embedding.padding_idx - first if inside else None
 
     def forward(ids: torch.Tensor) -> torch.Tensor:
         others = (ids < first) | (ids >= first + count)
         with local_weights(module):
             vectors = run((ids - first).masked_fill(others, 0))
-        out: torch.Tensor = Exchanged.apply(vectors.masked_fill(others.unsqueeze(-1), 0.0), group, summed, same)
+        own_words = vectors.masked_fill(others.unsqueeze(-1), 0.0)
+        out: torch.Tensor = Exchanged.apply(own_words, group, summed, same)  # type: ignore[no-untyped-call]
         return out
 
     return forward

@@ -7,6 +7,8 @@ transformers has it.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel, activations
@@ -66,7 +68,8 @@ def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
     for name, parameter in model.named_parameters(remove_duplicate=False):
         owners.setdefault(id(parameter), []).append(name)
     whole = {name for names in owners.values() if not found.keys() >= set(names) for name in names} & found.keys()
-    whole |= found.keys() & (model.pipeline_stage.shared if hasattr(model, "pipeline_stage") else [])
+    stage: Any = getattr(model, "pipeline_stage", None)
+    whole |= found.keys() & ([] if stage is None else stage.shared)
     whole |= {name.rpartition(".")[0] for name in whole}
     return {name: style for name, style in found.items() if name not in whole}
 
@@ -135,7 +138,7 @@ def _install(
     elif style in STYLES:
         plain = part is None or part.plain
         styles = STYLES if plain else ALONE
-        module.forward = styles[style](module, mesh, sequence=sequence and plain)  # type: ignore[method-assign]
+        module.forward = styles[style](module, mesh, sequence=sequence and plain)
     else:
         if style == "mla_kv_a_proj":
             module.config = model.config.get_text_config()  # type: ignore[assignment]

@@ -7,6 +7,7 @@ rounds at random draws other numbers in each stage: then the last one takes the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,6 +56,7 @@ def _peer(stage: Stage) -> int:
 
 def _shared(model: nn.Module) -> list[tuple[Stage, nn.Parameter]]:
     """Trained ones, in an order that both stages have."""
-    stages = [(module, module.pipeline_stage) for module in modules_of(model) if hasattr(module, "pipeline_stage")]
+    modules = [module for module in modules_of(model) if hasattr(module, "pipeline_stage")]
+    stages: list[tuple[nn.Module, Any]] = [(module, module.pipeline_stage) for module in modules]
     found = [(stage, module.get_parameter(name)) for module, stage in stages for name in stage.shared]
     return [(stage, weight) for stage, weight in found if weight.requires_grad]

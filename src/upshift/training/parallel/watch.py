@@ -231,7 +231,7 @@ def _own_connection() -> Store:
     store = DEFAULT_STORE.get()()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
-    copy: Store = store.clone()  # type: ignore[attr-defined]  # not in its stub
+    copy: Store = store.clone()  # not in its stub
     copy.set_timeout(STORE_SECONDS)
     return copy
 

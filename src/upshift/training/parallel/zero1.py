@@ -32,7 +32,7 @@ class DividedUpdate:
         experts = {id(parameter) for module in expert_modules(model, place) for parameter in module.parameters()}
         self._experts = dict.fromkeys(parameter for parameter in self.trained if id(parameter) in experts)
         self._divided = [parameter for parameter in self.trained if id(parameter) not in experts]
-        self._parts = {parameter: self._own(local(parameter.data)) for parameter in self._divided}
+        self._parts: dict[Tensor, Tensor] = {parameter: self._own(local(parameter.data)) for parameter in self._divided}
         self._parts |= {parameter: local(parameter.data) for parameter in self._experts}
         self._sums: dict[Tensor, Tensor] = {}  # of gradients, in fp32, where weights are bf16
         self._reduced: dict[Tensor, Tensor] = {}

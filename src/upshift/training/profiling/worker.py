@@ -11,8 +11,8 @@ from statistics import median
 from typing import Any
 
 import torch
+from torch import nn
 from torch.profiler import ProfilerActivity, profile, record_function
-from transformers import PreTrainedModel
 
 from upshift.benchmarking.environment import environment
 from upshift.benchmarking.meters import MemoryRecorder, resident_peak_bytes
@@ -164,7 +164,7 @@ def _operators(account: Account, each: float, *, on_device: bool) -> tuple[Opera
 
 
 @contextmanager
-def _marked_head(model: PreTrainedModel, marks: bool) -> Iterator[None]:
+def _marked_head(model: nn.Module, marks: bool) -> Iterator[None]:
     """From the end of the model without its head to the end of the whole."""
     whole = base_of(model)
     body = getattr(whole, "base_model", whole)

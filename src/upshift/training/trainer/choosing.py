@@ -8,9 +8,10 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import transformers
 from torch import Tensor
 
 from upshift.errors import RequestError
@@ -39,6 +40,7 @@ from upshift.training.trainer.choose import (
     words_of,
 )
 from upshift.training.trainer.chosen import chosen_by_rank_0
+from upshift.training.trainer.library import LibraryTrainer
 from upshift.training.trainer.loss_state import NOT_OF_THE_LOSS, KeptState
 from upshift.training.trainer.report import tell, trial_line
 from upshift.training.trainer.sample import NoSample, Sample, draw_sample
@@ -56,7 +58,7 @@ from upshift.training.trainer.separable import (
 STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of the forward pass
 
 
-class Choosing:
+class Choosing(LibraryTrainer):
     """Mixed into transformers' Trainer classes below ``PlannedTraining``, which sets what the user asked for."""
 
     args: Any
@@ -67,8 +69,7 @@ class Choosing:
     optimizer: Any
     optimizer_cls_and_kwargs: Any
     _upshift_is_divided: bool
-    _upshift_steps_by_batch: bool
-    _upshift_library_class: type
+    _upshift_library_class: type[transformers.Trainer]
     _upshift_last_choice: tuple[Choice, Split] | None = None  # by the last training
     _upshift_requested_layout: Layout
     _upshift_given_plan: Plan | None
@@ -76,6 +77,11 @@ class Choosing:
     _upshift_allow: tuple[str, ...]
     _upshift_trial_seconds: float | None
     _upshift_memory_limit_gib: float | None
+
+    if TYPE_CHECKING:
+
+        @property
+        def _upshift_steps_by_batch(self) -> bool: ...
 
     def _upshift_choose(self) -> tuple[Choice, Split]:
         """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits. Once ranks
@@ -168,7 +174,7 @@ class Choosing:
             with self.compute_loss_context_manager(), self._upshift_at_step(step, total_steps):
                 loss = self.compute_loss(self.model, self._prepare_inputs(inputs), num_items_in_batch=told)
             times.append((time.perf_counter() - start) / len(next(iter(inputs.values()))))
-            return loss
+            return cast("Tensor", loss)  # with outputs it is for return_outputs=True alone
 
         is_known = self._upshift_loss_is_of_library
         elsewhere = {
@@ -214,19 +220,20 @@ class Choosing:
     def _upshift_without_logging(self) -> Iterator[None]:
         """A loss that is measured is not of the training: neither its log nor callbacks hear of it."""
         own = vars(self).get("log")
-        self.log = lambda *arguments, **named: None
+        self.log = lambda *arguments, **named: None  # type: ignore[method-assign]
         try:
             yield
         finally:
             del self.log
             if own is not None:
-                self.log = own
+                self.log = own  # type: ignore[method-assign]
 
     def _upshift_total_steps(self, loader: Any) -> int:
         if self.args.max_steps > 0:
             return int(self.args.max_steps)
         per_epoch = -(-len(loader) // self.args.gradient_accumulation_steps)
-        return max(math.ceil(per_epoch * self.args.num_train_epochs), 1)
+        steps: int = math.ceil(per_epoch * self.args.num_train_epochs)
+        return max(steps, 1)
 
     def _upshift_fixed_fields(self) -> tuple[str, ...]:
         layers = sum(len(stack) for _, stack in find_stacks(self.model))

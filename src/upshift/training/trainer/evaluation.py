@@ -17,12 +17,13 @@ from transformers.trainer_utils import EvalLoopOutput
 
 from upshift.errors import RequestError
 from upshift.training.trainer.borrowed import with_global
+from upshift.training.trainer.library import LibraryTrainer
 from upshift.training.trainer.spool import HELD_BYTES, Column, Spool, spool_directory
 
 CONTAINER = "EvalLoopContainer"  # the name by which transformers' loop makes its containers
 
 
-class StreamedEvaluation:
+class StreamedEvaluation(LibraryTrainer):
     """For a subclass of transformers.Trainer: outputs beyond 32 MiB go to disk, and arrive as memory-mapped arrays.
 
     evaluate, predict and compute_metrics see the values, types and shapes that transformers gives; arrays that were on
@@ -48,7 +49,8 @@ class StreamedEvaluation:
 
         loop = with_global(Trainer.evaluation_loop, CONTAINER, container)
         with self._upshift_predict_in_step():
-            return loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+            output: EvalLoopOutput = loop(self, dataloader, description, prediction_loss_only, ignore_keys, metric_key_prefix)
+        return output
 
     def _upshift_predict_in_step(self) -> AbstractContextManager[None]:
         """Open around a loop; of a Trainer of several ranks."""

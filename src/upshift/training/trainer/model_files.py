@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -55,7 +56,7 @@ def read_trained(directory: Path, model: nn.Module) -> None:
     model.load_state_dict(weights, strict=False)
 
 
-def _check_stored(directory: Path, stored: dict[str, StoredTensor], model: nn.Module) -> None:
+def _check_stored(directory: Path, stored: Mapping[str, StoredTensor], model: nn.Module) -> None:
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     for name, one in stored.items():
         target = targets.get(name)
@@ -95,9 +96,10 @@ def read_published_names(directory: Path, model: nn.Module) -> bool:
     foreign = sorted(stored.keys() - {plain_name(name) for name in model.state_dict()})
     if not missing and not foreign:
         return False
-    loaded, report = type(model).from_pretrained(
+    both: Any = type(model).from_pretrained(  # the model, and what was found in the files
         directory, config=model.config, dtype=next(model.parameters()).dtype, output_loading_info=True
     )
+    loaded, report = both
     problems = [*report["missing_keys"], *report["unexpected_keys"], *report["mismatched_keys"]]
     if problems:
         raise RequestError(f"{directory} and the model differ in weight {problems[0]}; resume with the model of that run")

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, cast, get_args
 
 import torch
 import transformers
@@ -29,7 +29,7 @@ from upshift.planning.plan import Attention, Plan
 from upshift.training.activation_offload import activations_on_host
 from upshift.training.arguments import Arguments
 from upshift.training.autopsy import Scene, as_lines, examine, read_scene
-from upshift.training.batches.objective import IGNORED
+from upshift.training.data.columns import IGNORED
 from upshift.training.fp8 import convert_to_fp8
 from upshift.training.host_memory import limited_memory
 from upshift.training.optimizers.build import build_optimizer
@@ -191,8 +191,9 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         plain = [module for module in self.model.modules() if COMPILED_CALL.of(module) is None]
         set_process(plan)
         self._upshift_prepare_model(plan)
-        if not was_set(self.args, "optim") and plan.optim in {*type(optim)}:
-            self.args.optim = type(optim)(plan.optim)
+        library_optimizers: Any = type(optim)  # an enum
+        if not was_set(self.args, "optim") and plan.optim in {*library_optimizers}:
+            self.args.optim = library_optimizers(plan.optim)
         if not was_set(self.args, "dataloader_num_workers"):
             self.args.dataloader_num_workers = self.upshift_choice.num_workers
         try:
@@ -213,8 +214,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         """As transformers.Trainer.create_optimizer; by our own hand where the plan has one that transformers has not."""
         plan = self.upshift_choice.plan if self.upshift_choice is not None else None
-        named = {*type(self.args.optim)}
-        own = plan is not None and (plan.optim not in named or rounds_stochastically(plan) or plan.optim_offload)
+        library_optimizers: Any = type(self.args.optim)  # an enum
+        own = plan is not None and (plan.optim not in {*library_optimizers} or rounds_stochastically(plan) or plan.optim_offload)
         if self.optimizer is None and plan is not None and own:
             kept = {name: getattr(self.args, name) for name in SHARED_ARGUMENTS}
             self.optimizer = build_optimizer(self.model, plan, Arguments(max_steps=1, **kept), division=self._upshift_division())
@@ -288,7 +289,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
                     labels = inputs["labels"][:, 1:] if self._upshift_shifts_labels else inputs["labels"]
                     loss = loss * ((labels != IGNORED).sum() / num_items)
             else:
-                loss = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+                computed = self.compute_loss(model, inputs, num_items_in_batch=num_items)
+                loss = cast("Tensor", computed)  # with outputs it is for return_outputs=True alone
         return loss
 
     def _upshift_look_at_memory(self) -> None:

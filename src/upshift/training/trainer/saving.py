@@ -30,6 +30,7 @@ from upshift.training.optimizers.on_parts import OnParts
 from upshift.training.parallel.ranks import on_rank_0
 from upshift.training.trainer.batch_rng import BatchRng
 from upshift.training.trainer.borrowed import with_global
+from upshift.training.trainer.library import LibraryTrainer
 from upshift.training.trainer.library_files import (
     SCALER_FILE,
     SCHEDULER_FILE,
@@ -55,7 +56,7 @@ SAVERS = ("save_model", "_save", "_save_optimizer_and_scheduler", "_save_scaler"
 OURS = ("upshift", "transformers")  # packages whose savers are known to leave out nothing
 
 
-class PlainSaving:
+class PlainSaving(LibraryTrainer):
     """The saving half of PlainCheckpoints.
 
     Training waits for copying weights and optimizer state to host memory; a thread writes the copies, one checkpoint at a
@@ -268,7 +269,7 @@ class PlainSaving:
         with_global(PUSH_CHECKPOINT.of(Trainer), "torch", writer)(self, checkpoint_folder)
 
     def _prepare_for_training(self: Any, *args: Any, **options: Any) -> Any:
-        prepared = super()._prepare_for_training(*args, **options)
+        prepared = super()._prepare_for_training(*args, **options)  # type: ignore[no-untyped-call]
         if self.args.save_strategy != SaveStrategy.NO:
             self._upshift_check_savable()
         return prepared
@@ -289,7 +290,7 @@ class PlainSaving:
 
     def _finalize_training(self: Any, *args: Any, **options: Any) -> Any:
         self._upshift_writer.wait()
-        return super()._finalize_training(*args, **options)
+        return super()._finalize_training(*args, **options)  # type: ignore[no-untyped-call]
 
     def _upshift_tokenizer(self: Any) -> Any:
         return self.processing_class or getattr(self.data_collator, "tokenizer", None)

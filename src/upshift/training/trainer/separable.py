@@ -23,8 +23,8 @@ from torch import Tensor, nn
 from upshift.models.profile import Isolation
 from upshift.training.batches.collated import CollatedRows
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.objective import IGNORED
 from upshift.training.checkpoint.rng import HostRng, host_rng, undisturbed_rng
+from upshift.training.data.columns import IGNORED
 from upshift.training.out_of_memory import is_out_of_memory
 from upshift.training.trainer.loss_state import is_of_library
 
@@ -85,7 +85,7 @@ def has_batch_statistics(model: nn.Module) -> str | None:
     """The first module that computes over the rows of a batch, by its name."""
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.track_running_stats:
-            return name
+            return str(name)
     return None
 
 

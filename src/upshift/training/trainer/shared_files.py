@@ -55,7 +55,8 @@ def write_shared(
     rest()
     with on_rank_0(plan), writing(temporary.parent, name=name, temporary=temporary):
         if place.rank == 0:
-            getattr(model, "config", model).save_pretrained(temporary)
+            described_by: Any = getattr(model, "config", model)
+            described_by.save_pretrained(temporary)
             (temporary / PARTS_OPTIMIZER_NAME).write_text(json.dumps(saved.model_dump()), encoding="utf-8")
             seal()
 
@@ -110,6 +111,6 @@ def export_trained(directory: Path, *, model: nn.Module, model_class: Any, token
 def _bare(model: Any, model_class: Any) -> Any:
     """The model without weights."""
     with torch.device("meta"):
-        bare = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)
+        bare: Any = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)
     bare.generation_config = getattr(model, "generation_config", None)
     return bare

@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -25,20 +25,26 @@ from upshift.training.parallel.fully_shard import let_go, shard_weights, sharded
 from upshift.training.parallel.place import Place, find_place
 from upshift.training.parallel.update import agree_on_overflow, clip_all, division_of, sum_up
 from upshift.training.trainer.asked_layout import join_ranks, take_fsdp
+from upshift.training.trainer.library import LibraryTrainer
 from upshift.training.trainer.separable import has_batch_statistics
 from upshift.training.trainer.step_of_ranks import gathered_objects, on_host
 
 
-class SharedTraining:
+class SharedTraining(LibraryTrainer):
     """Mixed into transformers' Trainer classes below ``PlannedTraining``."""
 
     args: Any
     model: Any
     optimizer: Any
     accelerator: Any
-    _upshift_steps_by_batch: bool
     _upshift_place: Place | None = None  # from the first training on, where there are several ranks
     _upshift_requested_layout: Layout = ALONE  # by TrainingArguments
+
+    if TYPE_CHECKING:
+
+        @property
+        def _upshift_steps_by_batch(self) -> bool: ...
+        def _upshift_plain_optimizer(self) -> Any: ...
 
     def __init__(self, *arguments: Any, **named: Any) -> None:
         given = list(arguments)
@@ -53,7 +59,7 @@ class SharedTraining:
         super().__init__(*given, **named)
 
     def create_accelerator_and_postprocess(self) -> None:
-        super().create_accelerator_and_postprocess()  # type: ignore[misc]
+        super().create_accelerator_and_postprocess()
         if self._upshift_has_ranks:
             self.accelerator.prepare_model = partial(self._upshift_prepare_model_alone, self.accelerator.prepare_model)
 
@@ -127,19 +133,21 @@ class SharedTraining:
 
     def _upshift_sum_gradients(self, *, summed: bool) -> None:
         if self._upshift_place is not None and self._upshift_place.mesh is not None:
-            sum_up(self._upshift_plain_optimizer(), self.model, self._upshift_place, summed=summed)  # type: ignore[attr-defined]
+            sum_up(self._upshift_plain_optimizer(), self.model, self._upshift_place, summed=summed)
 
     def _clip_grad_norm(self, model: nn.Module) -> Any:
-        return self._upshift_clip_and_norm(self.args.max_grad_norm) if self._upshift_has_ranks else super()._clip_grad_norm(model)  # type: ignore[misc]
+        if not self._upshift_has_ranks:
+            return super()._clip_grad_norm(model)  # type: ignore[no-untyped-call]
+        return self._upshift_clip_and_norm(self.args.max_grad_norm)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: Any = None) -> Any:
         if not self._upshift_has_ranks:
-            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[misc]
+            return super()._get_grad_norm(model, grad_norm=grad_norm)  # type: ignore[no-untyped-call]
         return self._upshift_clip_and_norm(float("inf")) if grad_norm is None else grad_norm
 
     def _upshift_clip_and_norm(self, most: float) -> float:
         assert self._upshift_place is not None
-        optimizer, scaler = self._upshift_plain_optimizer(), getattr(self.accelerator, "scaler", None)  # type: ignore[attr-defined]
+        optimizer, scaler = self._upshift_plain_optimizer(), getattr(self.accelerator, "scaler", None)
         if self._upshift_steps_by_batch and isinstance(optimizer, OnParts):
             optimizer.take_gradients()
         self.accelerator.unscale_gradients(self.optimizer)
@@ -154,9 +162,9 @@ class SharedTraining:
         """While open, ranks that share every layer's matrices predict the batches of all of them, one after the other."""
         place = self._upshift_place
         shares = place is not None and place.plan.layout.tensor_parallel > 1
-        if shares:
-            own = self.prediction_step  # type: ignore[has-type]
-            self.prediction_step = partial(_predict_together, own, place)
+        if place is not None and shares:
+            own = self.prediction_step
+            self.prediction_step = partial(_predict_together, own, place)  # type: ignore[method-assign]
         try:
             yield
         finally:

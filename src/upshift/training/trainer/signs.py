@@ -13,6 +13,7 @@ from upshift.debugging.finding import Finding
 from upshift.debugging.run_report import forget
 from upshift.debugging.signs import TRAINER_DATA_FIX
 from upshift.training.signs import RunSigns
+from upshift.training.trainer.library import LibraryTrainer
 from upshift.training.trainer.report import tell
 
 
@@ -30,7 +31,7 @@ class Fetched:
             return next(self.batches)
 
 
-class NotedSteps:
+class NotedSteps(LibraryTrainer):
     """Mixed into transformers' Trainer classes."""
 
     args: Any
@@ -59,7 +60,7 @@ class NotedSteps:
 
     def get_batch_samples(self, epoch_iterator: Any, num_batches: int, device: torch.device) -> Any:
         if self._upshift_signs is None:
-            return super().get_batch_samples(epoch_iterator, num_batches, device)  # type: ignore[misc]
+            return super().get_batch_samples(epoch_iterator, num_batches, device)
         self._upshift_signs.begin()
         if self._upshift_signs.attributes and not self._upshift_timed_callbacks:
             self._upshift_time_callbacks(self._upshift_signs)
@@ -67,7 +68,7 @@ class NotedSteps:
             self._upshift_untime_callbacks()
         if self._upshift_batch_iterator is None or self._upshift_batch_iterator.batches is not epoch_iterator:
             self._upshift_batch_iterator = Fetched(epoch_iterator, self._upshift_signs)
-        return super().get_batch_samples(self._upshift_batch_iterator, num_batches, device)  # type: ignore[misc]
+        return super().get_batch_samples(self._upshift_batch_iterator, num_batches, device)
 
     def _upshift_time_callbacks(self, signs: RunSigns) -> None:
         self._upshift_timed_callbacks = tuple(self.callback_handler.callbacks)

@@ -145,7 +145,7 @@ class SpoolFile:
             self._file: IO[bytes] = tempfile.TemporaryFile(dir=directory, buffering=0)  # noqa: SIM115 - its arrays hold it
 
     def append(self, array: np.ndarray) -> None:
-        data = memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+        data = np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
         with self._in_words():
             while data:
                 written = self._file.write(data)
@@ -157,7 +157,7 @@ class SpoolFile:
     def read(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
         """The next array."""
         array = np.empty(shape, dtype)
-        data = memoryview(array.reshape(-1).view(np.uint8))
+        data = array.reshape(-1).view(np.uint8).data
         while data:
             data = data[self._file.readinto(data) :]  # type: ignore[attr-defined]
         return array

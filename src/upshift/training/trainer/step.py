@@ -16,7 +16,7 @@ from upshift.planning.plan import Plan
 from upshift.training.batches.collated import Batch, CollatedRows, NotRows
 from upshift.training.batches.cut import cut_rows, halve_group
 from upshift.training.batches.layout import RowGroup
-from upshift.training.batches.objective import IGNORED
+from upshift.training.data.columns import IGNORED
 from upshift.training.out_of_memory import Halving
 from upshift.training.trainer.separable import Split, is_within
 from upshift.training.trainer.step_of_ranks import StepOfRanks
@@ -70,7 +70,7 @@ class BatchStep:
         def compute(pair: Pair) -> Tensor:
             part, _ = pair
             whole = part.batch is not None or rows is None
-            inputs = self._whole(batches, part) if whole else self._inputs(part, rows)
+            inputs = self._whole(batches, part) if whole or rows is None else self._inputs(part, rows)
             weight = 0.0 if part.stands_in else scale if whole else scale * self._share(part, weights)
             loss = self.loss(inputs, num_items) * weight
             if self.plan.optimizer_in_backward:

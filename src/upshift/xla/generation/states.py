@@ -31,9 +31,11 @@ class PlacedStates(CacheLayerMixin):
 
     is_compileable = True
     is_sliding = False
+    keys: torch.Tensor
+    values: torch.Tensor
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.keys, self.values, self.place, self.is_initialized = keys, values, place, True
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
@@ -55,7 +57,8 @@ class PlacedStates(CacheLayerMixin):
 
 
 def states_of(cache: Cache) -> States:
-    return tuple(states for layer in cache.layers for states in (layer.keys, layer.values))
+    layers: list[Any] = cache.layers  # their common class has no keys
+    return tuple(states for layer in layers for states in (layer.keys, layer.values))
 
 
 def _first_cache() -> Cache:
@@ -68,9 +71,9 @@ def _placed_cache(states: Sequence[torch.Tensor], place: torch.Tensor) -> Cache:
 
 
 def _encoded_cache(states: Sequence[torch.Tensor]) -> Cache:
-    layers = []
+    layers: list[Any] = []
     for keys, values in zip(states[0::2], states[1::2], strict=True):
-        layer = FirstStates()
+        layer = FirstStates()  # type: ignore[no-untyped-call]
         layer.update(keys, values)
         layers.append(layer)
     return Cache(layers=layers)

@@ -38,7 +38,7 @@ def _compared(compute: Binary) -> Callable[..., tf.Tensor]:
     """In the dtype that torch would compute left + right in."""
 
     def lowering(node: Node, left: Any, right: Any) -> tf.Tensor:
-        values = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in node.args[:2]]
+        values: list[Any] = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in node.args[:2]]
         dtype = DTYPES[torch.result_type(*values)]
         return compute(as_dtype(left, dtype), as_dtype(right, dtype))
 

@@ -30,7 +30,7 @@ def _added_product(
     return tf.cast(product, left.dtype)
 
 
-@tf.custom_gradient
+@tf.custom_gradient  # type: ignore[untyped-decorator]
 def _wide_product(left: tf.Tensor, right: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tuple[tf.Tensor, tf.Tensor]]]:
     """Of half precision, in float32. TensorFlow's own gradients of it would be products in float32, too."""
 

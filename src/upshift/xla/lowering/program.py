@@ -50,7 +50,8 @@ class Program:
         self._weights: dict[str, str] = {}  # placeholder -> name in Hugging Face's state_dict
         self._constants: dict[str, torch.Tensor] = {}
         self.inputs: tuple[str, ...] = ()
-        state, first_name = exported.state_dict, {}
+        state = exported.state_dict
+        first_name: dict[int, str] = {}
         for spec in exported.graph_signature.input_specs:
             name, target = spec.arg.name, spec.target
             if spec.kind is InputKind.USER_INPUT:

@@ -23,7 +23,8 @@ def _linear(
     def places(count: int, whole: int, scale: float | None) -> Numbers:
         if align_corners:
             return np.arange(count) * ((whole - 1) / (count - 1) if count > 1 else 0.0)
-        return np.maximum((np.arange(count) + 0.5) * (1 / scale if scale else whole / count) - 0.5, 0)
+        centres: Numbers = np.maximum((np.arange(count) + 0.5) * (1 / scale if scale else whole / count) - 0.5, 0)
+        return centres
 
     def matrix(count: int, whole: int, scale: float | None) -> Numbers:
         at = places(count, whole, scale)

@@ -29,7 +29,7 @@ def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
 
     cores = {"chip_config_name": TWO_CORES_AS_ONE} if request.version == "v4" else {}
     slice_ = topologies.get_topology_desc(platform="tpu", topology_name=f"{request.version}:{request.grid}", **cores)
-    devices = tuple(slice_.devices[: request.chips])
+    devices: tuple[Any, ...] = tuple(slice_.devices[: request.chips])
     ir = IR.get()
     options = COMPILER.get().get_compile_options(
         num_replicas=1, num_partitions=request.chips, device_assignment=np.arange(request.chips).reshape(1, -1)
@@ -76,7 +76,7 @@ def _annotate(module: Any, request: CompileRequest) -> None:
     ir = IR.get()
     number = ir.IntegerType.get_signless(32)
     everywhere, over = ir.StringAttr.get("{replicated}"), request.chips > 1
-    attributes = []
+    attributes: list[Any] = []
     (main,) = (one for one in module.body.operations if one.attributes["sym_name"].value == "main")
     for argument in request.arguments:
         said: dict[str, Any] = {}

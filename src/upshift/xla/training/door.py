@@ -16,7 +16,7 @@ import tensorflow as tf
 from upshift.errors import Interrupted, JobFailed, RequestError
 from upshift.loading.output_lock import LOCK_NAME, claimed
 from upshift.models.source import ModelSource
-from upshift.xla.build import XlaModel, build
+from upshift.xla.build import Dtype, XlaModel, build
 from upshift.xla.data.batches import Batches
 from upshift.xla.data.tfrecord import record_batches
 from upshift.xla.training.arguments import XlaArguments
@@ -79,7 +79,7 @@ def _train(
         raise RequestError(f"eval_steps={given.eval_steps} and no held-out data; leave it out, or give data that has some")
     _check_divides(data.global_batch, devices, given)
     with devices.strategy.scope() if devices.strategy else nullcontext():
-        dtype = "bfloat16" if given.precision == "bf16" else "float32"
+        dtype: Dtype = "bfloat16" if given.precision == "bf16" else "float32"
         built = build(model, dtype=dtype, weights_dtype="float32", from_config=from_config, seed=given.seed)
         optimizer = Optimizer(built.weights, given)
     standing = None if found is None else _restored(found, built, optimizer, data, given)

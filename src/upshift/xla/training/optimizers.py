@@ -17,7 +17,7 @@ Scalars = dict[str, tf.Tensor]
 STATES = {"adamw": ("exp_avg", "exp_avg_sq"), "sgd": ("momentum_buffer",)}
 
 
-class Optimizer(tf.Module):
+class Optimizer(tf.Module):  # type: ignore[misc]  # tensorflow has no types
     """``state``: variables by "<weight>.<state>", made in the scope that the weights were made in."""
 
     def __init__(self, weights: Mapping[str, tf.Variable], arguments: XlaArguments) -> None:

@@ -57,7 +57,7 @@ def _convert(build: Build, path: Path) -> None:
     import torch
     from ctranslate2.converters import TransformersConverter
 
-    class Converter(TransformersConverter):
+    class Converter(TransformersConverter):  # type: ignore[misc]  # ctranslate2 has no types
         def load_model(self, model_class: Any, model_name_or_path: str, **options: Any) -> Any:
             model = super().load_model(model_class, model_name_or_path, **{**options, "dtype": torch.float32})
             if not hasattr(model.config, "position_embedding_type"):  # transformers 5 has this kind alone and no longer says so

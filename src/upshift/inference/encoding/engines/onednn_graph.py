@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import operator
 from functools import reduce
+from typing import Any
 
 import torch
 from torch.fx import Graph, GraphModule, Node
@@ -55,15 +56,17 @@ def _products(graph: Graph) -> list[Node]:
 def _join(module: GraphModule, first: Node) -> None:
     """Products of one input, such as queries, keys and values: one product of all their weights, and parts of its output.
     ``first``: of them in the graph's order."""
-    products = [user for user in first.args[0].users if user.target is aten.linear.default and user.args[0] is first.args[0]]
-    given = [[one for one in product.args[1:] if one is not None] for product in products]
+    source: Any = first.args[0]  # torch's type of an argument is a union of all that a graph may hold
+    products = [user for user in source.users if user.target is aten.linear.default and user.args[0] is source]
+    given: list[list[Any]] = [[one for one in product.args[1:] if one is not None] for product in products]
     if len(products) == 1 or len({*map(len, given)}) > 1:
         return
-    sizes = [_tensor(module, product.args[1]).shape[0] for product in products]
+    weights: list[Any] = [product.args[1] for product in products]
+    sizes = [_tensor(module, weight).shape[0] for weight in weights]
     graph = module.graph
     with graph.inserting_before(first):
         nodes = [_joined(module, ones) for ones in zip(*given, strict=True)]
-        whole = graph.call_function(aten.linear.default, (first.args[0], *nodes))
+        whole = graph.call_function(aten.linear.default, (source, *nodes))
         whole.meta = first.meta  # of another width
         parts = graph.call_function(aten.split_with_sizes.default, (whole, sizes, -1))
         for place, product in enumerate(products):
@@ -76,7 +79,7 @@ def _join(module: GraphModule, first: Node) -> None:
 
 def _joined(module: GraphModule, weights: tuple[Node, ...]) -> Node:
     """Once, however many layers share them."""
-    name = "_".join(("joined", *(weight.target.replace(".", "_") for weight in weights)))
+    name = "_".join(("joined", *(str(weight.target).replace(".", "_") for weight in weights)))
     if not hasattr(module, name):
         module.register_buffer(name, torch.cat([_tensor(module, weight) for weight in weights]))
     return module.graph.get_attr(name)
@@ -91,7 +94,8 @@ class _Packed:
 
     def product(self, product: Node, residual: Node | None, activation: str, form: str) -> Node:
         """One kernel for the product and what follows it, where the graph stands now."""
-        source, weight, *bias = product.args
+        arguments: tuple[Any, ...] = product.args
+        source, weight, *bias = arguments
         graph, given = self.module.graph, bias[0] if bias else None
         packed = graph.get_attr(self._packed(weight))
         if residual is not None:
@@ -99,24 +103,26 @@ class _Packed:
         return graph.call_function(LINEAR_POINTWISE.get().default, (source, packed, given, activation, [], form))
 
     def _packed(self, weight: Node) -> str:
-        if weight.target not in self._names:
-            self._names[weight.target] = f"onednn_{len(self._names)}"
+        stored_name = str(weight.target)
+        if stored_name not in self._names:
+            self._names[stored_name] = f"onednn_{len(self._names)}"
             stored = _tensor(self.module, weight).contiguous()
             try:
                 tensor = REORDER_WEIGHT.get()(stored, self.batch_tokens)
             except RuntimeError as error:  # bf16 without the instructions for it
                 raise RequestError(f"engine onednn cannot compute in {stored.dtype} on this CPU: {error}; use fp32") from None
-            self.module.register_buffer(self._names[weight.target], tensor)
-        return self._names[weight.target]
+            self.module.register_buffer(self._names[stored_name], tensor)
+        return self._names[stored_name]
 
 
 def _fuse(packed: _Packed, product: Node) -> None:
     """``product``, with the activation or the sum that alone takes its output, by one kernel."""
-    graph, last, residual, activation, form = packed.module.graph, product, None, "none", ""
+    graph, last, activation, form = packed.module.graph, product, "none", ""
+    residual: Any = None
     follower = next(iter(product.users)) if len(product.users) == 1 else None
     if follower is not None and follower.target in ACTIVATIONS:
         last, activation = follower, ACTIVATIONS[follower.target]
-        form = follower.kwargs.get("approximate", "none") if activation == "gelu" else ""
+        form = str(follower.kwargs.get("approximate", "none")) if activation == "gelu" else ""
     elif follower is not None and _adds_alike(follower):
         last, residual = follower, next(one for one in follower.args if one is not product)
     with graph.inserting_before(last):
@@ -130,15 +136,17 @@ def _fuse(packed: _Packed, product: Node) -> None:
 
 def _adds_alike(node: Node) -> bool:
     """Two different tensors of one shape and dtype."""
-    if node.target is not aten.add.Tensor or node.kwargs or not all(isinstance(one, Node) for one in node.args):
+    terms = [one for one in node.args if isinstance(one, Node)]
+    if node.target is not aten.add.Tensor or node.kwargs or len(terms) != len(node.args):
         return False
-    left, right = (one.meta["val"] for one in node.args)
-    return node.args[0] is not node.args[1] and left.shape == right.shape and left.dtype == right.dtype
+    left, right = (one.meta["val"] for one in terms)
+    return terms[0] is not terms[1] and left.shape == right.shape and left.dtype == right.dtype
 
 
 def _attend(node: Node, biases: dict[Node, Node]) -> None:
     """Attention in bf16 with a mask and as many heads of keys as of queries; other attention stays PyTorch's own."""
-    query, key, _, mask, *more = *node.args, *[None] * max(0, 4 - len(node.args))
+    arguments: list[Any] = [*node.args, *[None] * max(0, 4 - len(node.args))]
+    query, key, _, mask, *more = arguments
     plain = not any(more) and not {*node.kwargs} - {"scale", "attn_mask"}
     mask = node.kwargs.get("attn_mask", mask)
     heads = query.meta["val"].shape[1] == key.meta["val"].shape[1] and query.meta["val"].dim() == 4
@@ -187,7 +195,8 @@ def _softmax(scores: torch.Tensor) -> torch.Tensor:
 
 
 def _tensor(module: GraphModule, node: Node) -> torch.Tensor:
-    found: torch.Tensor = reduce(getattr, node.target.split("."), module)
+    owner: Any = module
+    found: torch.Tensor = reduce(getattr, str(node.target).split("."), owner)
     return found.detach()
 
 

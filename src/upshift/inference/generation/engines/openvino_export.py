@@ -35,8 +35,11 @@ def int4_weights(model: Any, texts: Sequence[Sequence[int]] = ()) -> Any:
 def _inputs(ids: Sequence[int], names: Collection[str]) -> dict[str, np.ndarray]:
     """Of one text from its first token on."""
     row = np.array([ids], dtype=np.int64)
-    given = {"input_ids": row, "attention_mask": np.ones_like(row), "position_ids": np.arange(row.size)[None]}
-    return {name: value for name, value in {**given, "beam_idx": np.zeros(1, dtype=np.int32)}.items() if name in names}
+    given: dict[str, np.ndarray] = {
+        "input_ids": row, "attention_mask": np.ones_like(row), "position_ids": np.arange(row.size)[None],
+        "beam_idx": np.zeros(1, dtype=np.int32),
+    }  # fmt: skip
+    return {name: value for name, value in given.items() if name in names}
 
 
 def export(source: ModelSource) -> Any:

@@ -116,7 +116,7 @@ class OpenVinoPages:
         lengths = [before + size for before, size in zip(past, sizes, strict=True)]
         used = [-(-length // self._page) for length in lengths]
         ends = list(accumulate(sizes))
-        given = {
+        given: dict[str, np.ndarray] = {
             "input_ids": np.array([*chain.from_iterable(tokens)], dtype=np.int64),
             "past_lens": np.array(past, dtype=np.int32), "subsequence_begins": np.array([0, *ends], dtype=np.int32),
             LAST: np.array(ends, dtype=np.int64) - 1 if told is None else told.astype(np.int64),
@@ -165,6 +165,9 @@ class OpenVinoPages:
 
 class Pool:
     """The pages of one layer's keys, or values: [pages, heads, tokens, width], as the compiled model asks for them."""
+
+    tensor: Any
+    data: np.ndarray
 
     def __init__(self, port: Any) -> None:
         self.port = port

@@ -33,8 +33,9 @@ class OpenVinoStates(NoExtension):
         several = self.padding.rows > 0
         request = self._compiled.create_infer_request()  # one with states of fewer rows before gives NaN with 8 bits
         left = remainder(prompts, prefix.length if prefix else 0)
-        for state in request.query_state() if prefix else ():
-            state.state = _tensor(left.place(prefix.states[state.name]))
+        if prefix is not None:
+            for state in request.query_state():
+                state.state = _tensor(left.place(prefix.states[state.name]))
         logits = self._compute(request, left)
         dropped, before, behind = self.padding.admit(left.mask)
         if several:

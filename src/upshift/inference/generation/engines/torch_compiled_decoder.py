@@ -57,7 +57,10 @@ class TorchCompiledDecoder(TorchDecoder):
         if self._places is None:
             return eager(*args, **kwargs)
         place = self._places[number]
-        own = lambda given: place if given is self.cache else given  # noqa: E731
+
+        def own(given: object) -> object:
+            return place if given is self.cache else given
+
         return compiled(*map(own, args), **{name: own(given) for name, given in kwargs.items()})
 
 

@@ -84,9 +84,9 @@ class TorchDecoder(NoMixing):
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
         """``last``: of so many tokens the logits [R, last, V]; 0: of the last one [R, V]."""
-        given = [torch.from_numpy(array).to(self.model.device) for array in (ids, mask, places)]
+        tokens, seen, positions = (torch.from_numpy(array).to(self.model.device) for array in (ids, mask, places))
         with computing(self.setup):
-            logits = self._logits(*given, cache, last=max(last, 1))
+            logits = self._logits(tokens, seen, positions, cache, last=max(last, 1))
             return self._told(logits if last else logits[:, -1])
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor, cache: Any, *, last: int = 1) -> torch.Tensor:

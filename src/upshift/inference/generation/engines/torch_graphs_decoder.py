@@ -95,8 +95,7 @@ class Given:
         self.positions = torch.zeros_like(self.ids)
         self.mask = room.mask[:rows]
         self.place = torch.zeros(1, dtype=torch.long, device=device)
-        self.layers = [Placed(keys[:rows], values[:rows], self.place) for keys, values in room.layers]
-        self.cache = Cache(layers=self.layers)
+        self.cache = Cache(layers=[Placed(keys[:rows], values[:rows], self.place) for keys, values in room.layers])
         self._graph: Any = None
         self._logits: torch.Tensor | None = None
 
@@ -138,10 +137,12 @@ class Placed(StaticLayer):
         self.keys, self.values, self._place = keys, values, place
         self.dtype, self.device, self.is_initialized = keys.dtype, keys.device, True
 
-    def update(self, keys: torch.Tensor, values: torch.Tensor, *_: object, **__: object) -> tuple[torch.Tensor, torch.Tensor]:
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         assert self.keys is not None and self.values is not None
-        self.keys.index_copy_(2, self._place, keys)
-        self.values.index_copy_(2, self._place, values)
+        self.keys.index_copy_(2, self._place, key_states)
+        self.values.index_copy_(2, self._place, value_states)
         return self.keys, self.values
 
     def get_seq_length(self) -> Any:

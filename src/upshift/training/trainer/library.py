@@ -1,0 +1,15 @@
+"""The class that mix-ins of ``upshift.Trainer`` are written for: transformers.Trainer for type checkers, nothing at run time.
+
+At run time each mix-in stands before transformers' class, one of two, in the bases of ``upshift.Trainer`` or ``Seq2SeqTrainer``.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from transformers import Trainer as LibraryTrainer
+else:
+    LibraryTrainer = object
+
+__all__ = ["LibraryTrainer"]
