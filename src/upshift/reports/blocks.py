@@ -56,6 +56,9 @@ class Cell:
     is_code: bool = False
 
 
+Row = Sequence[str | Cell | None]
+
+
 @dataclass(frozen=True)
 class Table(Block):
     """``heads`` are the columns' words and CSS classes. A row's first cell is its heading. ``marked`` are indices of rows."""
@@ -63,7 +66,7 @@ class Table(Block):
     template: ClassVar[str] = "table.html"
     label: str
     heads: Sequence[tuple[str, str]]
-    rows: Sequence[Sequence[str | Cell | None]]
+    rows: Sequence[Row]
     marked: frozenset[int] = frozenset()
 
 

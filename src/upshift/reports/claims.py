@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from upshift.benchmarking.standing import Standing
-from upshift.reports.blocks import Cell, Paragraph, Plot, Table, Tile, number, number_cell
+from upshift.reports.blocks import Cell, Paragraph, Plot, Row, Table, Tile, number, number_cell
 from upshift.reports.document import Page, Section, page_html
 from upshift.reports.plots import CURVE_COLOURS, GREEN, RED, Figure, axis, layout, log_axis_if_wide, plot_text
 
@@ -47,7 +47,7 @@ def _share(standing: Standing) -> str:
 
 
 def _claims(standings: Sequence[Standing]) -> Table:
-    rows = []
+    rows: list[Row] = []
     for standing in standings:
         claim = standing.claim
         newest = Cell("")

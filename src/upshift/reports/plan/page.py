@@ -22,6 +22,7 @@ from upshift.reports.blocks import (
     Heading,
     Paragraph,
     Plot,
+    Row,
     Selection,
     SpokenWords,
     Table,
@@ -257,7 +258,7 @@ def memory_table(planning: Planning) -> Table:
 
 def time_table(best: Candidate) -> Table:
     heads = [("Term", ""), ("Milliseconds", "number"), ("Share", "number")]
-    rows = [
+    rows: list[Row] = [
         [Cell(name, "binding" if name == best.time.binding_term else None), number(1000 * seconds, 1),
          f"{seconds / best.time.total:.1%}"]
         for name, seconds in sorted(best.time.terms.items(), key=lambda item: -item[1])

@@ -18,6 +18,7 @@ from upshift.reports.blocks import (
     Paragraph,
     Plot,
     Quote,
+    Row,
     Table,
     Tile,
     difference,
@@ -143,7 +144,7 @@ def predictions(run: RunPage) -> list[Block]:
         return [empty("Nothing to compare: this run has no predicted quantities.")]
     above = "Upshift predicted these before the job started. An error above zero means that it predicted too much."
     heads = [("Quantity", "long"), ("Predicted", "number"), ("Measured", "number"), ("Error", "number")]
-    rows = [
+    rows: list[Row] = [
         [Cell(row.quantity, row.unit or None), number(row.predicted), number(row.measured), percent(row.error)]
         for row in run.predictions
     ]
@@ -203,7 +204,7 @@ def tried(plans: Sequence[Candidate]) -> list[Block]:
         ("Plan", "long"), ("Tokens per second, predicted", "number"), ("Tokens per second, measured", "number"),
         ("Peak GiB, predicted", "number"), ("Peak GiB, measured", "number"),
     ]  # fmt: skip
-    rows = [
+    rows: list[Row] = [
         [
             Cell(plan.label, "chosen" if plan.status == "chosen" else None),
             number(plan.tokens_per_second, 0), number(plan.measured_tokens_per_second, 0),
@@ -284,11 +285,11 @@ def samples(run: RunPage) -> list[Block]:
 
 
 def repeat(run: RunPage) -> list[Block]:
-    commands = [Command(command) for command in run.commands] or [empty("No command lines were recorded.")]
+    commands: list[Block] = [Command(command) for command in run.commands]
     environment = [Heading("Environment"), fact_list(run.environment)] if run.environment else []
     return [
         Paragraph("The commands that made this page, and where they ran."),
-        *commands,
+        *(commands or [empty("No command lines were recorded.")]),
         *environment,
         Heading("How floating-point operations are counted"),
         Paragraph(run.flop_convention or "", css=""),
