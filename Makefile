@@ -13,12 +13,12 @@ TORCH_NEWEST ?= torch==2.13.0
 NEWEST_LIBRARIES := $(if $(findstring =,$(TORCH_NEWEST)),,torch) transformers accelerate peft tokenizers datasets safetensors
 PIP_INSTALL := $(BIN)/python -m pip install -c constraints.txt
 
-# The layers that plan without torch are typed strictly.
+# The layers that plan without torch, and the pages, are typed strictly.
 UPSHIFT := src/upshift
 HARDWARE := $(filter-out %/probe.py %/base_process.py, $(wildcard $(UPSHIFT)/hardware/*.py $(UPSHIFT)/hardware/vendors/*.py))
 LOADING := $(addprefix loading/, header.py checkpoint.py pickled.py pickled_process.py place.py memory_limits.py speed.py model_folder.py \
 	output_folder.py output_lock.py rewriting.py writing.py shard.py)
-TYPED := $(addprefix $(UPSHIFT)/, characters.py disk_full.py errors.py installed.py units.py value.py whole_file.py with_parent.py settings.py record.py models/profile.py models/source.py planning $(LOADING)) \
+TYPED := $(addprefix $(UPSHIFT)/, characters.py disk_full.py errors.py installed.py units.py value.py whole_file.py with_parent.py settings.py record.py models/profile.py models/source.py planning reports $(LOADING)) \
 	$(HARDWARE)
 
 .PHONY: help demo test test-newest light mutants check docs clean

@@ -35,6 +35,9 @@ from upshift.reports.claims import claims_page
 from upshift.reports.document import Page, Section, page_html
 from upshift.reports.plan.page import plan_page_html
 from upshift.reports.run.page import run_page_html
+from upshift.serving.load.report import load_page_html
+from upshift.serving.load.run import LoadTest, Phase
+from upshift.serving.load.traffic import Traffic
 
 
 @pytest.fixture(autouse=True)
@@ -95,6 +98,21 @@ def test_no_text_of_a_claim_becomes_markup() -> None:
     count, hidden = texts_not_shown(standing, lambda one: claims_page([one]))
     # A time is cut to the minute, a command is shown word by word; the claim's name and options stand in the standing's.
     assert count >= 9 and hidden <= {"name", "options", "time", "command", "row", "value"}
+
+
+def test_no_text_of_a_load_test_becomes_markup() -> None:
+    spread = {"p50": 0.01, "p95": 0.02, "p99": 0.03}
+    phase = Phase(
+        rate=1.0, seconds=3.0, asked=3, statuses={"200": 3}, answered_per_second=1.0, tokens_per_second=50.0, first_token=spread,
+        token=spread, within_promise=0.9, goodput=0.9, without_retry_after=0, reasons={},
+    )  # fmt: skip
+    test = LoadTest(
+        url="http://127.0.0.1", model="model", traffic=Traffic(), promised_ttft_ms=500.0, predicted_capacity=3.0, capacity=2.0,
+        phases=(phase,),
+    )  # fmt: skip
+    assert texts_not_shown(test, load_page_html) == (2, set())
+    hostile, harmless = (test.changed(phases=(phase.changed(statuses={words: 3}),)) for words in (HOSTILE, HARMLESS))
+    assert assert_is_text(load_page_html(hostile), load_page_html(harmless))
 
 
 @pytest.mark.parametrize("field", ["model", "architecture", "flop_convention", "host", "gpu", "version", "library"])
