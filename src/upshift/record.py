@@ -98,3 +98,13 @@ class Record(Value):
         pair = [getattr(numbers, field) for numbers in (self.predicted, self.measured)]
         predicted, measured = (value.p50 if isinstance(value, Spread) else value for value in pair)
         return None if predicted is None or not measured else predicted / measured - 1
+
+
+def compared_numbers(predicted: Numbers, measured: Numbers) -> list[tuple[str, float | None, float | None]]:
+    """Return (name, predicted, measured) of the numbers that a run is compared by."""
+    return [
+        ("step ms", predicted.step_ms.p50 if predicted.step_ms else None, measured.step_ms.p50 if measured.step_ms else None),
+        ("tokens/s", predicted.tokens_per_second, measured.tokens_per_second),
+        ("peak allocated GiB", predicted.peak_gib, measured.peak_gib),
+        ("process GiB", predicted.resident_gib, measured.resident_gib),
+    ]

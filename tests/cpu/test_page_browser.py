@@ -7,19 +7,12 @@ from pathlib import Path
 
 from headless import opened
 
-from upshift.benchmarking.claims_page import claims_page
 from upshift.benchmarking.figures import find_cases
-from upshift.benchmarking.page import (
-    Candidate,
-    ComparisonRow,
-    LossCurve,
-    MemoryLife,
-    MemorySample,
-    RunPage,
-    Sample,
-    write_run_page,
-)
 from upshift.benchmarking.standing import standings
+from upshift.reports.claims import claims_page
+from upshift.reports.run.content import ComparisonRow, LossCurve, MemoryLife, MemorySample, RunPage, Sample
+from upshift.reports.run.page import write_run_page
+from upshift.reports.scatter import Candidate
 
 HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
 

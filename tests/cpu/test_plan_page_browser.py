@@ -13,7 +13,7 @@ from command import Command
 from headless import opened
 from made_up_plans import made_up_planning
 
-from upshift.cli.plan_page.page import write_plan_page
+from upshift.reports.plan.page import write_plan_page
 
 HOSTILE = "</script><script>document.title = 'broken'</script><b>%{x}"
 

@@ -11,10 +11,10 @@ import pytest
 from page_elements import Elements
 
 from upshift.benchmarking import documents
-from upshift.benchmarking.claims_page import claims_page
 from upshift.benchmarking.figures import CaseFile, Source, find_case, find_cases
 from upshift.benchmarking.standing import Standing, standings
 from upshift.errors import RequestError
+from upshift.reports.claims import claims_page
 
 ROOT = Path(__file__).parents[2]
 

@@ -27,7 +27,7 @@ FLOORS = (
     ("fork_server", "fork_server_process", "models", "record", "settings"),
     ("hardware", "benchmarking"),
     ("planning", "loading", "debugging"),
-    ("training", "inference", "xla", "launching"),
+    ("training", "inference", "xla", "launching", "reports"),
     ("cli", "serving", "tuning"),
     ("__init__", "__main__"),  # the package's own two doors
 )

@@ -14,8 +14,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from page_elements import Elements
 
-from upshift.benchmarking.page import (
-    Candidate,
+from upshift.errors import RequestError
+from upshift.reports.run.charts import MAX_POINTS, candidate_plot, loss_figure, memory_figure, moving_mean
+from upshift.reports.run.content import (
     ComparisonRow,
     Fact,
     LossCurve,
@@ -25,12 +26,9 @@ from upshift.benchmarking.page import (
     Reason,
     RunPage,
     Sample,
-    run_page_html,
-    write_run_page,
 )
-from upshift.benchmarking.page_candidates import MAX_DRAWN, candidate_plot, frontier, placed
-from upshift.benchmarking.page_plots import MAX_POINTS, loss_figure, memory_figure, moving_mean
-from upshift.errors import RequestError
+from upshift.reports.run.page import run_page_html, write_run_page
+from upshift.reports.scatter import MAX_DRAWN, Candidate, frontier, placed
 from upshift.value import Value
 
 HOSTILE = "</script><script>boom()</script><img src=https://x.test/a onerror='boom()'>\"&{{%{x}}}\u2028"
@@ -159,7 +157,7 @@ def test_thinning_keeps_tried_and_frontier_and_is_said() -> None:
     ]
     many[5] = many[5].changed(status="tried")
     drawing = candidate_plot(many, limit_gib=None)
-    assert drawing.num_known == 20_000
+    assert drawing.num_predicted == 20_000
     assert drawing.num_drawn <= MAX_DRAWN * 1.1
     page = run_page_html(RunPage(title="t", summary="s", candidates=tuple(many)))
     assert f"Of 20,000 plans {drawing.num_drawn:,} are drawn" in page
@@ -234,6 +232,6 @@ def test_unwritable_path_is_a_request_error(tmp_path: Path) -> None:
 
 
 def test_importing_the_page_loads_no_heavy_library() -> None:
-    code = "import sys, upshift.benchmarking.page; print([m for m in ('torch', 'plotly', 'numpy') if m in sys.modules])"
+    code = "import sys, upshift.reports.run.page; print([m for m in ('torch', 'plotly', 'numpy') if m in sys.modules])"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert found.strip() == "[]"

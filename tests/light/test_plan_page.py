@@ -11,16 +11,15 @@ import pytest
 from made_up_plans import made_up_planning
 from page_elements import Elements
 
-from upshift.benchmarking.page_document import write_page
 from upshift.cli import show
-from upshift.cli.plan_page.candidates import MAX_DRAWN, picture
-from upshift.cli.plan_page.grid import family_grid, fits
-from upshift.cli.plan_page.page import plan_page_html, write_plan_page
-from upshift.cli.plan_page.pipeline import MAX_PASSES, num_drawn, pipelined, schedule_figure
-from upshift.cli.plan_page.words import held_gib, limit_gib, memory_by_phase
 from upshift.errors import RequestError
 from upshift.planning.planner import Planning
 from upshift.planning.schedule import simulate
+from upshift.reports.document import write_page
+from upshift.reports.plan.charts import MAX_DRAWN, MAX_PASSES, num_drawn, picture, schedule_figure
+from upshift.reports.plan.page import pipelined, plan_page_html, write_plan_page
+from upshift.reports.plan.what_if_grid import family_grid, fits
+from upshift.reports.plan.words import held_gib, limit_gib, memory_by_phase
 
 HOSTILE = "</script><script>boom()</script><img src=https://x.test/a onerror='boom()'>\"&{{%{x}}}\u2028"
 PLOTS = {"plot-plans", "plot-memory", "plot-time", "plot-schedule", "plot-family", "plot-family-memory"}
@@ -154,7 +153,7 @@ def test_every_control_has_as_many_choices_as_states(elements: Elements, figures
 def test_the_grid_holds_the_best_plan_where_it_stands(planning: Planning) -> None:
     grid = family_grid(planning)
     assert grid is not None
-    row, column = grid.own
+    row, column = grid.best
     best, cell = planning.ranking.candidates[0], grid.cells[row][column]
     assert (grid.sequence_lengths[row], grid.micro_batches[column]) == (2048, best.plan.per_device_train_batch_size)
     assert cell.shown.tokens_per_second == pytest.approx(best.tokens_per_second)

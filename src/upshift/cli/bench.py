@@ -144,9 +144,9 @@ def report(
         for path in documents.write(root, found):
             show.out.print(f"{path.relative_to(root)} renewed", markup=False, highlight=False)
     if html is not None:
-        from upshift.benchmarking.claims_page import claims_page
-        from upshift.benchmarking.page_document import write_page
         from upshift.benchmarking.standing import standings
+        from upshift.reports.claims import claims_page
+        from upshift.reports.document import write_page
 
         write_page(html, claims_page(standings(found)))
     problems = [str(one) for one in documents.stale(root, found)]

@@ -19,7 +19,7 @@ def command(
     quick: Annotated[bool, typer.Option("--quick", help="a fifth of the time, for a first look")] = False,
 ) -> None:
     """Detect, profile, plan, try, train about two minutes, evaluate, save, load back, generate, report."""
-    from upshift.cli.demo_page import write_page
+    from upshift.reports.run.demo import write_demo_page
     from upshift.training.demo import Timing, prepare_demo, run_demo
 
     try:
@@ -40,7 +40,7 @@ def command(
             on_chosen=display.named("Chosen plan", None),
         )  # fmt: skip
     _print(result)
-    page = write_page(result, output / "report.html")
+    page = write_demo_page(result, output / "report.html")
     show.out.print(f"Model: {result.model_directory}   Report: {page}   ({format_seconds(time.perf_counter() - start)})")
 
 

@@ -40,7 +40,7 @@ def command(
     from upshift.serving.load.traffic import Traffic
 
     if html is not None:
-        from upshift.benchmarking.page_document import check_page_path
+        from upshift.reports.document import check_page_path
 
         check_page_path(html)
     made_up = {"prompt_words": prompt_words, "max_tokens": max_tokens, "seed": seed}

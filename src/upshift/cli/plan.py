@@ -76,7 +76,7 @@ def command(
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
     refuse_unused(context, asked.instead[0] if asked.instead else "--train")
     if html is not None:
-        from upshift.benchmarking.page_document import check_page_path  # a page's parts take a tenth of the start of a plan
+        from upshift.reports.document import check_page_path  # a page's parts take a tenth of the start of a plan
 
         check_page_path(html)
     workload = _workload(model, data, sequence_length, global_batch, split(allow), steps, max_grad_norm > 0, risk)
@@ -90,7 +90,7 @@ def command(
         planning = plan_training(request.source, host, workload, fixed=fixed, progress=progress, described=on is not None)
     answers = asked.answers(request, planning)
     if html is not None:
-        from upshift.cli.plan_page.page import write_plan_page
+        from upshift.reports.plan.page import write_plan_page
 
         write_plan_page(html, planning, model=model)
         show.err.print(f"Page: {html}", markup=False, highlight=False)

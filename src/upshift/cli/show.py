@@ -22,7 +22,7 @@ from upshift.planning.cost.time import Takes, takes
 from upshift.planning.planner import Planning
 from upshift.planning.prove import Tried
 from upshift.planning.rank import COST_KEY, Candidate
-from upshift.record import Basis, Numbers
+from upshift.record import Basis, Numbers, compared_numbers
 from upshift.units import GIB, format_count, format_seconds
 
 SAME = 0.005  # of time and of memory: what no prediction tells apart
@@ -245,18 +245,9 @@ def comparison_table(rows: list[tuple[str, Numbers]]) -> Table:
     return table
 
 
-def prediction_rows(predicted: Numbers, measured: Numbers) -> list[tuple[str, float | None, float | None]]:
-    return [
-        ("step ms", predicted.step_ms.p50 if predicted.step_ms else None, measured.step_ms.p50 if measured.step_ms else None),
-        ("tokens/s", predicted.tokens_per_second, measured.tokens_per_second),
-        ("peak allocated GiB", predicted.peak_gib, measured.peak_gib),
-        ("process GiB", predicted.resident_gib, measured.resident_gib),
-    ]
-
-
 def prediction_table(predicted: Numbers, measured: Numbers) -> Table:
     table = new_table("Predicted against measured", "", numbers=("predicted", "measured", "error"))
-    for name, ours, real in prediction_rows(predicted, measured):
+    for name, ours, real in compared_numbers(predicted, measured):
         digits = 2 if "GiB" in name else 0
         error = ours / real - 1 if ours is not None and real else None
         table.add_row(name, number(ours, digits), number(real, digits), percent(error))

@@ -93,7 +93,7 @@ def _check(html: Path | None) -> None:
     if installed_version("optuna") is None:
         raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
     if html is not None:
-        from upshift.benchmarking.page_document import check_page_path
+        from upshift.reports.document import check_page_path
 
         check_page_path(html)
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from upshift.benchmarking.page_document import PageSection, page_html, write_page
-from upshift.benchmarking.page_html import number, plot, table, text, tile_list
-from upshift.benchmarking.page_plots import Figure, axis, layout
+from upshift.reports.blocks import Plot, Table, Tile, number
+from upshift.reports.document import Page, Section, page_html, write_page
+from upshift.reports.plots import Figure, axis, layout
 from upshift.serving.load.run import LoadTest, Phase
 
 HEADS = (
@@ -16,59 +16,57 @@ HEADS = (
 )  # fmt: skip
 
 
-def write_load_page(path: Path, found: LoadTest) -> None:
-    """Raises RequestError when the file cannot be written."""
-    write_page(path, load_page_html(found))
+def write_load_page(path: Path, test: LoadTest) -> None:
+    """Write the page. Raise RequestError when the file cannot be written."""
+    write_page(path, load_page_html(test))
 
 
-def load_page_html(found: LoadTest) -> str:
-    rates = [phase.rate for phase in found.phases]
+def load_page_html(test: LoadTest) -> str:
+    rates = [phase.rate for phase in test.phases]
+    answered = {
+        "answered": [phase.answered_per_second for phase in test.phases],
+        "within the promise": [phase.goodput for phase in test.phases],
+        "asked": rates,
+    }
+    first_token = {name: [_ms(phase.first_token, name) for phase in test.phases] for name in ("p50", "p95", "p99")}
     figures = {
-        "answered-plot": _lines("Requests a second", rates, {
-            "answered": [phase.answered_per_second for phase in found.phases],
-            "within the promise": [phase.goodput for phase in found.phases],
-            "asked": rates,
-        }),
-        "first-plot": _lines("First token, ms", rates, {
-            name: [1e3 * phase.first_token.get(name, 0.0) for phase in found.phases] for name in ("p50", "p95", "p99")
-        }),
-    }  # fmt: skip
-    limit = found.promised_ttft_ms
-    promised = "nothing promised" if limit is None else f"first token within {limit:g} ms promised"
-    best = max(found.phases, key=lambda phase: phase.goodput)
-    tiles = [("Best goodput", f"{best.goodput:.2f}/s", f"at {best.rate:g} requests/s asked")]
-    if found.capacity is not None:
-        predicted = "" if found.predicted_capacity is None else f"predicted {found.predicted_capacity:.2f}"
-        tiles.append(("Capacity, as proven at start", f"{found.capacity:.2f}/s", predicted))
+        "answered-plot": _lines("Requests a second", rates, answered),
+        "first-plot": _lines("First token, ms", rates, first_token),
+    }
     label = "{} by requests asked; the table has the figures."
+    table = Table("Every rate", HEADS, [_row(phase) for phase in test.phases])
     sections = [
-        PageSection("answered", "Asked and answered", "Rates", [
-            plot("answered-plot", label=label.format("Requests answered a second"), caption="")
-        ]),
-        PageSection("first", "Time to first token", "First token", [
-            plot("first-plot", label=label.format("Time to first token"), caption="")
-        ]),
-        PageSection("phases", "Every rate", "Figures", [
-            table(HEADS, [_row(phase) for phase in found.phases], label="Every rate")
-        ]),
-    ]  # fmt: skip
-    return page_html(
-        title=f"Load test of {found.model}",
-        summary=f"{found.url}, {found.traffic.seconds:g} s a rate, {found.traffic.max_tokens} tokens an answer; {promised}.",
-        tiles=tile_list(tiles),
-        sections=sections,
-        figures=figures,
-    )
+        Section("answered", "Asked and answered", "Rates", [Plot("answered-plot", label.format("Requests answered a second"))]),
+        Section("first", "Time to first token", "First token", [Plot("first-plot", label.format("Time to first token"))]),
+        Section("phases", "Every rate", "Figures", [table]),
+    ]
+    limit, traffic = test.promised_ttft_ms, test.traffic
+    promised = "nothing promised" if limit is None else f"first token within {limit:g} ms promised"
+    summary = f"{test.url}, {traffic.seconds:g} s a rate, {traffic.max_tokens} tokens an answer; {promised}."
+    return page_html(Page(f"Load test of {test.model}", summary, _tiles(test), sections, figures))
 
 
-def _row(phase: Phase) -> list[str]:
-    said = ", ".join(f"{status}: {count}" for status, count in sorted(phase.statuses.items()))
-    kept = "" if phase.within_promise is None else f"{phase.within_promise:.1%}"
-    first = [number(1e3 * phase.first_token.get(name, 0.0)) for name in ("p50", "p95", "p99")]
-    token = [number(1e3 * phase.token.get(name, 0.0)) for name in ("p50", "p95")]
+def _tiles(test: LoadTest) -> list[Tile]:
+    best = max(test.phases, key=lambda phase: phase.goodput)
+    capacity = None if test.capacity is None else f"{test.capacity:.2f}/s"
+    predicted = None if test.predicted_capacity is None else f"predicted {test.predicted_capacity:.2f}"
     return [
-        number(phase.rate), number(phase.asked), text(said), number(phase.answered_per_second), number(phase.tokens_per_second),
-        *first, *token, kept,
+        Tile("Best goodput", f"{best.goodput:.2f}/s", f"at {best.rate:g} requests/s asked"),
+        Tile("Capacity, as proven at start", capacity, predicted),
+    ]
+
+
+def _ms(seconds: dict[str, float], name: str) -> float:
+    return 1e3 * seconds.get(name, 0.0)
+
+
+def _row(phase: Phase) -> list[str | None]:
+    statuses = ", ".join(f"{status}: {count}" for status, count in sorted(phase.statuses.items()))
+    return [
+        number(phase.rate), number(phase.asked), statuses, number(phase.answered_per_second), number(phase.tokens_per_second),
+        *(number(_ms(phase.first_token, name)) for name in ("p50", "p95", "p99")),
+        *(number(_ms(phase.token, name)) for name in ("p50", "p95")),
+        None if phase.within_promise is None else f"{phase.within_promise:.1%}",
     ]  # fmt: skip
 
 

@@ -9,10 +9,10 @@ from typing import Literal
 
 from pydantic import NonNegativeFloat
 
+from upshift.reports.scatter import Candidate
 from upshift.value import Value
 
 Role = Literal["default", "chosen", "other"]
-Status = Literal["chosen", "tried", "candidate", "rejected"]
 Point = tuple[NonNegativeFloat, float | None]
 """(tokens trained so far, loss)"""
 
@@ -70,23 +70,6 @@ class MemoryLife(Value):
 
     samples: tuple[MemorySample, ...] = ()
     predicted_peak_gib: NonNegativeFloat | None = None
-
-
-class Candidate(Value):
-    """One plan that was considered: where it was predicted to be and, if it was tried, where it turned out to be.
-
-    Of plans of one ``group`` the plot may show one for several at nearly the same place.
-    """
-
-    label: str
-    status: Status = "candidate"
-    tokens_per_second: NonNegativeFloat | None = None
-    peak_gib: NonNegativeFloat | None = None
-    measured_tokens_per_second: NonNegativeFloat | None = None
-    measured_peak_gib: NonNegativeFloat | None = None
-    changes_mathematics: bool = False
-    group: str = ""
-    reason: str = ""
 
 
 class Reason(Value):

@@ -1,0 +1,111 @@
+"""One page of all claims: how far each is from its goal, the worst first, and what its rows said over time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from upshift.benchmarking.standing import Standing
+from upshift.reports.blocks import Cell, Paragraph, Plot, Row, Table, Tile, number, number_cell
+from upshift.reports.document import Page, Section, page_html
+from upshift.reports.plots import CURVE_COLOURS, GREEN, RED, Figure, axis, layout, log_axis_if_wide, plot_text
+
+ROW_HEIGHT = 26  # pixels of a bar
+HEADS = (
+    ("claim", ""), ("number", "number"), ("goal", "number"), ("of the goal", "number"), ("rows", "number"), ("newest", ""),
+    ("command", "long"),
+)  # fmt: skip
+
+
+def claims_page(standings: Sequence[Standing]) -> str:
+    """Return the page. ``standings`` are the worst first."""
+    measured = [standing for standing in standings if standing.readings]
+    with_goal = [standing for standing in measured if standing.share is not None]
+    reached = [standing for standing in with_goal if standing.is_reached]
+    worst = with_goal[0] if with_goal else None
+    tiles = [
+        Tile("Goals reached", f"{len(reached)} of {len(with_goal)}", "with rows and a goal"),
+        Tile("Furthest from its goal", _share(worst) if worst else None, worst.name if worst else None),
+        Tile("Without rows", str(len(standings) - len(measured)), "claims that nobody has measured"),
+    ]
+    figures = {"distances": _distances(with_goal), "times": _times(measured)}
+    label = "Share of the goal that each claim reaches"
+    distance = Plot("distances", label, "1 is the goal; above it, it is passed.", height=_height(with_goal))
+    over = "Each number over its first, turned so that up is better; of claims with several rows. Machines differ between rows."
+    times = [Plot("times", "The numbers of claims over time", over)] if figures["times"] else []
+    sections = [
+        Section("distance", "How far from the goal", "Distance", [distance if with_goal else Paragraph("No rows.")]),
+        Section("claims", "Every claim, the worst first", "Claims", [_claims(standings)]),
+        Section("history", "Over time", "Over time", [*times, _history(measured)]),
+    ]
+    summary = "What Upshift claims, against what, and what the rows of benchmarks/results say. --quick runs are left out."
+    drawn = {name: figure for name, figure in figures.items() if figure}
+    return page_html(Page("Upshift's claims", summary, tiles, sections, drawn))
+
+
+def _share(standing: Standing) -> str:
+    return "" if standing.share is None else f"{standing.share:.2f}"
+
+
+def _claims(standings: Sequence[Standing]) -> Table:
+    rows: list[Row] = []
+    for standing in standings:
+        claim = standing.claim
+        newest = Cell("")
+        if standing.readings:
+            reading = standing.readings[-1]
+            newest = Cell(reading.time[:10], reading.commit or "no commit", whole_words=True)
+        rows.append([
+            Cell(standing.name, f"{claim.text}: {claim.ours} against {claim.baseline}"),
+            number_cell(standing.value, small=claim.unit), number(claim.goal), _share(standing), str(len(standing.readings)),
+            newest, Cell(standing.command, whole_words=True, is_code=True),
+        ])  # fmt: skip
+    missed = frozenset(index for index, standing in enumerate(standings) if standing.is_reached is False)
+    return Table("Claims", HEADS, rows, missed)
+
+
+def _history(measured: Sequence[Standing]) -> Table:
+    rows = [
+        [standing.name, reading.time[:16].replace("T", " "), number(reading.value), reading.commit or ""]
+        for standing in measured
+        for reading in standing.readings
+    ]
+    return Table("Rows over time", (("claim", ""), ("time", ""), ("number", "number"), ("commit", "")), rows)
+
+
+def _height(with_goal: Sequence[Standing]) -> int:
+    return 120 + ROW_HEIGHT * len(with_goal)
+
+
+def _distances(with_goal: Sequence[Standing]) -> Figure | None:
+    """Return bars from the top, the worst first."""
+    if not with_goal:
+        return None
+    shares = [standing.share or 0.0 for standing in with_goal]
+    bars = {
+        "type": "bar", "orientation": "h", "x": [round(share, 4) for share in shares],
+        "y": [plot_text(standing.name) for standing in with_goal],
+        "marker": {"color": [GREEN if standing.is_reached else RED for standing in with_goal]},
+        "hovertemplate": "%{y}: %{x:.2f} of the goal<extra></extra>",
+    }  # fmt: skip
+    line = {"color": "@text", "dash": "dot", "width": 1}
+    goal = {"type": "line", "x0": 1, "x1": 1, "yref": "paper", "y0": 0, "y1": 1, "line": line}
+    x, y = axis("of the goal", **log_axis_if_wide(shares)), axis("", autorange="reversed")
+    return {"data": [bars], "layout": layout(x=x, y=y, height=_height(with_goal), shapes=[goal], showlegend=False)}
+
+
+def _times(measured: Sequence[Standing]) -> Figure | None:
+    """Return each claim's numbers over its first one, turned so that up is better."""
+    traces: list[Figure] = []
+    for standing in measured:
+        values = [reading.value for reading in standing.readings]
+        if len(values) < 2 or min(values) <= 0:
+            continue
+        is_higher_better = standing.claim.better == "higher"
+        ratios = [value / values[0] if is_higher_better else values[0] / value for value in values]
+        colour = CURVE_COLOURS[len(traces) % len(CURVE_COLOURS)]
+        traces.append({
+            "type": "scatter", "mode": "lines+markers", "name": plot_text(standing.name),
+            "x": [reading.time for reading in standing.readings], "y": [round(ratio, 4) for ratio in ratios],
+            "line": {"color": colour, "width": 1.5}, "hovertemplate": "%{x}: %{y:.2f} of the first<extra></extra>",
+        })  # fmt: skip
+    return {"data": traces, "layout": layout(x=axis("", type="date"), y=axis("over the first row"))} if traces else None

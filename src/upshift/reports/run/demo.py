@@ -1,0 +1,129 @@
+"""The report page of ``upshift demo``: copies into a RunPage what the demo predicted and measured."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from upshift.record import Numbers, Record, compared_numbers
+from upshift.reports.run.content import (
+    ComparisonRow,
+    Fact,
+    LossCurve,
+    MemoryLife,
+    MemorySample,
+    PredictionRow,
+    Reason,
+    Role,
+    RunPage,
+    Sample,
+)
+from upshift.reports.run.page import write_run_page
+from upshift.reports.scatter import Candidate, Status
+from upshift.units import GIB, format_count
+
+LASTING = ("weights", "optimizer")
+COMMANDS = ("make demo", "upshift plan MODEL --train", "upshift train MODEL --data PATH")
+
+
+def write_demo_page(result: Any, path: Path) -> Path:
+    """Write the page of a DemoResult. Raise RequestError when the file cannot be written."""
+    prepared, baseline, chosen = result.prepared, result.baseline, result.chosen
+    planning = prepared.planning
+    equal = chosen.measured.changed(evaluation_loss=result.chosen_loss_at_equal_tokens)
+    speedup = chosen.measured.tokens_per_second / baseline.measured.tokens_per_second
+    limit = planning.host.cpu.free_memory_bytes if planning.host.cpu else None
+    label = prepared.plan.label()
+    write_run_page(path, RunPage(
+        title="Upshift demo",
+        summary=f"The chosen plan trains {speedup:.2f}x as fast as the plain default on this machine: {label}.",
+        facts=_facts(result),
+        comparison=(_comparison("plain default", "default", baseline.measured), _comparison(label, "chosen", equal)),
+        predictions=tuple(
+            PredictionRow(quantity=name, predicted=predicted, measured=measured)
+            for name, predicted, measured in compared_numbers(chosen.predicted, chosen.measured)
+        ),
+        reasons=tuple(Reason(**reason.model_dump()) for reason in planning.reasons_for(prepared.plan)),
+        candidates=_candidates(prepared),
+        memory_limit_gib=limit / GIB if limit else None,
+        memory=_memory(chosen),
+        loss_curves=(_curve("plain default", baseline), _curve("chosen plan", chosen)),
+        samples=(Sample(prompt="", text=result.text),),
+        commands=COMMANDS,
+        environment=tuple(Fact(label=name, text=version) for name, version in chosen.environment.versions.items()),
+        flop_convention=chosen.flop_convention,
+    ))  # fmt: skip
+    return path
+
+
+def _facts(result: Any) -> tuple[Fact, ...]:
+    planning, environment = result.prepared.planning, result.chosen.environment
+    profile, workload = planning.profile, planning.workload
+    facts = {
+        "machine": f"{environment.processor}, {environment.num_cores} cores",
+        "model": f"{profile.architecture}, {format_count(profile.parameters.total)} parameters",
+        "data": f"{result.prepared.data.summary.num_documents} files of Python's standard library",
+        "global batch": f"{workload.global_batch} sequences of up to {workload.sequence_length} tokens",
+    }
+    return tuple(Fact(label=label, text=text) for label, text in facts.items())
+
+
+def _comparison(plan: str, role: Role, numbers: Numbers) -> ComparisonRow:
+    return ComparisonRow(
+        plan=plan, role=role, tokens_per_second=numbers.tokens_per_second,
+        step_ms=numbers.step_ms.p50 if numbers.step_ms else None,
+        peak_gib=numbers.peak_gib, resident_gib=numbers.resident_gib, held_out_loss=numbers.evaluation_loss,
+    )  # fmt: skip
+
+
+def _candidates(prepared: Any) -> tuple[Candidate, ...]:
+    """Return every plan of the space. Those that were tried carry what was measured, or why it failed."""
+    proof, ranking = prepared.proof, prepared.planning.ranking
+    trials = {trial.candidate.plan.label(): trial for trial in (proof.tried if proof else ())}
+    rows = []
+    groups: tuple[tuple[Status, Any], ...] = (("candidate", ranking.candidates), ("rejected", ranking.too_big))
+    for status, group in groups:
+        for candidate in group:
+            label = candidate.plan.label()
+            row = Candidate(
+                label=label, status=status, tokens_per_second=candidate.tokens_per_second, peak_gib=candidate.memory.peak / GIB,
+                changes_mathematics=bool(candidate.plan.changes_mathematics),
+            )  # fmt: skip
+            trial = trials.pop(label, None)
+            rows.append(row if trial is None else _tried(row, trial, is_chosen=trial is proof.chosen))
+    return tuple(rows)
+
+
+def _tried(row: Candidate, trial: Any, *, is_chosen: bool) -> Candidate:
+    measured = trial.numbers() if trial.ok else Numbers()
+    return row.changed(
+        status="chosen" if is_chosen else "tried",
+        measured_tokens_per_second=measured.tokens_per_second,
+        measured_peak_gib=measured.peak_gib,
+        reason="" if trial.ok else trial.failure or "",
+    )
+
+
+def _memory(record: Record) -> MemoryLife:
+    """Return the parts as predicted for the phase that ran, and the process's memory as measured."""
+    predicted, taken = record.predicted, record.details["memory_samples"]
+    phases = predicted.memory if predicted else {}
+    highest = max(phases.values(), key=lambda row: sum(row.values()), default={})
+    lasting = {part: highest.get(part, 0.0) for part in LASTING}
+    parts_of = {"load": {"weights": lasting["weights"]}, "first step": highest, "steady": highest}
+    base = min((resident for _, _, resident in taken), default=0) / GIB
+    samples = tuple(
+        MemorySample(
+            seconds=seconds, phase=phase, resident_gib=resident / GIB,
+            parts={"process base": base, **parts_of.get(phase, lasting)},
+        )
+        for seconds, phase, resident in taken
+    )  # fmt: skip
+    return MemoryLife(samples=samples, predicted_peak_gib=predicted.resident_gib if predicted else None)
+
+
+def _curve(name: str, record: Record) -> LossCurve:
+    training, held_out = (
+        tuple((int(tokens), loss) for tokens, loss in record.details[series]) for series in ("loss_curve", "evaluations")
+    )
+    return LossCurve(name=name, training=training, held_out=held_out)
