@@ -1,4 +1,4 @@
-"""What a plan is and what it is predicted to cost, in words: the page says what it draws."""
+"""A plan and its predicted cost in words, so that the page also says what it draws."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ TIERS = {
 
 
 def sentence(plan: Plan, num_layers: int) -> str:
-    """The plan's choices, without a full stop."""
+    """Return the plan's choices, without a full stop."""
     ranks = "1 process" if plan.device == "cpu" else "1 device"
     if plan.num_processes > 1:
         ranks = f"{plan.num_processes:,} {'processes' if plan.device == 'cpu' else 'ranks'}"
@@ -66,7 +66,7 @@ def layout_words(layout: Layout) -> str:
 
 
 def layout_kind(layout: Layout) -> str:
-    """Which kinds of parallelism it combines, whatever their degrees."""
+    """Return which kinds of parallelism a layout combines, whatever their degrees."""
     degrees = {"tensor": layout.tensor_parallel, "context": layout.context_parallel, "pipeline": layout.pipeline_parallel,
                "expert": layout.expert_parallel}  # fmt: skip
     names = [name for name, degree in degrees.items() if degree > 1]
@@ -80,56 +80,56 @@ def place_of_memory(plan: Plan) -> str:
 
 
 def held_gib(candidate: Candidate) -> float:
-    """On each device; of all processes together where they share the host's memory."""
+    """Return the GiB held on each device, or by all processes together where they share the host's memory."""
     return gib(candidate.resident) * (candidate.plan.num_processes if candidate.plan.device == "cpu" else 1)
 
 
 def limit_of_one(planning: Planning, candidate: Candidate) -> float | None:
-    """GiB that one process or device of a plan may be predicted to hold."""
+    """Return the GiB that one process or device of a plan may be predicted to hold."""
     limit = limit_of(candidate, planning.host, planning.workload)
     return None if limit is None else gib(limit)
 
 
 def limit_gib(planning: Planning) -> float | None:
-    """Likewise, what may be held."""
+    """Return the GiB that may be held on each device, or by all processes together where they share the host's memory."""
     plan = planning.best
     limit = limit_of_one(planning, planning.ranking.candidates[0])
     return None if limit is None else limit * (plan.num_processes if plan.device == "cpu" else 1)
 
 
 def memory_words(memory: Mapping[str, float], *, most: int | None = None) -> str:
-    """Parts of one phase, the largest first."""
+    """Return the parts of one phase, the largest first."""
     parts = sorted(memory.items(), key=lambda item: -item[1])
     return ", ".join(f"{part} {size:.2f}" for part, size in parts[:most] if size > SMALL_GIB)
 
 
 def memory_by_phase(planning: Planning, candidate: Candidate) -> dict[str, dict[str, float]]:
-    """GiB by phase and part, of every phase of the job that is predicted."""
+    """Return GiB by phase and part, for every phase of the job that is predicted."""
     return planning.numbers(candidate).memory
 
 
 def parts_of(memory: Mapping[str, Mapping[str, float]]) -> list[str]:
-    """Those that take memory in any phase."""
+    """Return the parts that take memory in any phase."""
     return list(dict.fromkeys(part for row in memory.values() for part, size in row.items() if size > SMALL_GIB))
 
 
 def time_words(candidate: Candidate, *, most: int | None = None) -> str:
-    """The terms of a step, the binding one first."""
+    """Return the terms of a step, the longest first."""
     total = candidate.time.total
     terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {seconds / total:.0%}" for name, seconds in terms[:most] if seconds > SMALL_SHARE * total)
 
 
 def known_words(candidate: Candidate) -> str:
-    """The tier of each number, and how many times as large as predicted the truth should be."""
-    found = []
+    """Return the tier of each number, and how many times as large as predicted the truth should be."""
+    ranges = []
     numbers: tuple[Number, ...] = ("step", "allocated", "held")
     for name in numbers:
         basis = candidate.basis(name)
         low, high = basis.interval or (1.0, 1.0)
         tier = "measured here" if basis.tier == "measured" else basis.tier
-        found.append(f"{name}: {tier}, {low:.2f} to {high:.2f} \N{MULTIPLICATION SIGN}")
-    return "; ".join(found)
+        ranges.append(f"{name}: {tier}, {low:.2f} to {high:.2f} \N{MULTIPLICATION SIGN}")
+    return "; ".join(ranges)
 
 
 def speed_words(planning: Planning) -> str:
@@ -137,7 +137,7 @@ def speed_words(planning: Planning) -> str:
 
 
 def costs(planning: Planning, candidate: Candidate) -> str:
-    """Speed, step and memory of a plan as one sentence."""
+    """Return speed, step and memory of a plan as one sentence."""
     return (
         f"{candidate.tokens_per_second:,.0f} {speed_words(planning)}, {format_seconds(candidate.time.total)} a step, "
         f"{gib(candidate.memory.peak):.2f} GiB allocated at most (in the {candidate.memory.peak_phase} phase), "
@@ -146,6 +146,6 @@ def costs(planning: Planning, candidate: Candidate) -> str:
 
 
 def full_memory_words(planning: Planning, candidate: Candidate) -> str:
-    """Every phase with its parts: what the bars show."""
+    """Return every phase with its parts, as the bars show them."""
     rows = memory_by_phase(planning, candidate).items()
     return "; ".join(f"{phase}: {sum(row.values()):.2f} GiB ({memory_words(row) or 'nothing large'})" for phase, row in rows)
