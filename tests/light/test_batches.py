@@ -27,7 +27,6 @@ from upshift.training.batches.source import (
 )
 from upshift.training.data.tokens import (
     TokenizedCorpus,
-    check_sequence_length,
     check_vocabulary,
     cut_sequences,
     histogram_of,
@@ -347,7 +346,6 @@ def source_of(**changes):
         (lambda: Layout(micro_batch=1, rank=2, world_size=2), ["rank=2", "world_size=2"]),
         (lambda: Objective(kind="masked-lm"), ["mask_token_id", "causal-lm"]),
         (lambda: cut_sequences(corpus_of([8]), 1), ["sequence_length=1"]),
-        (lambda: check_sequence_length(64, 32), ["64", "32"]),
         (lambda: check_vocabulary(corpus_of([8]), 17), ["17", "0 to 16", "tokenizer"]),
         (lambda: TokenizedCorpus.from_documents([np.array([3, -100])]), ["-100"]),
         (lambda: LengthHistogram(sequence_length=8, lengths=(), counts=(), num_tokens=0), ["0 lengths"]),

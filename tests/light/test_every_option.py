@@ -197,3 +197,23 @@ def test_every_option_of_every_command_is_named_by_a_test() -> None:
 
     look(ROOT_COMMAND, "upshift")
     assert missing == []
+
+
+LENGTHS = {"--sequence-length", "--prompt-length", "--output-length", "--max-new-tokens"}
+
+
+def commands(path: str = "") -> Iterator[str]:
+    inside = getattr(command_of(path), "commands", {})
+    if path and not inside:
+        yield path
+    for name in inside:
+        yield from commands(f"{path} {name}".strip())
+
+
+OF_LENGTHS = [(path, long_name(option)) for path in commands() for option in options_of(path) if LENGTHS & {*option.opts}]
+
+
+@pytest.mark.parametrize(("path", "name"), OF_LENGTHS)
+def test_no_length_is_fixed_before_the_model_is_known(path: str, name: str) -> None:
+    """A model may have fewer positions than any number that stands in a command."""
+    assert next(option for option in options_of(path) if name in option.opts).default is None

@@ -18,7 +18,7 @@ def to_tfrecord(
     model: Model,
     data: Annotated[str, typer.Option("--data", help="as in upshift train")],
     output: Annotated[str, typer.Option("--output", "-o", help="a new folder: a local path, or gs://bucket/folder")],
-    sequence_length: SequenceLength = 512,
+    sequence_length: SequenceLength = None,
     shards: Annotated[int, typer.Option("--shards", min=1, help="files; a TPU pod reads best from at least one a host")] = 1,
     text_column: Annotated[str | None, typer.Option("--text-column")] = None,
     seed: Annotated[int, typer.Option("--seed", help="of the tokens that a masked language model is to find")] = 42,

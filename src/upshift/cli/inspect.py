@@ -21,7 +21,7 @@ Batch = Annotated[int, typer.Option("--batch", min=1, help="with --placement: se
 
 
 def command(
-    model: Model, sequence_length: SequenceLength = 512, placement: Placement = False, max_memory: MaxMemory = None,
+    model: Model, sequence_length: SequenceLength = None, placement: Placement = False, max_memory: MaxMemory = None,
     dtype: Dtype = None, batch: Batch = 1, as_json: Json = False,
 ) -> None:  # fmt: skip
     """Parameters by part, FLOPs, activation and key-value bytes, and what the model declares; or where its parts are placed."""

@@ -16,16 +16,16 @@ NUMBER = re.compile(r"\.(\d+)(?=\.|$)")
 
 
 def run(
-    model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int, as_json: bool
+    model: str, *, max_memory: list[str] | None, dtype: str | None, batch: int, sequence_length: int | None, as_json: bool
 ) -> None:
     from upshift.loading.load import empty_with_files, place_empty
     from upshift.loading.placed import Where
-    from upshift.models.describe import check_length
+    from upshift.models.lengths import sequence_length_of
     from upshift.models.source import find_model
 
     source = find_model(model)
+    sequence_length = sequence_length_of(source, sequence_length)
     empty, checkpoint = empty_with_files(source, dtype)
-    check_length(empty, sequence_length)
     where = Where("auto", read_max_memory(max_memory), batch=batch, sequence_length=sequence_length)
     with show.step("Measuring this machine and its disk"):
         placement = place_empty(empty, checkpoint, where)

@@ -14,6 +14,7 @@ from upshift.cli import plan_questions as questions
 from upshift.cli.layout_flags import with_layout_flags
 from upshift.cli.plan_options import refuse_unused
 from upshift.errors import RequestError
+from upshift.models.lengths import SEQUENCE_HELP, sequence_length_of
 from upshift.models.source import find_to_train
 from upshift.planning.cost.resident import unknown_memory
 from upshift.planning.cost.time import takes
@@ -24,7 +25,9 @@ from upshift.planning.workload import Workload
 
 LARGEST_BATCH = 10_000_000  # sequences; what is planned for the lengths of data draws so many
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="local Hugging Face directory, a config.json, or a hub id")]
-SequenceLength = Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of the longest sequence")]
+SequenceLength = Annotated[
+    int | None, typer.Option("--sequence-length", min=2, help=f"tokens of the longest sequence; {SEQUENCE_HELP}")
+]
 GlobalBatch = Annotated[
     int, typer.Option("--global-batch", min=1, max=LARGEST_BATCH, help="sequences per optimizer step; no plan changes it")
 ]
@@ -52,11 +55,11 @@ FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --l
 
 @with_layout_flags
 def command(
-    context: typer.Context, model: Model, sequence_length: SequenceLength = 512, global_batch: GlobalBatch = 8, on: On = None,
+    context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
     set_: Set = None, allow: Allow = "", data: Data = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
     steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
     train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
-    prompt_length: plan_inference.PromptLength = 512, output_length: plan_inference.OutputLength = 256,
+    prompt_length: plan_inference.PromptLength = None, output_length: plan_inference.OutputLength = None,
     concurrency: plan_inference.Concurrency = None,
     max_ttft_ms: plan_inference.MaxTtft = None, max_tpot_ms: plan_inference.MaxTpot = None,
     why: questions.Why = None, shadow_prices: questions.ShadowPrices = False, largest: questions.Largest_ = None,
@@ -68,9 +71,11 @@ def command(
     fixed = tuple(set_ or ())
     if generate or encode:
         generation, limits = (prompt_length, output_length, concurrency), (max_ttft_ms, max_tpot_ms)
-        sizes = (sequence_length, global_batch)
-        inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split(allow))
+        plan_inference.check_one_task(generate, encode)
         refuse_unused(context, "--generate" if generate else "--encode")
+        generation, length = plan_inference.fill_lengths(model, encode, generation, sequence_length)
+        sizes = (length, global_batch)
+        inference = plan_inference.read_workload(generate, encode, generation, sizes, limits, split(allow))
         plan_inference.run(model, inference, on=on, fixed=fixed, rows=rows, as_json=as_json)
         return
     asked = questions.Questions(tuple(why or ()), shadow_prices, largest, compare, price, tokens, deadline, lock, check)
@@ -79,9 +84,16 @@ def command(
         from upshift.reports.document import check_page_path  # a page's parts take a tenth of the start of a plan
 
         check_page_path(html)
-    workload = _workload(model, data, sequence_length, global_batch, split(allow), steps, max_grad_norm > 0, risk)
-    recut = plan_lengths.lengths_at(model, data) if data is not None else None
+    asked.check(on)
+    _check_risk(risk)
+    allowed = check_allow(split(allow))
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    length = sequence_length_of(source, sequence_length)
+    workload = Workload(
+        sequence_length=length, global_batch=global_batch, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,
+        lengths=plan_lengths.read_lengths(model, data, sequence_length=length) if data is not None else None, risk=risk,
+    )  # fmt: skip
+    recut = plan_lengths.lengths_at(model, data) if data is not None else None
     request = questions.Request(source, workload, on, fixed, as_json, recut)
     if asked.answered_instead(request):
         return
@@ -103,17 +115,9 @@ def command(
     answers.print(takes(planning.profile))
 
 
-def _workload(
-    model: str, data: str | None, sequence_length: int, global_batch: int, allow: tuple[str, ...], steps: int, clips: bool,
-    risk: float | None,
-) -> Workload:  # fmt: skip
+def _check_risk(risk: float | None) -> None:
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
-    lengths = plan_lengths.read_lengths(model, data, sequence_length=sequence_length) if data is not None else None
-    return Workload(
-        sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=steps,
-        clips_gradients=clips, lengths=lengths, risk=risk,
-    )  # fmt: skip
 
 
 def adapter_line(lora_rank: int, load_in_4bit: bool) -> str:

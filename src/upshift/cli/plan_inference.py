@@ -11,6 +11,7 @@ from rich.table import Table
 
 from upshift.cli import show
 from upshift.errors import RequestError
+from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, prompt_and_answer_of, sequence_length_of
 from upshift.models.source import find_model
 from upshift.planning.cost.resident import unknown_memory
 from upshift.planning.inference.formats import CHANGES_MATHEMATICS
@@ -23,8 +24,15 @@ from upshift.planning.planner import find_host
 ALLOW_HELP = f"with --generate or --encode: {','.join(CHANGES_MATHEMATICS)}"
 Generate = Annotated[bool, typer.Option("--generate", help="plan generation: prompts in, tokens out")]
 Encode = Annotated[bool, typer.Option("--encode", help="plan encoding: --global-batch sequences of --sequence-length tokens")]
-PromptLength = Annotated[int, typer.Option("--prompt-length", min=1, help="tokens of a prompt (--generate)")]
-OutputLength = Annotated[int, typer.Option("--output-length", min=1, help="tokens generated for it (--generate)")]
+LENGTHS = (512, 256)  # of a prompt and its answer
+PromptLength = Annotated[
+    int | None,
+    typer.Option("--prompt-length", min=1, help=f"tokens of a prompt (--generate); default: {LENGTHS[0]} or fewer"),
+]
+OutputLength = Annotated[
+    int | None,
+    typer.Option("--output-length", min=1, help=f"tokens generated for it (--generate); default: {LENGTHS[1]} or fewer"),
+]
 Concurrency = Annotated[
     int | None, typer.Option("--concurrency", min=1, help="requests at once (--generate); default: for the highest throughput")
 ]
@@ -32,13 +40,31 @@ MaxTtft = Annotated[float | None, typer.Option("--max-ttft-ms", help="longest ti
 MaxTpot = Annotated[float | None, typer.Option("--max-tpot-ms", help="longest mean time per output token (--generate)")]
 
 
+def check_one_task(generate: bool, encode: bool) -> None:
+    if generate and encode:
+        raise RequestError("--generate and --encode are two tasks; give one of them")
+
+
+def fill_lengths(
+    model: str, encode: bool, generation: tuple[int | None, int | None, int | None], sequence_length: int | None
+) -> tuple[tuple[int, int, int | None], int]:
+    """Return (prompt length, output length, concurrency) and the sequence length, with what was not given. Raises RequestError
+    for more tokens than the model has positions for."""
+    source = find_model(model)
+    prompt, output, concurrency = generation
+    if encode:
+        return (*LENGTHS, concurrency), sequence_length_of(source, sequence_length)
+    names = ("--prompt-length", "--output-length")
+    lengths = prompt_and_answer_of(source, prompt, output, defaults=LENGTHS, options=names)
+    return (*lengths, concurrency), DEFAULT_SEQUENCE_LENGTH
+
+
 def read_workload(
     generate: bool, encode: bool, generation: tuple[int, int, int | None], sequences: tuple[int, int],
     limits: tuple[float | None, float | None], allow: tuple[str, ...],
 ) -> InferenceWorkload:  # fmt: skip
     """Of ``--generate`` (prompt length, output length, concurrency), or of ``--encode`` (sequence length, batch)."""
-    if generate and encode:
-        raise RequestError("--generate and --encode are two tasks; give one of them")
+    check_one_task(generate, encode)
     ttft, tpot = _positive("--max-ttft-ms", limits[0]), _positive("--max-tpot-ms", limits[1])
     names = check_allow(allow)
     if encode:

@@ -90,17 +90,16 @@ class Questions:
     tokens: str | None = None
     deadline: str | None = None
     lock: Path | None = None
-    check: Path | None = None
+    locked: Path | None = None
 
     @property
     def instead(self) -> list[Instead]:
         """What is asked in place of a ranking."""
-        asked: dict[Instead, object] = {"--largest": self.largest, "--compare": self.compare, "--check": self.check}
+        asked: dict[Instead, object] = {"--largest": self.largest, "--compare": self.compare, "--check": self.locked}
         return [name for name, value in asked.items() if value is not None]
 
-    def answered_instead(self, request: Request) -> bool:
-        """Answers what needs no ranking of its own; False: nothing of that was asked. Raises typer.Exit(1) where a locked plan
-        moved."""
+    def check(self, on: str | None) -> None:
+        """Raise RequestError for what cannot be asked together, before the model is read."""
         beside = {"--why": self.why, "--shadow-prices": self.shadow_prices, "--lock": self.lock}
         given = self.instead
         clashing = [*given, *(name for name, value in beside.items() if value and given)]
@@ -109,17 +108,21 @@ class Questions:
         for name, value in (("--price", self.price), ("--tokens", self.tokens), ("--deadline", self.deadline)):
             if value is not None and self.compare is None:
                 raise RequestError(f"{name} {value!r} is for comparing hosts; add --compare, such as --compare 8xh100,8xb200")
-        if self.compare is not None and request.on is not None:
-            raise RequestError(f"--compare names the hosts itself; leave out --on {request.on}")
+        if self.compare is not None and on is not None:
+            raise RequestError(f"--compare names the hosts itself; leave out --on {on}")
         for asked in self.why:
-            read_choice(asked)  # a wrong one is refused before the model is traced
+            read_choice(asked)
+
+    def answered_instead(self, request: Request) -> bool:
+        """Answers what needs no ranking of its own; False: nothing of that was asked. Raises typer.Exit(1) where a locked plan
+        moved."""
         if self.largest is not None:
             _answer_largest(request, self.largest)
         elif self.compare is not None:
             _answer_compare(request, self)
-        elif self.check is not None:
-            _answer_check(request, self.check)
-        return bool(given)
+        elif self.locked is not None:
+            _answer_check(request, self.locked)
+        return bool(self.instead)
 
     def answers(self, request: Request, planning: Planning) -> Answers:
         """What was asked beside the ranking; writes the lock."""

@@ -16,6 +16,8 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.installed import installed_version
 from upshift.units import GIB, format_seconds
 
+EXPECTED = "default: 128, or what the model has positions for"
+
 
 def command(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="directories or hub ids; NAME=MODEL gives it a name")],
@@ -25,8 +27,12 @@ def command(
     max_tpot_ms: Annotated[float | None, typer.Option("--max-tpot-ms", help="promise: longest for a token more")] = None,
     concurrency: Annotated[int, typer.Option("--concurrency", min=1, help="most answers that are computed at once")] = 8,
     prompts: Annotated[Path | None, typer.Option("--prompts", help="what to expect: a .txt or .jsonl file")] = None,
-    prompt_length: Annotated[int, typer.Option("--prompt-length", min=1, help="tokens to expect, without --prompts")] = 128,
-    output_length: Annotated[int, typer.Option("--output-length", min=1, help="tokens of an answer to expect")] = 128,
+    prompt_length: Annotated[
+        int | None, typer.Option("--prompt-length", min=1, help=f"tokens to expect, without --prompts; {EXPECTED}")
+    ] = None,
+    output_length: Annotated[
+        int | None, typer.Option("--output-length", min=1, help=f"tokens of an answer to expect; {EXPECTED}")
+    ] = None,
     replicas: Annotated[
         int | None, typer.Option("--replicas", min=1, help="engines of each model; unasked: one a GPU, or a NUMA node")
     ] = None,

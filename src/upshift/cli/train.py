@@ -38,7 +38,7 @@ def command(
     model: Model,
     data: Data,
     output: Annotated[Path, typer.Option("--output", "-o", help="where the trained model goes")] = Path("upshift-output"),
-    sequence_length: SequenceLength = 512,
+    sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="optimizer steps; default: one epoch")] = None,
     epochs: Epochs = 1.0,

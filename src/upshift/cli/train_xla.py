@@ -33,7 +33,7 @@ def is_asked(backend: str) -> bool:
 
 
 def run(
-    *, model: str, data: str, output: Path, sequence_length: int, global_batch: int, max_steps: int | None, epochs: float,
+    *, model: str, data: str, output: Path, sequence_length: int | None, global_batch: int, max_steps: int | None, epochs: float,
     from_config: bool, text_column: str | None, resume: bool, set_: list[str] | None, as_json: bool, seed: int, save_steps: int,
     **others: Any,
 ) -> None:  # fmt: skip
@@ -90,8 +90,8 @@ def _fields(assignments: list[str]) -> dict[str, str]:
 
 
 def _tokenized(
-    model: str, data: str, sequence_length: int, global_batch: int, max_steps: int | None, epochs: float, text_column: str | None,
-    seed: int,
+    model: str, data: str, sequence_length: int | None, global_batch: int, max_steps: int | None, epochs: float,
+    text_column: str | None, seed: int,
 ) -> tuple[Any, int, Any]:  # fmt: skip
     """(batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model

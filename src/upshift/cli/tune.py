@@ -46,7 +46,7 @@ def command(
     pruner: Annotated[str, typer.Option("--pruner", help="ends trials early: halving, hyperband, median, none")] = "halving",
     evaluations: Annotated[int, typer.Option("--evaluations", min=1, help="of a trial, at which it may end")] = 9,
     jobs: Annotated[int, typer.Option("--jobs", min=1, help="trials at once, each with its share of cores and memory")] = 1,
-    sequence_length: SequenceLength = 512,
+    sequence_length: SequenceLength = None,
     global_batch: GlobalBatch = 8,
     max_steps: Annotated[int | None, typer.Option("--max-steps", min=1, help="of a trial; default: one epoch")] = None,
     epochs: Epochs = 1.0,

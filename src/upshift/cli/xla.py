@@ -13,8 +13,11 @@ from upshift.cli.given import given_options
 from upshift.cli.plan import Json, Model
 from upshift.cli.race import dim
 from upshift.errors import RequestError
+from upshift.models.lengths import DEFAULT_SEQUENCE_LENGTH, SEQUENCE_HELP, prompt_and_answer_of, sequence_length_of
+from upshift.models.source import ModelSource
 from upshift.units import GIB, format_count, format_seconds
 
+LENGTHS = (DEFAULT_SEQUENCE_LENGTH, 128)  # of a prompt and its answer
 app = typer.Typer(help="Programs of XLA: compiled ahead of time for TPUs.", no_args_is_help=True)
 
 
@@ -30,24 +33,26 @@ def compile_command(
     topology: Annotated[str, typer.Option("--topology", help="a slice by Google's name: v5e-4, v6e-8, v5p-8, v4-8")],
     generate: Annotated[bool, typer.Option("--generate", help="all of generation; default: a training step")] = False,
     batch: Annotated[int | None, typer.Option("--batch", min=1, help="sequences of all chips; default: one a chip")] = None,
-    sequence_length: Annotated[int, typer.Option("--sequence-length", min=2, help="tokens of a sequence, or of a prompt")] = 512,
-    max_new_tokens: Annotated[int, typer.Option("--max-new-tokens", min=1, help="of --generate")] = 128,
+    sequence_length: Annotated[
+        int | None, typer.Option("--sequence-length", min=2, help=f"tokens of a sequence, or of a prompt; {SEQUENCE_HELP}")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option("--max-new-tokens", min=1, help=f"of --generate; default: {LENGTHS[1]}, or what fits")
+    ] = None,
     dtype: Annotated[str, typer.Option("--dtype", help="computed in: bfloat16 or float32; trained weights: fp32")] = "bfloat16",
     as_json: Json = False,
 ) -> None:
     """Does it compile for this TPU, how much of its memory does it take, and how fast can it be? Needs no TPU, and makes no
     weights: MODEL may be a config.json. Exit code 3: it does not fit, in the compiler's words."""
-    from upshift.loading.load import empty_of
-    from upshift.models.describe import check_length
     from upshift.models.source import find_model
     from upshift.xla.tpu.compile import compile_for_tpu
 
     if not generate and "max_new_tokens" in given_options(context):
         raise RequestError(f"--max-new-tokens {max_new_tokens} is of --generate; add it, or leave this out")
-    check_length(empty_of(find_model(model)), sequence_length, new_tokens=max_new_tokens if generate else 0)
+    length, new = _lengths(find_model(model), sequence_length, max_new_tokens, generate=generate)
     program = compile_for_tpu(
-        model, topology, kind="generate" if generate else "train", rows=batch, length=sequence_length,
-        max_new_tokens=max_new_tokens, dtype=dtype, on_step=lambda text: dim(text, show.err),
+        model, topology, kind="generate" if generate else "train", rows=batch, length=length,
+        max_new_tokens=new, dtype=dtype, on_step=lambda text: dim(text, show.err),
     )  # fmt: skip
     if as_json:
         sys.stdout.write(program.to_json() + "\n")
@@ -61,6 +66,13 @@ def compile_command(
         f"{answer.num_custom_calls} custom calls"
     )
     dim(f"Compiled in {format_seconds(answer.compile_seconds)} by libtpu {program.versions['libtpu']}; not run on a TPU")
+
+
+def _lengths(source: ModelSource, length: int | None, new_tokens: int | None, *, generate: bool) -> tuple[int, int]:
+    if not generate:
+        return sequence_length_of(source, length), LENGTHS[1]
+    names = ("--sequence-length", "--max-new-tokens")
+    return prompt_and_answer_of(source, length, new_tokens, defaults=LENGTHS, options=names)
 
 
 def _table(program: Any) -> Table:

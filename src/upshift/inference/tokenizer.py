@@ -1,4 +1,4 @@
-"""The tokenizer of a model, and how many tokens the model takes."""
+"""The tokenizer of a model, and its files."""
 
 from __future__ import annotations
 
@@ -6,8 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from upshift.errors import RequestError
-from upshift.models.build import building, find_architecture, read_config
-from upshift.models.describe import max_positions
 from upshift.models.source import ModelSource
 
 FILES = (
@@ -32,13 +30,3 @@ def tokenizer_files(source: ModelSource) -> list[Path]:
     """What transformers reads of a tokenizer and its chat template, where it is there."""
     found = [] if source.directory is None else [path for pattern in FILES for path in source.directory.glob(pattern)]
     return sorted({path for path in found if path.is_file()})
-
-
-def positions(source: ModelSource) -> int | None:
-    """Return the tokens that the model has positions for; None where it sets no limit."""
-    import torch
-
-    config = read_config(source)
-    model_class = find_architecture(config, source.reference).model_class
-    with building(repr(source.reference)), torch.device("meta"):
-        return max_positions(model_class(config))

@@ -24,6 +24,8 @@ from upshift.loading.place import CPU, Placement, Unit, Work, follow, place
 from upshift.loading.products import product_rate
 from upshift.loading.speed import predict
 from upshift.models.build import find_stacks
+from upshift.models.describe import max_positions
+from upshift.models.lengths import default_length
 from upshift.models.measure import fake_masks
 from upshift.settings import read_settings
 
@@ -47,17 +49,19 @@ def place_model(
     max_memory: Mapping[str | int, str | int] | None = None,
     checkpoint: Checkpoint | None = None,
     batch: int = 1,
-    sequence_length: int = 512,
+    sequence_length: int | None = None,
     host: Host | None = None,
     memory_bytes_per_second: float | None = None,
 ) -> Placement:
     """Of a model on the meta device in its final dtypes. The rate is the CPU's: with it, those of the disk and of products are
-    measured, and what loading and a token cost is predicted.
+    measured, and what loading and a token cost is predicted. ``sequence_length``: None takes the default for the model.
 
     Raises RequestError for a device_map that does not fit the model, and NothingFits.
     """
     host = host or detect(visible_devices=read_settings().cuda_visible_devices)
     limits = memory_limits(host, max_memory)
+    if sequence_length is None:
+        sequence_length = default_length(max_positions(model))
     if device_map == "auto":
         placement = place(*work_of(model, units_of(model), limits, batch=batch, sequence_length=sequence_length))
     else:

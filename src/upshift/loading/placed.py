@@ -31,7 +31,7 @@ class Where:
     max_memory: Mapping[str | int, str | int] | None = None
     offload_folder: Path | None = None
     batch: int = 1
-    sequence_length: int = 512
+    sequence_length: int | None = None  # None: the default for the model
 
 
 def fill_placed(

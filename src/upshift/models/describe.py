@@ -10,13 +10,15 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from upshift.errors import RequestError
 from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
-from upshift.models.build import find_stacks
+from upshift.models.build import building, find_architecture, find_stacks, read_config
 from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
+
+# Names of configs, those of encoders and decoders that differ (LED) behind them.
+POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
 
 
 def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
@@ -142,10 +144,12 @@ def attention_heads(model: PreTrainedModel) -> tuple[int, int] | None:
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """The most tokens that the model has positions for; None where it sets no limit."""
-    limit = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit <= 0:
+    """Return the most tokens that the model has positions for, in each of its parts; None where it sets no limit."""
+    text = model.config.get_text_config()
+    limits = [value for name in POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
+    if not limits:
         return None
+    limit = min(limits)
     tokens = _input_embeddings(model)
     for module in model.modules():
         if not isinstance(module, nn.Embedding) or module is tokens or module.num_embeddings != limit:
@@ -155,13 +159,12 @@ def max_positions(model: PreTrainedModel) -> int | None:
     return limit
 
 
-def check_length(model: PreTrainedModel, sequence_length: int, *, new_tokens: int = 0) -> None:
-    """Raises RequestError for more tokens than positions. ``new_tokens``: that are generated behind them."""
-    limit = max_positions(model)
-    if limit is not None and sequence_length + new_tokens > limit:
-        longer = f"and --max-new-tokens {new_tokens} are longer" if new_tokens else "is longer"
-        too_long = f"--sequence-length {sequence_length} {longer} than the model's {limit} positions"
-        raise RequestError(f"{too_long}; use at most {limit}")
+def empty_positions(source: ModelSource) -> int | None:
+    """Return ``max_positions`` of a model that is built without numbers. Raises RequestError where it cannot be built."""
+    config = read_config(source)
+    model_class = find_architecture(config, source.reference).model_class
+    with building(repr(source.reference)), torch.device("meta"):
+        return max_positions(model_class(config))
 
 
 def why_untraceable(source: ModelSource, error: BaseException) -> str:

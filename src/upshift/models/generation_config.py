@@ -40,13 +40,14 @@ def merge_options(
     if not (sampling or (known | asked).get("do_sample")):  # what the file says of it beside is not used
         known = {name: value for name, value in known.items() if name not in WARPERS or _is_possible(kind, name, value)}
     merged = {**known, **asked}
+    if sampling and "do_sample" not in asked:
+        merged["do_sample"] = True
     for name in SEVERAL:
         wants_several = name in merged and "tuple" in str(kind.model_fields[name].annotation)
         if wants_several and isinstance(merged[name], int | str):
             merged[name] = (merged[name],)
     try:
-        options = kind.model_validate(merged)
-        return options.changed(do_sample=True) if sampling and "do_sample" not in asked else options
+        return kind.model_validate(merged)
     except ValidationError as error:
         raise RequestError(f"generation cannot use {first_problem(kind, error)}") from None
 

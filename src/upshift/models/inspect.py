@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from upshift.models.lengths import sequence_length_of
 from upshift.models.profile import Isolation, ModelProfile
 from upshift.models.source import find_model
 from upshift.models.store import Variant, profile_model
 from upshift.value import Value
 
-DEFAULT_SEQUENCE_LENGTH = 512
 BF16_BYTES = 2
 
 
@@ -39,9 +39,11 @@ class Inspection(Value):
     isolation: Isolation
 
 
-def inspect(model: str, *, sequence_length: int = DEFAULT_SEQUENCE_LENGTH) -> Inspection:
-    """Parameters by part, FLOPs, activation and cache bytes, and the plans that the model declares. Loads no weights."""
+def inspect(model: str, *, sequence_length: int | None = None) -> Inspection:
+    """Parameters by part, FLOPs, activation and cache bytes, and the plans that the model declares. Loads no weights.
+    ``sequence_length``: None takes 512, or the model's positions where they are fewer."""
     source = find_model(model)
+    sequence_length = sequence_length_of(source, sequence_length)
     variants = (Variant("fp32", "sdpa", False), Variant("bf16", "sdpa", False), Variant("fp32", "eager", False))
     profile = profile_model(source, sequence_length=sequence_length, variants=variants)
     kv = profile.kv_elements.at(1, sequence_length) * BF16_BYTES if profile.kv_elements else None

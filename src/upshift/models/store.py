@@ -9,7 +9,7 @@ from contextlib import suppress
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 from pydantic import TypeAdapter, ValidationError
 
@@ -17,11 +17,17 @@ from upshift.errors import MissingExtra, RequestError
 from upshift.models.profile import Isolation, ModelProfile, Segment, TracedPrecision
 from upshift.models.source import ModelSource
 from upshift.settings import read_settings
+from upshift.value import Value
 from upshift.whole_file import write_whole
 
 FORMAT = "18"  # raise when the meaning of a stored profile changes
 
 logger = logging.getLogger(__name__)
+Answer = TypeVar("Answer", bound=Value)
+
+
+class Positions(Value):
+    tokens: int | None  # None: the model sets no limit
 
 
 class Variant(NamedTuple):
@@ -66,18 +72,38 @@ def profile_model(
 def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
     """Return what a text's results depend on, from the cache or as tested now (a second, imports torch). ``states``: of the model
     that gives states alone, without its head."""
-    key = _key(repr((FORMAT, source.model_hash, _versions(source), states)))
-    path = read_settings().cache_dir / "isolation" / f"{key}.json"
+
+    def test() -> Isolation:
+        from upshift.models.isolation import test_source
+
+        return test_source(source, states=states)
+
+    return _remembered("isolation", (source.model_hash, _versions(source), states), Isolation, test)
+
+
+def positions_of(source: ModelSource) -> int | None:
+    """Return the tokens that the model has positions for, from the cache or as its modules say (imports torch); None where it
+    sets no limit. Every command asks this function, and no other."""
+
+    def count() -> Positions:
+        from upshift.models.describe import empty_positions
+
+        return Positions(tokens=empty_positions(source))
+
+    return _remembered("positions", (source.model_hash, _versions(source)), Positions, count).tokens
+
+
+def _remembered(folder: str, of: tuple[Any, ...], kind: type[Answer], find: Callable[[], Answer]) -> Answer:
+    """Return a value from the cache; ``find`` makes it where it is not there."""
+    path = read_settings().cache_dir / folder / f"{_key(repr((FORMAT, *of)))}.json"
     if path.is_file():
         try:
-            return Isolation.from_file(path)
+            return kind.from_file(path)
         except RequestError:
-            _drop(path)  # written by another version, or cut short: test again
-    from upshift.models.isolation import test_source
-
-    isolation = test_source(source, states=states)
-    _write(path, isolation.to_json().encode())
-    return isolation
+            _drop(path)  # written by another version, or cut short
+    value = find()
+    _write(path, value.to_json().encode())
+    return value
 
 
 class SegmentStore:

@@ -23,7 +23,6 @@ from upshift.models.compiled import load_partition
 from upshift.models.describe import (
     attention_heads,
     attention_kernels,
-    check_length,
     count_parameters,
     declarations,
     max_positions,
@@ -32,6 +31,7 @@ from upshift.models.describe import (
 from upshift.models.experts import count_experts
 from upshift.models.fit import fit_single
 from upshift.models.forked import run_forked
+from upshift.models.lengths import sequence_length_of
 from upshift.models.measure import Tracer, fake_masks
 from upshift.models.model_flops import model_flops
 from upshift.models.profile import (
@@ -66,9 +66,9 @@ def trace_model(
     """Measure every variant and fit. Raises RequestError for more tokens than positions, and naming what cannot be traced."""
     if variants and "quantization_config" in source.config:
         check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
-    tracer = Tracer(source)
     if variants:
-        check_length(tracer.base, sequence_length)  # before the minute that tracing takes
+        sequence_length_of(source, sequence_length)  # before the minute that tracing takes
+    tracer = Tracer(source)
     points = trace_points(sequence_length)
     try:
         reason = _chunking(tracer)

@@ -19,7 +19,7 @@ from upshift.inference.encoding.encoder import Encoder
 from upshift.inference.generation.files import check_prompts, read_prompts
 from upshift.models.build import read_config
 from upshift.serving.made_up import WORDS
-from upshift.serving.messages import Beat, Cancel, Embed, EngineRequest, Ready, Refused, Vector
+from upshift.serving.messages import EXPECTED, Beat, Cancel, Embed, EngineRequest, Ready, Refused, Vector
 from upshift.serving.vocabulary import check_ids
 from upshift.value import Value
 
@@ -138,7 +138,7 @@ def _expected(request: EngineRequest) -> list[str]:
         if not texts:
             raise RequestError(f"--prompts {path} has chats alone, and {request.model!r} encodes texts; write a text a line")
         return texts
-    size = range(request.prompt_length)
+    size = range(request.prompt_length or EXPECTED[0])
     return [" ".join(WORDS[(place + word) % len(WORDS)] for word in size) for place in range(len(WORDS))]
 
 

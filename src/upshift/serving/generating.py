@@ -19,8 +19,9 @@ from upshift.inference.generation.grammar import Grammars
 from upshift.inference.generation.options import GenerationOptions
 from upshift.inference.generation.sequence import Sequence
 from upshift.loading.memory_limits import read_max_memory
+from upshift.models.lengths import prompt_and_answer_of
 from upshift.serving.likely import Likely
-from upshift.serving.messages import Beat, Cancel, Ending, EngineRequest, Generate, Piece, Ready, Refused, TokenScore
+from upshift.serving.messages import EXPECTED, Beat, Cancel, Ending, EngineRequest, Generate, Piece, Ready, Refused, TokenScore
 from upshift.serving.pace import Pace
 from upshift.serving.proof import PROOF_TOKENS, prove
 from upshift.serving.scheduler import Scheduler, Ticket
@@ -90,6 +91,10 @@ class Generating:
             request.model, quality=request.quality, engine=request.engine, max_ttft_ms=request.max_ttft_ms,
             max_tpot_ms=request.max_tpot_ms, max_memory=memory, race_seconds=request.race_seconds,
         )  # fmt: skip
+        self.prompt_length, self.output_length = prompt_and_answer_of(
+            self.generator.source, request.prompt_length, request.output_length, defaults=EXPECTED,
+            options=("--prompt-length", "--output-length"), apart=self.generator.start is not None,
+        )  # fmt: skip
         self.seconds = {"reading": time.perf_counter() - start}
         self._open: dict[int, Open] = {}
         self._text = deepcopy(self.generator.prompts).text  # a tokenizer is not for two threads at once
@@ -99,7 +104,7 @@ class Generating:
     def prepare(self) -> Ready:
         start = time.perf_counter()
         prompts = self._expected()
-        options = self.generator.options(max_new_tokens=self.request.output_length)
+        options = self.generator.options(max_new_tokens=self.output_length)
         race = self.generator.prepare(prompts, options)
         self.seconds["racing and loading"] = time.perf_counter() - start
         rows = min(race.chosen.batch, self.request.concurrency)
@@ -111,7 +116,7 @@ class Generating:
         )  # fmt: skip
         first, token, step = prove(self.scheduler, prompts, self.generator.prompts.tokenizer, rows)
         self.seconds["proving"] = time.perf_counter() - start
-        output = self.request.output_length
+        output = self.output_length
         self.scheduler.pace = Pace(token_seconds=token, step_seconds=step, output_length=output)
         limit = self.request.max_ttft_ms
         self.scheduler.max_ttft = None if limit is None else limit / 1e3
@@ -204,11 +209,11 @@ class Generating:
             found = self.generator.prompts.of(list(islice(read_prompts(path), SAMPLED)))
             for ids in found:
                 check_ids(ids, self.generator.vocabulary)
-        lengths = [len(prompt) for prompt in found] or [self.request.prompt_length]
+        lengths = [len(prompt) for prompt in found] or [self.prompt_length]
         for place in range(len(found), self.request.concurrency):
             found.append([chance.randrange(vocabulary) for _ in range(lengths[place % len(lengths)])])
         longest = self.generator.longest
-        most = None if longest is None else max(longest - max(self.request.output_length, PROOF_TOKENS), 1)
+        most = None if longest is None else max(longest - max(self.output_length, PROOF_TOKENS), 1)
         return [prompt[:most] for prompt in found]
 
 

@@ -15,6 +15,9 @@ MOST_WORDS = 1000  # of an error that is passed on
 Prompt = str | tuple[int, ...] | tuple[dict[str, str], ...]  # a text, token ids, or the messages of a chat
 
 
+EXPECTED = (128, 128)  # tokens of a prompt, and of an answer
+
+
 class EngineRequest(Value):
     """What an engine is started with. The race and the proof run on ``prompts``, else on made-up ones of ``prompt_length``."""
 
@@ -25,8 +28,8 @@ class EngineRequest(Value):
     max_tpot_ms: float | None = Field(None, description="promised: a token more of each sequence, in the mean")
     concurrency: int = Field(8, gt=0, description="most sequences at once")
     prompts: str | None = Field(None, description="a file of what to expect")
-    prompt_length: int = Field(128, gt=0, description="tokens to expect")
-    output_length: int = Field(128, gt=0)
+    prompt_length: int | None = Field(None, gt=0, description="tokens to expect; None: EXPECTED, or what the model has room for")
+    output_length: int | None = Field(None, gt=0)
     max_waiting: int = Field(256, gt=0)
     max_memory: tuple[str, ...] = ()
     race_seconds: float | None = None

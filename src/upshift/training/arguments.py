@@ -36,6 +36,6 @@ class RunNumbers(Value):
 
     epochs: float = Field(1.0, gt=0)
     global_batch: int = Field(8, gt=0)
-    sequence_length: int = Field(512, ge=2)
+    sequence_length: int | None = Field(None, ge=2, description="None: the default for the model")
     lora_rank: int | None = Field(None, gt=0)
     trial_seconds: float = Field(0.0, ge=0)

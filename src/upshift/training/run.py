@@ -13,6 +13,7 @@ from upshift.errors import RequestError
 from upshift.hardware.spec import Host
 from upshift.loading.checkpoint import find_safetensors
 from upshift.loading.output_lock import claimed
+from upshift.models.lengths import sequence_length_of
 from upshift.models.source import ModelSource, fetch_weights, find_model, find_to_train
 from upshift.planning.plan import Plan
 from upshift.planning.planner import Planning, find_host, plan_training
@@ -93,7 +94,7 @@ def prepare_run(
     model: str,
     data_path: str,
     *,
-    sequence_length: int,
+    sequence_length: int | None = None,
     global_batch: int,
     max_steps: int | None = None,
     epochs: float = 1.0,
@@ -114,6 +115,7 @@ def prepare_run(
     watcher: Watcher | None = None,
 ) -> tuple[Prepared, int]:
     """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan.
+    ``sequence_length``: None takes the default for the model.
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
     ``host``: that of a launcher's ranks; this machine where not given. ``mup_base``: a narrower model whose rates hold.
     ``seed``: of the run, whose first batches are what trials compute."""
@@ -122,6 +124,7 @@ def prepare_run(
     RunNumbers.from_fields(numbers | {"trial_seconds": trial_seconds})  # the rank is checked with the source
     check_allow(allow)
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
+    sequence_length = sequence_length_of(source, sequence_length)
     _check_trainable(source, from_config=from_config)
     fixed = with_base(source, fixed, mup_base, from_config=from_config)
     of_model = {"model_reference": model, "from_config": from_config, "lora_rank": lora_rank, "load_in_4bit": load_in_4bit}
@@ -148,7 +151,7 @@ def train(
     data: str,
     *,
     output: str | Path,
-    sequence_length: int = 512,
+    sequence_length: int | None = None,
     global_batch: int = 8,
     overwrite: bool = False,
     resume: bool = False,

@@ -22,7 +22,7 @@ from upshift.tuning.space import OF_RUN
 from upshift.tuning.study import Asked
 
 STEPS = "steps"  # optimizer steps of a trial that were done, among its attributes
-DEFAULTS = {"global_batch": 8, "sequence_length": 512}
+DEFAULTS = {"global_batch": 8}
 
 
 @dataclass

@@ -18,6 +18,8 @@ from transformers import PreTrainedModel
 from upshift.errors import JobFailed, RequestError
 from upshift.fork_server import Ending, fork_server
 from upshift.models.build import build_model, choose_class, find_stacks, read_config, sample_inputs
+from upshift.models.describe import max_positions
+from upshift.models.lengths import default_length
 from upshift.models.source import find_model
 from upshift.planning.mup import base_text
 from upshift.planning.plan import Plan
@@ -110,7 +112,7 @@ def _changes(reference: str, fields: dict[str, int], base: str, seed: int) -> li
     model = build_model(config, model_class, dtype=torch.float32).eval()  # no dropout
     if base:
         scale_initial(model, base)
-    length = min(LENGTH, getattr(config, "max_position_embeddings", LENGTH))
+    length = default_length(max_positions(model), LENGTH)
     inputs = sample_inputs(model, objective, batch=BATCH, sequence=length, masked=False)
     inputs = {name: _random(name, tensor, inputs, config.vocab_size) for name, tensor in inputs.items()}
     plan = Plan(device="cpu", host="", model="", sequence_length=length, per_device_train_batch_size=BATCH, mup_base=base)

@@ -16,6 +16,8 @@ from pydantic import Field
 
 from upshift.errors import RequestError
 from upshift.hardware.spec import Host
+from upshift.models.lengths import sequence_length_of
+from upshift.models.source import find_model
 from upshift.training.arguments import Arguments, RunNumbers
 from upshift.training.loop.events import Event
 from upshift.tuning.backends.optuna_space import distributions, draw
@@ -25,7 +27,7 @@ from upshift.tuning.mup_check import Growth, checked
 from upshift.tuning.narrow import copy_to_search
 from upshift.tuning.objectives import Direction, Objective, find_objectives, values_of
 from upshift.tuning.rungs import EVALUATIONS, rungs
-from upshift.tuning.space import Space, make_space, read_space
+from upshift.tuning.space import Choices, Space, make_space, read_space
 from upshift.tuning.storage import in_folder, shown
 from upshift.tuning.study import Asked, open_study, reason_of, run_study
 from upshift.tuning.warm_start import start_from
@@ -108,6 +110,7 @@ def tune(
     wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
     objectives = find_objectives(tuple(objective))
     fixed, seconds = _given(arguments, seed, jobs, request), _seconds(max_hours, max_cost, price_per_hour)
+    _check_lengths(model, wanted, request.get("sequence_length"))
     owner = owner_of(output, storage=storage, study_name=study_name)
     whole, model = model, model if mup_width is None else str(copy_to_search(model, mup_width, output / NARROW, request))
     study = open_study(
@@ -150,6 +153,14 @@ def _given(arguments: dict[str, Any] | None, seed: int, jobs: int, request: dict
         Arguments.from_fields({"max_steps": 1} | one)
     RunNumbers.from_fields({name: request[name] for name in RunNumbers.model_fields if name in request})
     return given
+
+
+def _check_lengths(model: str, space: Space, given: int | None) -> None:
+    """Raise RequestError for a sequence length of the space, or of all trials, that the model has no positions for."""
+    source, searched = find_model(model), space.parameters.get("sequence_length")
+    values = () if searched is None else searched.choices if isinstance(searched, Choices) else (searched.high,)
+    for value in (given, *(int(value) for value in values)):
+        sequence_length_of(source, value)
 
 
 def found_in(study: optuna.Study, objectives: tuple[Objective, ...], *, seconds: float, runs: Jobs, storage: str | None) -> Found:

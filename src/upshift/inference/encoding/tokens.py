@@ -8,10 +8,10 @@ from typing import Any
 from tokenizers import normalizers
 
 from upshift.inference.encoding.recipe import Recipe
-from upshift.inference.tokenizer import load_tokenizer, positions
+from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.build import read_config
 from upshift.models.source import ModelSource
-from upshift.models.store import isolation_of
+from upshift.models.store import isolation_of, positions_of
 
 UNSET_LENGTH = 10**9  # transformers' "very large integer" of a tokenizer that does not know is above it
 
@@ -60,6 +60,6 @@ def _padding(source: ModelSource) -> int | None:
 
 
 def _longest(tokenizer: Any, source: ModelSource, recipe: Recipe) -> int | None:
-    limits = (recipe.max_length or tokenizer.model_max_length, positions(source))
+    limits = (recipe.max_length or tokenizer.model_max_length, positions_of(source))
     known = [limit for limit in limits if limit is not None and limit < UNSET_LENGTH]
     return min(known, default=None)

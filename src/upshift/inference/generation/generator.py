@@ -23,11 +23,10 @@ from upshift.inference.generation.sequence import Ending, Sequence
 from upshift.inference.generation.task import GenerationTask
 from upshift.inference.race import Race, race
 from upshift.inference.sample import spread
-from upshift.inference.tokenizer import positions
 from upshift.inference.weights import check_asked, computing_host, engine_folder, find_weights, stored_for
 from upshift.models.build import read_config
 from upshift.models.generation_config import start_token
-from upshift.models.store import isolation_of
+from upshift.models.store import isolation_of, positions_of
 
 SAMPLE_PROMPTS = 8  # of a race
 MANY = 32  # sequences at once, where there are that many: matrices are read once for all of them
@@ -80,7 +79,7 @@ class Generator:
         self.start = start_token(self.source) if self.task == "seq2seq" else None
         self.prompts = Prompts(self.source, chat=chat)
         self.race: Race | None = None
-        self.longest = positions(self.source)
+        self.longest = positions_of(self.source)
         self._on_run = on_run
         self._race_seconds = read_seconds(race_seconds)
         self._decoder: Decoder | None = None
@@ -126,6 +125,7 @@ class Generator:
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
         """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
         prompts there are, where these are some of them."""
+        options = self._within_positions(max(ids, key=len), options)
         beyond = self.race is None and is_too_large(self.source, self.host, self._max_memory)
         too_large = beyond and self._engine in (None, "torch")
         if beyond and self._max_memory is not None:
@@ -220,13 +220,21 @@ class Generator:
 
     def check_positions(self, prompt: list[int], options: GenerationOptions, name: str) -> None:
         """Raises RequestError where prompt and answer are longer than the model allows."""
-        new = options.max_new_tokens
+        new = self._within_positions(prompt, options).max_new_tokens
         needed = len(prompt) + new if self.start is None else max(len(prompt), new + 1)  # an encoder has its own positions
         if self.longest is not None and needed > self.longest:
             raise RequestError(
                 f"{name} has {len(prompt):,} tokens, with max_new_tokens={new:,} more than the "
                 f"{self.longest:,} positions of {self.source.reference!r}; shorten it, or ask for fewer tokens"
             )
+
+    def _within_positions(self, prompt: list[int], options: GenerationOptions) -> GenerationOptions:
+        """Return the options for one prompt. Where neither the user nor the model's files say how long an answer may be, it ends
+        where the model's positions end."""
+        left = self._positions_left([prompt])
+        if left is None or left < 1 or left >= options.max_new_tokens or "max_new_tokens" in options.model_fields_set:
+            return options
+        return options.changed(max_new_tokens=left)
 
     def _tokens(self, ids: list[list[int]], options: GenerationOptions, *, first: int = 0) -> Iterator[tuple[Sequence, int]]:
         if not ids:
@@ -235,7 +243,8 @@ class Generator:
         assert self._decoder is not None
         tokenizer = self.prompts.tokenizer
         waiting = [
-            Sequence(place, prompt, options, tokenizer, start=self.start) for place, prompt in enumerate(ids, start=first)
+            Sequence(place, prompt, self._within_positions(prompt, options), tokenizer, start=self.start)
+            for place, prompt in enumerate(ids, start=first)
         ]
         self._decoder.keep([])
         self._reading = reading = object()

@@ -80,15 +80,9 @@ class Sequences:
         return replace(self, starts=self.starts[members], lengths=self.lengths[members])
 
 
-def check_sequence_length(sequence_length: int, longest_allowed: int | None) -> None:
-    """`longest_allowed` is the model's own limit, where it has one."""
-    if sequence_length < 2 or (longest_allowed is not None and sequence_length > longest_allowed):
-        upper = "" if longest_allowed is None else f" and at most {longest_allowed}, the longest the model allows"
-        raise RequestError(f"sequence_length={sequence_length} is not usable; choose at least 2{upper}")
-
-
 def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences:
-    check_sequence_length(sequence_length, None)
+    if sequence_length < 2:
+        raise RequestError(f"sequence_length={sequence_length} is not usable; choose at least 2")
     pieces = _num_pieces(tokenized, sequence_length)
     document = np.repeat(np.arange(tokenized.num_documents), pieces)
     piece_in_document = np.arange(len(document)) - np.repeat(np.cumsum(pieces) - pieces, pieces)

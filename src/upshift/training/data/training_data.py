@@ -8,11 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import torch
 
 from upshift.errors import RequestError
-from upshift.models.build import build_model, choose_class, read_config
-from upshift.models.describe import max_positions
+from upshift.models.lengths import sequence_length_of
 from upshift.models.profile import num_sides
 from upshift.models.source import ModelSource
 from upshift.planning.lengths import LengthHistogram
@@ -23,7 +21,6 @@ from upshift.training.data.data_files import say_once
 from upshift.training.data.tokenizer import Progress, load_tokenizer, tokenize_corpus
 from upshift.training.data.tokens import (
     Sequences,
-    check_sequence_length,
     check_vocabulary,
     cut_sequences,
     histogram_of,
@@ -47,15 +44,16 @@ def prepare_data(
     data_path: Path | str,
     *,
     tokenizer: Any | None = None,
-    sequence_length: int,
+    sequence_length: int | None = None,
     text_column: str | None = None,
     progress: Progress | None = None,
 ) -> TrainingData:
-    """Raises RequestError over data that the model cannot be trained on. ``tokenizer``: None takes the model's own."""
+    """Read, tokenize and cut. ``tokenizer``: None takes the model's own. ``sequence_length``: None takes the default for the
+    model. Raises RequestError over data that the model cannot be trained on."""
+    sequence_length = sequence_length_of(source, sequence_length)
     corpus = read_corpus(data_path, text_column=text_column)
     tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
     objective = _objective(source, tokenizer)
-    check_sequence_length(sequence_length, _max_positions(source))
     length = sequence_length * num_sides(objective.kind)
     tokenized, held_out = tokenize_corpus(corpus, tokenizer, sequence_length=length, progress=progress)
     for part in (tokenized, held_out):
@@ -105,12 +103,6 @@ def _own_tokenizer(source: ModelSource, *, needed: bool) -> Any | None:
         if needed:
             raise
         return None
-
-
-def _max_positions(source: ModelSource) -> int | None:
-    config = read_config(source)
-    with torch.device("meta"):
-        return max_positions(build_model(config, choose_class(config, source.reference)[0], dtype=torch.float32))
 
 
 def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
