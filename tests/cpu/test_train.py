@@ -532,7 +532,7 @@ def test_wrong_requests(home: Path, prepared: Callable[[str], TrainingData], tmp
     with pytest.raises(RequestError, match="sequence_length=16 is not the data's 32"):
         run_job(a_job(home, tmp_path / "new", plan=a_plan(sequence_length=16)), data)
     assert not (tmp_path / "new").exists()
-    with pytest.raises(RequestError, match="at most 64, the longest the model allows"):
+    with pytest.raises(RequestError, match="longer than the model.s 64 positions; use at most 64"):
         prepare_data(find_model(str(home / "llama")), home / "data.jsonl", sequence_length=65)
     shutil.copy(home / "llama" / "config.json", tmp_path / "bare.json")
     with pytest.raises(RequestError, match="without a tokenizer"):
