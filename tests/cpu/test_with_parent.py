@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -168,18 +169,27 @@ def test_forked_tasks(started: list[subprocess.Popen[str]]) -> None:
     check_all_end(process, at_least=2)
 
 
-def test_an_engine_that_is_starting(home: Path, started: list[subprocess.Popen[str]]) -> None:  # noqa: F811
-    process = start(ENGINE.format(request=json.loads(engine_request(home))), started)
+def test_an_engine_that_is_starting(home: Path, tmp_path: Path, started: list[subprocess.Popen[str]]) -> None:  # noqa: F811
+    process = start(ENGINE.format(request=json.loads(engine_request(with_weights(home / "llama", tmp_path / "llama")))), started)
     wait_for("Asleep", process)
     time.sleep(1.0)
     check_all_end(process, at_least=1)
 
 
-def engine_request(home: Path) -> str:  # noqa: F811
+def with_weights(folder: Path, output: Path) -> Path:
+    """Copy a folder of a config and a tokenizer, and add random weights: an engine ends at once where there are none."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    shutil.copytree(folder, output)
+    AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).save_pretrained(output)
+    return output
+
+
+def engine_request(model: Path) -> str:
     from upshift.serving.messages import EngineRequest
 
     fields = EngineRequest.model_fields
-    needed = {"model": str(home / "llama")}
+    needed = {"model": str(model)}
     assert {name for name, field in fields.items() if field.is_required()} <= needed.keys(), fields
     return EngineRequest(**needed).to_json()
 
