@@ -28,9 +28,10 @@ demo: $(VENV)/.core
 	$(BIN)/upshift demo
 
 # Most tests trace models, which takes one core: a file of tests for each core at a time, each with one thread. In their
-# order by folder the many short files come last, so that no core waits long for the other.
+# order by folder the many short files come last, so that no core waits long for the other. What a test trains may take more
+# threads than it has cores then: with OMP_WAIT_POLICY a thread that waits for another sleeps, and does not hold a core.
 test: check
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(BIN)/python -m pytest --ignore=tests/smoke -n auto --dist loadfile --no-loadscope-reorder
 
 # Where the registry has nothing newer, or does not answer, it says so and ends well: make test has run with the pinned versions.
 test-newest: $(VENV)/.made
@@ -40,7 +41,7 @@ test-newest: $(VENV)/.made
 	elif [ $$newer = 0 ]; then $(MAKE) --no-print-directory $(NEWEST)/.smoke && \
 		$(NEWEST)/bin/python -m pip list --format=freeze | grep -E "^(torch|transformers|accelerate|peft|tokenizers|datasets|safetensors)==" | tr '\n' ' ' && \
 		case "$(TORCH_NEWEST)" in *=*) echo "(held: $(TORCH_NEWEST))";; *) echo;; esac && \
-		OMP_NUM_THREADS=1 $(NEWEST)/bin/python -m pytest tests/smoke -n auto --dist load; \
+		OMP_NUM_THREADS=1 OMP_WAIT_POLICY=PASSIVE $(NEWEST)/bin/python -m pytest tests/smoke -n auto --dist load; \
 	else exit $$newer; fi
 
 # Made anew each time: the newest of yesterday is not today's.

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 import importlib
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 
 import datasets
 import numpy as np
@@ -26,13 +29,17 @@ from transformers import (
 
 from upshift.errors import MissingExtra, RequestError
 from upshift.models.describe import max_positions
+from upshift.models.source import find_model
 from upshift.training.batches.fill import to_tensors
 from upshift.training.batches.layout import Layout
 from upshift.training.batches.objective import Objective, objective_for
 from upshift.training.batches.source import BatchSource, synthetic_batch
+from upshift.training.data import training_data
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
 from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
+from upshift.training.data.training_data import TrainingData, load_data, prepare_data, save_data, saved_data
+from upshift.training.job.processes import written as job_folder
 
 TEXTS = ["first document", "second, with ünïcödé", "third\nwith lines"]
 
@@ -411,3 +418,39 @@ def test_max_positions_leaves_out_reserved_ones():
     )
     with torch.device("meta"):
         assert max_positions(RobertaForMaskedLM(config)) == 32
+
+
+@pytest.fixture
+def labelled(tmp_path) -> TrainingData:
+    """Tokenized data with labels of its own, for a config alone."""
+    LlamaConfig(
+        vocab_size=64, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, architectures=["LlamaForCausalLM"]
+    ).save_pretrained(tmp_path / "model")
+    rows = [{"input_ids": list(range(1, 9)), "labels": [-100] * 4 + list(range(5, 9))} for _ in range(200)]
+    path = write_lines(tmp_path / "data.jsonl", rows)
+    return prepare_data(find_model(str(tmp_path / "model" / "config.json")), path, sequence_length=8)
+
+
+def test_every_array_of_the_data_is_counted_and_comes_back(labelled, tmp_path):
+    arrays = labelled.training.arrays
+    assert {"tokens", "starts", "lengths", "labels"} == arrays.keys()
+    save_data(labelled, tmp_path)
+    loaded = load_data(tmp_path).training.arrays
+    assert loaded.keys() == arrays.keys()
+    assert all(np.array_equal(loaded[name], values) for name, values in arrays.items())
+
+
+def test_data_is_written_once_for_trials_and_run_and_goes_with_them(labelled, monkeypatch):
+    data = replace(labelled)  # which nobody else holds
+    written_to = []
+    monkeypatch.setattr(training_data, "save_data", lambda data, folder: (written_to.append(folder), save_data(data, folder)))
+    folder = saved_data(data)
+    job = SimpleNamespace(to_json=lambda: "{}")
+    for _ in range(2):
+        with job_folder(job, data) as place:
+            assert np.array_equal(load_data(place).training.tokens, labelled.training.tokens)
+        assert (folder / "data.json").is_file()
+    assert written_to == [folder]
+    del data
+    gc.collect()
+    assert not folder.exists()

@@ -20,6 +20,8 @@ from upshift.errors import MissingInternal
 from upshift.internals import internal as lookup
 from upshift.internals import torch_names, transformers_names
 from upshift.internals.internal import Internal, Mark
+from upshift.planning.layout import Layout
+from upshift.training.parallel import keep_pace
 from upshift.training.parallel.context import document_of_each_token, within_documents
 
 IMPORT_ALL = """
@@ -116,6 +118,22 @@ def test_a_trainer_is_refused_where_transformers_renamed_a_method(without: Any, 
     without(next(one for one in transformers_names.TRAINER_METHODS if one.attribute == "_save_checkpoint"))
     with pytest.raises(MissingInternal, match="upshift.Trainer needs Trainer._save_checkpoint"):
         upshift.Trainer(LlamaForCausalLM.from_pretrained(model), transformers.TrainingArguments(str(tmp_path)))
+
+
+@pytest.mark.parametrize("name", [torch_names.FSDP_GATHER, torch_names.FSDP_SUM])
+def test_ranks_do_not_keep_pace_where_torch_has_no_exchange_to_count(
+    name: Internal, without: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Said once; the run itself goes on."""
+    layout = Layout(fully_shard="weights", shard_size=2)
+    keep_pace._missing.cache_clear()
+    assert keep_pace.can_keep_pace(layout)
+    without(name)
+    keep_pace._missing.cache_clear()
+    assert not keep_pace.can_keep_pace(layout) and not keep_pace.can_keep_pace(layout)
+    keep_pace._missing.cache_clear()
+    (line,) = [record.getMessage() for record in caplog.records if "ran out of memory" in record.getMessage()]
+    assert name.attribute in line and "ends the run" in line
 
 
 def test_measuring_is_refused_without_fake_tensors_and_loading_goes_on(without: Any, model: Path) -> None:

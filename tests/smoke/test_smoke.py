@@ -36,6 +36,18 @@ trainer = Trainer(model=model, args=arguments, train_dataset=rows)
 print("loss", trainer.train().training_loss)
 trainer.save_model()
 """
+BY_TRANSFORMERS = """
+import json
+import sys
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+folder, prompt, new_tokens = sys.argv[1], sys.argv[2], int(sys.argv[3])
+tokenizer = AutoTokenizer.from_pretrained(folder)
+given = tokenizer(prompt, return_tensors="pt")
+model = AutoModelForCausalLM.from_pretrained(folder).eval()
+tokens = model.generate(**given, max_new_tokens=new_tokens, do_sample=False)[0, given["input_ids"].shape[1] :]
+print(json.dumps({"tokens": tokens.tolist(), "text": tokenizer.decode(tokens, skip_special_tokens=True)}))
+"""
 FAST = ("--trial-seconds", "0", "--set", "torch_compile=off")  # no trial, no compiler: the road is what is tested
 
 
@@ -121,6 +133,7 @@ def test_a_foreign_line_is_seen(home: Path) -> None:
 def test_plan_and_inspect(home: Path) -> None:
     assert "Best of" in upshift(home, "plan", "llama", "--on", "h100", "--sequence-length", "64", "--global-batch", "8").out
     assert "Llama" in upshift(home, "inspect", "llama", "--sequence-length", "64").out
+    assert "256 tokens" in upshift(home, "inspect", "llama").out  # as many as the model has positions for
 
 
 def test_train_and_load(home: Path) -> None:
@@ -129,8 +142,10 @@ def test_train_and_load(home: Path) -> None:
         "--max-steps", "3", *FAST,
     )  # fmt: skip
     assert (home / "trained" / "model.safetensors").is_file()
-    answer = upshift(home, "generate", "trained", "--prompt", "the quick", "--max-new-tokens", "4", "--engine", "torch")
-    assert "the" in answer.out
+    answer = upshift(home, "generate", "trained", "--prompt", "the quick", "--max-new-tokens", "4", "--engine", "torch", "--json")
+    expected = json.loads(run(home, "-c", BY_TRANSFORMERS, "trained", "the quick", "4").out.splitlines()[-1])
+    assert json.loads(answer.out)["text"] == expected["text"]
+    assert len(expected["tokens"]) == 4
 
 
 def test_trials_of_plans(home: Path) -> None:

@@ -42,6 +42,7 @@ Allow = Annotated[
 Json = Annotated[bool, typer.Option("--json", help="one JSON document on standard output")]
 Html = Annotated[Path | None, typer.Option("--html", help="write the plans, drawn, to this file: one page that works offline")]
 Data = Annotated[str | None, typer.Option("--data", help="plan for the lengths of its sequences: a file or folder, as in train")]
+TextColumn = Annotated[str | None, typer.Option("--text-column", help="of --data, the column that holds the text, if not text")]
 Risk = Annotated[float | None, typer.Option("--risk", help="accepted probability of running out of memory, such as 0.01")]
 Train = Annotated[bool, typer.Option("--train", help="plan a training run (default)")]
 MaxGradNorm = Annotated[float, typer.Option("--max-grad-norm", min=0.0, help="0: gradients are not clipped")]
@@ -56,7 +57,8 @@ FourBits = Annotated[bool, typer.Option("--load-in-4bit", help="QLoRA: below --l
 @with_layout_flags
 def command(
     context: typer.Context, model: Model, sequence_length: SequenceLength = None, global_batch: GlobalBatch = 8, on: On = None,
-    set_: Set = None, allow: Allow = "", data: Data = None, risk: Risk = None, max_grad_norm: MaxGradNorm = 1.0,
+    set_: Set = None, allow: Allow = "", data: Data = None, text_column: TextColumn = None, risk: Risk = None,
+    max_grad_norm: MaxGradNorm = 1.0,
     steps: Steps = 1000, lora_rank: LoraRank = None, load_in_4bit: FourBits = False,
     train: Train = True, generate: plan_inference.Generate = False, encode: plan_inference.Encode = False,
     prompt_length: plan_inference.PromptLength = None, output_length: plan_inference.OutputLength = None,
@@ -85,15 +87,15 @@ def command(
 
         check_page_path(html)
     asked.check(on)
-    _check_risk(risk)
+    _check(risk, data, text_column)
     allowed = check_allow(split(allow))
     source = find_to_train(model, lora_rank=lora_rank, load_in_4bit=load_in_4bit)
     length = sequence_length_of(source, sequence_length)
     workload = Workload(
         sequence_length=length, global_batch=global_batch, allow=allowed, total_steps=steps, clips_gradients=max_grad_norm > 0,
-        lengths=plan_lengths.read_lengths(model, data, sequence_length=length) if data is not None else None, risk=risk,
+        lengths=plan_lengths.read_lengths(model, data, sequence_length=length, text_column=text_column), risk=risk,
     )  # fmt: skip
-    recut = plan_lengths.lengths_at(model, data) if data is not None else None
+    recut = None if data is None else plan_lengths.lengths_at(model, data, text_column=text_column)
     request = questions.Request(source, workload, on, fixed, as_json, recut)
     if asked.answered_instead(request):
         return
@@ -115,7 +117,9 @@ def command(
     answers.print(takes(planning.profile))
 
 
-def _check_risk(risk: float | None) -> None:
+def _check(risk: float | None, data: str | None, text_column: str | None) -> None:
+    if text_column is not None and data is None:
+        raise RequestError(f"--text-column {text_column} names a column of --data; add --data, or leave it out")
     if risk is not None and not 0.0 < risk < 0.5:
         raise RequestError(f"--risk {risk} is no probability to accept; use one between 0 and 0.5, such as 0.01")
 

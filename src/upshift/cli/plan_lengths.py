@@ -10,16 +10,20 @@ from upshift.cli import show
 from upshift.planning.lengths import LengthHistogram
 
 
-def read_lengths(model: str, data: str, *, sequence_length: int) -> LengthHistogram | None:
-    """None where every sequence is full."""
+def read_lengths(
+    model: str, data: str | None, *, sequence_length: int, text_column: str | None = None
+) -> LengthHistogram | None:
+    """Return None where every sequence is full, as without data."""
+    if data is None:
+        return None
     from upshift.training.run import lengths_of  # reading data needs tokenizers
 
     with show.step(f"Reading the lengths of {data}"):
-        found: LengthHistogram | None = lengths_of(model, data, sequence_length=sequence_length)
+        found: LengthHistogram | None = lengths_of(model, data, sequence_length=sequence_length, text_column=text_column)
     return found
 
 
-def lengths_at(model: str, data: str) -> Callable[[int], LengthHistogram | None]:
+def lengths_at(model: str, data: str, *, text_column: str | None = None) -> Callable[[int], LengthHistogram | None]:
     """The same data cut at any length; None where all sequences are full then."""
 
     @cache
@@ -29,7 +33,7 @@ def lengths_at(model: str, data: str) -> Callable[[int], LengthHistogram | None]
         from upshift.training.data.tokenizer import load_tokenizer, tokenize
 
         with show.step(f"Reading the documents of {data}"):
-            corpus, source = read_corpus(data), find_model(model)
+            corpus, source = read_corpus(data, text_column=text_column), find_model(model)
             tokenizer = None if corpus.is_tokenized else load_tokenizer(source.directory or source.reference)
             offsets = tokenize(corpus.documents, tokenizer).offsets.tolist()
         return tuple(end - start for start, end in itertools.pairwise(offsets))

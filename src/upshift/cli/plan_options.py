@@ -12,8 +12,8 @@ from upshift.errors import RequestError
 Instead = Literal["--largest", "--compare", "--check"]  # of a ranking
 Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
-    "train", "data", "risk", "max_grad_norm", "steps", "lora_rank", "load_in_4bit", "why", "shadow_prices", "largest", "compare",
-    "price", "tokens", "deadline", "lock", "check", "html",
+    "train", "data", "text_column", "risk", "max_grad_norm", "steps", "lora_rank", "load_in_4bit", "why", "shadow_prices",
+    "largest", "compare", "price", "tokens", "deadline", "lock", "check", "html",
 )  # fmt: skip
 OF_SEQUENCES = ("sequence_length", "global_batch")
 OF_PROMPTS = ("prompt_length", "output_length", "concurrency")

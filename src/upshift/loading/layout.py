@@ -25,6 +25,7 @@ from upshift.loading.products import product_rate
 from upshift.loading.speed import predict
 from upshift.models.build import find_stacks
 from upshift.models.describe import max_positions
+from upshift.models.experts import experts_met
 from upshift.models.lengths import default_length
 from upshift.models.measure import fake_masks
 from upshift.settings import read_settings
@@ -181,7 +182,8 @@ def work_of(
 ) -> tuple[tuple[Unit, ...], dict[str, int], Work]:
     """The units with what their layers keep of ``batch`` sequences, the limits as they are, and the memory beside the weights."""
     if next(iter(limits)) == CPU:
-        units = tuple(replace(unit, read=unit.read - _not_chosen(model, unit, batch)) for unit in units)
+        met = _experts_met(model)
+        units = tuple(replace(unit, read=unit.read - _not_chosen(model, unit, batch, met)) for unit in units)
     kept = cache_bytes(model, sequence_length)
     if kept is not None:
         inside = [sum(kept.get(number, 0) for number in _layers_in(model, unit)) for unit in units]
@@ -196,15 +198,35 @@ def work_of(
     return units, limits, work
 
 
-def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int) -> int:
+def _experts_met(model: PreTrainedModel) -> dict[nn.Module, int]:
+    """Return how many experts a token meets, by the module of experts; none where a pass without numbers is not possible."""
+    if next(experts_in(model), None) is None:
+        return {}
+    try:
+        with fake_masks(masked=False):
+            met = experts_met(model, lambda: _ids(model, CACHED_TOKENS))
+    except Exception:  # a model's forward raises its own kinds where shapes are not enough for it; then all experts are read
+        return {}
+    return {model.get_submodule(path): number for path, number in met.items()}
+
+
+def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int, met: Mapping[nn.Module, int]) -> int:
     """Bytes of experts that a pass of one token a sequence is not expected to ask for, if each is chosen as often."""
     modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
+<<<<<<< HEAD
     chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
     if not chosen:
         return 0
     experts = [inner for module in modules for inner in experts_in(module)]
     idle = ((1 - chosen / module.num_experts) ** batch * sum(one.nbytes for one in module.parameters()) for module in experts)
     return int(sum(idle))
+=======
+    idle = 0.0
+    for experts in (inner for module in modules for inner in experts_in(module) if inner in met):
+        left_out = 1 - met[experts] / int(experts.num_experts)
+        idle += left_out**batch * sum(weight.nbytes for weight in experts.parameters())
+    return int(idle)
+>>>>>>> ends
 
 
 def _layers_in(model: nn.Module, unit: Unit) -> set[int]:
@@ -245,10 +267,14 @@ def cache_bytes(model: PreTrainedModel, sequence: int) -> dict[int, int] | None:
     return found
 
 
+def _ids(model: PreTrainedModel, tokens: int) -> dict[str, torch.Tensor]:
+    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
+    return {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+
+
 def _kept(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, int | None]]:
     """(bytes, how far it looks back) of each layer's cache."""
-    ids = torch.zeros((1, tokens), dtype=torch.long, device="meta")
-    given = {"input_ids": ids} | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+    given = _ids(model, tokens)
     with fake_masks(masked=False), torch.no_grad():
         cache: Any = model(**given, use_cache=True).past_key_values
     both = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]

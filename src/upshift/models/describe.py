@@ -13,12 +13,10 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 from upshift.internals.transformers_names import NO_SPLIT, TENSOR_PLAN
 from upshift.models.adapter import base_of
 from upshift.models.build import building, find_architecture, find_stacks, read_config
+from upshift.models.config_sizes import heads_of, positions_in
 from upshift.models.profile import Declares, Parameters, ParameterShape
 from upshift.models.quantized import num_weights, stored_bytes, weight_shape
 from upshift.models.source import ModelSource
-
-# Names of configs, those of encoders and decoders that differ (LED) behind them.
-POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
 
 
 def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
@@ -136,20 +134,15 @@ def declarations(model: PreTrainedModel) -> Declares:
 
 def attention_heads(model: PreTrainedModel) -> tuple[int, int] | None:
     """Of queries and of keys."""
-    config = model.config.get_text_config()
-    queries, keys = (getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
-    if not isinstance(queries, int):
-        return None
-    return queries, keys if isinstance(keys, int) else queries
+    heads = heads_of(model.config.get_text_config())
+    return None if heads is None else (heads.queries, heads.keys)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
     """Return the most tokens that the model has positions for, in each of its parts; None where it sets no limit."""
-    text = model.config.get_text_config()
-    limits = [value for name in POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
-    if not limits:
+    limit = positions_in(model.config.get_text_config())
+    if limit is None:
         return None
-    limit = min(limits)
     tokens = _input_embeddings(model)
     for module in model.modules():
         if not isinstance(module, nn.Embedding) or module is tokens or module.num_embeddings != limit:

@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from upshift.internals.transformers_names import TENSOR_PLAN
+from upshift.models.config_sizes import heads_of
 from upshift.models.profile import TensorParallel
 
 # Style -> the dimension of a weight that is divided, from its end; a bias is divided where its weight's rows are.
@@ -77,8 +78,8 @@ def keep_slice(model: PreTrainedModel, degree: int) -> None:
 def _heads(model: PreTrainedModel) -> int:
     """A degree divides the heads of keys and of queries."""
     config = model.config.get_text_config()
-    heads = [getattr(config, name, None) for name in ("num_attention_heads", "num_key_value_heads")]
-    return gcd(*(count for count in heads if isinstance(count, int) and count > 0))
+    heads = heads_of(config)
+    return 0 if heads is None else gcd(heads.queries, heads.keys)
 
 
 def divided_dimension(name: str, parameter: nn.Parameter, plan: dict[str, str]) -> tuple[int, bool] | None:

@@ -26,6 +26,7 @@ from upshift.errors import RequestError
 from upshift.internals.transformers_names import FROM_CONFIG
 from upshift.models.adapter import base_of
 from upshift.models.build import build_model, choose_class, read_config
+from upshift.models.config_sizes import heads_of
 from upshift.models.source import ModelSource, find_model
 from upshift.planning.mup import base_text, read_base
 
@@ -188,9 +189,8 @@ def _check_heads(config: PretrainedConfig, base: PretrainedConfig) -> None:
 
 
 def _head_size(config: PretrainedConfig) -> int | None:
-    text = config.get_text_config()
-    given, hidden, heads = (getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads"))
-    return given or (hidden // heads if hidden and heads else None)
+    heads = heads_of(config.get_text_config())
+    return None if heads is None else heads.width
 
 
 def _plain(config: PretrainedConfig) -> dict[str, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -28,7 +27,7 @@ from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments, RunNumbers
 from upshift.training.batches.source import steps_of
 from upshift.training.checkpoint.checkpoint import check_output_directory
-from upshift.training.data.training_data import save_data
+from upshift.training.data.training_data import saved_data
 from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
 from upshift.training.heal.heal import fixed_to_heal
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
@@ -239,9 +238,12 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
         )
 
 
-def lengths_of(model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None) -> Any:
+def lengths_of(
+    model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, text_column: str | None = None
+) -> Any:
     """How long the sequences of some data are for a model, for planning: a histogram, None where all are full."""
-    return _lengths(prepare_data(find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length))
+    how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
+    return _lengths(prepare_data(find_model(model), data_path, **how))
 
 
 def _lengths(data: TrainingData) -> Any:
@@ -263,16 +265,12 @@ def _prove(
     proof = known_proof(planning, path, tried=watcher.tried)
     if proof is None:
         workload = planning.workload
-        with tempfile.TemporaryDirectory(prefix="upshift-trials-") as folder:
-            save_data(data, Path(folder))
-            trial = TrialRequest(
-                **of_model, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
-                limit_seconds=seconds, data=folder, seed=seed, total_steps=workload.total_steps,
-                clips_gradients=workload.clips_gradients,
-            )  # fmt: skip
-            proof = try_plans(
-                planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed
-            )
+        trial = TrialRequest(
+            **of_model, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
+            limit_seconds=seconds, data=str(saved_data(data)), seed=seed, total_steps=workload.total_steps,
+            clips_gradients=workload.clips_gradients,
+        )  # fmt: skip
+        proof = try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed)
     watcher.proved(proof)
     return proof
 

@@ -158,8 +158,7 @@ def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> 
     full = request.plan.per_device_train_batch_size * sequences.sequence_length
     largest = ahead.steps == request.total_steps or ahead.longest_tokens >= full
     share = min(request.total_steps * request.global_batch / len(sequences), 1.0) if request.data is not None else 0.0
-    arrays = (sequences.tokens, sequences.starts, sequences.lengths)
-    data_bytes = int(share * sum(array.nbytes for array in arrays))
+    data_bytes = int(share * sum(array.nbytes for array in sequences.arrays.values()))
     return Batches(run.batches(), ahead, longest, largest, list(checked), data_bytes, tokenizer)
 
 

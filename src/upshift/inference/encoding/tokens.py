@@ -10,6 +10,7 @@ from tokenizers import normalizers
 from upshift.inference.encoding.recipe import Recipe
 from upshift.inference.tokenizer import load_tokenizer
 from upshift.models.build import read_config
+from upshift.models.config_sizes import padding_of
 from upshift.models.source import ModelSource
 from upshift.models.store import isolation_of, positions_of
 
@@ -54,9 +55,7 @@ class Tokens:
 
 
 def _padding(source: ModelSource) -> int | None:
-    text: Any = read_config(source).get_text_config()
-    pad = getattr(text, "pad_token_id", None)
-    return pad if pad is not None and 0 <= pad < text.vocab_size else None
+    return padding_of(read_config(source).get_text_config())
 
 
 def _longest(tokenizer: Any, source: ModelSource, recipe: Recipe) -> int | None:

@@ -10,6 +10,7 @@ from upshift.inference.setup import Device, Precision, Task
 from upshift.inference.weights import stored_for, weights_size
 from upshift.loading.placed import Where
 from upshift.models.build import find_architecture, read_config
+from upshift.models.config_sizes import heads_of, window_of
 from upshift.models.source import ModelSource
 
 ATTENTION_LAYERS = ("full_attention", "sliding_attention", "chunked_attention")
@@ -29,7 +30,7 @@ def generation_task(source: ModelSource) -> Task:
             f"give a causal language model or an encoder-decoder"
         )
     other = sorted(set(getattr(text, "layer_types", None) or ()) - set(ATTENTION_LAYERS))
-    if other or not hasattr(text, "num_attention_heads"):
+    if other or heads_of(text) is None:
         kind = other[0] if other else config.model_type
         raise RequestError(
             f"{source.reference!r} has layers of {kind}, whose state is not keys and values; upshift cannot generate "
@@ -51,16 +52,16 @@ def attends_to_all(source: ModelSource) -> bool:
     """Whether each token looks at all before it, by what the model declares: no window, no chunks, no slope of ALiBi."""
     text: Any = read_config(source).get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "attention_layers", None) or ())
-    declared = ("sliding_window", "attention_chunk_size", "alibi", "attn_config")
-    return kinds <= WHOLE and not any(getattr(text, name, None) for name in declared)
+    slopes = any(getattr(text, name, None) for name in ("alibi", "attn_config"))
+    return kinds <= WHOLE and window_of(text) is None and not slopes
 
 
 def cache_bytes(source: ModelSource) -> int:
     """Keys and values of one token of one sequence, in fp32."""
     text: Any = read_config(source).get_text_config(decoder=True)
-    heads = getattr(text, "num_key_value_heads", None) or text.num_attention_heads
-    width = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
-    return 2 * 4 * int(text.num_hidden_layers * heads * width)
+    heads = heads_of(text)
+    assert heads is not None and heads.width is not None  # generation_task has refused models without
+    return 2 * 4 * int(text.num_hidden_layers * heads.keys * heads.width)
 
 
 def load_model(source: ModelSource, precision: Precision, device: Device = "cpu", *, where: Where | None = None) -> Any:

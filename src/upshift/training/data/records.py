@@ -12,6 +12,7 @@ import json
 import sys
 from codecs import BOM_UTF8
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO
 
@@ -66,14 +67,21 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _parse(text: bytes, place: str) -> Any:
-    try:
+    with _refusing_json(place, "write one JSON object per line"):
         return json.loads(text.decode("utf-8-sig"), object_pairs_hook=_unique)
+
+
+@contextmanager
+def _refusing_json(place: str, instead: str) -> Iterator[None]:
+    """Raise RequestError for bytes that are no text, and for text that is no JSON."""
+    try:
+        yield
     except UnicodeDecodeError:
         raise RequestError(f"{place} is not UTF-8 text; convert the file") from None
     except ValueError as error:
-        raise RequestError(f"{place} is not valid JSON ({error}); write one JSON object per line") from None
+        raise RequestError(f"{place} is not valid JSON ({error}); {instead}") from None
     except RecursionError:
-        raise RequestError(f"{place} is nested too deeply for JSON; write one flat object per line") from None
+        raise RequestError(f"{place} is nested too deeply for JSON; write flat objects") from None
 
 
 def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
@@ -82,7 +90,7 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
     text = io.TextIOWrapper(handle, encoding="utf-8-sig")
     buffer, wanted, at_end = "", READ_CHARACTERS, False
     previous = ""  # of the array: [ , or a value
-    try:
+    with _refusing_json(str(file), "write an array of objects, or one object per line"):
         while True:
             buffer = buffer.lstrip(" \t\r\n")
             if len(buffer) < wanted and not at_end:
@@ -110,12 +118,6 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
                 buffer, wanted, previous = buffer[end:], READ_CHARACTERS, "value"
         if (buffer[1:] + text.read()).strip():
             raise ValueError("more follows after the array")
-    except UnicodeDecodeError:
-        raise RequestError(f"{file} is not UTF-8 text; convert the file") from None
-    except ValueError as error:
-        raise RequestError(f"{file} is not valid JSON ({error}); write an array of objects, or one object per line") from None
-    except RecursionError:
-        raise RequestError(f"{file} is nested too deeply for JSON; write flat objects") from None
 
 
 def read_csv(file: Path) -> Iterator[Row]:

@@ -9,7 +9,7 @@ pieces; a piece shorter than two tokens is dropped, because it predicts nothing.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -67,6 +67,12 @@ class Sequences:
 
     def __len__(self) -> int:
         return len(self.starts)
+
+    @property
+    def arrays(self) -> dict[str, NDArray[Any]]:
+        """Return all that is held of the sequences, by the fields' names."""
+        values = {field.name: getattr(self, field.name) for field in fields(self)}
+        return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
     def num_labels(self, members: NDArray[np.int64], *, first: int) -> NDArray[np.int64]:
         """Return how many labels each of the sequences has that count, from position ``first`` on: 1 where they are shifted."""

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
+import tempfile
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -26,7 +31,7 @@ from upshift.training.data.tokens import (
     histogram_of,
 )
 
-ARRAYS = ("tokens", "starts", "lengths", "labels")  # the last where the data has labels of its own
+_saved: WeakKeyDictionary[TrainingData, Path] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -119,18 +124,33 @@ def save_data(data: TrainingData, folder: Path) -> None:
     """For the processes of a run; ``load_data`` maps the arrays, so that all ranks share one copy in memory."""
     for name, sequences in (("training", data.training), ("evaluation", data.evaluation)):
         if sequences is not None:
-            for array in ARRAYS:
-                if getattr(sequences, array) is not None:
-                    np.save(folder / f"{name}.{array}.npy", getattr(sequences, array))
-    values = {
+            for array, values in sequences.arrays.items():
+                np.save(folder / f"{name}.{array}.npy", values)
+    document = {
         "sequence_length": data.training.sequence_length,
         "objective": data.objective.model_dump(),
         "histogram": data.histogram.model_dump(),
         "summary": data.summary.model_dump(),
     }
-    (folder / "data.json").write_text(json.dumps(values), encoding="utf-8")
+    (folder / "data.json").write_text(json.dumps(document), encoding="utf-8")
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(folder / "tokenizer")
+
+
+def saved_data(data: TrainingData) -> Path:
+    """Return a folder that ``save_data`` wrote: once for the trials and the run, removed with the data."""
+    folder = _saved.get(data)
+    if folder is None:
+        folder = Path(tempfile.mkdtemp(prefix="upshift-data-"))
+        weakref.finalize(data, _remove, folder, os.getpid())
+        save_data(data, folder)
+        _saved[data] = folder
+    return folder
+
+
+def _remove(folder: Path, process: int) -> None:
+    if os.getpid() == process:  # not in a fork, which ends with the same data
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_data(folder: Path) -> TrainingData:
@@ -140,8 +160,8 @@ def load_data(folder: Path) -> TrainingData:
     def sequences(name: str) -> Sequences | None:
         if not (folder / f"{name}.tokens.npy").exists():
             return None
-        paths = {array: folder / f"{name}.{array}.npy" for array in ARRAYS}
-        arrays = {array: np.load(path, mmap_mode="r") for array, path in paths.items() if path.exists()}
+        paths = {path.name.split(".")[1]: path for path in folder.glob(f"{name}.*.npy")}
+        arrays = {array: np.load(path, mmap_mode="r") for array, path in paths.items()}
         return Sequences(**arrays, sequence_length=values["sequence_length"])
 
     training = sequences("training")

@@ -25,7 +25,7 @@ from upshift.record import Record
 from upshift.settings import quiet_libraries
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.data.tokenizer import load_tokenizer
-from upshift.training.data.training_data import TrainingData, load_data, save_data
+from upshift.training.data.training_data import TrainingData, load_data, saved_data
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent, event_from_json, event_to_json
 from upshift.training.loop.stop import StopRequest
@@ -61,7 +61,8 @@ def written(job: Job, data: TrainingData) -> Iterator[Path]:
     """A folder with all that another process needs to run the job."""
     with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
         folder = Path(name)
-        save_data(data, folder)
+        for path in saved_data(data).iterdir():
+            (folder / path.name).symlink_to(path)
         (folder / JOB).write_text(job.to_json(), encoding="utf-8")
         yield folder
 

@@ -31,6 +31,7 @@ from upshift.internals.transformers_names import (
 )
 from upshift.models.adapter import base_of
 from upshift.models.build import find_stacks
+from upshift.models.config_sizes import heads_of
 from upshift.planning.layout import Layout
 from upshift.planning.packing import round_up
 from upshift.planning.plan import Plan
@@ -90,7 +91,10 @@ def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
     reason = _mixes_elsewhere(base)
     if reason is not None:
         return f"{asked} is not possible: {reason}; use {instead}"
-    heads = base.config.get_text_config().num_attention_heads
+    sizes = heads_of(base.config.get_text_config())
+    if sizes is None:
+        return f"{asked} (ulysses) divides attention heads, whose number the model's config does not say; use {instead}"
+    heads = sizes.queries
     if heads % (degree * plan.layout.tensor_parallel):
         valid = [str(number) for number in range(2, heads + 1) if heads % (number * plan.layout.tensor_parallel) == 0]
         return f"{asked} (ulysses) divides the model's {heads} attention heads; use {', '.join(valid)}, or {instead}"

@@ -7,13 +7,16 @@ of it, drop their gradients and do the step again in smaller micro-batches.
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import torch
 from torch import nn
 
+from upshift.errors import MissingInternal
 from upshift.internals.internal import Internal
 from upshift.internals.torch_names import FSDP_GATHER, FSDP_SUM
 from upshift.planning.layout import Layout
@@ -22,10 +25,26 @@ from upshift.training.parallel.agreement import Agreement
 from upshift.training.parallel.fully_shard import announce, sharded_modules
 from upshift.training.parallel.place import Place
 
+logger = logging.getLogger(__name__)
+
 
 def can_keep_pace(layout: Layout) -> bool:
-    """Exchanges that fully_shard makes are of weights alone: of the same size whatever the micro-batch."""
-    return layout.gathers and layout.ranks_per_replica == 1 and layout.expert_parallel == 1
+    """Exchanges that fully_shard makes are of weights alone: of the same size whatever the micro-batch. Not where this torch has
+    the names no longer that count them, which is said once: a rank that runs out of memory then ends the run."""
+    if not (layout.gathers and layout.ranks_per_replica == 1 and layout.expert_parallel == 1):
+        return False
+    return _missing() is None
+
+
+@cache
+def _missing() -> str | None:
+    for name in (FSDP_GATHER, FSDP_SUM):
+        try:
+            name.get()
+        except MissingInternal as error:
+            logger.warning("%s. The run goes on without it: a rank that runs out of memory ends the run", error)
+            return str(error)
+    return None
 
 
 class Counted:

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 from upshift.errors import RequestError
 from upshift.internals.transformers_names import ROPE_FUNCTIONS
+from upshift.models.config_sizes import Heads, heads_of, positions_in, window_of
 
 TANH = ("gelu_new", "gelu_pytorch_tanh").__contains__
 SILU = ("silu", "swish").__contains__
@@ -48,7 +49,7 @@ def _scaled(queries: str, largest: int) -> Change:
     heads; transformers by a number of the config."""
 
     def changed(name: str, tensor: Any, text: Any) -> Any:
-        width = text.hidden_size // text.num_attention_heads if text.num_hidden_layers == largest else head_width(text)
+        width = text.hidden_size // _heads(text).queries if text.num_hidden_layers == largest else head_width(text)
         found = _norms_from_zero(name, tensor, text)
         return found * sqrt(width / text.query_pre_attn_scalar) if name.endswith(queries) else found
 
@@ -107,8 +108,8 @@ def _unable(text: Any, family: Family) -> Iterator[str]:
     for kind in {rope["rope_type"] for rope in ropes(text).values()}:
         if kind not in family.ropes:
             yield f"rope_type={kind!r}"
-    window = getattr(text, "sliding_window", None)
-    if window and window < text.max_position_embeddings and not family.windows:
+    window = window_of(text)
+    if window is not None and window < _positions(text) and not family.windows:
         yield f"sliding_window={window}"
 
 
@@ -119,19 +120,33 @@ def ropes(text: Any) -> dict[str, Any]:
 
 
 def head_width(text: Any) -> int:
-    return int(getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads)
+    width = _heads(text).width
+    assert width is not None  # every family's config has it, or hidden_size
+    return width
+
+
+def _heads(text: Any) -> Heads:
+    heads = heads_of(text)
+    assert heads is not None
+    return heads
+
+
+def _positions(text: Any) -> int:
+    positions = positions_in(text)
+    assert positions is not None
+    return positions
 
 
 def describe(writer: Any, text: Any, family: Family) -> None:
     """Into ``writer``, a gguf.GGUFWriter. Token ids go in and logits come out, so there is no vocabulary but its size."""
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(text.vocab_size)
-    writer.add_context_length(text.max_position_embeddings)
+    writer.add_context_length(_positions(text))
     writer.add_embedding_length(text.hidden_size)
     writer.add_block_count(text.num_hidden_layers)
     writer.add_feed_forward_length(getattr(text, "intermediate_size", None) or text.n_inner or 4 * text.hidden_size)
-    writer.add_head_count(text.num_attention_heads)
-    writer.add_head_count_kv(getattr(text, "num_key_value_heads", None) or text.num_attention_heads)
+    writer.add_head_count(_heads(text).queries)
+    writer.add_head_count_kv(_heads(text).keys)
     writer.add_key_length(head_width(text))
     writer.add_value_length(head_width(text))
     if hasattr(text, "rms_norm_eps"):
@@ -159,7 +174,7 @@ def _describe_positions(writer: Any, text: Any, family: Family) -> None:
     if "sliding_attention" in found:
         writer.add_rope_freq_base_swa(found["sliding_attention"]["rope_theta"])
     if family.windows:
-        writer.add_sliding_window(text.sliding_window)
+        writer.add_sliding_window(window_of(text))
         writer.add_sliding_window_pattern([kind == "sliding_attention" for kind in text.layer_types])
 
 

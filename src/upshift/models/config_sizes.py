@@ -1,0 +1,44 @@
+"""What a config says of attention and of padding. The names that transformers gives them are read here, and in models alone."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+# Those of encoders and decoders that differ (LED) stand behind the usual one.
+POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
+
+
+class Heads(NamedTuple):
+    queries: int
+    keys: int  # and values
+    width: int | None  # numbers of a head; None: the config does not say
+
+
+def heads_of(text: Any) -> Heads | None:
+    """Return the heads of attention by a text config of transformers; None where it says no number."""
+    queries, keys = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
+    if not isinstance(queries, int) or queries <= 0:
+        return None
+    width, hidden = (getattr(text, name, None) for name in ("head_dim", "hidden_size"))
+    if not width and isinstance(hidden, int):
+        width = hidden // queries
+    return Heads(queries, keys if isinstance(keys, int) and keys > 0 else queries, width or None)
+
+
+def window_of(text: Any) -> int | None:
+    """Return how far back some layers look, in tokens; None: all look at all before them, by the config."""
+    sizes = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
+    return next((size for size in sizes if size), None)
+
+
+def positions_in(text: Any) -> int | None:
+    """Return the positions of the config, some of which a model may keep for padding: ``models.store.positions_of`` says how many
+    tokens the model takes. None: there is no limit."""
+    limits = [value for name in POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
+    return min(limits, default=None)
+
+
+def padding_of(text: Any) -> int | None:
+    """Return the token of padding; None where the config names none, or one that the vocabulary does not have."""
+    token = getattr(text, "pad_token_id", None)
+    return token if token is not None and 0 <= token < text.vocab_size else None
