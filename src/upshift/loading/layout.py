@@ -213,20 +213,11 @@ def _experts_met(model: PreTrainedModel) -> dict[nn.Module, int]:
 def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int, met: Mapping[nn.Module, int]) -> int:
     """Bytes of experts that a pass of one token a sequence is not expected to ask for, if each is chosen as often."""
     modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
-<<<<<<< HEAD
-    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
-    if not chosen:
-        return 0
-    experts = [inner for module in modules for inner in experts_in(module)]
-    idle = ((1 - chosen / module.num_experts) ** batch * sum(one.nbytes for one in module.parameters()) for module in experts)
-    return int(sum(idle))
-=======
     idle = 0.0
     for experts in (inner for module in modules for inner in experts_in(module) if inner in met):
         left_out = 1 - met[experts] / int(experts.num_experts)
         idle += left_out**batch * sum(weight.nbytes for weight in experts.parameters())
     return int(idle)
->>>>>>> ends
 
 
 def _layers_in(model: nn.Module, unit: Unit) -> set[int]:
