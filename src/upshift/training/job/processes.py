@@ -22,10 +22,10 @@ from upshift.disk_full import FREE_SOME, full_disk
 from upshift.errors import Interrupted, JobFailed, UpshiftError
 from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
-from upshift.settings import quiet_libraries
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.data.tokenizer import load_tokenizer
 from upshift.training.data.training_data import TrainingData, load_data, saved_data
+from upshift.training.job.job_process import PROCESS
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent, event_from_json, event_to_json
 from upshift.training.loop.stop import StopRequest
@@ -39,7 +39,7 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
     """In the caller: start the process, which runs ``module``, pass its events on, give back what rank 0 gave."""
     with written(job, data) as folder:
         process = subprocess.Popen(
-            with_parent.command(module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+            with_parent.command(PROCESS, module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
             text=True, start_new_session=True, pass_fds=held_descriptors(Path(job.output)),
         )  # fmt: skip
         assert process.stdout is not None
@@ -81,7 +81,6 @@ def result_in(folder: Path, exit_code: int, *, interrupted: bool, name: str = RE
 
 def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
     """In the fresh process. Events are lines on its standard output; what libraries print goes to standard error."""
-    quiet_libraries()
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
