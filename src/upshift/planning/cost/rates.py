@@ -1,6 +1,6 @@
-"""What one rank of a plan has to itself: rates of matrix products, attention, memory and dispatch.
+"""Compute the rates that one rank of a plan has to itself: matrix products, attention, memory and dispatch.
 
-Measured where the host was probed, else the datasheet's times the efficiency that such parts reach.
+The rates are measured where the host was probed. Elsewhere they are the datasheet's, times the efficiency that such parts reach.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outs
 
 
 class Sustained(NamedTuple):
-    """What training keeps of the rates that single kernels reach: clocks fall under load, causal attention is less efficient."""
+    """The share of single kernels' rates that training keeps: clocks fall under load, causal attention is less efficient."""
 
     matrix: float  # of matrix products
     attention: float  # of a matrix product's rate
@@ -48,7 +48,8 @@ SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
 
 
 class Rates(NamedTuple):
-    """What one process of the plan has to itself."""
+    """The rates that one process of the plan has to itself, per second; ``dispatch`` in seconds, ``first_touch`` in seconds a
+    byte."""
 
     matrix: float
     outside: float  # matrix products outside the layers, which stay in bf16 beside fp8 layers
@@ -60,7 +61,8 @@ class Rates(NamedTuple):
 
 
 def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
-    """None where the host's rate in this precision is unknown: such a plan cannot be ranked."""
+    """Return the rates of one process, or None where the host's rate in this precision is unknown: such a plan cannot be ranked.
+    """
     measured, precision = host.measured, MATRIX_PRECISION[plan.precision]
     if plan.device == "cuda":
         return _gpu_rates(host, profile, plan)
@@ -113,7 +115,7 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
 
 
 def host_link(host: Host) -> float | None:
-    """Bytes per second between host and device, in one direction; None where unknown."""
+    """Return the bytes per second between host and device, in one direction; None where unknown."""
     if host.measured is not None and host.measured.host_to_device_bytes_per_second is not None:
         return host.measured.host_to_device_bytes_per_second
     return host.host_to_device.bytes_per_second if host.host_to_device is not None else None
