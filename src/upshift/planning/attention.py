@@ -1,6 +1,6 @@
-"""Attention kernels that work on the visible part of packed rows, by transformers' names: what each needs, and where it runs.
+"""List the attention kernels that compute only the visible part of packed rows, by transformers' names: needs and devices.
 
-PyTorch's own (``sdpa``) needs a mask for packed sequences, with which it takes a slower kernel that computes every pair.
+PyTorch's own kernel (``sdpa``) needs a mask for packed sequences. With a mask it takes a slower kernel that computes every pair.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ PACKED_KERNELS: dict[str, KernelFacts] = {
 
 
 def why_not(name: str, host: Host, profile: ModelProfile) -> str | None:
-    """Why one of PACKED_KERNELS cannot run this model on this host, or None."""
+    """Return why one of PACKED_KERNELS cannot run this model on this host, or None."""
     facts = PACKED_KERNELS[name]
     if host.device != "cuda" or host.gpu is None:
         return "it trains on CUDA devices only"

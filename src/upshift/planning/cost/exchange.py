@@ -45,7 +45,7 @@ class Groups:
 
 
 class UnknownLink(Exception):
-    """The host does not say how fast a link is that the layout needs."""
+    """Raised if the host does not say how fast a link is that the layout needs."""
 
 
 def groups_of(host: Host, plan: Plan) -> Groups:

@@ -17,7 +17,7 @@ MASTER_BYTES, MASTERED_BYTES = 4, 2  # an fp32 weight that the optimizer updates
 
 
 class Waiting(NamedTuple):
-    """What a rank holds beside the micro-batch that it computes.
+    """The memory that a rank holds beside the micro-batch that it computes.
 
     Gradients exist in every backward pass of a step but the first, in which they are born. Where they always exist there is no
     first pass of this kind. The numbers are those of a pipeline as upshift runs torch.distributed.pipelining (torch 2.13),
