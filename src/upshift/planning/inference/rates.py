@@ -1,5 +1,7 @@
-"""What one device does in a second: matrix products by size, memory, launches. Measured where the host was probed, else the
-datasheet's times the share that such parts reach."""
+"""Compute the rates of one device: matrix products by size, memory, launches.
+
+Rates are measured where the host was probed, else the datasheet's times the share that such parts reach.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ LOG_CENTRES = tuple(log(bound * 10**0.5) for bound in GEMM_CLASSES)  # of the cl
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Of one device. ``efficiencies``: of ``matrix``, at the centres of GEMM_CLASSES; empty: the same at every size."""
+    """The rates of one device. ``efficiencies``: shares of ``matrix``, at the centres of GEMM_CLASSES; empty: the same at every
+    size."""
 
     matrix: float
     outside: float  # of products with embedding and head, which are not quantized
@@ -49,7 +52,10 @@ class DeviceRates:
     efficiencies: tuple[float, ...] = ()
 
     def efficiency(self, flops: float) -> float:
-        """Of one product, between the classes' centres on a logarithmic scale, so that more work never takes less time."""
+        """Return the efficiency of one product.
+
+        It lies between the classes' centres on a logarithmic scale, so that more work never takes less time.
+        """
         shares = self.efficiencies
         if not shares:
             return 1.0
@@ -64,7 +70,7 @@ class DeviceRates:
 
 
 def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    """None where the rate in this precision is unknown: such a plan cannot be ranked."""
+    """Return the device's rates; None where the rate in this precision is unknown: such a plan cannot be ranked."""
     beside: MatrixPrecision = weights if weights in ("fp32", "fp16") else beside_rounded(host)
     if computes == "bf16":
         computes = beside
@@ -72,7 +78,7 @@ def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision
 
 
 def beside_rounded(host: Host) -> Literal["bf16", "fp16", "fp32"]:
-    """What is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
+    """Return the precision that is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
     if host.supports("bf16") is not False:
         return "bf16"
     return "fp32" if host.device == "cpu" else "fp16"
@@ -107,7 +113,7 @@ def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision,
 
 
 def _shares(key: str) -> tuple[float, ...]:
-    """By class; where the largest was not measured, the one below stands for it."""
+    """Return the efficiencies by class. Where the largest was not measured, the one below stands for it."""
     known = GEMM_EFFICIENCY.get(key, ())
     shares: list[float] = []
     for share in known:
