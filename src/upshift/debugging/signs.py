@@ -1,6 +1,6 @@
-"""What steps show of a run that goes on and goes badly: it waits for data, it compiles again and again, its memory grows.
+"""Find the signs of a run that goes badly in its steps: it waits for data, it compiles again and again, its memory grows.
 
-A few numbers a step, and no library: what is said of them is decided here, once for each fault.
+A step leaves a few numbers, and no library is needed. Each fault is reported once.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Step(NamedTuple):
 
 
 class Signs:
-    """Fed with each step of a run; says each fault once."""
+    """The signs of a run. It is given each step of the run, and says each fault once."""
 
     def __init__(self, *, data_fix: str) -> None:
         self._data_fix = data_fix
@@ -91,8 +91,10 @@ class Signs:
         )  # fmt: skip
 
     def growth(self) -> float | None:
-        """Bytes a step, where memory grows step after step; None where it does not, or it is not known yet. One jump, as an
-        evaluation makes, is no leak, whatever crept before it."""
+        """Return the bytes a step, where memory grows step after step; None where it does not, or it is not known yet.
+
+        One jump, as an evaluation makes, is no leak, whatever crept before it.
+        """
         if len(self._steps) < LEAK_STEPS or self._count % EVERY:
             return None
         held = [step.held for step in self._steps]
@@ -106,7 +108,10 @@ class Signs:
 
 
 def leak(growth: float, *, grew: dict[str, float], free: float | None) -> Finding:
-    """``grew``: bytes a step, by who ran while they came; ``free``: bytes that are left."""
+    """Return a warning about a leak.
+
+    ``grew``: bytes a step, by the code that ran while they came. ``free``: bytes that are left.
+    """
     named, largest = max(grew.items(), key=lambda item: item[1], default=("", 0.0))
     known = largest > 0.5 * growth
     end = "" if free is None else f"; the {format_bytes(free)} that are free last {free / growth:,.0f} more steps"

@@ -1,4 +1,4 @@
-"""Compilers and CUDA toolkits that PATH leads to: which extensions can be built with them."""
+"""Examine the compilers and CUDA toolkits that PATH leads to: which extensions can be built with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ask = Callable[[list[str]], str | None]  # a command's output; None: it failed
 
 
 class Compilers(NamedTuple):
-    """What PATH leads to."""
+    """The compilers and toolkits that PATH leads to."""
 
     toolkits: tuple[tuple[Path, tuple[int, int] | None], ...]  # nvcc, first in PATH first; its CUDA
     cxx: str | None
