@@ -11,8 +11,8 @@ from upshift.debugging.finding import Finding, warning
 from upshift.debugging.tensors import local_part
 from upshift.errors import RequestError
 
-BF16_MANTISSA = 0xFFFF  # bits of a float32 that a bfloat16 has not
-ENOUGH_NUMBERS = 1024  # of a weight, to say that it was stored in bf16
+BF16_MANTISSA = 0xFFFF  # bits of a float32 that a bfloat16 lacks
+ENOUGH_NUMBERS = 1024  # a smaller weight does not show whether it was stored in bf16
 
 
 def keep_in_fp32(model: nn.Module, name: str) -> None:

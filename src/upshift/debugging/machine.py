@@ -14,7 +14,7 @@ from upshift.hardware.cgroup import own_group, read_limits, read_text
 from upshift.hardware.spec import Host
 from upshift.units import GIB, KIB, MIB, format_bytes
 
-SWAP_NOTICED = 0.02  # of the memory; what lies there was pushed out
+SWAP_NOTICED = 0.02  # of the memory: less in swap is no problem
 LITTLE_FREE = 0.1  # of the memory
 BUSY = 0.5  # runnable threads of others, for each usable core
 THROTTLED = 0.05  # of the periods of the CPU quota

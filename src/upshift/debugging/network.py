@@ -82,7 +82,7 @@ class Server:
 
         def take() -> None:
             other.settimeout(2 * CONNECT_SECONDS)
-            with suppress(OSError):  # nobody came: the other side says so
+            with suppress(OSError):  # no connection came: the other side reports it
                 other.accept()[0].close()
             other.close()
 

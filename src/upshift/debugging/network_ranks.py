@@ -17,7 +17,7 @@ from upshift.units import MIB
 MEET_SECONDS = 60.0
 BULK_BYTES = 16 * MIB
 PINGS = 10
-SLOWER = 3.0  # times the median of all pairs: named
+SLOWER = 3.0  # a pair this many times slower than the median of all pairs is reported
 
 
 def examine_ranks(ranks: Ranks) -> list[Finding]:

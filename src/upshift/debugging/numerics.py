@@ -62,7 +62,7 @@ class DebugUnderflowOverflow:
         self._last: deque[Frame] = deque(maxlen=max_frames_to_save)
         self._tell, self._trends, self._warned = tell, Trends(), set[tuple[str, str]]()
         self._frames: list[Frame] = []  # of this batch
-        self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []  # read with the others, at the end
+        self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []  # read together, at the end of the batch
         self._open, self._bad_data = False, False
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # by id: the tensor, its version, its range
         self._weights: dict[str, tuple[int, int, Reading]] = {}
@@ -84,7 +84,7 @@ class DebugUnderflowOverflow:
     # One batch
 
     def _begin(self, module: nn.Module, inputs: Any, named: Any) -> None:
-        self._finish()  # of a forward pass that an exception ended, as stages of a pipeline do
+        self._finish()  # an exception may have ended the last forward pass, as in stages of a pipeline
         self._open = True
         self._known.clear()
         if self._slots is None:
@@ -127,7 +127,7 @@ class DebugUnderflowOverflow:
     @torch.no_grad()
     def _look(self, name: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         if not self._open:
-            return  # a layer done again in the backward pass: it was looked at
+            return  # the backward pass recomputes a layer that was looked at before
         ranges = []
         for label, tensor in tensors(inputs, named, output):
             found = self._range(tensor)

@@ -38,7 +38,7 @@ def read_plan_needs(path: Path) -> PlanNeeds:
         document = json.loads(path.read_text(encoding="utf-8"))
         best = document["plans"][0]
         plan, predicted = best["plan"], best["predicted"]
-        held = predicted.get("resident_gib") or predicted["peak_gib"]  # the first: of a training
+        held = predicted.get("resident_gib") or predicted["peak_gib"]  # resident_gib: of a training plan
         num_hosts = (document.get("host") or document.get("lock", {}).get("host") or {}).get("num_nodes", 1)
         return PlanNeeds(device=plan["device"], per_host=-(-_count_devices(plan) // num_hosts), bytes_each=held * GIB)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):

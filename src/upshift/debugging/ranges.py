@@ -18,7 +18,7 @@ LIMITS = {
 NEAR = 4  # times below the limit: two doublings away, whatever the trend
 FAR = 64  # times below the limit: a trend is followed from here on
 TREND_BATCHES = 8  # at least, to speak of a trend
-SOON_BATCHES = 200  # a trend that gets there within so many is told
+SOON_BATCHES = 200  # a trend that reaches the limit within this many batches is reported
 KEPT_BATCHES = 32
 
 
@@ -87,7 +87,7 @@ def diagnose(frame: Frame, *, batch: int, from_data: bool) -> Finding:
     worst = (bad_inputs or [one for one in frame.of("output") if not one.is_finite] or list(frame.readings))[0]
     in_half = worst.dtype == "float16"
     made = f"{where} makes {_word(worst)} of finite numbers"
-    if bad_inputs:  # no module before it gave that out
+    if bad_inputs:  # no module before this one gave out the bad number
         parent = frame.module.rpartition(".")[0] or "the model"
         made = f"{parent} makes {_word(worst)} of finite numbers, in its own forward, before it calls {where}"
     return error(

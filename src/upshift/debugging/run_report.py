@@ -34,8 +34,8 @@ class RankReport(Value):
     ranks: int
     kind: Literal["stalled", "slow", "died"]
     step: int
-    words: str  # the exception, or what the watch says
-    waiting: str | None = None  # the collective that it has begun and not ended
+    words: str  # the exception, or the message of the watch
+    waiting: str | None = None  # the collective that the rank has begun and not ended
     stacks: tuple[Stack, ...] = ()
     versions: dict[str, str] = {}
     variables: dict[str, str] = {}  # of the libraries underneath

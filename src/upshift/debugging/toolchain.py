@@ -30,7 +30,7 @@ def find_compilers(variables: Mapping[str, str], which: Callable[[str], str | No
     for folder in variables.get("PATH", "").split(":"):
         nvcc = Path(folder) / "nvcc" if folder else None
         if nvcc is not None and nvcc.is_file():
-            found.setdefault(nvcc.resolve(), nvcc)  # one toolkit by two links is one
+            found.setdefault(nvcc.resolve(), nvcc)  # two links to one toolkit count once
     toolkits = tuple((nvcc, _release(ask([str(nvcc), "--version"]))) for nvcc in found.values())
     cxx = next((path for name in ("g++", "c++", "clang++") if (path := which(name))), None)
     version = ask([cxx, "-dumpfullversion"]) if cxx and not cxx.endswith("clang++") else None

@@ -22,7 +22,7 @@ class TpuFacts(Value):
     """The facts of this machine. ``chips``: device files of TPUs. ``data``: where the training data is, as the user says."""
 
     chips: int
-    tensorflow: str | None = None  # of a wheel that compiles for this host, too
+    tensorflow: str | None = None  # version of a wheel that also compiles for this host
     tensorflow_tpu: str | None = None
     libtpu: str | None = None
     jax: str | None = None

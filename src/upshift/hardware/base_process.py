@@ -27,7 +27,7 @@ from upshift.with_parent import end_with
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
 TIMES = 5
-PATIENCE = timedelta(seconds=120)  # of one process with the other
+PATIENCE = timedelta(seconds=120)  # how long one process waits for the other
 
 
 def resident_bytes(num_threads: int) -> int:
@@ -97,7 +97,7 @@ def exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
         small, large = (_exchange_seconds(rank, size) for size in (SMALL_BYTES, LARGE_BYTES))
         dist.barrier()
         dist.destroy_process_group()
-    except RuntimeError:  # torch's errors of a group are of this type
+    except RuntimeError:  # torch raises this type for errors of a process group
         return {}
     return {name: (small[name], LARGE_BYTES / large[name]) for name in small}
 

@@ -16,7 +16,7 @@ from upshift.units import MIB
 
 PIECE, PIECES = 24 * MIB, 5  # 120 MiB: a tenth of a second of a fast disk, one of a slow one
 CHUNK = 4 * MIB  # of one system call
-MIN_BYTES = 4 * MIB  # a smaller file says nothing of a disk
+MIN_BYTES = 4 * MIB  # a smaller file does not show a disk's rate
 
 
 def disk_rate(files: Sequence[Path]) -> float | None:

@@ -25,7 +25,7 @@ class Fabric(Value):
     topology: Literal["switch", "mesh", "torus"]
     link_bytes_per_second: Rate
     links: Count  # of one device; in a mesh, between two devices
-    largest: Count  # devices it joins
+    largest: Count  # most devices that it joins
     spans_nodes: bool = False
     source: str
 

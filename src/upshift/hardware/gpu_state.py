@@ -44,7 +44,7 @@ class GpuState(Value):
     pcie_width: int | None = None
     max_pcie_width: int | None = None
     nvlink_links: int | None = None  # active
-    nvlink_states: int | None = None  # that NVML knows, active or not
+    nvlink_states: int | None = None  # links that NVML knows, active or not
     ecc: bool | None = None
     ecc_uncorrected: int | None = None  # since the driver was loaded
     retired_pages: int | None = None
@@ -115,7 +115,7 @@ def _state(nvml: Any, handle: Any, index: int) -> GpuState:
         index=index, name=name, table_key=NVML_NAMES.get(name), bus=None if bus is None else plain(bus),
         compute_capability=get("CudaComputeCapability"),
         temperature=get("Temperature", TEMPERATURE_GPU), slowdown_temperature=get("TemperatureThreshold", TEMPERATURE_SLOWDOWN),
-        throttle_reasons=get("CurrentClocksThrottleReasons") if reasons is None else reasons,  # before 535
+        throttle_reasons=get("CurrentClocksThrottleReasons") if reasons is None else reasons,  # drivers before 535
         utilization=None if utilization is None else utilization.gpu, performance_state=get("PerformanceState"),
         clock_mhz=get("ClockInfo", CLOCK_SM), max_clock_mhz=get("MaxClockInfo", CLOCK_SM),
         watts=_watts(get("PowerUsage")), limit_watts=_watts(get("EnforcedPowerLimit")),

@@ -79,7 +79,7 @@ class Cpu(Value):
     l3_total_bytes: Bytes | None
     isa: tuple[Isa, ...] | None
     memory_bytes: Bytes | None  # the smaller of RAM and cgroup limit
-    free_memory_bytes: Bytes | None  # now; likewise bounded
+    free_memory_bytes: Bytes | None  # free now; bounded by the cgroup limit, too
     peak: Rates | None = None  # of all cores together
 
     def supports(self, precision: Precision) -> bool | None:
@@ -104,7 +104,7 @@ class Gpu(Value):
     compute_capability: tuple[int, int] | None = None  # CUDA's
     pcie_generation: Count | None = None
     pcie_width: Count | None = None  # lanes
-    nvlink_links: CountOrZero | None = None  # active ones; 0 is known to have none
+    nvlink_links: CountOrZero | None = None  # active links; 0: the GPU is known to have none
     nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
     tdp_watts: Rate | None = None  # thermal design power, or the vendor's word for the board's sustained limit
     peak: Rates | None = None
@@ -146,7 +146,7 @@ class Measured(Value):
     cpu: Rates
     gpu: Rates | None = None
     dispatch_seconds: Seconds  # one eager torch operation on one element, CPU
-    gpu_dispatch_seconds: Seconds | None = None  # likewise, queueing one kernel
+    gpu_dispatch_seconds: Seconds | None = None  # the host's time to queue one kernel
     host_to_device_bytes_per_second: Rate | None = None  # from pinned memory
     first_touch_seconds_per_byte: Seconds | None  # page faults of a fresh large tensor, beyond the write itself
     exchanges: dict[Exchange, Link] = {}  # gloo's between two processes here: latency, and bytes of the whole tensor per second

@@ -44,7 +44,7 @@ MEMORY_ORIGIN: dict[Backend, str] = {
     "xla": "what XLA leaves to a program",
     "mps": "unified memory, shared with the CPU",
 }
-MAX_SHOWN = 60  # characters of what was asked for, in a message
+MAX_SHOWN = 60  # characters of the user's text in a message
 
 
 class _Request(NamedTuple):

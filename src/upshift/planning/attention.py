@@ -14,8 +14,8 @@ from upshift.models.profile import ModelProfile
 
 @dataclass(frozen=True)
 class KernelFacts:
-    capabilities: tuple[tuple[int, int], tuple[int, int]]  # of CUDA devices, the first that has it and the first that has not
-    library: str | None = None  # as it is imported; None: torch alone
+    capabilities: tuple[tuple[int, int], tuple[int, int]]  # CUDA devices from the first version to below the second
+    library: str | None = None  # its import name; None: torch alone
     install: str = ""
     halves_only: bool = False  # 16-bit inputs
     one_row: bool = False  # finds sequences in a micro-batch of one row only (transformers' _is_packed_sequence)

@@ -26,7 +26,7 @@ from upshift.planning.whole_life import WholeLife
 from upshift.planning.workload import Workload
 from upshift.value import Value
 
-WORTH_SAYING = 0.01  # of the step
+WORTH_SAYING = 0.01  # a smaller share of the step is no reason for a change
 BOUND_BY_RATE = 3.0  # times its roofline: kernels of a usual size stay below
 LAYOUT = tuple(Layout.model_fields)
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
@@ -101,7 +101,7 @@ def find_changes(
         if FREE[choice][0] in fixed:
             continue
         change = _best(measured, choice, fields, (), legal)
-        if change is None and choice in ("precision", "optimizer"):  # what changes the mathematics, where nothing else helps
+        if change is None and choice in ("precision", "optimizer"):  # values that change the mathematics, if nothing else helps
             change = _best(measured, choice, fields, tuple(changes_of_mathematics()), legal)
         if change is not None and change.values not in [one.values for one in found]:
             found.append(change)

@@ -21,7 +21,7 @@ from upshift.record import Numbers
 from upshift.value import Value
 
 HOUR = 3600.0
-MOST_TOKENS, HIGHEST_PRICE = 1e18, 1e9  # beyond them a digit was mistyped
+MOST_TOKENS, HIGHEST_PRICE = 1e18, 1e9  # a larger number is a typing error
 DURATIONS = {"s": 1.0, "min": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(e[+-]?\d+)?"
@@ -163,7 +163,7 @@ def compare(
     rows: list[Compared] = []
     problems: list[RequestError | NothingFits] = []
     tokens, given = terms.tokens, "tokens"
-    if tokens is not None:  # one-time costs are spread over the run that this is
+    if tokens is not None:  # one-time costs are spread over the steps of this run
         mean = workload.lengths.mean if workload.lengths else workload.sequence_length
         steps = max(math.ceil(tokens / (workload.global_batch * mean)), 1)
         workload = workload.changed(total_steps=steps)

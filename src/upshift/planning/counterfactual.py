@@ -31,10 +31,10 @@ from upshift.units import format_bytes, gib
 from upshift.value import Value
 
 Outcome = Literal["chosen", "slower", "as fast", "faster", "does not fit", "not possible"]
-Trace = Callable[[int, tuple[Variant, ...]], ModelProfile]  # of a model, for sequences of up to so many tokens
+Trace = Callable[[int, tuple[Variant, ...]], ModelProfile]  # traces a model for sequences of up to so many tokens
 
-SAME_SPEED = 0.0005  # of tokens/s: below what is printed
-WORTH_SAYING = 0.005  # of the best plan's step
+SAME_SPEED = 0.0005  # of tokens/s: a smaller difference is not printed
+WORTH_SAYING = 0.005  # of the best plan's step: smaller differences are left out
 MAX_WORDS = 4  # terms, parts or choices named in one line
 FASTER_LINK = 2.0
 

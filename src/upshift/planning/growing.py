@@ -35,7 +35,7 @@ from upshift.planning.workload import Workload
 
 What = Literal["sequence", "batch", "model"]
 SEQUENCE_STEP = 64  # tokens
-LONGEST_SEQUENCE, LARGEST_BATCH, DEEPEST_MODEL = 2**24, 2**20, 2**12  # where the search ends, should memory never do
+LONGEST_SEQUENCE, LARGEST_BATCH, DEEPEST_MODEL = 2**24, 2**20, 2**12  # where the search ends if memory never does
 THRIFTY = 32  # plans that are costed first, those that need least memory
 
 

@@ -19,7 +19,7 @@ ASKED_LAYOUTS = ("master_weights", "gather_again", "vocabulary_parallel", "overl
 DEEPEST_PIPELINE = 64
 MOST_A_CORE = 4  # processes that take turns; more than one for each core is for trying layouts out
 DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
-LARGEST_NAMED = 16  # of the degrees of processes on CPUs that a message names
+LARGEST_NAMED = 16  # the largest degree of processes on CPUs that a message names
 PLAIN = Layout()
 
 
@@ -131,7 +131,7 @@ def _context_kinds(host: Host, profile: ModelProfile, tensor: int, context: int)
     if context == 1:
         return ["ring"]
     queries, keys = profile.heads or (1, 1)
-    if host.device == "cpu":  # torch's ring is of CUDA kernels; ranks that have fewer keys than they need repeat them
+    if host.device == "cpu":  # torch's ring needs CUDA kernels; ranks with fewer keys than they need repeat them
         return ["ulysses"] if queries % (tensor * context) == 0 else []
     exchanges = queries % (tensor * context) == 0 and keys % (tensor * context) == 0
     return ["ring", "ulysses"] if exchanges else ["ring"]

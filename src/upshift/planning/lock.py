@@ -30,7 +30,7 @@ from upshift.units import GIB, format_bytes
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-MOVED = 0.01  # of peak or step time: less is not worth a person's time
+MOVED = 0.01  # of peak or step time: a smaller change does not count as moved
 WORTH_SAYING = 0.002  # of the peak or the step: a part or a term that changed by less is left out
 
 
@@ -203,7 +203,7 @@ def _no_longer_fits(candidate: Candidate, lock: Lock, before_gib: float | None) 
 
 
 def _versions(profile: ModelProfile) -> dict[str, str]:
-    own = installed_version("upshift") or "unknown"  # run from its source, never installed
+    own = installed_version("upshift") or "unknown"  # upshift runs from its source and was never installed
     return {"upshift": own, "python": platform.python_version(), **profile.versions}
 
 

@@ -11,7 +11,7 @@ from upshift.errors import RequestError
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
 
-ADAM = (None, "8bit-optimizer", "4bit-optimizer")  # what the optimizers to whose updates the rule applies are allowed with
+ADAM = (None, "8bit-optimizer", "4bit-optimizer")  # the rule applies to the optimizers with these names for --allow
 
 
 def read_base(text: str) -> dict[str, int]:

@@ -20,12 +20,12 @@ EXTRAS = {"torchao": "quant", "bitsandbytes": "bitsandbytes"}  # the extra of th
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    allow: str | None = None  # the name that a user allows it with, where it is not AdamW as given
+    allow: str | None = None  # the name for --allow, if the optimizer is not plain AdamW
     library: str | None = None
     cuda_only: bool = False
     rounds: bool = False  # its update of bf16 weights is rounded stochastically
     options: Mapping[str, type] = field(default_factory=dict)  # of optim_args, as transformers reads them
-    added: AddedOptimizer | None = None  # where it is a file of its own
+    added: AddedOptimizer | None = None  # if the optimizer is a file of its own
 
 
 LOW_BIT_OPTIONS = {"block_size": int}

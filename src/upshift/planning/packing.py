@@ -39,7 +39,7 @@ def spread_rows(lengths: Sequence[int], *, capacity: int, multiple: int = 1) -> 
     The number of rows is a multiple of ``multiple``, so that each of so many processes gets as much; a row may be empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    more_than_half = sum(2 * length > capacity for length in lengths)  # no two of them share a row
+    more_than_half = sum(2 * length > capacity for length in lengths)  # no two of these sequences share a row
     count = round_up(max(-(-sum(lengths) // capacity), more_than_half, 1), multiple)
     while (rows := _spread(lengths, order, count, capacity)) is None:
         count += multiple

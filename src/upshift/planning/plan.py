@@ -22,7 +22,7 @@ LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
 HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
-PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
+PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # each new width compiles a layer again, so there are fewer widths
 
 _CHANGES_MATHEMATICS: dict[str, str] = {
     "bf16-weights": "weights, gradients and optimizer state in bf16, updates rounded stochastically; no fp32 master copy",
@@ -136,7 +136,7 @@ class Plan(Value):
         """
         if self.precision in ("fp32", "tf32"):
             return "fp32"
-        # What is gathered is in bf16 already: nothing is cast in the layers.
+        # Gathered weights are in bf16 already: nothing is cast in the layers.
         halves = self.precision == "bf16-weights" or self.layout.gathers or self.layout.master_weights
         return "bf16-pure" if halves else "bf16"
 

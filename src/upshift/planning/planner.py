@@ -50,7 +50,7 @@ class Planning:
     workload: Workload
     ranking: Ranking
     default: Candidate
-    calibration: Calibration = NO_RECORDS  # already in the candidates
+    calibration: Calibration = NO_RECORDS  # the candidates are already corrected by it
 
     @property
     def best(self) -> Plan:

@@ -69,7 +69,7 @@ class Plans:
             for ranks in rank_counts(self.host, self.fixed)
             for data, layout in layouts(self.host, self.profile, self.workload, fixed=asked, ranks=ranks)
         ]
-        whole = [sharing for sharing in found if sharing.layout == ALONE]  # as muP has it; where there is none it says why
+        whole = [sharing for sharing in found if sharing.layout == ALONE]  # muP needs these; conflict_with_mup refuses others
         return whole if whole and self.fixed.get("mup_base") else found
 
     def micro_batches(self, sharing: Sharing) -> list[int]:

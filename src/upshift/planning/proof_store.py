@@ -71,7 +71,7 @@ def recall_proof(path: Path, planning: Planning) -> Proof | None:
     try:
         stored = StoredProof.from_file(path)
     except RequestError:
-        path.unlink()  # another version's, or cut short
+        path.unlink()  # another version wrote it, or it was cut short
         return None
     tried = []
     for entry in stored.tried:

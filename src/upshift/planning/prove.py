@@ -41,9 +41,9 @@ CLOSE = 0.93  # of the best speed; one trial on a shared machine cannot tell suc
 WATCHED_STEP = 0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
 MIN_STEADY_STEPS = 3  # of a run, for its time to be worth remembering
 FIRST_SHARE = 0.5  # of the budget, for the trial of the plain default, and for that of the best predicted plan
-LATER_SHARE = 0.25  # for one that began in time
+LATER_SHARE = 0.25  # of the budget, for a later trial that began in time
 BUSY_SHARE = 0.25  # of the budget, beyond it, for measuring again what was measured beside other programs
-SHOWN_UNTRIED = 3  # of the plans that were not tried
+SHOWN_UNTRIED = 3  # the most untried plans that are listed
 SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
 
 
@@ -153,7 +153,7 @@ class _Trials:
     obeys: Callable[[Plan], bool]
     clock: Callable[[], float]
     tried: list[Tried] = field(default_factory=list)
-    left: float = 0.0  # seconds that were left when the last plan was looked for
+    left: float = 0.0  # seconds that were left when the next plan was last chosen
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.budget
@@ -186,7 +186,7 @@ class _Trials:
         if only_default:  # the best predicted is tried, however slow the plain default was
             self.left, expected = max(self.left, FIRST_SHARE * self.budget), 0.0
         if not self.allowed:
-            self.left = math.inf  # one that may be chosen is tried, however late it is
+            self.left = math.inf  # a plan that may be chosen is tried, however late it is
         elif all(entry.holds_more_than(self.limit_bytes) for entry in self.allowed):
             self.left += self.budget
         if not self.candidates or self.left <= 0.5 * expected:
@@ -341,7 +341,7 @@ def correction(candidate: Candidate, tried: list[Tried]) -> float:
         speed = entry.best.tokens_per_second if entry.ok else None
         if speed is not None or not entry.best.timed_out or entry.wrong_loss:
             ratios.append((entry, (speed or 0.0) / entry.candidate.tokens_per_second))
-    if not any(ratio for _, ratio in ratios):  # what is least like those that failed comes first
+    if not any(ratio for _, ratio in ratios):  # plans least like the failed ones come first
         return 1.0 / (1.0 + sum(1.0 / (0.25 + _distance(candidate, entry)) for entry, _ in ratios))
     return _of_the_nearest(candidate, ratios)
 
@@ -449,7 +449,7 @@ def remember_run(record: Record, planning: Planning) -> None:
         return
     formula = _by_formula(plan, planning)
     step = tokens_per_step(planning.profile, workload) / measured.tokens_per_second
-    step *= 1.0 - record.details.get("waited_share", 0.0)  # that was time of other programs
+    step *= 1.0 - record.details.get("waited_share", 0.0)  # other programs used this time
     numbers: dict[Number, tuple[float, float | None]] = {"step": (formula.time.total, step)}
     if workload.lengths is None or (plan.packing and not plan.flattens):
         numbers["allocated"] = (gib(formula.memory.peak), measured.peak_gib)

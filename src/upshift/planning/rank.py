@@ -41,7 +41,7 @@ class Candidate:
     resident: float
     time: StepTime
     tokens_per_second: float
-    bases: dict[Number, Basis] = field(default_factory=dict)  # how the numbers are known; those left out: by formula
+    bases: dict[Number, Basis] = field(default_factory=dict)  # how sure the numbers are; a number that is left out: by formula
 
     def basis(self, number: Number) -> Basis:
         return self.bases.get(number) or by_formula(number, self.plan)

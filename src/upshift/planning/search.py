@@ -110,7 +110,7 @@ def _search_layouts(plans: Plans, coster: Coster, ranking: Ranking) -> None:
                 ranking.unseen += sum(map(len, chains)) * (len(sizes) - number - 1)
                 break
     if not any(known.values()):
-        next(plans.all(), None)  # says why none is legal
+        next(plans.all(), None)  # raises the reason why none is legal
 
 
 def _chains(plans: Plans, sharing: Sharing, size: int) -> Chains:

@@ -35,7 +35,7 @@ PLANNED_ONLY = ("fused_kernels", "loss_kernel")  # no engine here runs them
 ONLY_WHEN_ASKED = (*OFFLOADS, *PLANNED_ONLY)
 STARTED_WITH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # fixed in a search; the planner sets the last where nothing else fits
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
-WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which is not for those that are stored in 4 bits
+WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which cannot be done with weights stored in 4 bits
 
 
 def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:

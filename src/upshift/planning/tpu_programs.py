@@ -14,7 +14,7 @@ from upshift.record import Record
 from upshift.settings import read_settings
 
 FILE_NAME = "tpu_programs.jsonl"
-MAX_ROWS = 500  # then the oldest are let go of
+MAX_ROWS = 500  # the oldest rows beyond this number are dropped
 SHOWN = 3
 
 

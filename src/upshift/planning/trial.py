@@ -16,7 +16,7 @@ from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.value import Value
 
-LABELS_OF_A_LOSS = 1000  # a mean over so many is exact enough to be compared as it is
+LABELS_OF_A_LOSS = 1000  # a mean over this many labels is exact enough to be compared as it is
 WORKER = "upshift.training.trial_worker"
 
 

@@ -38,7 +38,7 @@ SUM_WORDS = 2 * 3  # of the residual stream: two sums a layer, each reads two an
 # Copies of a token for its experts: written, read when their results are summed; between ranks each exchange is between an order
 # by experts and one by ranks, and sorting reads and writes them (Megatron Core's MoEAlltoAllTokenDispatcher).
 COPIED, COPIED_BETWEEN_RANKS = 2, 6
-TRACED_WORDS, FUSED_WORDS = 3, 2  # of a gradient that is added to: by an operator of its own, by the product
+TRACED_WORDS, FUSED_WORDS = 3, 2  # of a gradient that is added up: by a separate operator, by the product itself
 
 
 def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
@@ -63,7 +63,7 @@ class _Fused:
     forward: float  # bytes that a layer moves, of a token
     backward: float
     accumulating: float  # bytes moved to add to a gradient, over those traced
-    visible: float  # of the scores, those that attention computes
+    visible: float  # share of the scores that attention computes
 
     @classmethod
     def of(cls, profile: ModelProfile, plan: Plan) -> _Fused:

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from upshift.planning.cost.network import Group
 
 MEASURED_PROCESSES = 2
-SUMS = ("all_reduce", "reduce_scatter")  # a scatter of sums is a sum of which a part is kept
+SUMS = ("all_reduce", "reduce_scatter")  # gloo's reduce_scatter is an all_reduce of which a rank keeps a part
 LATENCY, BYTES_PER_SECOND = 300e-6, 2.5e9  # of two processes that were not measured; a sum on a 2-core Zen 4: 0.3 ms, 1 to 2 GB/s
 NETWORK_LATENCY = 50e-6  # of a TCP message between two hosts, where not measured
 TCP_EFFICIENCY = 0.9  # of the port's specified rate, where not measured: headers and acknowledgements take 5 to 10 %

@@ -17,7 +17,7 @@ class Known:
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         found: T
         try:
-            found = self._values[key]  # one look: keys are long, and hashed anew each time
+            found = self._values[key]  # one look-up: keys are long, and each look-up hashes them anew
         except KeyError:
             found = self._values[key] = make()
         return found

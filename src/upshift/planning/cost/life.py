@@ -15,7 +15,7 @@ from upshift.planning.cost.segments import place_segments
 from upshift.planning.cost.share import share_of, stages
 from upshift.planning.plan import Plan
 
-WITH_LOGITS = "evaluation with logits"  # for metrics of a user's own; upshift train needs the loss alone
+WITH_LOGITS = "evaluation with logits"  # for a user's own metrics; upshift train needs only the loss
 
 
 def life(profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory, *, shape: tuple[int, int]) -> dict[str, Peak]:

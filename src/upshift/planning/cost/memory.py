@@ -87,13 +87,13 @@ class Walk:
     """The memory that comes and goes while one micro-batch runs on a rank, and that it leaves there while another one runs."""
 
     first: Peaks | None  # gradients are born in the backward pass; None where they always exist
-    later: Peaks  # they exist
+    later: Peaks  # gradients exist before the backward pass
     left: float
     left_of_loss: float
     recomputed: float
     batch: float
     hidden: float  # hidden states at the border of two layers
-    outputs: float  # gradients of what weights yield: all of them wait where weights' own gradients are computed later
+    outputs: float  # gradients of the products with weights: all wait if the weights' gradients are computed later
     half_logits: float
 
 

@@ -15,14 +15,14 @@ from upshift.planning.cost.rates import host_link
 from upshift.planning.plan import Plan
 
 PASSES = 2  # forward and backward; what is recomputed is there already when its backward pass begins
-BUFFERS = 2  # what is in them where a pass ends begins the next one, which goes the other way
+BUFFERS = 2  # the next pass goes the other way, and begins with the layers that the buffers hold
 
 
 class Offloaded(NamedTuple):
     """Bytes of the weights that are not kept in memory, and of the buffers for them."""
 
-    layers: float = 0.0  # that a pass reads
-    rows: float = 0.0  # that are looked up
+    layers: float = 0.0  # read by each pass
+    rows: float = 0.0  # looked up row by row
     buffers: float = 0.0
 
     @property

@@ -21,7 +21,7 @@ MATRIX_PRECISION: dict[str, MatrixPrecision] = {
 # Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
 # share of the fp32 matrix rate, in fp32 and bf16 alike.
 CPU_ATTENTION_SHARE = 0.4
-BLOCK_ATTENTION_SHARE = 0.9  # as above, of the products that it computes, softmax included
+BLOCK_ATTENTION_SHARE = 0.9  # measured likewise, for the products that block attention computes, softmax included
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
 CPU_DISPATCH_SECONDS = 1.2e-6  # one operator on one element, where not measured: what the probe finds on a 2-core Zen 4
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
@@ -137,7 +137,7 @@ def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan) -> float
         if len(shape.shape) < 2 or shape.elements == parameters.embedding != parameters.head:
             continue
         met = tokens
-        if len(shape.shape) == 3 and profile.experts is not None:  # experts' products are one kernel's: together they fill it
+        if len(shape.shape) == 3 and profile.experts is not None:  # one kernel computes all experts' products
             met *= profile.experts.per_token / profile.experts.count
         one = 2.0 * met * prod(shape.shape) / plan.layout.tensor_parallel
         total = products * one * shape.count

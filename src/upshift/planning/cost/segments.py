@@ -28,7 +28,7 @@ class Placed:
 
     segment: Segment
     count: int
-    parameters: int  # that one of them trains
+    parameters: int  # trained parameters of one segment
     is_loss: bool = False
     is_layer: bool = False
     scratch: float = 0.0  # bytes in the forward pass that the trace does not show

@@ -25,9 +25,9 @@ class Waiting(NamedTuple):
     """
 
     first: float = 0.0  # micro-batches whose activations are there in the step's first backward pass; 0: as in any other
-    later: float = 1.0  # in the others; 0: there are none
+    later: float = 1.0  # the same in the other backward passes; 0: there are no others
     hidden: float = 0.0  # hidden states and gradients of them, of one micro-batch each, in buffers
-    sent: float = 0.0  # those sent that are still there, in later passes
+    sent: float = 0.0  # sent hidden states and gradients that are still held in later passes
     losses: bool = False  # each waiting micro-batch has its loss computed
     pending: int = 0  # micro-batches that wait for their weights' gradients, with all that the forward pass left
     splits: bool = False  # the backward pass leaves weights' gradients for later
@@ -63,7 +63,7 @@ class Passing(NamedTuple):
     head: float = 0.0  # the loss's backward pass
     last_layer: float = 0.0  # its backward pass is the first: nothing is being reduced yet
     layers: float = 0.0  # the backward pass of the others
-    end: float = 0.0  # that of the first one
+    end: float = 0.0  # the backward pass of the first layer
     outside: float = 0.0  # the backward pass of what stands before and between the layers
 
 

@@ -34,7 +34,7 @@ from upshift.planning.workload import Workload
 
 Takes = Literal["tokens", "images"]
 COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
-LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.md), as is the next
+LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled once for all equal ones; measured (docs/log.md), as is the next
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 CLIP_WORDS = 2.0  # norm reads, scaling writes
 UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
@@ -100,7 +100,7 @@ def micro_batch_terms(
             offloaded += left
     if plan.torch_compile != "off" or plan.fused_kernels:
         kernels *= COMPILED_KERNEL_SHARE
-    if plan.torch_compile != "off":  # what kernels written for it move is counted (cost/fused.py)
+    if plan.torch_compile != "off":  # cost/fused.py counts what fused kernels move
         moved *= COMPILED_MOVED_SHARE
     terms = {
         "matrix products": matmul / rates.matrix + outside / rates.outside,

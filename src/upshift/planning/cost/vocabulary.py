@@ -19,8 +19,8 @@ from upshift.planning.cost.divide import of_constants, scaled, total
 from upshift.planning.cost.share import compute_bytes
 from upshift.planning.plan import Plan
 
-MOST_BYTES = 32  # of a word of a token, or of an element of its hidden state
-LABEL_BYTES = 64  # beside them, of a token
+MOST_BYTES = 32  # at most, for a word of a token, or for an element of its hidden state
+LABEL_BYTES = 64  # of a token's labels, beside these bytes
 FULL_BYTES = 4  # of an fp32 value
 # Words of the logits' size that a loss kernel moves, forward and backward: compiled, they are read for the sum of exponentials
 # and for the loss, then read and their gradient written; fused, read once and the gradient written over them.

@@ -30,7 +30,7 @@ from upshift.planning.plan import Plan
 
 Among = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
 PAIRS_A_LAYER = 2  # attention and the feed-forward part each gather (or sum) once forward, and once backward
-GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head whose ranks then have all logits
+GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head with which each rank gets all logits
 STATISTICS = 2 * 4  # fp32 bytes of a token where ranks share the words of the loss: largest logit, sum of exponentials
 
 

@@ -25,7 +25,7 @@ class Peak:
             self.total, self.parts = total, parts
 
 
-# A step's moments, in order: what ranks hold of each other's differs between them (Passing).
+# A step's moments, in order. At each of them a rank holds another amount of other ranks' parts (Passing).
 PHASE_OF_MOMENT = {
     "start": "forward", "forward": "forward", "loss": "forward",
     "head": "backward", "last_layer": "backward", "layers": "backward", "end": "backward", "outside": "backward",
@@ -82,7 +82,7 @@ class Backward:
     profile: ModelProfile
     batch: int
     sequence: int
-    accumulating: bool  # onto gradients that exist
+    accumulating: bool  # gradients exist, and the pass adds to them
 
     @property
     def divides(self) -> bool:

@@ -59,8 +59,8 @@ class _Cost(NamedTuple):
 
     product: Product
     flops: float  # of one matrix, for one token
-    matrices: float  # that a token meets
-    weight_seconds: float  # to read one of a mixture's, or the matrix, of every layer
+    matrices: float  # matrices that a token meets
+    weight_seconds: float  # to read one expert's matrix, or the only one, in every layer
     met: float  # share of the tokens that meet one matrix
     moved_bytes: float  # of activations, for one token
 

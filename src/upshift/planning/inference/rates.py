@@ -33,7 +33,7 @@ WEIGHT_READ_SHARE = 0.84
 # (LitGPT's Llama 2 7B at batch 1 on an A100: 32 ms for 32 layers).
 LAYER_SECONDS: dict[Execution, float] = {"graphs": 2.2e-5, "eager": 1.0e-3}
 CPU_DISPATCHES_PER_LAYER = 180.0  # eager modules and operators of a layer, over one bare operator
-CPU_GRAPH_SHARE = 0.3  # of them, what compiling leaves: COMPILED_KERNEL_SHARE of planning.cost.time
+CPU_GRAPH_SHARE = 0.3  # of these dispatches, those that compiling leaves: COMPILED_KERNEL_SHARE of planning.cost.time
 LOG_CENTRES = tuple(log(bound * 10**0.5) for bound in GEMM_CLASSES)  # of the classes, each a decade
 
 
@@ -46,7 +46,7 @@ class DeviceRates:
     outside: float  # of products with embedding and head, which are not quantized
     attention: float
     memory: float
-    weights: float  # bytes of them a second, where few tokens use them
+    weights: float  # bytes of weights a second, where few tokens use them
     cache: float
     layer_seconds: float
     efficiencies: tuple[float, ...] = ()
@@ -94,7 +94,7 @@ def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision,
     if matrix is None or outside is None or bandwidth is None:
         return None
     shares = _shares(key)
-    if measured is not None:  # large products were measured: only what smaller ones lose beside them is left
+    if measured is not None:  # large products were measured, so only the loss of smaller ones counts
         shares = tuple(min(share / max(shares), 1.0) for share in shares) if shares else ()
         memory = bandwidth
     else:

@@ -26,7 +26,7 @@ class Service:
     ttft: float
     tpot: float | None
     requests_per_second: float
-    tokens_per_second: float  # generated; those of the sequences, where they are encoded
+    tokens_per_second: float  # generated tokens; when encoding, the tokens of the sequences
     step: StepTime  # the mean step's
 
 
@@ -47,7 +47,7 @@ def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_t
     idle = engine.step(0.0, decoding)
     if busy is None or idle is None:
         return None
-    share = min(needed / block, 1.0)  # of the steps, those with prompt tokens
+    share = min(needed / block, 1.0)  # share of the steps that have prompt tokens
     mean = share * busy.total + (1.0 - share) * idle.total
     rate = decoding / steps / mean
     load = min(share, MOST_LOADED)
