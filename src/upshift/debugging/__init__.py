@@ -1,4 +1,7 @@
-"""What is wrong with this machine, this run, this loss. Files that look into models need torch: they are loaded when used."""
+"""Find what is wrong with this machine, this run, this loss.
+
+Files that look into models need torch: they are loaded when used.
+"""
 
 from __future__ import annotations
 

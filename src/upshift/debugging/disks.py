@@ -1,4 +1,4 @@
-"""What folders and shared memory can take: free space, the rate of their disks, the size of /dev/shm."""
+"""Examine what folders and shared memory can take: free space, the rate of their disks, the size of /dev/shm."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def usage(folder: Path) -> Usage:
 
 
 def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int, root: Path = Path("/")) -> Iterator[Finding]:
-    """``option``: how a user names another folder for it."""
+    """Yield findings about a folder. ``option``: how a user names another folder for this purpose."""
     there = _existing(folder)
     subject, kind = f"{purpose} folder", _filesystem(there, root)
     if not there.is_dir():
@@ -72,7 +72,8 @@ def examine_folder(folder: Path, *, purpose: str, option: str, probe_bytes: int,
 
 
 def disk_rates(folder: Path, num_bytes: int) -> tuple[float, float | None]:
-    """Bytes per second of writing through to the disk and of reading back what the cache let go of (None: it cannot)."""
+    """Return the bytes per second of writing through to the disk, and of reading back what the cache dropped (None: it cannot).
+    """
     path = folder / PROBE_NAME
     block = os.urandom(MIB)  # not zeros: some disks store none
     try:
@@ -131,7 +132,7 @@ def _existing(folder: Path) -> Path:
 
 
 def _filesystem(folder: Path, root: Path) -> str:
-    """Its kind, by the longest mount point above it."""
+    """Return the kind of a folder's file system, by the longest mount point above the folder."""
     best, kind = "", "file system unknown"
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         left, _, right = line.partition(" - ")

@@ -1,4 +1,4 @@
-"""One look at this machine: everything that the other files know to examine, in the order in which a person reads it."""
+"""Examine this machine: everything that the other files can examine, in the order in which a person reads it."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ class Diagnosis(Value):
 
 
 def examine(*, quick: bool, output: Path, psu_watts: float | None = None, needs: PlanNeeds | None = None) -> Diagnosis:
-    """``quick``: nothing that takes seconds. ``output``: where runs are to write. ``needs``: of a plan."""
+    """Return the diagnosis of this machine.
+
+    ``quick``: skip what takes seconds. ``output``: the folder where runs are to write. ``needs``: of a plan.
+    """
     host = detect(visible_devices=read_library_variables().get("CUDA_VISIBLE_DEVICES"))
     gpus = read_gpus(find_nvml(), None)
     findings = [
@@ -86,7 +89,10 @@ def _software(host: Host, gpus: Gpus) -> Iterator[Finding]:
 
 
 def _rates(host: Host) -> tuple[Host, list[Finding]]:
-    """Measured anew, beside what runs now: that is the question."""
+    """Return the host with newly measured rates, and findings about them.
+
+    They are measured beside what runs now, because that is the question.
+    """
     from upshift.hardware.probe import probe
 
     measured = probe(host)

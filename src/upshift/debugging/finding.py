@@ -1,4 +1,4 @@
-"""Finding: one diagnosis, as `upshift doctor` prints it. A finding that asks for something always says what to type."""
+"""Define a finding: one diagnosis, as `upshift doctor` prints it. A finding that asks for something always says what to type."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What is wrong with each GPU by its driver's answers: heat, throttling, power, PCIe, NVLink, memory errors, who holds memory."""
+"""Examine each GPU by its driver's answers: heat, throttling, power, PCIe, NVLink, memory errors, who holds memory."""
 
 from __future__ import annotations
 
@@ -279,7 +279,7 @@ def _set_limit(gpu: GpuState, share: float) -> str:
 
 
 def _short_bus(bus: str | None) -> str:
-    """As lspci has it: 3b:00.0."""
+    """Return the bus as lspci writes it: 3b:00.0."""
     return (bus or "").lower().split(":", 1)[-1]
 
 

@@ -1,4 +1,4 @@
-"""Half precision where it does not hold: a block kept in fp32, and weights of bf16 training found before fp16 ruins them."""
+"""Handle half precision where it fails: keep a block in fp32, and find weights of bf16 training before fp16 ruins them."""
 
 from __future__ import annotations
 
@@ -11,12 +11,15 @@ from upshift.debugging.finding import Finding, warning
 from upshift.debugging.tensors import local_part
 from upshift.errors import RequestError
 
-BF16_MANTISSA = 0xFFFF  # bits of a float32 that a bfloat16 has not
-ENOUGH_NUMBERS = 1024  # of a weight, to say that it was stored in bf16
+BF16_MANTISSA = 0xFFFF  # bits of a float32 that a bfloat16 lacks
+ENOUGH_NUMBERS = 1024  # a smaller weight does not show whether it was stored in bf16
 
 
 def keep_in_fp32(model: nn.Module, name: str) -> None:
-    """A block computes in fp32 from now on, beside others in half precision; it gives back what came in, within its limits."""
+    """Make a block compute in fp32 from now on, beside others in half precision.
+
+    Outside autocast its fp32 outputs return to the half precision of its inputs, within that type's limits.
+    """
     try:
         block = model.get_submodule(name)
     except AttributeError:
@@ -53,7 +56,10 @@ def keep_in_fp32(model: nn.Module, name: str) -> None:
 
 @torch.no_grad()
 def stored_in_bf16(model: nn.Module) -> bool:
-    """Whether its matrices hold numbers of bf16 alone: in fp32 their lower bits are zero, which no fp32 training leaves."""
+    """Return whether the model's matrices hold numbers of bf16 alone.
+
+    In fp32 their lower bits are then zero, which no fp32 training leaves.
+    """
     matrices = [
         p for p in model.parameters() if p.dim() > 1 and (local := local_part(p)) is not None and local.numel() >= ENOUGH_NUMBERS
     ]
@@ -64,7 +70,7 @@ def stored_in_bf16(model: nn.Module) -> bool:
 
 
 def examine_fp16(model: nn.Module) -> Finding | None:
-    """Before the first step in fp16."""
+    """Return a warning before the first step in fp16, if the weights come from training in bf16."""
     if not stored_in_bf16(model):
         return None
     return warning(

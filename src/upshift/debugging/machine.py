@@ -1,4 +1,7 @@
-"""What slows or endangers work on this machine's cores and memory, by the kernel's files: governor, NUMA, cgroups, swap, load."""
+"""Examine what slows or endangers work on this machine's cores and memory: governor, NUMA, cgroups, swap, load.
+
+All facts come from the kernel's files.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +14,7 @@ from upshift.hardware.cgroup import own_group, read_limits, read_text
 from upshift.hardware.spec import Host
 from upshift.units import GIB, KIB, MIB, format_bytes
 
-SWAP_NOTICED = 0.02  # of the memory; what lies there was pushed out
+SWAP_NOTICED = 0.02  # of the memory: less in swap is no problem
 LITTLE_FREE = 0.1  # of the memory
 BUSY = 0.5  # runnable threads of others, for each usable core
 THROTTLED = 0.05  # of the periods of the CPU quota
@@ -117,7 +120,10 @@ def _heat(root: Path) -> Iterator[Finding]:
 def examine_memory(
     host: Host, root: Path, *, needed_bytes: float | None = None, open_files: int | None = None
 ) -> Iterator[Finding]:
-    """``needed_bytes``: what all processes of a plan hold of this memory. ``open_files``: the limit of this process."""
+    """Yield findings about the memory of the host.
+
+    ``needed_bytes``: what all processes of a plan hold of this memory. ``open_files``: the limit of this process.
+    """
     cpu = host.cpu
     if cpu is not None and cpu.memory_bytes and cpu.free_memory_bytes is not None:
         yield from _room(

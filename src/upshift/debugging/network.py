@@ -1,6 +1,8 @@
-"""Whether hosts reach each other: every pair connects at the port where ranks meet and at one that the system chooses, both ways.
+"""Check that hosts reach each other: every pair connects at the port where ranks meet and at one that the system chooses, both
+ways.
 
-Started on every host at the same time; plain sockets, no torch. A host knows which one of the list it is by its own addresses.
+The command is started on every host at the same time. It uses plain sockets, no torch. A host knows which one of the list it is
+by its own addresses.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ class Reached(NamedTuple):
 
 
 class Server:
-    """Answers other hosts until all have said goodbye."""
+    """A server that answers other hosts until all have said goodbye."""
 
     def __init__(self, port: int) -> None:
         self._socket = socket.create_server(("", port), backlog=64, reuse_port=False)
@@ -45,7 +47,7 @@ class Server:
         for _ in range(others):
             if not self._left.acquire(timeout=max(0.0, deadline - time.monotonic())):
                 break
-        with suppress(OSError):  # wakes who accepts
+        with suppress(OSError):  # wakes the thread that accepts
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
 
@@ -75,12 +77,12 @@ class Server:
                 stream.flush()
 
     def _another(self) -> int:
-        """A port that the system chooses, as NCCL's and gloo's are; one connection is taken."""
+        """Open a port that the system chooses, as NCCL's and gloo's are, and return it. One connection is accepted."""
         other = socket.create_server(("", 0))
 
         def take() -> None:
             other.settimeout(2 * CONNECT_SECONDS)
-            with suppress(OSError):  # nobody came: the other side says so
+            with suppress(OSError):  # no connection came: the other side reports it
                 other.accept()[0].close()
             other.close()
 
@@ -89,7 +91,7 @@ class Server:
 
 
 def own_place(hosts: list[str]) -> int:
-    """Which of the hosts this is: the one whose address an interface has."""
+    """Return which of the hosts this is: the one whose address an interface has."""
     own = interfaces()
     for place, host in enumerate(hosts):
         with suppress(OSError):
@@ -100,7 +102,7 @@ def own_place(hosts: list[str]) -> int:
 
 
 def examine_network(hosts: list[str], *, port: int, wait_seconds: float) -> Iterator[Finding]:
-    """``wait_seconds``: how long the others may take to start."""
+    """Yield findings about the connections to the other hosts. ``wait_seconds``: how long the others may take to start."""
     if len(hosts) < 2:
         raise RequestError(f"--hosts {','.join(hosts)} names one host; name all, as a,b, and start the command on each")
     me, deadline = own_place(hosts), time.monotonic() + wait_seconds
@@ -135,7 +137,7 @@ def _own_name() -> Iterator[Finding]:
 
 
 def interfaces() -> dict[str, str]:
-    """Address to interface, without loopback."""
+    """Return the interface of each address, without loopback."""
     found = {}
     for name, addresses in importlib.import_module("psutil").net_if_addrs().items():
         for address in addresses:

@@ -1,4 +1,5 @@
-"""Whether the ranks that a launcher started can allocate, reduce and send to each other; rate and latency of each pair."""
+"""Check that the ranks that a launcher started can allocate, reduce and send to each other; measure each pair's rate and
+latency."""
 
 from __future__ import annotations
 
@@ -16,11 +17,14 @@ from upshift.units import MIB
 MEET_SECONDS = 60.0
 BULK_BYTES = 16 * MIB
 PINGS = 10
-SLOWER = 3.0  # times the median of all pairs: named
+SLOWER = 3.0  # a pair this many times slower than the median of all pairs is reported
 
 
 def examine_ranks(ranks: Ranks) -> list[Finding]:
-    """What rank 0 knows of all; empty on the others. Raises nothing: what fails is a finding of the rank that sees it."""
+    """Return what rank 0 knows of all ranks; empty on the others.
+
+    Raises nothing: a failure is a finding of the rank that sees it.
+    """
     where = f"{ranks.address}:{ranks.port}"
     device = torch.device("cuda", ranks.local_rank) if torch.cuda.is_available() else torch.device("cpu")
     backend = "nccl" if device.type == "cuda" else "gloo"
@@ -62,7 +66,7 @@ def examine_ranks(ranks: Ranks) -> list[Finding]:
 
 
 def _pair(one: int, two: int, rank: int, device: torch.device) -> tuple[float, float] | None:
-    """Round trip and bytes per second, by the first of the two; others wait at the barrier."""
+    """Return the round trip in seconds and the bytes per second, on the first of the two ranks. Others wait at the barrier."""
     found = None
     if rank in (one, two):
         peer, small, large = one + two - rank, torch.zeros(1, device=device), torch.ones(BULK_BYTES // 4, device=device)

@@ -1,4 +1,4 @@
-"""Watches a model's numbers while it runs: the first module that makes inf or NaN, what vanishes, what climbs toward its limit.
+"""Watch a model's numbers while it runs: the first module that makes inf or NaN, what vanishes, what climbs toward its limit.
 
 On a CPU each call is looked at when it ends; on a device after the forward pass, so that the host waits for it once. Compiled
 modules write their ranges into a tensor inside of the compiled graph; their frames come in the order of definition.
@@ -26,7 +26,7 @@ NOT_TOUCHED = -1.0  # no magnitude
 
 
 class NumericsError(JobFailed, ValueError):
-    """Raised where numbers stopped being finite; ``finding`` is the diagnosis. A ValueError as that of transformers."""
+    """Raised where numbers stopped being finite; ``finding`` is the diagnosis. Like transformers' error, it is a ValueError."""
 
     def __init__(self, message: str, finding: Finding | None = None) -> None:
         super().__init__(message)
@@ -38,10 +38,11 @@ def _to_stderr(line: str) -> None:
 
 
 class DebugUnderflowOverflow:
-    """As the class of this name in transformers, and more: see docs/doctor.md. ``tell`` receives lines; default: standard error.
+    """A debugger like the class of this name in transformers, with more: see docs/doctor.md.
 
-    ``trace_batch_nums``: of these batches (forward passes, from 0) every frame is told, and nothing is detected.
-    ``findings`` collects the warnings: what vanishes, and what climbs toward the limit of its type.
+    ``tell`` receives lines; default: standard error. ``trace_batch_nums``: of these batches (forward passes, from 0) every frame
+    is told, and nothing is detected. ``findings`` collects the warnings: what vanishes, and what climbs toward the limit of its
+    type.
     """
 
     def __init__(
@@ -61,21 +62,21 @@ class DebugUnderflowOverflow:
         self._last: deque[Frame] = deque(maxlen=max_frames_to_save)
         self._tell, self._trends, self._warned = tell, Trends(), set[tuple[str, str]]()
         self._frames: list[Frame] = []  # of this batch
-        self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []  # read with the others, at the end
+        self._pending: list[tuple[str, str, list[tuple[str, Tensor, Tensor]]]] = []  # read together, at the end of the batch
         self._open, self._bad_data = False, False
         self._known: dict[int, tuple[weakref.ref[Tensor], int, Tensor]] = {}  # by id: the tensor, its version, its range
         self._weights: dict[str, tuple[int, int, Reading]] = {}
         self._names = {module: name for name, module in model.named_modules()}
         self._order = {name: place for place, name in enumerate(_children_first(model))}
         self._slots: Tensor | None = None
-        _NOTED.pop(id(self), None)  # of one that is gone
+        _NOTED.pop(id(self), None)  # an earlier debugger that is gone may have had the same id
         self._handles = [model.register_forward_pre_hook(_never_compiled(self._begin), with_kwargs=True)]
         for place, (module, name) in enumerate(self._names.items()):
             self._handles.append(module.register_forward_hook(self._hook(name, place * SLOTS), with_kwargs=True))
         self._handles.append(model.register_forward_hook(_never_compiled(self._end), with_kwargs=True, always_call=True))
 
     def remove(self) -> None:
-        """Takes the hooks away."""
+        """Remove the hooks from the model."""
         _NOTED.pop(id(self), None)
         while self._handles:
             self._handles.pop().remove()
@@ -83,7 +84,7 @@ class DebugUnderflowOverflow:
     # One batch
 
     def _begin(self, module: nn.Module, inputs: Any, named: Any) -> None:
-        self._finish()  # of a forward pass that an exception ended, as stages of a pipeline do
+        self._finish()  # an exception may have ended the last forward pass, as in stages of a pipeline
         self._open = True
         self._known.clear()
         if self._slots is None:
@@ -126,7 +127,7 @@ class DebugUnderflowOverflow:
     @torch.no_grad()
     def _look(self, name: str, module: nn.Module, inputs: Any, named: Any, output: Any) -> None:
         if not self._open:
-            return  # a layer done again in the backward pass: it was looked at
+            return  # the backward pass recomputes a layer that was looked at before
         ranges = []
         for label, tensor in tensors(inputs, named, output):
             found = self._range(tensor)
@@ -138,7 +139,7 @@ class DebugUnderflowOverflow:
                 self._add(frame)
 
     def _range(self, tensor: Tensor) -> Tensor | None:
-        """Smallest and largest magnitude; a tensor that one module gives to the next is measured once."""
+        """Return the smallest and the largest magnitude. A tensor that one module gives to the next is measured once."""
         local = local_part(tensor)
         if local is None:
             return None
@@ -235,7 +236,7 @@ class DebugUnderflowOverflow:
         return [Frame(*names[place], (*self._of_weights(names[place][0]), *found)) for place, found in compiled.items()]
 
 
-_NOTED: dict[int, dict[int, tuple[str, str]]] = {}  # by the id of who debugs: a slot's name and type
+_NOTED: dict[int, dict[int, tuple[str, str]]] = {}  # by the id of the debugger: a slot's name and type
 
 
 # Runs once, when a module is compiled: a graph that changed Python's state would be made anew.
@@ -256,7 +257,7 @@ def _children_first(module: nn.Module, prefix: str = "") -> Iterator[str]:
 
 
 def detect_overflow(tensor: Tensor, name: str, *, tell: Callable[[str], None] = _to_stderr) -> bool:
-    """Whether there is NaN or inf in it; says so with the range of the rest."""
+    """Return whether the tensor has NaN or inf; tell it with the range of the rest."""
     local = local_part(tensor)
     if local is None or bool(torch.isfinite(local).all()):
         return False

@@ -1,4 +1,4 @@
-"""Has a plan room on this machine? What a file of plans needs of a host, held against the memory that its devices have."""
+"""Check that a plan has room on this machine: compare what a file of plans needs of a host with the memory of its devices."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upshift.value import Value
 
 
 class PlanNeeds(Value):
-    """What the best plan of a file needs of each host."""
+    """The memory and devices that the best plan of a file needs of each host."""
 
     device: str = Field(description="cpu, or the kind of accelerator: cuda, hpu, xla, mps")
     per_host: int = Field(gt=0, description="processes on a CPU, devices of an accelerator")
@@ -25,7 +25,7 @@ class PlanNeeds(Value):
 
     @property
     def host_bytes(self) -> float | None:
-        """Bytes of the host's memory that all processes hold together; None where the plan is for an accelerator."""
+        """Return the bytes of the host's memory that all processes hold together; None where the plan is for an accelerator."""
         return self.per_host * self.bytes_each if self.device == "cpu" else None
 
 
@@ -38,7 +38,7 @@ def read_plan_needs(path: Path) -> PlanNeeds:
         document = json.loads(path.read_text(encoding="utf-8"))
         best = document["plans"][0]
         plan, predicted = best["plan"], best["predicted"]
-        held = predicted.get("resident_gib") or predicted["peak_gib"]  # the first: of a training
+        held = predicted.get("resident_gib") or predicted["peak_gib"]  # resident_gib: of a training plan
         num_hosts = (document.get("host") or document.get("lock", {}).get("host") or {}).get("num_nodes", 1)
         return PlanNeeds(device=plan["device"], per_host=-(-_count_devices(plan) // num_hosts), bytes_each=held * GIB)
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
@@ -53,7 +53,7 @@ def _count_devices(plan: dict[str, Any]) -> int:
 
 
 def examine_plan(host: Host, needs: PlanNeeds) -> Iterator[Finding]:
-    """Hold a plan for an accelerator against this machine's; a CPU's plan is part of the look at the host's memory."""
+    """Compare a plan for an accelerator with this machine's devices. A plan for a CPU is checked with the host's memory."""
     if needs.device == "cpu":
         return
     gpus = host.mixed_gpus or ((host.gpu,) * host.gpus_per_node if host.gpu is not None else ())

@@ -1,4 +1,4 @@
-"""What the ranges of a forward pass say: where numbers stopped being finite, where they vanish, where they climb to the limit."""
+"""Read the ranges of a forward pass: where numbers stopped being finite, where they vanish, where they climb to the limit."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ LIMITS = {
 NEAR = 4  # times below the limit: two doublings away, whatever the trend
 FAR = 64  # times below the limit: a trend is followed from here on
 TREND_BATCHES = 8  # at least, to speak of a trend
-SOON_BATCHES = 200  # a trend that gets there within so many is told
+SOON_BATCHES = 200  # a trend that reaches the limit within this many batches is reported
 KEPT_BATCHES = 32
 
 
 @dataclass(frozen=True)
 class Reading:
-    """Smallest and largest magnitude in one tensor of a module's call. NaN and inf pass through."""
+    """The smallest and the largest magnitude in one tensor of a module's call. NaN and inf pass through."""
 
     name: str  # weight, input[0], output
     dtype: str
@@ -48,7 +48,7 @@ class Frame:
     readings: tuple[Reading, ...] = ()
 
     def of(self, what: str) -> list[Reading]:
-        """weight (everything that is not input or output), input or output."""
+        """Return the readings of a kind: weight (everything that is not input or output), input or output."""
         if what == "weight":
             return [one for one in self.readings if not one.name.startswith(("input", "output"))]
         return [one for one in self.readings if one.name.startswith(what)]
@@ -62,7 +62,7 @@ def is_bad(frame: Frame) -> bool:
 
 
 def diagnose(frame: Frame, *, batch: int, from_data: bool) -> Finding:
-    """Of the first frame that is bad. ``from_data``: what came into the model was bad already."""
+    """Return the diagnosis of the first frame that is bad. ``from_data``: the inputs of the model were bad already."""
     subject = f"batch {batch}"
     where = f"{frame.module or 'the model'} ({frame.kind})"
     evidence = "; ".join(f"{one.name} {one.low:.2e} to {one.high:.2e} ({one.dtype})" for one in frame.readings)
@@ -87,7 +87,7 @@ def diagnose(frame: Frame, *, batch: int, from_data: bool) -> Finding:
     worst = (bad_inputs or [one for one in frame.of("output") if not one.is_finite] or list(frame.readings))[0]
     in_half = worst.dtype == "float16"
     made = f"{where} makes {_word(worst)} of finite numbers"
-    if bad_inputs:  # no module before it gave that out
+    if bad_inputs:  # no module before this one gave out the bad number
         parent = frame.module.rpartition(".")[0] or "the model"
         made = f"{parent} makes {_word(worst)} of finite numbers, in its own forward, before it calls {where}"
     return error(
@@ -106,14 +106,18 @@ def _word(reading: Reading) -> str:
 
 
 def block_of(module: str) -> str:
-    """The innermost numbered member of a list of layers that it is in: encoder.block.2.layer.1 of ...1.DenseReluDense.wo."""
+    """Return the innermost numbered member of a list of layers that the module is in.
+
+    For example, encoder.block.2.layer.1 of encoder.block.2.layer.1.DenseReluDense.wo.
+    """
     parts = module.split(".")
     last = max((place for place, part in enumerate(parts) if part.isdigit()), default=None)
     return module if last is None else ".".join(parts[: last + 1])
 
 
 def underflows(frame: Frame) -> Iterator[Finding]:
-    """An output whose largest number is below the smallest normal one, or gone, and inputs and weights are not."""
+    """Yield a warning for an output whose largest number is below the smallest normal one, or gone, if inputs and weights are
+    not."""
     sources = [*frame.of("weight"), *frame.of("input")]
     for reading in frame.of("output"):
         if reading.dtype not in LIMITS or not reading.is_finite or not sources or any(one.high == 0 for one in sources):
@@ -134,7 +138,7 @@ def underflows(frame: Frame) -> Iterator[Finding]:
 
 @dataclass
 class Trends:
-    """The largest output of every module, batch by batch. Each block is spoken of once."""
+    """The largest output of every module, batch by batch. Each block is reported once."""
 
     history: dict[tuple[str, str], deque[float]] = field(default_factory=dict)
     said: set[str] = field(default_factory=set)
@@ -166,7 +170,7 @@ def _climbs(frame: Frame, reading: Reading, words: str, block: str) -> Finding:
 
 
 def climbing(past: list[float], dtype: str) -> str | None:
-    """In words, by the last batches' largest numbers; None: nothing to fear."""
+    """Return in words how the largest numbers of the last batches come near the limit; None: nothing to fear."""
     limit, now = LIMITS[dtype][0], past[-1]
     if not 0 < now < math.inf:
         return None
@@ -183,7 +187,7 @@ def climbing(past: list[float], dtype: str) -> str | None:
 
 
 def slope(values: list[float]) -> float:
-    """Of the least-squares line."""
+    """Return the slope of the least-squares line."""
     middle = (len(values) - 1) / 2
     mean = sum(values) / len(values)
     spread = sum((number - middle) ** 2 for number in range(len(values)))

@@ -1,4 +1,4 @@
-"""What this machine reaches when it is measured, against what the table of products says it should. Takes ten seconds."""
+"""Compare the rates that this machine reaches with what the table of products says it should reach. Takes ten seconds."""
 
 from __future__ import annotations
 
@@ -60,7 +60,10 @@ def _copies(host: Host, gpu: Gpu, measured: Measured) -> Iterator[Finding]:
 
 
 def _cpu(measured: Measured) -> Iterator[Finding]:
-    """No table row names the processor of this very machine with its clock, so there is nothing to hold it against but itself."""
+    """Yield the measured rates of the CPU.
+
+    No table row names the processor of this very machine with its clock, so there is nothing to compare the rates with.
+    """
     rates = measured.cpu
     words = [
         f"{name} {rate / GIGA:,.0f} GFLOP/s"

@@ -1,4 +1,5 @@
-"""What each rank of a run leaves when it hangs, slows or dies, and what `upshift doctor RUN_DIR` makes of all of them."""
+"""Write the report that each rank of a run leaves when it hangs, slows or dies, and read all of them for `upshift doctor
+RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -33,8 +34,8 @@ class RankReport(Value):
     ranks: int
     kind: Literal["stalled", "slow", "died"]
     step: int
-    words: str  # the exception, or what the watch says
-    waiting: str | None = None  # the collective that it has begun and not ended
+    words: str  # the exception, or the message of the watch
+    waiting: str | None = None  # the collective that the rank has begun and not ended
     stacks: tuple[Stack, ...] = ()
     versions: dict[str, str] = {}
     variables: dict[str, str] = {}  # of the libraries underneath
@@ -46,7 +47,7 @@ class RankReport(Value):
 
 
 def report_of(error: BaseException | None, **fields: Any) -> RankReport:
-    """Of this process now: where every thread is, or where the error came from."""
+    """Return a report of this process now: where every thread is, or where the error came from."""
     variables = {name: value for name, value in read_library_variables().items() if name != "PATH"}
     stacks = (
         stacks_now() if error is None else (Stack(thread="MainThread", frames=_lines(traceback.extract_tb(error.__traceback__))),)
@@ -70,7 +71,7 @@ def _lines(frames: traceback.StackSummary) -> tuple[str, ...]:
 
 
 def _short(path: str) -> str:
-    """From its package on: a report names no machine's folders."""
+    """Return the path from its package on: a report names no machine's folders."""
     parts = Path(path).parts
     if "site-packages" in parts:
         return "/".join(parts[parts.index("site-packages") + 1 :])
@@ -78,20 +79,20 @@ def _short(path: str) -> str:
 
 
 def forget(output: Path, rank: int) -> None:
-    """What this rank left in a run before this one."""
+    """Delete what this rank left in a run before this one."""
     for name in (f"rank-{rank}.json", f"{SIGNS}{rank}.json"):
         (output / FOLDER / name).unlink(missing_ok=True)
 
 
 def leave_findings(output: Path, rank: int, findings: list[Finding]) -> None:
-    """What a run that goes on has found wrong with itself."""
+    """Write what a run that goes on has found wrong with itself."""
     folder = output / FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     write_whole(folder / f"{SIGNS}{rank}.json", json.dumps([finding.model_dump() for finding in findings], indent=1))
 
 
 def _left_findings(output: Path) -> list[Finding]:
-    """Of all ranks; what several found is told once, in the words of the first."""
+    """Return the findings of all ranks. A subject that several ranks found is told once, in the words of the first."""
     found: dict[str, Finding] = {}
     for path in sorted((output / FOLDER).glob(f"{SIGNS}*.json"), key=_rank_of):
         for fields in json.loads(path.read_text(encoding="utf-8")):
@@ -122,7 +123,7 @@ def _text(path: Path) -> str:
 
 
 def _json(text: str) -> dict[str, Any] | None:
-    """None: nothing, a part, or another program's."""
+    """Return the object; None: there is nothing, only a part, or another program's text."""
     try:
         found = json.loads(text)
     except ValueError:

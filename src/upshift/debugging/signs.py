@@ -1,6 +1,6 @@
-"""What steps show of a run that goes on and goes badly: it waits for data, it compiles again and again, its memory grows.
+"""Find the signs of a run that goes badly in its steps: it waits for data, it compiles again and again, its memory grows.
 
-A few numbers a step, and no library: what is said of them is decided here, once for each fault.
+A step leaves a few numbers, and no library is needed. Each fault is reported once.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ SETTLING = 3  # steps that allocate and compile
 EVERY = 4  # steps between two looks: medians take longer than noting a step
 WINDOW, ENOUGH = 16, 8  # steps that are looked at, and the fewest
 DATA_SHARE, DATA_SECONDS = 0.2, 0.005  # of a step, spent waiting for its batch: less is no fault worth a word
-COMPILING_STEPS = 4  # of these steps: shapes that come once each are not a storm
+COMPILING_STEPS = 4  # steps of the window that compiled: shapes that come once each are no fault
 LEAK_STEPS, QUARTERS = 32, 4
 LEAK_BYTES, LEAK_SHARE = 16 * MIB, 0.005  # of growth in LEAK_STEPS: absolute, and of what the process holds
 
@@ -36,17 +36,17 @@ class Step(NamedTuple):
     """One optimizer step, when it is over."""
 
     seconds: float  # from the start of its data to the start of the next one's
-    data_seconds: float  # of them, until the batch was there
+    data_seconds: float  # part of these seconds, until the batch was there
     compiled: int  # frames that torch.compile has compiled, since the process began
     held: int  # bytes of the process, or allocated on its device
 
 
 class Signs:
-    """Fed with each step of a run; says each fault once."""
+    """The signs of a run. It is given each step of the run, and says each fault once."""
 
     def __init__(self, *, data_fix: str) -> None:
         self._data_fix = data_fix
-        self._newest: deque[Step] = deque(maxlen=WINDOW + 1)  # from the first on: torch gives a storm up after eight graphs
+        self._newest: deque[Step] = deque(maxlen=WINDOW + 1)  # from step 1 on: torch gives up after eight graphs
         self._steps: deque[Step] = deque(maxlen=LEAK_STEPS)
         self._count = 0
         self._said: set[str] = set()
@@ -65,7 +65,7 @@ class Signs:
         last = list(self._steps)[-WINDOW:]
         if "data" in self._said or len(last) < ENOUGH:
             return None
-        # The median step: one that waits for a shard to open is no slow loader.
+        # The median step: a single step that waits for a shard to open is no slow loader.
         share = statistics.median(step.data_seconds / step.seconds for step in last if step.seconds > 0)
         waited, whole = (statistics.median(values) for values in zip(*((s.data_seconds, s.seconds) for s in last), strict=True))
         if share < DATA_SHARE or waited < DATA_SECONDS:
@@ -91,8 +91,10 @@ class Signs:
         )  # fmt: skip
 
     def growth(self) -> float | None:
-        """Bytes a step, where memory grows step after step; None where it does not, or it is not known yet. One jump, as an
-        evaluation makes, is no leak, whatever crept before it."""
+        """Return the bytes a step, where memory grows step after step; None where it does not, or it is not known yet.
+
+        One jump, as an evaluation makes, is no leak, whatever crept before it.
+        """
         if len(self._steps) < LEAK_STEPS or self._count % EVERY:
             return None
         held = [step.held for step in self._steps]
@@ -106,7 +108,10 @@ class Signs:
 
 
 def leak(growth: float, *, grew: dict[str, float], free: float | None) -> Finding:
-    """``grew``: bytes a step, by who ran while they came; ``free``: bytes that are left."""
+    """Return a warning about a leak.
+
+    ``grew``: bytes a step, by the code that ran while they came. ``free``: bytes that are left.
+    """
     named, largest = max(grew.items(), key=lambda item: item[1], default=("", 0.0))
     known = largest > 0.5 * growth
     end = "" if free is None else f"; the {format_bytes(free)} that are free last {free / growth:,.0f} more steps"

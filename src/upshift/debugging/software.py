@@ -1,4 +1,4 @@
-"""What does not go together among the libraries, compilers, toolkits and settings here. Nothing heavy is imported for it."""
+"""Find what does not go together among the libraries, compilers, toolkits and settings here. No heavy library is imported."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ LIBRARY_FOLDERS = ("usr/lib/x86_64-linux-gnu", "usr/lib/aarch64-linux-gnu", "usr
 
 
 def torch_cuda() -> tuple[tuple[int, int] | None, bool]:
-    """The CUDA that the installed torch was built for, and whether that could be read, without importing it."""
+    """Return the CUDA that the installed torch was built for, and whether that could be read, without importing torch."""
     spec = importlib.util.find_spec("torch")
     file = Path(spec.origin).with_name("version.py") if spec is not None and spec.origin else None
     if file is None or not file.is_file():
@@ -65,7 +65,7 @@ def torch_cuda() -> tuple[tuple[int, int] | None, bool]:
 def examine_requirements(
     requirements: Mapping[str, list[str]] | None = None, versions: Mapping[str, str] | None = None
 ) -> Iterator[Finding]:
-    """What each installed library says that it needs, against what is there."""
+    """Yield errors for each installed library whose declared requirements do not match what is installed."""
     from packaging.requirements import Requirement
     from packaging.utils import canonicalize_name
 
@@ -94,7 +94,7 @@ def examine_requirements(
 
 
 def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, variables: Mapping[str, str]) -> Iterator[Finding]:
-    """torch against the driver, and what hides GPUs."""
+    """Compare torch with the driver, and find what hides GPUs."""
     if not gpus.states:
         return
     if is_known and built is None:
@@ -132,7 +132,7 @@ def examine_cuda(gpus: Gpus, built: tuple[int, int] | None, is_known: bool, vari
 
 
 def examine_threads(variables: Mapping[str, str], *, usable_cores: int, local_ranks: int) -> Iterator[Finding]:
-    """Threads that OpenMP and MKL would start, against the cores there are."""
+    """Compare the threads that OpenMP and MKL would start with the cores there are."""
     share = max(1, usable_cores // local_ranks)
     for name in ("OMP_NUM_THREADS", "MKL_NUM_THREADS"):
         text = variables.get(name, "")
@@ -158,7 +158,7 @@ def examine_threads(variables: Mapping[str, str], *, usable_cores: int, local_ra
 
 
 def examine_switches(variables: Mapping[str, str]) -> Iterator[Finding]:
-    """Settings made for a search that were left on, and slow every run."""
+    """Find settings made for a search that were left on, and slow every run."""
     for name, what in (
         ("CUDA_LAUNCH_BLOCKING", "every kernel is waited for"),
         ("NCCL_P2P_DISABLE", "GPUs exchange through host memory"),

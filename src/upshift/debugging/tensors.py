@@ -1,4 +1,4 @@
-"""The tensors in what a module takes and gives, and what of each is here to be measured."""
+"""Find the tensors in a module's inputs and outputs, and the part of each that is here to be measured."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ FLOATS = {torch.float16: "float16", torch.bfloat16: "bfloat16", torch.float32: "
 
 
 def local_part(tensor: Tensor) -> Tensor | None:
-    """What of it is here; None where that is nothing that has a range."""
+    """Return the part of a tensor that this process has; None where that is nothing that has a range."""
     if isinstance(tensor, DTensor):
         tensor = tensor.to_local()
     return tensor if tensor.dtype in FLOATS and tensor.numel() and tensor.device.type != "meta" else None
@@ -51,6 +51,6 @@ def holds_bad(tensor: Tensor) -> bool:
 
 
 def is_mask(tensor: Tensor) -> bool:
-    """Zero where attention may look, minus infinity where not."""
+    """Return whether a tensor is a mask: zero where attention may look, minus infinity where not."""
     local = local_part(tensor)
     return local is not None and bool(((local == -torch.inf) | (local == 0)).all())

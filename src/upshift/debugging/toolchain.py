@@ -1,4 +1,4 @@
-"""Compilers and CUDA toolkits that PATH leads to: which extensions can be built with them."""
+"""Examine the compilers and CUDA toolkits that PATH leads to: which extensions can be built with them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Ask = Callable[[list[str]], str | None]  # a command's output; None: it failed
 
 
 class Compilers(NamedTuple):
-    """What PATH leads to."""
+    """The compilers and toolkits that PATH leads to."""
 
     toolkits: tuple[tuple[Path, tuple[int, int] | None], ...]  # nvcc, first in PATH first; its CUDA
     cxx: str | None
@@ -30,7 +30,7 @@ def find_compilers(variables: Mapping[str, str], which: Callable[[str], str | No
     for folder in variables.get("PATH", "").split(":"):
         nvcc = Path(folder) / "nvcc" if folder else None
         if nvcc is not None and nvcc.is_file():
-            found.setdefault(nvcc.resolve(), nvcc)  # one toolkit by two links is one
+            found.setdefault(nvcc.resolve(), nvcc)  # two links to one toolkit count once
     toolkits = tuple((nvcc, _release(ask([str(nvcc), "--version"]))) for nvcc in found.values())
     cxx = next((path for name in ("g++", "c++", "clang++") if (path := which(name))), None)
     version = ask([cxx, "-dumpfullversion"]) if cxx and not cxx.endswith("clang++") else None

@@ -1,4 +1,4 @@
-"""How the GPUs of this machine are connected, in words, and which of them to put together for tensor parallelism."""
+"""Describe in words how the GPUs of this machine are connected, and which of them to put together for tensor parallelism."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def _names(pairs: list[tuple[int, ...]]) -> str:
 
 
 def best_order(count: int, ways: Mapping[frozenset[int], int]) -> list[int]:
-    """GPUs two by two, each with the best partner that is left; the pairs that are near each other follow each other."""
+    """Return GPUs two by two, each with the best partner that is left; pairs that are near each other follow each other."""
     left, order = list(range(count)), list[int]()
     while left:
         last = order[-1] if order else None
@@ -90,7 +90,7 @@ def best_order(count: int, ways: Mapping[frozenset[int], int]) -> list[int]:
 
 
 def best_group(count: int, ways: Mapping[frozenset[int], int]) -> list[int]:
-    """The largest set of GPUs of which all have NVLink to all others, found from each GPU greedily."""
+    """Return the largest set of GPUs of which all have NVLink to all others, found from each GPU greedily."""
     groups = []
     for start in range(count):
         group = [start]

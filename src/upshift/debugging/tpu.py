@@ -1,7 +1,7 @@
-"""`upshift doctor --tpu`: is this machine, and what is installed, ready to train on a TPU? Nine steps, in the order of the
-transformers guide "Training on TPU with TensorFlow", each with what was read here.
+"""Check for `upshift doctor --tpu` whether this machine, and what is installed, is ready to train on a TPU.
 
-What Upshift does by itself at every run is said to be so; only what depends on the machine or on the user can be wrong.
+There are nine steps, in the order of the transformers guide "Training on TPU with TensorFlow", each with what was read here. A
+step that Upshift does by itself at every run says so. Only what depends on the machine or on the user can be wrong.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ BUCKET = "gs://"
 
 
 class TpuFacts(Value):
-    """``chips``: device files of TPUs. ``data``: where the training data is, as the user says."""
+    """The facts of this machine. ``chips``: device files of TPUs. ``data``: where the training data is, as the user says."""
 
     chips: int
-    tensorflow: str | None = None  # of a wheel that compiles for this host, too
+    tensorflow: str | None = None  # version of a wheel that also compiles for this host
     tensorflow_tpu: str | None = None
     libtpu: str | None = None
     jax: str | None = None
@@ -39,7 +39,7 @@ def read_tpu_facts(*, data: str | None = None, devices: Path = Path("/dev")) -> 
 
 
 def tpu_readiness(facts: TpuFacts) -> list[Finding]:
-    """One finding a step."""
+    """Return one finding for each step."""
     return [
         _rules(facts), _rehearsal(facts), _data(facts), _machine(facts), _initializing(facts),
         ok("6 strategy", what="TPUStrategy is chosen when a TPU answers, and weights, states and data are made in its scope",

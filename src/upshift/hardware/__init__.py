@@ -1,4 +1,4 @@
-"""What machine is here, or about to be rented. Light; `upshift.hardware.probe` needs torch: import it by name."""
+"""Describe the machine that is here, or about to be rented. Light; `upshift.hardware.probe` needs torch: import it by name."""
 
 from upshift.hardware.cpus import CPUS
 from upshift.hardware.detect import detect

@@ -1,7 +1,7 @@
-"""The GPUs of Apple's M chips, one in each Mac; a row for each size of unified memory, which CPU and GPU share.
+"""List the GPUs of Apple's M chips, one in each Mac: a row for each size of unified memory, which CPU and GPU share.
 
-Apple prints bandwidths, for some chips an FP32 rate (of the largest GPU), no other rates and no power. The same name has
-chips of different bandwidth: M3 Max and M4 Max are told apart by their memory, which is sold with one or the other.
+Apple prints bandwidths, for some chips an FP32 rate (of the largest GPU), no other rates and no power. Chips of different
+bandwidth have the same name: M3 Max and M4 Max are told apart by their memory, which is sold with one or the other.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Run as a process by the probe: the memory of a process that imported torch and transformers, whether compiling works, and how
-fast gloo exchanges tensors between this process and another one.
+"""Measure, in a process that the probe runs, what a process with torch and transformers needs and how fast gloo exchanges.
 
-Prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a small one, bytes per second]}}.
-A process of its own, because that is what a trial is.
+The process measures its memory after importing torch and transformers, whether compiling works, and how fast gloo exchanges
+tensors with another process. It prints one JSON line: {"resident_bytes", "compiler", "exchanges": {operation: [seconds of a
+small one, bytes per second]}}. It is a process of its own, because a trial is one, too.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from upshift.with_parent import end_with
 
 SMALL_BYTES, LARGE_BYTES = 2**10, 2**23
 TIMES = 5
-PATIENCE = timedelta(seconds=120)  # of one process with the other
+PATIENCE = timedelta(seconds=120)  # how long one process waits for the other
 
 
 def resident_bytes(num_threads: int) -> int:
-    """RSS after the imports and one matrix product in fp32 and bf16 (the math libraries allocate at first use)."""
+    """Return the RSS after the imports and one matrix product in fp32 and bf16 (the math libraries allocate at first use)."""
     import torch
     import transformers
 
@@ -44,7 +44,7 @@ def resident_bytes(num_threads: int) -> int:
 
 
 def compiler_works() -> bool:
-    """Whether the C++ compiler that torch inductor picks accepts the headers that its CPU kernels include."""
+    """Return whether the C++ compiler that torch inductor picks accepts the headers that its CPU kernels include."""
 
     try:
         find, no_compiler = CPP_COMPILER.get(), NO_COMPILER.get()
@@ -69,7 +69,7 @@ def compiler_works() -> bool:
 
 
 def other_process(port: int) -> int | None:
-    """Forks the one that tensors are exchanged with, before torch has threads; None where that cannot be."""
+    """Fork the process that tensors are exchanged with, before torch has threads. Return its id; None where that cannot be."""
     import torch.distributed as dist
 
     if not hasattr(os, "fork") or not dist.is_available() or not dist.is_gloo_available():
@@ -86,7 +86,8 @@ def other_process(port: int) -> int | None:
 
 
 def exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
-    """Of each operation, seconds for a small tensor and bytes of a large one per second; medians. Empty without gloo."""
+    """Return for each operation the seconds for a small tensor and the bytes of a large one per second; medians. Empty without
+    gloo."""
     import torch.distributed as dist
 
     try:
@@ -96,7 +97,7 @@ def exchanges(rank: int, port: int) -> dict[str, tuple[float, float]]:
         small, large = (_exchange_seconds(rank, size) for size in (SMALL_BYTES, LARGE_BYTES))
         dist.barrier()
         dist.destroy_process_group()
-    except RuntimeError:  # torch's errors of a group are of this type
+    except RuntimeError:  # torch raises this type for errors of a process group
         return {}
     return {name: (small[name], LARGE_BYTES / large[name]) for name in small}
 

@@ -1,7 +1,7 @@
-"""Limits that control groups put on this process: cores and memory, v1, v2 and hybrid, the tightest of all ancestors.
+"""Read the limits that control groups put on this process: cores and memory, v1, v2 and hybrid, the tightest of all ancestors.
 
-The kernel enforces every ancestor's limit, so the files of the process's own group alone would overstate what is
-usable. Swap limits and memory.high (which slows but does not kill) are ignored.
+The kernel enforces every ancestor's limit, so the files of the process's own group alone would overstate what is usable. Swap
+limits and memory.high (which slows but does not kill) are ignored.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class _Group(NamedTuple):
 
 
 def read_limits(root: Path) -> CgroupLimits:
-    """The limits on the calling process; `root` is the folder that holds proc and sys. None: no limit found."""
+    """Return the limits on the calling process; `root` is the folder that holds proc and sys. None: no limit found."""
     cores = [_cores(group) for group in _ancestors(root, "cpu")]
     memory = [_memory(group) for group in _ancestors(root, "memory")]
     return CgroupLimits(
@@ -36,7 +36,7 @@ def read_limits(root: Path) -> CgroupLimits:
 
 
 def own_group(root: Path, controller: str) -> Path | None:
-    """The folder of this process's own group, whose files tell what happened to it."""
+    """Return the folder of this process's own group, whose files tell what happened to the group."""
     return next((group.path for group in _ancestors(root, controller)), None)
 
 
@@ -49,7 +49,10 @@ def _cores(group: _Group) -> float | None:
 
 
 def _memory(group: _Group) -> tuple[int, int] | None:
-    """Limit and what is left of it. Reclaimable file pages do not count as used: as Kubernetes' working set."""
+    """Return the limit and what is left of it, in bytes.
+
+    Reclaimable file pages do not count as used, as in Kubernetes' working set.
+    """
     names = ("memory.max", "memory.current", "inactive_file")
     if group.version == 1:
         names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
@@ -62,7 +65,7 @@ def _memory(group: _Group) -> tuple[int, int] | None:
 
 
 def _ancestors(root: Path, controller: str) -> Iterator[_Group]:
-    """The folders of this process's groups for one controller, from its own up to the mount point."""
+    """Yield the folders of this process's groups for one controller, from its own up to the mount point."""
     membership = _membership(root)
     for line in read_text(root / "proc/self/mountinfo").splitlines():
         # proc_pid_mountinfo(5): id parent device root mount_point options [tags..] - type source super_options
@@ -88,7 +91,7 @@ def _ancestors(root: Path, controller: str) -> Iterator[_Group]:
 
 
 def _membership(root: Path) -> dict[str, str]:
-    """Controller to group path; the key of the v2 hierarchy is the empty string."""
+    """Return the group path of each controller; the key of the v2 hierarchy is the empty string."""
     groups = {}
     for line in read_text(root / "proc/self/cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
@@ -97,7 +100,7 @@ def _membership(root: Path) -> dict[str, str]:
 
 
 def read_text(path: Path) -> str:
-    """The stripped content, empty if it cannot be read."""
+    """Return the stripped content, empty if the file cannot be read."""
     try:
         return path.read_text().strip()
     except (OSError, UnicodeDecodeError):

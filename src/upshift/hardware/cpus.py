@@ -1,6 +1,8 @@
-"""Server CPUs, one socket each. Rates are cores x operations a cycle and core x base clock, which vendors guarantee with all
-cores busy (boost is faster; AVX-512 and AMX may run slower); memory is channels x transfers x 8 bytes. The source of a row
-writes the product out. Caches are of the socket. Operations count a multiply-add as two.
+"""List server CPUs, one socket each.
+
+Rates are cores x operations a cycle and core x base clock, which vendors guarantee with all cores busy (boost is faster; AVX-512
+and AMX may run slower). Memory is channels x transfers x 8 bytes. The source of a row writes the product out. Caches are of the
+socket. Operations count a multiply-add as two.
 """
 
 from __future__ import annotations
@@ -82,7 +84,7 @@ def _row(
     key: str, model: str, source: str, core: Core, *, cores: int, mhz: int, memory: tuple[int, str, int], l2_kib: int,
     l3_mib: float, sockets: int = 2,
 ) -> tuple[str, CpuFacts]:  # fmt: skip
-    """`memory` is channels, kind and 10**6 transfers per second; `l2_kib` is of one core."""
+    """Return a key and its row. `memory` is channels, kind and 10**6 transfers per second; `l2_kib` is of one core."""
     channels, kind, transfers = memory
     peak = _peak(core, cores, mhz, channels * transfers * MEGA * 8)
     cpu = Cpu(

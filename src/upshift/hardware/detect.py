@@ -1,4 +1,4 @@
-"""The Host at hand, without torch: /proc and /sys for the CPU, control groups for limits, NVML for GPUs.
+"""Detect the host at hand, without torch: /proc and /sys for the CPU, control groups for limits, NVML for GPUs.
 
 On systems without these files (macOS, Windows) psutil answers what it can and the rest is None.
 """
@@ -42,7 +42,7 @@ def detect(
     affinity: Collection[int] | None = None,
     visible_devices: str | None = None,
 ) -> Host:
-    """The machine this runs on. Never raises for missing facts: they are None, and `origin` says why.
+    """Return the machine that this process runs on. Missing facts never raise: they are None, and `origin` says why.
 
     `root` (where proc and sys are), `nvml` (a pynvml-like module, or None) and `affinity` (CPU numbers) are for tests.
     `visible_devices` is the value of CUDA_VISIBLE_DEVICES; None shows every GPU.
@@ -145,7 +145,7 @@ def _psutil_cores() -> int | None:
 
 
 def _cpuinfo(root: Path) -> dict[str, str]:
-    """The first processor's block."""
+    """Return the fields of the first processor's block."""
     block = read_text(root / "proc/cpuinfo").split("\n\n")[0]
     pairs = (line.partition(":") for line in block.splitlines())
     return {key.strip(): value.strip() for key, _, value in pairs}
@@ -156,7 +156,7 @@ def _isa(architecture: str, flags: set[str]) -> tuple[Isa, ...]:
 
 
 def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
-    """Online CPU number to (package, core)."""
+    """Return (package, core) of each online CPU number."""
     cores = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/topology"):
         package, core = read_text(folder / "physical_package_id"), read_text(folder / "core_id")
@@ -166,13 +166,13 @@ def _core_of_cpu(root: Path) -> dict[int, tuple[str, str]]:
 
 
 def _numa_nodes(root: Path) -> int | None:
-    """Nodes that have CPUs: memory-only nodes (CXL, a GPU's own memory) are not places to run on."""
+    """Return the number of nodes that have CPUs: memory-only nodes (CXL, a GPU's own memory) are not places to run on."""
     lists = (root / "sys/devices/system/node").glob("node[0-9]*/cpulist")
     return sum(bool(read_text(path)) for path in lists) or None
 
 
 def _cache_bytes(root: Path, *, level: int) -> int | None:
-    """Total over the machine; each instance is listed once for every CPU that shares it."""
+    """Return the total over the machine; each instance is listed once for every CPU that shares it."""
     instances = {}
     for folder in (root / "sys/devices/system/cpu").glob("cpu[0-9]*/cache/index[0-9]*"):
         size = read_text(folder / "size")
@@ -183,7 +183,7 @@ def _cache_bytes(root: Path, *, level: int) -> int | None:
 
 
 def _memory(root: Path) -> tuple[int, int, str]:
-    """Total and available bytes of RAM."""
+    """Return the total and available bytes of RAM, and where they come from."""
     lines = (line.split() for line in read_text(root / "proc/meminfo").splitlines())
     kib = {words[0]: int(words[1]) for words in lines if len(words) > 1 and words[1].isdigit()}
     if "MemTotal:" in kib and "MemAvailable:" in kib:

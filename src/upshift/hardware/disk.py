@@ -1,4 +1,4 @@
-"""How fast the disk that holds a file is read: a short read of the file itself, whose pages the cache was asked to drop.
+"""Measure how fast the disk that holds a file is read: a short read of the file itself, after the cache dropped its pages.
 
 Ignored: a cache below the system (of a virtual machine's host), and pages that another process has mapped, which stay.
 """
@@ -16,12 +16,14 @@ from upshift.units import MIB
 
 PIECE, PIECES = 24 * MIB, 5  # 120 MiB: a tenth of a second of a fast disk, one of a slow one
 CHUNK = 4 * MIB  # of one system call
-MIN_BYTES = 4 * MIB  # a smaller file says nothing of a disk
+MIN_BYTES = 4 * MIB  # a smaller file does not show a disk's rate
 
 
 def disk_rate(files: Sequence[Path]) -> float | None:
-    """Bytes per second, measured once in a process for each file; None where the files are too small, or the system has no way to
-    drop their pages."""
+    """Return the bytes per second, measured once in a process for each file.
+
+    None: the files are too small, or the system has no way to drop their pages.
+    """
     largest = max(files, key=lambda file: file.stat().st_size, default=None)
     return None if largest is None or largest.stat().st_size < MIN_BYTES else _measured(largest.resolve())
 
@@ -32,7 +34,7 @@ def _measured(file: Path) -> float | None:
 
 
 def fresh_disk_rate(file: Path) -> float | None:
-    """As ``disk_rate``, of one file that is as large as that asks for, measured anew."""
+    """Return the rate of ``disk_rate`` of one file, measured anew. The file must be as large as ``disk_rate`` requires."""
     if not hasattr(os, "posix_fadvise"):
         return None
     size = file.stat().st_size

@@ -1,4 +1,4 @@
-"""What products reach of their datasheet's peaks: fits of published measurements. None: not measured."""
+"""List the shares of their datasheets' peaks that products reach: fits of published measurements. None: not measured."""
 
 from __future__ import annotations
 
@@ -32,8 +32,10 @@ COLLECTIVES: dict[str, tuple[tuple[float, float], ...]] = {
 
 
 def gemm_efficiency(gpu_key: str, flops_per_gemm: float) -> float | None:
-    """Return the achieved share of the bf16 roofline for one matrix product (FITTED_SOURCE): of its size, or of the nearest size
-    that was measured. None for a GPU that was not measured."""
+    """Return the achieved share of the bf16 roofline for one matrix product (FITTED_SOURCE).
+
+    The share is of the product's size, or of the nearest size that was measured. None for a GPU that was not measured.
+    """
     classes = GEMM_EFFICIENCY.get(gpu_key)
     if classes is None:
         return None
@@ -43,12 +45,12 @@ def gemm_efficiency(gpu_key: str, flops_per_gemm: float) -> float | None:
 
 
 def memory_efficiency(gpu_key: str) -> float | None:
-    """Achieved share of bandwidth of memory-bound operations above 50 MB (FITTED_SOURCE); None: not measured."""
+    """Return the achieved share of bandwidth of memory-bound operations above 50 MB (FITTED_SOURCE); None: not measured."""
     return MEMORY_EFFICIENCY.get(gpu_key)
 
 
 def collective(gpu_key: str, operation: Collective) -> Link | None:
-    """Latency and algorithm bandwidth of NCCL over 8 GPUs of one node (FITTED_SOURCE); None: not measured."""
+    """Return latency and algorithm bandwidth of NCCL over 8 GPUs of one node (FITTED_SOURCE); None: not measured."""
     fits = COLLECTIVES.get(gpu_key)
     if fits is None:
         return None

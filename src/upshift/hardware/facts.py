@@ -1,4 +1,5 @@
-"""The shape of the tables' rows: what is known of a product, and where it is printed. Figures of one device, or one socket."""
+"""Define the rows of the tables: what is known of a product, and where it is printed. Figures are of one device, or one socket.
+"""
 
 from __future__ import annotations
 
@@ -24,12 +25,12 @@ class Fabric(Value):
     topology: Literal["switch", "mesh", "torus"]
     link_bytes_per_second: Rate
     links: Count  # of one device; in a mesh, between two devices
-    largest: Count  # devices it joins
+    largest: Count  # most devices that it joins
     spans_nodes: bool = False
     source: str
 
     def link(self, num_devices: int) -> Link:
-        """What one of `num_devices` devices sends at most, over all its links to the others."""
+        """Return the link of one of `num_devices` devices: the most that it sends over all its links to the others."""
         used = self.links
         if self.topology == "mesh":
             used = self.links * (num_devices - 1)
@@ -40,7 +41,7 @@ class Fabric(Value):
 
 
 class ReferenceSystem(Value):
-    """How the vendor's own system connects its nodes; `port` is a name in network.PORTS."""
+    """The vendor's own way to connect its nodes; `port` is a name in network.PORTS."""
 
     name: str
     port: str
@@ -57,7 +58,7 @@ class GpuFacts(Value):
 
 
 class CpuFacts(Value):
-    """`cpu` is one socket, without memory modules."""
+    """The facts of a CPU. `cpu` is one socket, without memory modules."""
 
     cpu: Cpu
     max_sockets: Count
@@ -65,6 +66,6 @@ class CpuFacts(Value):
 
 
 def rates(tera: Tera, gb_s: float) -> Rates:
-    """`gb_s`: GB/s of the memory."""
+    """Return the rates of a row. `gb_s`: GB/s of the memory."""
     figures = [None if rate is None else rate * TERA for rate in tera]
     return Rates(**dict(zip(get_args(Precision), figures, strict=True)), memory_bytes_per_second=gb_s * GIGA)

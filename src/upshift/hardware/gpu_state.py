@@ -1,4 +1,5 @@
-"""What the driver says of GPUs now, by NVML: heat, power, clocks, links, errors, who holds memory. None: it does not say."""
+"""Read the present state of GPUs from NVML: heat, power, clocks, links, errors, who holds memory. None: the driver does not say.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +16,7 @@ MILLI = 1e-3
 
 
 class Holder(Value):
-    """A process that has memory of a GPU."""
+    """A process that holds memory of a GPU."""
 
     pid: int
     bytes: int | None  # None: the driver hides it, as inside containers
@@ -43,7 +44,7 @@ class GpuState(Value):
     pcie_width: int | None = None
     max_pcie_width: int | None = None
     nvlink_links: int | None = None  # active
-    nvlink_states: int | None = None  # that NVML knows, active or not
+    nvlink_states: int | None = None  # links that NVML knows, active or not
     ecc: bool | None = None
     ecc_uncorrected: int | None = None  # since the driver was loaded
     retired_pages: int | None = None
@@ -57,7 +58,7 @@ class GpuState(Value):
 
 
 class GpuPair(Value):
-    """How two GPUs reach each other. ``level``: NVML's nvmlGpuTopologyLevel_t (10 a switch ... 50 across CPU sockets)."""
+    """The connection of two GPUs. ``level``: NVML's nvmlGpuTopologyLevel_t (10 a switch ... 50 across CPU sockets)."""
 
     one: int
     other: int
@@ -66,7 +67,7 @@ class GpuPair(Value):
 
 
 class Gpus(Value):
-    """``origin``: how they are known, or why there are none."""
+    """The GPUs of this machine. ``origin``: how they are known, or why there are none."""
 
     states: tuple[GpuState, ...] = ()
     pairs: tuple[GpuPair, ...] = ()
@@ -76,7 +77,7 @@ class Gpus(Value):
 
 
 def read_gpus(nvml: Any, visible_devices: str | None) -> Gpus:
-    """``nvml`` is the pynvml module, None if not installed."""
+    """Return the state of all GPUs. ``nvml`` is the pynvml module, None if not installed."""
     if nvml is None:
         return Gpus(origin="none: nvidia-ml-py is not installed")
     try:
@@ -114,7 +115,7 @@ def _state(nvml: Any, handle: Any, index: int) -> GpuState:
         index=index, name=name, table_key=NVML_NAMES.get(name), bus=None if bus is None else plain(bus),
         compute_capability=get("CudaComputeCapability"),
         temperature=get("Temperature", TEMPERATURE_GPU), slowdown_temperature=get("TemperatureThreshold", TEMPERATURE_SLOWDOWN),
-        throttle_reasons=get("CurrentClocksThrottleReasons") if reasons is None else reasons,  # before 535
+        throttle_reasons=get("CurrentClocksThrottleReasons") if reasons is None else reasons,  # drivers before 535
         utilization=None if utilization is None else utilization.gpu, performance_state=get("PerformanceState"),
         clock_mhz=get("ClockInfo", CLOCK_SM), max_clock_mhz=get("MaxClockInfo", CLOCK_SM),
         watts=_watts(get("PowerUsage")), limit_watts=_watts(get("EnforcedPowerLimit")),
@@ -134,7 +135,7 @@ def _state(nvml: Any, handle: Any, index: int) -> GpuState:
 
 
 def _retired(get: Any) -> int | None:
-    """By both causes: repeated single-bit errors, and double-bit ones."""
+    """Return the number of retired pages by both causes: repeated single-bit errors, and double-bit ones."""
     lists = [get("RetiredPages", cause) for cause in (0, 1)]
     return None if None in lists else sum(len(pages) for pages in lists)
 

@@ -1,4 +1,4 @@
-"""What the probe measured, kept for later processes: once for this hardware and these library versions."""
+"""Keep what the probe measured for later processes: once for this hardware and these library versions."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from upshift.settings import read_settings
 logger = logging.getLogger(__name__)
 
 FORMAT = "2"  # raise when more is measured
-SHARED = 0.75  # of the cores' time, what a measuring alone always has: beside six busy processes rates were a twentieth
-SHARED_SECONDS = 600.0  # for which one that had less counts
+SHARED = 0.75  # of the cores' time; a probe that runs alone has more: beside six busy processes rates were a twentieth
+SHARED_SECONDS = 600.0  # a probe that had less of the cores' time counts for so long
 
 
 def measure(host: Host, *, refresh: bool = False, budget_seconds: float = 10.0) -> Host:
-    """`host` with `measured` filled, from the cache if this hardware and these library versions were probed before, alone or
-    just now.
+    """Return `host` with `measured` filled.
 
-    The cache is `probe/` in the cache folder, safe to delete. Raises as `probe` does.
+    It comes from the cache if this hardware and these library versions were probed before, alone or just now. The cache is
+    `probe/` in the cache folder, safe to delete. Raises as `probe` does.
     """
     path = _cache_path(host)
     if not refresh and path.is_file():

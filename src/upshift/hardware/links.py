@@ -1,4 +1,4 @@
-"""Links as their specifications have them, upper bounds: from host to GPU, and between the GPUs of a node."""
+"""Compute links from their specifications, as upper bounds: from host to GPU, and between the GPUs of a node."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ PCIE_LANE_BYTES_PER_SECOND = {3: 0.985 * GIGA, 4: 1.969 * GIGA, 5: 3.938 * GIGA}
 
 
 def pcie_link(gpu: Gpu) -> Link | None:
-    """The PCIe connection of a GPU at its specified rate, an upper bound."""
+    """Return the PCIe connection of a GPU at its specified rate, an upper bound."""
     lane = PCIE_LANE_BYTES_PER_SECOND.get(gpu.pcie_generation or 0)
     if lane is None or gpu.pcie_width is None:
         return None
@@ -18,7 +18,7 @@ def pcie_link(gpu: Gpu) -> Link | None:
 
 
 def gpu_link(gpu: Gpu) -> Link | None:
-    """The connection between GPUs of one node at its specified rate: NVLink where there is one, else PCIe."""
+    """Return the connection between GPUs of one node at its specified rate: NVLink where there is one, else PCIe."""
     if gpu.nvlink_bytes_per_second is not None:
         return Link(name=f"NVLink x{gpu.nvlink_links}", bytes_per_second=gpu.nvlink_bytes_per_second)
     return pcie_link(gpu) if gpu.nvlink_links == 0 else None

@@ -1,5 +1,6 @@
-"""Links between nodes: ports by name, and which of them a described host has. Specified data rates, one direction, before
-protocol headers; latencies are not specified, so they stay unknown.
+"""List the links between nodes: ports by name, and which of them a described host has.
+
+Rates are specified data rates, one direction, before protocol headers. Latencies are not specified, so they stay unknown.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ class Connection(NamedTuple):
 
 
 def stated(port: str, *, per_node: int) -> Connection:
-    """What `@` names: ib-ndr (a port for each of the node's `per_node` devices) or 4xib-hdr (ports of a node)."""
+    """Return the link that `@` names: ib-ndr (a port for each of the node's `per_node` devices) or 4xib-hdr (ports of a node)."""
     match = re.fullmatch(r"(?:([0-9]{1,6})x)?([a-z].*)", port)
     count, name = match.groups() if match else (None, port)
     if name not in PORTS:
@@ -63,7 +64,8 @@ def stated(port: str, *, per_node: int) -> Connection:
 
 
 def usual(facts: GpuFacts, *, num_nodes: int, per_node: int) -> Connection:
-    """Without `@`: the accelerators' own fabric where it joins all nodes, else the vendor's reference system's ports."""
+    """Return the link without `@`: the accelerators' own fabric where it joins all nodes, else the vendor's reference system's
+    ports."""
     fabric, system = facts.fabric, facts.reference
     if fabric is not None and fabric.spans_nodes and num_nodes * per_node <= fabric.largest:
         one = fabric.link(num_nodes * per_node)

@@ -1,6 +1,8 @@
-"""NVIDIA's GPUs. Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation; datasheets that
-print only the sparse figure are halved. `memory_bytes` is the total that NVML reports with ECC as shipped, which is below
-the number on the box. PCIe cards are taken without NVLink bridges. The power is the maximum that the datasheet prints.
+"""List NVIDIA's GPUs.
+
+Rates are dense (without 2:4 sparsity) and, for tensor cores, with FP32 accumulation. Datasheets that print only the sparse
+figure are halved. `memory_bytes` is the total that NVML reports with ECC as shipped, which is below the number on the box. PCIe
+cards are taken without NVLink bridges. The power is the maximum that the datasheet prints.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ GB200 = "NVIDIA GB200 NVL72 product page (2025), a 72nd of the rack, sparse figu
 
 
 def _nvlink(links: int, gb_s: float, largest: int, *, spans_nodes: bool = False) -> Fabric:
-    """`gb_s` is of one link in one direction, half of what the datasheets print."""
+    """Return the fabric of NVLink. `gb_s` is of one link in one direction, half of what the datasheets print."""
     return Fabric(
         name="NVLink", topology="switch", link_bytes_per_second=gb_s * GIGA, links=links, largest=largest,
         spans_nodes=spans_nodes, source="NVIDIA NVLink and NVSwitch product page (2025)",
@@ -57,7 +59,7 @@ def _row(
     key: str, name: str, source: str, tera: Tera, *, mib: int, gb_s: float, cc: tuple[int, int], pcie: int | None,
     watts: float | None, nvlink: Fabric | None = None, system: ReferenceSystem | None = None,
 ) -> tuple[str, GpuFacts]:  # fmt: skip
-    """`mib` and `gb_s` are of the memory, `cc` is the compute capability."""
+    """Return a key and its row. `mib` and `gb_s` are of the memory, `cc` is the compute capability."""
     gpu = Gpu(
         name=name,
         table_key=key,

@@ -1,7 +1,7 @@
-"""GPUs by NVML: what the driver reports, and the table's figures where the full product name is known.
+"""Find GPUs by NVML: what the driver reports, and the table's figures where the full product name is known.
 
-No driver is no GPU, not an error. A GPU cut into MIG instances counts as its first instance, whose peak is unknown,
-because a CUDA process can use one instance only.
+Without a driver there is no GPU, which is not an error. A GPU cut into MIG instances counts as its first instance, whose peak is
+unknown, because a CUDA process can use one instance only.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ NVLINK_BYTES_PER_SECOND = {1: 20 * GIGA, **dict.fromkeys((2, 3, 4, 5, 6), 25 * G
 
 
 def find_gpus(nvml: Any, visible_devices: str | None) -> tuple[tuple[Gpu, ...], str]:
-    """The usable GPUs in PCI order, and how they are known. `nvml` is the pynvml module, None if not installed."""
+    """Return the usable GPUs in PCI order, and how they are known. `nvml` is the pynvml module, None if not installed."""
     if nvml is None:
         return (), "none: nvidia-ml-py is not installed"
     try:
@@ -54,7 +54,10 @@ def _handles(nvml: Any) -> list[Any]:
 
 
 def _select(nvml: Any, handles: Sequence[Any], visible_devices: str | None) -> list[Any]:
-    """CUDA_VISIBLE_DEVICES as in the CUDA C Programming Guide: indices or UUID beginnings; a bad one ends the list."""
+    """Return the handles that CUDA_VISIBLE_DEVICES selects, as in the CUDA C Programming Guide.
+
+    Entries are indices or beginnings of UUIDs. A bad entry ends the list.
+    """
     if visible_devices is None:
         return list(handles)
     selected = []
@@ -90,7 +93,7 @@ def _gpu(nvml: Any, handle: Any) -> Gpu:
 
 
 def _nvlink(nvml: Any, handle: Any) -> tuple[int, int | None]:
-    """Active links, and the rate of one in one direction."""
+    """Return the number of active links, and the rate of one in one direction."""
     active = [
         link
         for link in range(nvml.NVML_NVLINK_MAX_LINKS)
@@ -105,7 +108,7 @@ def _uuid(nvml: Any, handle: Any) -> str:
 
 
 def ask(nvml: Any, question: str, *arguments: Any) -> Any:
-    """The answer, None where this GPU, driver or version of pynvml does not know it."""
+    """Return the answer, None where this GPU, driver or version of pynvml does not know it."""
     try:
         return getattr(nvml, question)(*arguments) if hasattr(nvml, question) else None
     except nvml.NVMLError:

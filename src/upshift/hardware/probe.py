@@ -1,4 +1,4 @@
-"""Measures what the cost model needs of this machine: matrix and memory rates, and the fixed costs of torch.
+"""Measure what the cost model needs of this machine: matrix and memory rates, and the fixed costs of torch.
 
 Every number is a median after warm-up, on the host's usable cores, at one training-like shape; small shapes reach less.
 Exchanges are gloo's between processes; collectives of GPUs, fp8 and int8 are not measured. Other load lowers the result.
@@ -39,14 +39,14 @@ IMPORT_PATIENCE_SECONDS = 300.0  # importing torch and transformers took over a 
 
 
 def memory_rate(host: Host) -> float:
-    """Bytes per second of the CPU's memory alone, in less than a second."""
+    """Return the bytes per second of the CPU's memory alone, in less than a second."""
     if host.measured is not None and host.measured.cpu.memory_bytes_per_second is not None:
         return host.measured.cpu.memory_bytes_per_second
     return _triad_rate("cpu", MIN_STREAM_BYTES, limit_seconds=0.5)
 
 
 def probe(host: Host, *, budget_seconds: float = 10.0) -> Host:
-    """`host` with `measured` filled by running on it, in about `budget_seconds`. Leaves torch's settings as they were.
+    """Return `host` with `measured` filled by running on it, in about `budget_seconds`. Torch's settings stay as they were.
 
     Raises RequestError if `host` is not this machine, JobFailed if torch cannot run here.
     """
@@ -123,7 +123,7 @@ def _torch_settings(num_threads: int) -> Iterator[None]:
 
 
 def _median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: float) -> float:
-    """Median time of `run` after one untimed call; fewer repeats, but one at least, where the limit is reached."""
+    """Return the median time of `run` after one untimed call; fewer repeats, but one at least, where the limit is reached."""
     run()
     end = time.perf_counter() + limit_seconds
     samples: list[float] = []
@@ -135,7 +135,7 @@ def _median_seconds(run: Callable[[], object], *, repeats: int, limit_seconds: f
 
 
 def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> tuple[Rates, float]:
-    """With the share of the cores' time that products in fp32 had, which use all of them."""
+    """Return the rates, with the share of the cores' time that products in fp32 had, which use all cores."""
     import torch
 
     each = limit_seconds / 5
@@ -151,7 +151,7 @@ def _cpu_rates(cpu: Cpu, *, limit_seconds: float) -> tuple[Rates, float]:
 
 
 def _cpu_matrix_rate(dtype: torch.dtype, *, limit_seconds: float) -> float:
-    """FLOP/s of a linear layer; at a small shape where emulation is so slow that the usual one would overrun."""
+    """Return the FLOP/s of a linear layer, at a small shape where emulation is so slow that the usual one would overrun."""
     small = _matrix_rate("cpu", dtype, CPU_SMALL_SHAPE, limit_seconds=limit_seconds / 4)
     m, k, n = CPU_SHAPE
     if 4 * (2 * m * k * n) / small > limit_seconds:
@@ -181,14 +181,14 @@ def _synchronize(device: str) -> None:
 
 
 def _stream_bytes(cpu: Cpu) -> int:
-    """Size of one array: beyond four times the last-level cache, within an eighth of free memory."""
+    """Return the size of one array: beyond four times the last-level cache, within an eighth of free memory."""
     wanted = max(MIN_STREAM_BYTES, 4 * (cpu.l3_total_bytes or MIN_STREAM_BYTES))
     available = MAX_STREAM_BYTES if cpu.free_memory_bytes is None else cpu.free_memory_bytes // 8
     return max(MIB, min(wanted, available, MAX_STREAM_BYTES))
 
 
 def _triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
-    """Bytes/s of a = b + s * c, counted as STREAM does: two reads and one write, no write-allocate."""
+    """Return the bytes/s of a = b + s * c, counted as STREAM does: two reads and one write, no write-allocate."""
     import torch
 
     a, b, c = (torch.ones(num_bytes // 4, device=device) for _ in range(3))
@@ -201,7 +201,7 @@ def _triad_rate(device: str, num_bytes: int, *, limit_seconds: float) -> float:
 
 
 def _dispatch_seconds(device: str) -> float:
-    """Seconds for Python and torch to issue one operation on one element."""
+    """Return the seconds for Python and torch to issue one operation on one element."""
     import torch
 
     one = torch.ones(1, device=device)
@@ -216,7 +216,7 @@ def _dispatch_seconds(device: str) -> float:
 
 
 def _first_touch_seconds_per_byte(cpu: Cpu) -> float:
-    """What writing a fresh allocation costs beyond writing it again: the kernel maps and clears its pages."""
+    """Return the cost of writing a fresh allocation beyond writing it again: the kernel maps and clears its pages."""
     import torch
 
     num_bytes = min(_stream_bytes(cpu), 256 * MIB)
@@ -234,7 +234,7 @@ def _first_touch_seconds_per_byte(cpu: Cpu) -> float:
 
 
 def _gpu_numbers(limit_seconds: float) -> dict[str, Any]:
-    """The fields of Measured for the first GPU; nothing where this torch has no CUDA."""
+    """Return the fields of Measured for the first GPU; nothing where this torch has no CUDA."""
     import torch
 
     if not torch.cuda.is_available():

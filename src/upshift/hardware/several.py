@@ -1,6 +1,6 @@
-"""One Host of the machines that a launcher joined: what each of them has of everything, and the measured link between them.
+"""Join the machines of a launcher to one Host, with the measured link between them.
 
-They are planned as equal: of every amount and rate the least counts, since each step waits for the slowest of them.
+They are planned as equal: of every amount and rate the least counts, since each step waits for the slowest machine.
 """
 
 from __future__ import annotations
@@ -19,8 +19,10 @@ LINK_BYTES, SMALL_BYTES, TIMES = 4 * MIB, 1024, 3
 
 
 def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
-    """``hosts``: one for each machine, as its own ranks detected it; ``link``: between them, None where it was not measured.
-    Raises RequestError where they have different devices."""
+    """Return one host for several machines. Raises RequestError where they have different devices.
+
+    ``hosts``: one for each machine, as its own ranks detected it. ``link``: between them, None where it was not measured.
+    """
     first = hosts[0]
     if len(hosts) == 1:
         return first
@@ -42,8 +44,10 @@ def join_hosts(hosts: Sequence[Host], link: Link | None) -> Host:
 
 
 def measure_link(group: Any = None) -> Link | None:
-    """Between the first ranks of all machines, of whose ``group`` (None: all ranks) this process is one. Each of them calls it,
-    and all get the same; None with one rank."""
+    """Return the measured link between the first ranks of all machines; None with one rank.
+
+    This process is one rank of their ``group`` (None: all ranks). Each of them calls this function, and all get the same link.
+    """
     import torch
     import torch.distributed as dist
 
@@ -74,7 +78,7 @@ def _ring_seconds(tensor: Any, group: Any) -> float:
 
 
 def _least(values: Sequence[Number | None]) -> Number | None:
-    """Unknown where one is."""
+    """Return the least value; None (unknown) where one value is unknown."""
     known = [value for value in values if value is not None]
     return min(known) if known and len(known) == len(values) else None
 
@@ -96,7 +100,7 @@ def _least_cpu(cpus: Sequence[Cpu]) -> Cpu:
 
 
 def _least_measured(found: Sequence[Measured | None]) -> Measured | None:
-    """Rates of the slowest; what is a time or a size, of the first machine."""
+    """Return the rates of the slowest machine, and times and sizes of the first."""
     all_measured = [measured for measured in found if measured is not None]
     if len(all_measured) < len(found):
         return None

@@ -1,8 +1,8 @@
-"""What the planner needs to know of a machine: a Host and its parts, all frozen values with JSON in and out.
+"""Define what the planner needs to know of a machine: a Host and its parts, all frozen values with JSON in and out.
 
-Unknown is None, never a guess. Sizes are bytes, rates are per second, matrix rates are FLOP/s (OP/s for int8) without
-sparsity. `Host.origin` says for each field, by its dotted name, how it is known. Several kinds of GPU in one node are
-kept apart in `mixed_gpus` and never merged into one.
+Unknown is None, never a guess. Sizes are bytes, rates are per second, matrix rates are FLOP/s (OP/s for int8) without sparsity.
+`Host.origin` says for each field, by its dotted name, how it is known. Several kinds of GPU in one node are kept apart in
+`mixed_gpus` and never merged into one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Rates(Value):
     memory_bytes_per_second: Rate | None = None
 
     def matrix(self, precision: Precision) -> float | None:
-        """FLOP/s in this precision, None if unknown."""
+        """Return the FLOP/s in this precision, None if unknown."""
         rate: float | None = getattr(self, precision)
         return rate
 
@@ -79,11 +79,11 @@ class Cpu(Value):
     l3_total_bytes: Bytes | None
     isa: tuple[Isa, ...] | None
     memory_bytes: Bytes | None  # the smaller of RAM and cgroup limit
-    free_memory_bytes: Bytes | None  # now; likewise bounded
+    free_memory_bytes: Bytes | None  # free now; bounded by the cgroup limit, too
     peak: Rates | None = None  # of all cores together
 
     def supports(self, precision: Precision) -> bool | None:
-        """Whether the cores have instructions for matrices of this precision (torch emulates, slowly, where not)."""
+        """Return whether the cores have instructions for matrices of this precision (torch emulates, slowly, where not)."""
         if precision == "fp32":
             return True
         if precision == "fp8":
@@ -104,14 +104,16 @@ class Gpu(Value):
     compute_capability: tuple[int, int] | None = None  # CUDA's
     pcie_generation: Count | None = None
     pcie_width: Count | None = None  # lanes
-    nvlink_links: CountOrZero | None = None  # active ones; 0 is known to have none
+    nvlink_links: CountOrZero | None = None  # active links; 0: the GPU is known to have none
     nvlink_bytes_per_second: Rate | None = None  # per direction, all links of this GPU together
     tdp_watts: Rate | None = None  # thermal design power, or the vendor's word for the board's sustained limit
     peak: Rates | None = None
 
     def supports(self, precision: Precision) -> bool | None:
-        """Whether the GPU has matrix instructions for this precision: by its compute capability on CUDA, elsewhere by
-        whether the table has a rate for it. fp32 runs on all of them."""
+        """Return whether the GPU has matrix instructions for this precision.
+
+        On CUDA the compute capability decides, elsewhere whether the table has a rate for it. fp32 runs on all of them.
+        """
         if precision == "fp32":
             return True
         if self.backend != "cuda":
@@ -121,7 +123,7 @@ class Gpu(Value):
         return self.compute_capability >= MIN_COMPUTE_CAPABILITY[precision]
 
     def identity(self) -> dict[str, Any]:
-        """What tells this GPU from another product: no free memory, no table figures; the name implies the backend."""
+        """Return what tells this GPU from another product: no free memory, no table figures; the name implies the backend."""
         known = self.model_dump(exclude={"backend", "table_key", "free_memory_bytes", "tdp_watts", "peak"})
         return known | {"memory_bytes": _coarse(self.memory_bytes)}
 
@@ -136,7 +138,7 @@ class Link(Value):
 
 
 class Measured(Value):
-    """What the probe measured on this machine, with torch. Medians; None where not measured."""
+    """The probe's measurements on this machine, with torch. Medians; None where not measured."""
 
     torch_version: str
     transformers_version: str | None
@@ -144,18 +146,18 @@ class Measured(Value):
     cpu: Rates
     gpu: Rates | None = None
     dispatch_seconds: Seconds  # one eager torch operation on one element, CPU
-    gpu_dispatch_seconds: Seconds | None = None  # likewise, queueing one kernel
+    gpu_dispatch_seconds: Seconds | None = None  # the host's time to queue one kernel
     host_to_device_bytes_per_second: Rate | None = None  # from pinned memory
     first_touch_seconds_per_byte: Seconds | None  # page faults of a fresh large tensor, beyond the write itself
     exchanges: dict[Exchange, Link] = {}  # gloo's between two processes here: latency, and bytes of the whole tensor per second
     base_resident_bytes: Bytes | None  # RSS of a process that imported torch and transformers and multiplied once
     compiler: bool | None  # a C++ compiler and the headers torch.compile needs on the CPU work
     probe_seconds: Seconds
-    core_share: float | None = None  # of its cores' time, what the measuring had: other programs had the rest
+    core_share: float | None = None  # share of the cores' time that the probe had: other programs had the rest
 
 
 class Host(Value):
-    """A machine, or several equal ones: what is here, or is about to be rented."""
+    """A machine, or several equal ones, that is here or about to be rented."""
 
     name: str
     num_nodes: Count = 1
@@ -182,21 +184,24 @@ class Host(Value):
 
     @property
     def device(self) -> Device:
-        """The name that torch has for the devices that compute; a ROCm build of PyTorch calls its own cuda."""
+        """Return the name that torch has for the devices that compute; a ROCm build of PyTorch calls its own cuda."""
         gpu = self.gpu or next(iter(self.mixed_gpus), None)
         return "cpu" if gpu is None else TORCH_DEVICE[gpu.backend]
 
     @property
     def num_devices(self) -> int:
-        """GPUs of all nodes; without GPUs, one device per node."""
+        """Return the number of GPUs of all nodes; without GPUs, one device per node."""
         return self.num_nodes * max(1, self.gpus_per_node)
 
     def ranks_per_node(self, num_processes: int) -> int:
-        """Of a job of so many processes: one for each GPU; where there is none, they share the cores of the nodes evenly."""
+        """Return the ranks on one node of a job of ``num_processes`` processes.
+
+        There is one for each GPU. Without GPUs the processes share the cores of the nodes evenly.
+        """
         return self.gpus_per_node or max(num_processes // self.num_nodes, 1)
 
     def one_device(self) -> Host:
-        """The same machine with a single GPU, for jobs that use no more; where they differ, with the first."""
+        """Return the same machine with a single GPU, for jobs that use no more; where GPUs differ, with the first."""
         if self.num_devices == 1 and not self.mixed_gpus:
             return self
         gpu = self.gpu or next(iter(self.mixed_gpus), None)
@@ -205,20 +210,20 @@ class Host(Value):
         )
 
     def cpu_alone(self) -> Host:
-        """One such machine without its GPUs, for what computes on the CPU."""
+        """Return one such machine without its GPUs, for jobs that compute on the CPU."""
         return self.changed(
             num_nodes=1, gpus_per_node=0, gpu=None, mixed_gpus=(), intra_node=None, inter_node=None, host_to_device=None
         )
 
     def supports(self, precision: Precision) -> bool | None:
-        """Whether every device that would compute has matrix instructions for this precision; None if unknown."""
+        """Return whether every device that would compute has matrix instructions for this precision; None if unknown."""
         parts: list[Gpu | Cpu | None] = [*self.mixed_gpus] or [self.gpu or self.cpu]
         answers = {part.supports(precision) for part in parts if part is not None}
         return False if False in answers else None if None in answers else True
 
     @property
     def fingerprint(self) -> str:
-        """Short stable hash of what identifies the hardware: no host name, free memory, peaks or measurements."""
+        """Return a short stable hash of what identifies the hardware: no host name, free memory, peaks or measurements."""
         cpu = None if self.cpu is None else self.cpu.model_dump(exclude={"free_memory_bytes", "peak"})
         if cpu is not None:
             cpu["memory_bytes"] = _coarse(cpu["memory_bytes"])
@@ -235,7 +240,7 @@ class Host(Value):
 
 
 def stated_memory(part: Cpu | Gpu | None) -> int | None:
-    """Bytes that are free, else all there are; None where the host does not say."""
+    """Return the free bytes, or all bytes if the free ones are unknown; None where the host does not say."""
     if part is None:
         return None
     return part.memory_bytes if part.free_memory_bytes is None else part.free_memory_bytes

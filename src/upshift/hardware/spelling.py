@@ -15,7 +15,8 @@ MEMORY_TOLERANCE = 0.1  # of the memory that the driver reports: a 48 GB card re
 
 
 class Product(NamedTuple):
-    """``key``: of the table. ``name``: the vendor's. ``memory_gib``: of one device, where a row has it."""
+    """The words of a product. ``key``: of the table. ``name``: the vendor's. ``memory_gib``: of one device, where a row has it.
+    """
 
     key: str
     name: str
@@ -23,7 +24,7 @@ class Product(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """Keys that the text names: ``whole`` with all words of the key, ``partial`` with some of them."""
+    """The keys that the text names: ``whole`` with all words of the key, ``partial`` with some of them."""
 
     whole: tuple[str, ...]
     partial: tuple[str, ...]
@@ -74,7 +75,7 @@ def _used_words(joined: str, words: tuple[str, ...], product: Product) -> Iterat
 
 
 def _has_memory(product: Product, gigabytes: int, words: tuple[str, ...]) -> bool:
-    """Whether a product whose own words name no memory has so much."""
+    """Return whether a product whose own words name no memory has about ``gigabytes``."""
     if product.memory_gib is None or any(re.fullmatch(r"[0-9]+gb", word) for word in words):
         return False
     return abs(gigabytes - product.memory_gib) <= MEMORY_TOLERANCE * product.memory_gib

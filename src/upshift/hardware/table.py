@@ -1,4 +1,4 @@
-"""All products that can be described, and `describe`: the Host that a text such as 8xh100 names.
+"""Collect all products that can be described, and `describe` the Host that a text such as 8xh100 names.
 
 A name is understood however its words are joined (spelling.py). An unknown product has no figures. The rows are in nvidia.py,
 vendors/, tpu.py, apple.py and cpus.py, the links between nodes in network.py.
@@ -44,7 +44,7 @@ MEMORY_ORIGIN: dict[Backend, str] = {
     "xla": "what XLA leaves to a program",
     "mps": "unified memory, shared with the CPU",
 }
-MAX_SHOWN = 60  # characters of what was asked for, in a message
+MAX_SHOWN = 60  # characters of the user's text in a message
 
 
 class _Request(NamedTuple):
@@ -101,7 +101,7 @@ def _named_products() -> dict[str, Product]:
 
 
 def describe(text: str) -> Host:
-    """The Host that `text` names. Raises RequestError.
+    """Return the Host that `text` names. Raises RequestError.
 
     - h100, 8xh100, 2x8xa100-80gb: nodes x accelerators x name. A node of tpu-* or gb200 may be a host or all that one fabric
       joins, such as 72xgb200 or 256xtpu-v5e.
@@ -148,7 +148,7 @@ def _parse(name: str) -> _Request:
 
 
 def _stated(request: _Request, *, num_nodes: int, per_node: int, inside: str) -> network.Connection | None:
-    """The link that the request states; `inside` is how it counts the devices of a node: 8x."""
+    """Return the link that the request states; `inside` is how it counts the devices of a node: 8x."""
     if request.port is None:
         return None
     connection = network.stated(request.port, per_node=per_node)
@@ -190,7 +190,7 @@ def _gpu_host(request: _Request, facts: GpuFacts) -> Host:
 
 
 def _inside(facts: GpuFacts, per_node: int) -> network.Connection:
-    """Between the accelerators of a node."""
+    """Return the link between the accelerators of a node."""
     fabric = facts.fabric
     if per_node == 1:
         return network.Connection(None, "none: one device")
@@ -224,7 +224,7 @@ def _cpu_host(request: _Request, facts: CpuFacts, memory_bytes: int | None) -> H
 
 
 def _sockets(cpu: Cpu, count: int) -> Cpu:
-    """`count` sockets of one host together: every total, and every rate, is that many times one socket's."""
+    """Return `count` sockets of one host together: every total, and every rate, is that many times one socket's."""
     peak = cpu.peak.model_dump() if cpu.peak else {}
     totals = {name: getattr(cpu, name) for name in ("physical_cores", "usable_cores", "l2_total_bytes", "l3_total_bytes")}
     scaled = {name: value and value * count for name, value in totals.items()}

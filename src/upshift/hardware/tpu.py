@@ -1,8 +1,8 @@
-"""Google's Cloud TPUs, one chip each. Google prints no fp32 rate (XLA adds up several bf16 products) and no power limit.
+"""List Google's Cloud TPUs, one chip each. Google prints no fp32 rate (XLA adds up several bf16 products) and no power limit.
 
 `memory_bytes` is what XLA leaves to a program, as its out-of-memory messages print it; the documentation's figure is larger.
-Links (ICI) form a grid that does not end at a host, so hosts of one pod exchange at their chips' rate together; between
-pods is the data centre's network.
+Links (ICI) form a grid that does not end at a host, so hosts of one pod exchange at their chips' rate together. Between pods is
+the data centre's network.
 """
 
 from __future__ import annotations
@@ -18,7 +18,10 @@ def _row(
     version: str, tera: Tera, *, gib: float, gb_s: float, links: int, link_gb_s: float, pod: int, link_source: str = "",
     ethernet_per_chip: float | None = None,
 ) -> tuple[str, GpuFacts]:  # fmt: skip
-    """`gib` and `gb_s` are of the memory; `link_gb_s` is of one link in one direction; ports outside are of 100 Gb/s."""
+    """Return a key and its row.
+
+    `gib` and `gb_s` are of the memory. `link_gb_s` is of one link in one direction. Ports outside are of 100 Gb/s.
+    """
     key, source = f"tpu-{version}", f"Google Cloud TPU {version} documentation (2025)"
     gpu = Gpu(name=f"TPU {version}", backend="xla", table_key=key, memory_bytes=round(gib * GIB), peak=rates(tera, gb_s))
     torus = Fabric(

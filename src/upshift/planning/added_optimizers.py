@@ -1,8 +1,9 @@
-"""Optimizers that are one file: each says at its top what it is and costs, and is read there without being imported.
+"""Read optimizers that are one file each. A file says at its top what it is and costs, and is read without being imported.
 
 OPTIMIZER = {"name": "toy", "class": "Toy", "changes": "...", "state_words": 1, "update_words": 5, "update_copies": 1}
 
-They wait in training/optimizers beside the others, and change the mathematics: they are planned with ``--allow`` their name.
+The files are in training/optimizers beside the others. They change the mathematics, so a user allows one with ``--allow`` and
+its name.
 """
 
 from __future__ import annotations
@@ -22,8 +23,11 @@ MARK = "\nOPTIMIZER = {"
 
 
 class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
-    """``name`` as in ``optim``. The three numbers are in words of a parameter's size, for each parameter, and may be measured as
-    docs/log.md measures the others'."""
+    """An optimizer in a file of its own. ``name`` is as in ``optim``.
+
+    The three numbers are in words of a parameter's size, for each parameter. They may be measured as docs/log.md measures the
+    others'.
+    """
 
     name: str = Field(pattern=r"^[a-z][a-z0-9_]*$")
     class_name: str = Field(alias="class", description="of the same file: Class(groups, lr=..., **options)")
@@ -37,13 +41,13 @@ class AddedOptimizer(BaseModel, frozen=True, extra="forbid"):
 
     @property
     def door(self) -> tuple[str, str]:
-        """Module and class."""
+        """Return the names of the module and the class."""
         return f"upshift.training.optimizers.{self.module}", self.class_name
 
 
 @cache
 def added_optimizers() -> dict[str, AddedOptimizer]:
-    """By name. Raises RequestError for a file that does not say what it must."""
+    """Return the added optimizers by name. Raises RequestError for a file that does not say what it must."""
     texts = {path: path.read_text(encoding="utf-8") for path in sorted(FOLDER.glob("*.py"))}
     found = [_read(path, text) for path, text in texts.items() if MARK in text]
     return {one.name: one for one in found}

@@ -1,4 +1,4 @@
-"""``field=value`` texts, such as those of --set: each names a known field, and none says another value than one before it."""
+"""Read ``field=value`` texts, such as those of --set: each names a known field, and no field gets two different values."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from upshift.errors import RequestError
 
 
 def split_assignment(text: str, known: Collection[str], *, option: str = "--set") -> tuple[str, str]:
-    """Field and value. Raises RequestError."""
+    """Return the field and the value of ``text``. Raises RequestError."""
     name, equals, value = text.partition("=")
     if not equals and name in known:
         raise RequestError(f"{option} {text!r} lacks a '='; write field=value, such as {name}=VALUE")
@@ -19,7 +19,7 @@ def split_assignment(text: str, known: Collection[str], *, option: str = "--set"
 
 
 def read_assignments(texts: tuple[str, ...], known: Collection[str], parse: Callable[[str, str], Any]) -> dict[str, Any]:
-    """What ``parse`` makes of each field and value. Raises RequestError."""
+    """Return for each field what ``parse`` makes of the field and its value. Raises RequestError."""
     found: dict[str, Any] = {}
     for text in texts:
         name, value = split_assignment(text, known)

@@ -1,6 +1,6 @@
-"""Attention kernels that work on the visible part of packed rows, by transformers' names: what each needs, and where it runs.
+"""List the attention kernels that compute only the visible part of packed rows, by transformers' names: needs and devices.
 
-PyTorch's own (``sdpa``) needs a mask for packed sequences, with which it takes a slower kernel that computes every pair.
+PyTorch's own kernel (``sdpa``) needs a mask for packed sequences. With a mask it takes a slower kernel that computes every pair.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from upshift.models.profile import ModelProfile
 
 @dataclass(frozen=True)
 class KernelFacts:
-    capabilities: tuple[tuple[int, int], tuple[int, int]]  # of CUDA devices, the first that has it and the first that has not
-    library: str | None = None  # as it is imported; None: torch alone
+    capabilities: tuple[tuple[int, int], tuple[int, int]]  # CUDA devices from the first version to below the second
+    library: str | None = None  # its import name; None: torch alone
     install: str = ""
     halves_only: bool = False  # 16-bit inputs
     one_row: bool = False  # finds sequences in a micro-batch of one row only (transformers' _is_packed_sequence)
@@ -34,7 +34,7 @@ PACKED_KERNELS: dict[str, KernelFacts] = {
 
 
 def why_not(name: str, host: Host, profile: ModelProfile) -> str | None:
-    """Why one of PACKED_KERNELS cannot run this model on this host, or None."""
+    """Return why one of PACKED_KERNELS cannot run this model on this host, or None."""
     facts = PACKED_KERNELS[name]
     if host.device != "cuda" or host.gpu is None:
         return "it trains on CUDA devices only"

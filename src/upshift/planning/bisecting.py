@@ -1,4 +1,4 @@
-"""The border of what fits, asked as few times as may be: every question is a search."""
+"""Find the largest size that fits with as few questions as possible: every question is a search."""
 
 from __future__ import annotations
 
@@ -6,9 +6,11 @@ from collections.abc import Callable
 
 
 def largest_multiple(fits: Callable[[int], bool], *, step: int, start: int, ceiling: int) -> int:
-    """The largest multiple of ``step`` up to ``ceiling`` that fits, 0 where none does. ``fits`` must hold up to some value and
-    not beyond. Strides that double lead away from ``start`` until the border is passed, then it is bisected: the nearer the
-    start, the fewer are asked."""
+    """Return the largest multiple of ``step`` up to ``ceiling`` that fits, 0 where none does.
+
+    ``fits`` must hold up to some value and not beyond. Strides that double lead away from ``start`` until the border is passed.
+    Then the border is bisected. The nearer ``start`` is to the border, the fewer sizes are tested.
+    """
     low, high = 0, ceiling // step + 1  # fits at low, not at high
     probe, stride = min(max(start // step, 1), high - 1), 1
     found_low = found_high = False

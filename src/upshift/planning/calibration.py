@@ -1,8 +1,8 @@
-"""What ran on this machine corrects what is predicted for it: the same plan by its own numbers, others by the median ratio.
+"""Correct predictions with what ran on this machine: the same plan by its own numbers, others by the median ratio.
 
 Every run and trial leaves one line with what the formulas said and what was measured, in a file of the cache folder that is safe
-to delete. Lines count for the host, the libraries and the formulas that they were made with, so that a new version of any
-of them starts anew. A described host has no lines: nothing ran on it.
+to delete. A line counts only for the host, the libraries and the formulas that it was made with, so a new version of any of them
+starts anew. A described host has no lines: nothing ran on it.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from upshift.value import Value
 from upshift.whole_file import write_whole
 
 FILE_NAME = "calibration.jsonl"
-NO_FORMULAS = ("__init__.py", "basis.py", "life.py")  # of cost/: how sure numbers are, and phases that are not compared
+NO_FORMULAS = ("__init__.py", "basis.py", "life.py")  # files of cost/ on how sure numbers are, and on phases not compared
 MAX_BYTES = 2**19  # of the file, some 1,200 lines; then the newer half is kept
 TRANSFERRED: tuple[Number, ...] = ("step", "held")  # allocated memory follows from the trace: other models say nothing of it
 
@@ -55,7 +55,7 @@ class Pair(Value):
 
 
 class Sample(Value):
-    """One plan that ran: seconds of a step, bytes of memory. Nothing in it names a model, a path or a person."""
+    """One plan that ran: seconds of a step, bytes of memory. The sample names no model, no path and no person."""
 
     made_with: str = Field(description="host, libraries and formulas")
     job: str = Field(description="hash of model, plan and lengths")
@@ -68,7 +68,7 @@ class Sample(Value):
 def sample_of(
     plan: Plan, workload: Workload, kind: Literal["run", "trial"], numbers: dict[Number, tuple[float, float | None]]
 ) -> Sample:
-    """``numbers``: (by formula, measured); None: not measured."""
+    """Return a sample of a plan that ran. ``numbers``: (by formula, measured); None: not measured."""
     return Sample(
         made_with=made_with(plan.host), job=job_key(plan, workload), precision=plan.precision, torch_compile=plan.torch_compile,
         kind=kind, numbers={name: Pair(predicted=first, measured=second) for name, (first, second) in numbers.items() if second},
@@ -76,7 +76,7 @@ def sample_of(
 
 
 def job_key(plan: Plan, workload: Workload) -> str:
-    """The same for the same work: model, plan, and how long the sequences are."""
+    """Return a key that is the same for the same work: model, plan, and the lengths of the sequences."""
     return _job_key(plan, _lengths_key(workload))
 
 
@@ -95,7 +95,10 @@ def made_with(fingerprint: str) -> str:
 
 @cache
 def _software() -> str:
-    """Of the cost formulas' own source, and of the libraries that run: predictions and steps of another one say nothing."""
+    """Return a hash of the cost formulas' source and of the versions of torch and transformers.
+
+    Predictions and steps of other formulas or libraries say nothing about these.
+    """
     sources = sorted(path for path in (Path(__file__).parent / "cost").glob("*.py") if path.name not in NO_FORMULAS)
     code = "".join(hashlib.sha256(path.read_bytes()).hexdigest() for path in sources)
     return _short_hash(repr((code, [installed_version(name) for name in ("torch", "transformers")])))
@@ -110,7 +113,7 @@ class Calibration:
     samples: tuple[Sample, ...] = ()
 
     def of(self, candidate: Candidate, workload: Workload) -> Candidate:
-        """The candidate, which comes from the formulas, with what runs here have taught."""
+        """Return the candidate, which comes from the formulas, corrected by what ran here."""
         return self._of(candidate, workload, _lengths_key(workload)) if self.samples else candidate
 
     def _of(self, candidate: Candidate, workload: Workload, lengths: str) -> Candidate:
@@ -143,7 +146,8 @@ class Calibration:
         return found
 
     def _from_others(self, number: Number, plan: Plan) -> Correction | None:
-        """From those of the same precision and compile mode where they are enough, else from all."""
+        """Return the correction by plans of the same precision and compile mode if there are enough of them, else by all plans.
+        """
         key = (number, plan.precision, plan.torch_compile, plan.device)
         if key not in self._known:
             self._known[key] = self._median_of_others(number, plan)
@@ -158,7 +162,7 @@ class Calibration:
 
     @cached_property
     def _known(self) -> dict[tuple[Number, str, str, str], Correction | None]:
-        """Thousands of plans ask for the same few."""
+        """Return the cache of corrections: thousands of plans ask for the same few."""
         return {}
 
     @cached_property
@@ -170,7 +174,8 @@ class Calibration:
 
     @cached_property
     def _ratios(self) -> dict[tuple[Number, str, str], tuple[float, ...]]:
-        """One ratio a job, however often it ran: by number, precision and compile mode; ("", "") has those of all."""
+        """Return one ratio for each job, however often it ran, by number, precision and compile mode; ("", "") has those of all.
+        """
         found: dict[tuple[Number, str, str], list[float]] = defaultdict(list)
         for samples in self._by_job.values():
             for number in TRANSFERRED:
@@ -181,7 +186,7 @@ class Calibration:
         return {key: tuple(sorted(ratios)) for key, ratios in found.items()}
 
     def ranked(self, ranking: Ranking, host: Host, workload: Workload) -> Ranking:
-        """The same plans by what they are expected to do here; which of them fit is asked again."""
+        """Return the same plans, ranked by what they are expected to do here. Which of them fit is decided again."""
         if not self.samples:
             return ranking
         again, lengths = Ranking(unseen=ranking.unseen), _lengths_key(workload)
@@ -208,8 +213,10 @@ def _ratio(pair: Pair) -> float:
 
 
 def read_calibration(host: Host) -> Calibration:
-    """What ran on this host with these libraries and formulas. A line that cannot be read, cut short by a crash or written by
-    another version, is passed over."""
+    """Return what ran on this host with these libraries and formulas.
+
+    A line that cannot be read is skipped: a crash cut it short, or another version wrote it.
+    """
     try:
         lines = _path().read_bytes().splitlines()
     except OSError:
@@ -226,8 +233,10 @@ def read_calibration(host: Host) -> Calibration:
 
 
 def remember(samples: Iterable[Sample]) -> None:
-    """Appends each as one write, so that processes that write at once leave whole lines. The line before may be cut short, so a
-    new one begins with a line break. A cache that cannot be written fails no job."""
+    """Append each sample to the file as one write, so that processes that write at once leave whole lines.
+
+    The line before may be cut short, so a new line begins with a line break. A cache that cannot be written fails no job.
+    """
     path = _path()
     text = "".join(f"\n{sample.to_json()}\n" for sample in samples if sample.numbers)
     if not text:
@@ -243,7 +252,7 @@ def remember(samples: Iterable[Sample]) -> None:
 
 
 def _keep_newer_half(path: Path) -> None:
-    """What another process appends meanwhile may be lost: a sample fewer."""
+    """Keep the newer half of the file. A sample that another process appends meanwhile may be lost."""
     text = path.read_bytes()
     kept = text[text.find(b"\n", len(text) - MAX_BYTES // 2) + 1 :]
     write_whole(path, kept)

@@ -1,8 +1,8 @@
-"""Which one choice of a plan would help most, by what its step was measured to spend on each kind of work.
+"""Find the one choice of a plan whose change would help most, from the measured time of each kind of work in its step.
 
-Each answer is a search with one choice left free and all others kept. Plans are costed by the planner's terms, each multiplied
-by what this step took of it over what was predicted. Work that takes many times its roofline is not bound by a rate: what is
-beyond goes with the number of operators. A kind that no term stands for, as waiting for data, stays as it is.
+Each answer is a search with one choice left free and all others kept. The search costs plans with the planner's terms. Each term
+is multiplied by measured over predicted time of this step. Work that takes many times its roofline is not bound by a rate: the
+time beyond is scaled with the number of operators. A kind without a term, such as waiting for data, stays as it is.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from upshift.planning.whole_life import WholeLife
 from upshift.planning.workload import Workload
 from upshift.value import Value
 
-WORTH_SAYING = 0.01  # of the step
+WORTH_SAYING = 0.01  # a smaller share of the step is no reason for a change
 BOUND_BY_RATE = 3.0  # times its roofline: kernels of a usual size stay below
 LAYOUT = tuple(Layout.model_fields)
 BATCH = ("per_device_train_batch_size", "gradient_accumulation_steps")
-# What is left free at once: fields that make one choice.
+# The fields that make up one choice are left free at once.
 FREE: dict[str, tuple[str, ...]] = {
     "precision": ("precision",),
     "optimizer": ("optim", "optim_args"),
@@ -49,7 +49,7 @@ DERIVED = ("gradient_accumulation_steps", "threads_per_process")  # from the oth
 
 
 class Change(Value):
-    """One choice made otherwise."""
+    """A plan with one choice changed, and what that would gain."""
 
     choice: str
     values: dict[str, str] = Field(description="field of the plan: value")
@@ -72,7 +72,7 @@ class Measured:
     seconds: dict[str, float]  # of a step; the head is among the products and the elementwise work
 
     def of(self, candidate: Candidate) -> dict[str, float]:
-        """What another plan's step would take, by kind."""
+        """Return the seconds that another plan's step would take, by kind."""
         here, there = by_kind(self.candidate.time.terms), by_kind(candidate.time.terms)
         calls = there.get(IDLE, 0.0) / here[IDLE] if here.get(IDLE) else 1.0
         found = {}
@@ -84,22 +84,24 @@ class Measured:
         return found
 
     def total(self, candidate: Candidate) -> float:
-        """With one-time costs spread over the run."""
+        """Return the seconds of a step, with one-time costs spread over the run."""
         return sum(self.of(candidate).values()) + candidate.time.one_time / self.workload.total_steps
 
 
 def find_changes(
     measured: Measured, *, fixed: tuple[str, ...] = (), legal: Callable[[Plan], bool] = lambda plan: True
 ) -> list[Change]:
-    """The best of each choice that is worth saying, most gain first. ``fixed``: fields that the user has decided.
-    ``legal``: whether a plan can run."""
+    """Return the best change of each choice, if it gains enough, most gain first.
+
+    ``fixed``: fields that the user has decided. ``legal``: whether a plan can run.
+    """
     found: list[Change] = []
     free = {choice: tuple(name for name in fields if name not in fixed) for choice, fields in FREE.items()}
     for choice, fields in free.items():
         if FREE[choice][0] in fixed:
             continue
         change = _best(measured, choice, fields, (), legal)
-        if change is None and choice in ("precision", "optimizer"):  # what changes the mathematics, where nothing else helps
+        if change is None and choice in ("precision", "optimizer"):  # values that change the mathematics, if nothing else helps
             change = _best(measured, choice, fields, tuple(changes_of_mathematics()), legal)
         if change is not None and change.values not in [one.values for one in found]:
             found.append(change)
@@ -135,7 +137,7 @@ def _kept(measured: Measured, plan: Plan, free: tuple[str, ...], workload: Workl
 
 
 def _values(before: Plan, after: Plan) -> dict[str, str]:
-    """What differs, without what follows from it."""
+    """Return the fields that differ, without those that follow from others."""
     ours, theirs = ({**plan.model_dump(exclude={"layout"}), **plan.layout.model_dump()} for plan in (before, after))
     changed = {name: str(value) for name, value in theirs.items() if value != ours[name]}
     return {name: value for name, value in changed.items() if name not in DERIVED} or changed

@@ -1,4 +1,4 @@
-"""The same training on several hosts: time, device-hours, energy and money for so many tokens, and whether a deadline holds."""
+"""Compare the same training on several hosts: time, device-hours, energy and money for a number of tokens, and the deadline."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from upshift.record import Numbers
 from upshift.value import Value
 
 HOUR = 3600.0
-MOST_TOKENS, HIGHEST_PRICE = 1e18, 1e9  # beyond them a digit was mistyped
+MOST_TOKENS, HIGHEST_PRICE = 1e18, 1e9  # a larger number is a typing error
 DURATIONS = {"s": 1.0, "min": 60.0, "h": HOUR, "d": 24 * HOUR, "w": 7 * 24 * HOUR}
 COUNTS = {"": 1.0, "K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 NUMBER = r"(\d+(?:\.\d*)?|\.\d+)(e[+-]?\d+)?"
@@ -30,7 +30,7 @@ ENERGY_NOTE = "an upper bound: every device at its thermal design power all the 
 
 
 class Compared(Value):
-    """One host. Without a plan, ``why`` says what is in the way."""
+    """The result for one host. Without a plan, ``why`` says what is in the way."""
 
     host: str
     num_devices: int
@@ -55,7 +55,7 @@ class Comparison(Value):
 
 @dataclass(frozen=True)
 class Terms:
-    """What is compared beyond speed. ``tokens``: None: those of the workload's steps."""
+    """The terms of a comparison beyond speed. ``tokens``: None: those of the workload's steps."""
 
     prices: dict[str, float]
     tokens: int | None = None
@@ -63,7 +63,7 @@ class Terms:
 
 
 def read_duration(text: str, *, option: str = "--deadline") -> float:
-    """Seconds of ``72h``, ``3d`` or ``90min``."""
+    """Return the seconds of ``72h``, ``3d`` or ``90min``."""
     match = re.fullmatch(rf"{NUMBER}\s*({'|'.join(DURATIONS)})", text.strip().lower(), flags=re.ASCII)
     seconds = float(match[1] + (match[2] or "")) * DURATIONS[match[3]] if match else 0.0
     if not 0.0 < seconds < math.inf:
@@ -73,7 +73,7 @@ def read_duration(text: str, *, option: str = "--deadline") -> float:
 
 
 def read_tokens(text: str, *, option: str = "--tokens") -> int:
-    """``1e12``, ``300B`` or ``15T``."""
+    """Return the number of tokens of ``1e12``, ``300B`` or ``15T``."""
     match = re.fullmatch(rf"{NUMBER}\s*([KMBT]?)", text.strip().replace("_", ""), flags=re.IGNORECASE | re.ASCII)
     count = float(match[1] + (match[2] or "")) * COUNTS[match[3].upper()] if match else 0.0
     if not 1.0 <= count <= MOST_TOKENS:
@@ -85,7 +85,7 @@ def read_tokens(text: str, *, option: str = "--tokens") -> int:
 
 
 def read_prices(text: str) -> dict[str, float]:
-    """``h100=2.5/h,a100-80gb=1.2/h``: of one device and hour, by its name."""
+    """Return the prices of ``h100=2.5/h,a100-80gb=1.2/h``: of one device and hour, by the device's name."""
     prices: dict[str, float] = {}
     for entry in filter(None, (part.strip().lower() for part in text.split(","))):
         match = re.fullmatch(rf"([^=]*[^=\s])\s*=\s*{NUMBER}\s*/\s*h", entry, flags=re.ASCII)
@@ -101,7 +101,7 @@ def read_prices(text: str) -> dict[str, float]:
 
 
 def read_hosts(text: str) -> tuple[Host, ...]:
-    """Those of ``8xh100,2x8xa100-80gb``."""
+    """Return the hosts of ``8xh100,2x8xa100-80gb``."""
     names = [name.strip() for name in text.split(",") if name.strip()]
     if not names:
         raise RequestError(f"--compare {text!r} names no host; give them separated by commas, such as 8xh100,8xa100-80gb")
@@ -113,7 +113,10 @@ def read_hosts(text: str) -> tuple[Host, ...]:
 
 
 def price_names(host: Host) -> tuple[str, ...]:
-    """Names that a host's devices may be priced by: as the host was written, without counts and links, and the table's key."""
+    """Return the names that a host's devices may be priced by.
+
+    They are the name that the host was written with, without counts and links, and the table's key.
+    """
     written = re.sub(r"^(?:[0-9]+x){0,2}", "", host.name.strip().lower()).partition("@")[0]
     if host.gpu is None:
         known: tuple[str, ...] = (written, re.sub(r"-[0-9]+gb$", "", written))  # without the memory of the host
@@ -138,7 +141,7 @@ def _is_product_of(name: str, host: Host) -> bool:
 
 
 def check_prices(prices: dict[str, float], hosts: tuple[Host, ...]) -> None:
-    """Raises RequestError for a price of something that is not compared, and for two prices of one device."""
+    """Raise RequestError for a price of something that is not compared, and for two prices of one device."""
     valid = list(dict.fromkeys(name for host in hosts for name in price_names(host)))
     used = [prices_of(host, prices) for host in hosts]
     for name in prices:
@@ -152,13 +155,15 @@ def check_prices(prices: dict[str, float], hosts: tuple[Host, ...]) -> None:
 def compare(
     hosts: tuple[Host, ...], workload: Workload, terms: Terms, *, plan_on: Callable[[Host, Workload], Planning]
 ) -> Comparison:
-    """The best plan on each host, the cheapest or fastest first, hosts without a plan last. Raises what the first host says
-    where no host has one."""
+    """Return the best plan on each host: the cheapest or fastest host first, hosts without a plan last.
+
+    If no host has a plan, raise what the first host says.
+    """
     check_prices(terms.prices, hosts)
     rows: list[Compared] = []
     problems: list[RequestError | NothingFits] = []
     tokens, given = terms.tokens, "tokens"
-    if tokens is not None:  # one-time costs are spread over the run that this is
+    if tokens is not None:  # one-time costs are spread over the steps of this run
         mean = workload.lengths.mean if workload.lengths else workload.sequence_length
         steps = max(math.ceil(tokens / (workload.global_batch * mean)), 1)
         workload = workload.changed(total_steps=steps)

@@ -1,4 +1,4 @@
-"""Why another choice was not taken, and what more memory, faster links or a choice that is not allowed would give.
+"""Say why another choice was not taken, and what more memory, faster links or a choice that is not allowed would give.
 
 Every answer is the search itself with one thing changed: no derivative and no rule of thumb.
 """
@@ -31,16 +31,16 @@ from upshift.units import format_bytes, gib
 from upshift.value import Value
 
 Outcome = Literal["chosen", "slower", "as fast", "faster", "does not fit", "not possible"]
-Trace = Callable[[int, tuple[Variant, ...]], ModelProfile]  # of a model, for sequences of up to so many tokens
+Trace = Callable[[int, tuple[Variant, ...]], ModelProfile]  # traces a model for sequences of up to so many tokens
 
-SAME_SPEED = 0.0005  # of tokens/s: below what is printed
-WORTH_SAYING = 0.005  # of the best plan's step
+SAME_SPEED = 0.0005  # of tokens/s: a smaller difference is not printed
+WORTH_SAYING = 0.005  # of the best plan's step: smaller differences are left out
 MAX_WORDS = 4  # terms, parts or choices named in one line
 FASTER_LINK = 2.0
 
 
 class Counterfactual(Value):
-    """The best plan that has the value asked for, against the best of all."""
+    """The best plan with the value asked for, against the best of all plans."""
 
     asked: str = Field(description="field=value")
     outcome: Outcome
@@ -54,7 +54,7 @@ class Counterfactual(Value):
 
 
 class ShadowPrice(Value):
-    """What one change outside the plan would bring."""
+    """The gain from one change outside the plan."""
 
     change: str
     gain: float | None = Field(description="tokens per second over the best plan's, less 1, at least 0; None: not known")
@@ -63,8 +63,10 @@ class ShadowPrice(Value):
 
 
 def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace) -> Counterfactual:
-    """The best plan with ``asked`` (field=value), in place of what ``fixed`` says of that field. Raises RequestError for an
-    unknown field or a value of another type; a value that is not possible here is an answer."""
+    """Return the best plan with ``asked`` (field=value), in place of what ``fixed`` says of that field.
+
+    Raises RequestError for an unknown field or a value of another type. A value that is not possible here is an answer.
+    """
     name, value = read_choice(asked)
     best = planning.ranking.candidates[0]
     if value_of(best.plan, name) == value:
@@ -88,13 +90,13 @@ def why(planning: Planning, asked: str, *, fixed: tuple[str, ...], trace: Trace)
 
 
 def _here(planning: Planning, host: Host, profile: ModelProfile, workload: Workload, chosen: dict[str, Any]) -> Ranking:
-    """The search again, corrected and checked as the planning was."""
+    """Return the ranking of a new search, corrected and checked as the planning was."""
     ranking = search(host, profile, workload, fixed=chosen)
     return as_here(ranking, host, profile, workload, planning.calibration, enough=1)
 
 
 def read_choice(asked: str) -> tuple[str, Any]:
-    """Field and value of --why. Raises RequestError."""
+    """Return the field and the value of --why. Raises RequestError."""
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     known = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in FIXED_BY_REQUEST]
     name, text = split_assignment(asked, known, option="--why")
@@ -102,7 +104,7 @@ def read_choice(asked: str) -> tuple[str, Any]:
 
 
 def value_of(plan: Plan, name: str) -> Any:
-    """Of a field of the plan or of its layout."""
+    """Return the value of a field of the plan or of its layout."""
     return getattr(plan.layout if name in Layout.model_fields else plan, name)
 
 
@@ -116,7 +118,7 @@ def _allowance(name: str, value: Any, workload: Workload) -> tuple[str, ...]:
 def _profile(
     planning: Planning, workload: Workload, fixed: tuple[str, ...], wanted: tuple[str, ...], trace: Trace
 ) -> ModelProfile:
-    """The planning's own where its traces are enough."""
+    """Return the planning's own profile if it has the traces that are needed, else trace the model again."""
     needed = variants_for(planning.host, workload, wanted)
     if {*needed} <= {*variants_for(planning.host, planning.workload, fixed)}:
         return planning.profile
@@ -124,7 +126,7 @@ def _profile(
 
 
 def _as_answer(problem: RequestError) -> str:
-    """Without the option, which was not given."""
+    """Return the problem's message without the option --set, which the user did not give."""
     return str(problem).removeprefix("--set ")
 
 
@@ -144,7 +146,7 @@ def _answer(planning: Planning, asked: str, name: str, allow: tuple[str, ...], r
 
 
 def too_big(candidate: Candidate, host: Host, workload: Workload) -> str:
-    """``needs 92.0 GiB of 76.0 GiB in the backward phase: activations 60.0 GiB, weights 16.0 GiB``."""
+    """Return ``needs 92.0 GiB of 76.0 GiB in the backward phase: activations 60.0 GiB, weights 16.0 GiB``."""
     limit, phase = limit_of(candidate, host, workload) or 0.0, candidate.memory.peak_phase
     parts = sorted(candidate.memory.phases[phase].parts.items(), key=lambda item: -item[1])
     named = ", ".join(f"{part} {format_bytes(size)}" for part, size in parts[:MAX_WORDS] if size > 0.01 * candidate.memory.peak)
@@ -174,7 +176,7 @@ def _compared(
 
 
 def _more_ms(best: Candidate, other: Candidate, total_steps: int) -> dict[str, float]:
-    """Terms of a step that differ, the largest difference first; one-time costs spread over the run."""
+    """Return the terms of a step that differ, the largest difference first; one-time costs are spread over the run."""
     ours, theirs = (
         {**candidate.time.terms, "compiling, spread over the steps": candidate.time.one_time / total_steps}
         for candidate in (best, other)
@@ -185,13 +187,13 @@ def _more_ms(best: Candidate, other: Candidate, total_steps: int) -> dict[str, f
 
 
 def _other_differences(best: Plan, other: Plan, asked: str) -> list[str]:
-    """What else the other plan has to choose differently."""
+    """Return the other choices in which the other plan differs from the best."""
     names = [field for field in (*Plan.model_fields, *Layout.model_fields) if field not in (*FIXED_BY_REQUEST, asked)]
     return [f"{name}={value_of(other, name)}" for name in names if value_of(other, name) != value_of(best, name)]
 
 
 def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[ShadowPrice, ...]:
-    """One for each change that could matter here; none for a link that the host does not have."""
+    """Return one price for each change that could matter here; none for a link that the host does not have."""
     chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
     prices = []
     for change, host in _machines(planning.host):
@@ -204,7 +206,7 @@ def shadow_prices(planning: Planning, *, fixed: tuple[str, ...]) -> tuple[Shadow
 
 
 def _machines(host: Host) -> Iterator[tuple[str, Host]]:
-    """The same host, better in one thing."""
+    """Yield copies of the host, each better in one thing, with the name of the change."""
     bigger = with_more_memory(host, EXTRA_MEMORY_BYTES)
     if bigger is not None:
         yield f"{format_bytes(EXTRA_MEMORY_BYTES)} more memory on each device", bigger
@@ -226,7 +228,7 @@ def _price(planning: Planning, change: str, ranking: Ranking) -> ShadowPrice:
 
 
 def _price_of_allowing(planning: Planning, name: str, fixed: tuple[str, ...]) -> ShadowPrice | None:
-    """The best of the plans that ``--allow name`` adds; None where it adds none on this host."""
+    """Return the price of the best plan that ``--allow name`` adds; None where it adds none on this host."""
     workload, best = planning.workload.changed(allow=(*planning.workload.allow, name)), None
     change, problem = f"--allow {name}", None
     for added in _added_by(name):

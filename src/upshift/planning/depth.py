@@ -1,4 +1,4 @@
-"""The same architecture, deeper or shallower: a profile with another number of the layers that were traced."""
+"""Make a model of the same architecture deeper or shallower: a profile with another number of the traced layers."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ from upshift.models.profile import ModelProfile, Parameters, ParameterShape, Pol
 
 
 def with_layers(profile: ModelProfile, layers: int) -> ModelProfile:
-    """The same architecture with this many layers in its deepest stack, and in the others in proportion: the traced layers
-    over again, in their order. What is outside the layers stays."""
+    """Return the profile with ``layers`` layers in its deepest stack, and in the others in proportion.
+
+    The traced layers are repeated in their order. Everything outside the layers stays.
+    """
     deepest = max((stack.num_layers for stack in profile.stacks), default=0)
     if layers == deepest or not deepest:
         return profile
@@ -42,7 +44,7 @@ def _stretched(stack: Stack, layers: int) -> Stack:
 
 
 def _weight(stacks: tuple[Stack, ...]) -> int:
-    """Trained parameters of all layers, to scale sums over them; their number where none is trained."""
+    """Return the trained parameters of all layers, to scale sums over them, or the number of layers if none is trained."""
     trained = sum(stack.layer_trainable[index] for stack in stacks for index in stack.assignment)
     return trained or sum(stack.num_layers for stack in stacks)
 
@@ -74,9 +76,12 @@ def _parameters(parameters: Parameters, ratio: tuple[int, int], *, layers: tuple
 def _shapes(
     parameters: Parameters, shapes: tuple[ParameterShape, ...], in_layers: int, ratio: tuple[int, int], layers: tuple[int, int]
 ) -> tuple[ParameterShape, ...]:
-    """A shape that stands so many times in each of equal layers, and a few times outside: what does not divide by the layers,
-    and what is as large as embedding or head. Where that does not add up to the layers' parameters (``in_layers``), all are
-    scaled alike."""
+    """Return the shapes with the counts of the new number of layers.
+
+    A shape stands so many times in each of equal layers, and a few times outside. Outside are the remainder of the division by
+    the layers, and shapes as large as embedding or head. If that does not add up to the layers' parameters (``in_layers``), all
+    counts are scaled alike.
+    """
     new, old = layers
     outside = {parameters.embedding, parameters.head}
     inner = [0 if shape.elements in outside else shape.count // old for shape in shapes]

@@ -1,4 +1,4 @@
-"""Says why: what each choice of the best plan brings, what the runner-up would cost, and what more memory would give."""
+"""Say why: what each choice of the best plan brings, what the runner-up would cost, and what more memory would give."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Reason(Value):
 
 
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
-    """One row a choice: the best plan that differs in it, and how much slower or bigger it is."""
+    """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
     best = ranking.candidates[0]
     rows = []
     for name in EXPLAINED:
@@ -101,7 +101,7 @@ def shadow_price(ranking: Ranking, host: Host, workload: Workload, takes: Takes 
 
 
 def representative(rejected: list[Rejected | TooBig]) -> list[Rejected | TooBig]:
-    """At most 200 rejections, every kind of reason among them."""
+    """Return at most 200 rejections, with every kind of reason among them."""
     by_kind: dict[tuple[str, Plan | str], Rejected | TooBig] = {}
     for entry in rejected:
         by_kind.setdefault((entry.reason.split(" (")[-1], entry.plan.precision), entry)

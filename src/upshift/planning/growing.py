@@ -1,8 +1,8 @@
-"""What may grow until nothing fits: sequence, micro-batch or depth.
+"""Grow the sequence, the micro-batch or the depth until nothing fits.
 
-The border is found by bisecting with the memory model. That is exact where what fits once goes on to fit below: memory
-grows with sequence, micro-batch and depth for a fixed way to share them, so every such way is looked at apart. Packed rows
-are as long as a sample of the data makes them, which may fall by a little where they should rise.
+The border is found by bisecting with the memory model. That is exact if all sizes below one that fits also fit: for a fixed way
+to share them, memory grows with sequence, micro-batch and depth. So every way to share is looked at apart. Packed rows are as
+long as a sample of the data makes them. They may become a little shorter where they should become longer.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from upshift.planning.workload import Workload
 
 What = Literal["sequence", "batch", "model"]
 SEQUENCE_STEP = 64  # tokens
-LONGEST_SEQUENCE, LARGEST_BATCH, DEEPEST_MODEL = 2**24, 2**20, 2**12  # where the search ends, should memory never do
-THRIFTY = 32  # plans that are asked first
+LONGEST_SEQUENCE, LARGEST_BATCH, DEEPEST_MODEL = 2**24, 2**20, 2**12  # where the search ends if memory never does
+THRIFTY = 32  # plans that are costed first, those that need least memory
 
 
 def why_none(ranking: Ranking, host: Host, workload: Workload) -> str:
-    """Why a ranking has no plan that fits."""
+    """Return why a ranking has no plan that fits."""
     if (phase := ranking.in_another_phase) is not None:
         return f"of the best plan {phase}"
     if ranking.too_big:
@@ -50,7 +50,7 @@ def why_none(ranking: Ranking, host: Host, workload: Workload) -> str:
 
 @dataclass
 class Way:
-    """What grows. A ``sharing`` is one choice of how ranks share the job, for which memory grows with the size."""
+    """The quantity that grows. A ``sharing`` is one choice of how ranks share the job, for which memory grows with the size."""
 
     host: Host
     workload: Workload
@@ -63,7 +63,7 @@ class Way:
 
     unit: ClassVar[str]
     what: ClassVar[What]
-    degree: ClassVar[str | None] = None  # the layout's field whose values are looked at apart
+    degree: ClassVar[str | None] = None  # the field of the layout whose values are looked at apart
 
     def __post_init__(self) -> None:
         self.choices = parse_fixed(self.fixed, self.host, self.profile, self.workload)
@@ -77,11 +77,11 @@ class Way:
         raise NotImplementedError
 
     def posed(self, size: int) -> tuple[ModelProfile, Workload]:
-        """The model and the workload of this size."""
+        """Return the model and the workload of this size."""
         raise NotImplementedError
 
     def posed_roughly(self, size: int) -> tuple[ModelProfile, Workload]:
-        """Likewise, without tracing again."""
+        """Return the model and the workload of this size without tracing again."""
         return self.posed(size)
 
     def fixed_at(self, size: int) -> dict[str, Any]:
@@ -92,7 +92,7 @@ class Way:
 
     @cached_property
     def ranks(self) -> int:
-        """Of the job, the most that it may have."""
+        """Return the most ranks that the job may have."""
         return rank_counts(self.host, self.choices)[-1] if shares_work(self.host, self.choices) else 1
 
     def degrees(self) -> list[int]:
@@ -116,7 +116,10 @@ class Way:
         raise NotImplementedError
 
     def largest(self, sharing: int | None, *, above: int) -> int:
-        """The plans that need least at the start say where the border is near; the whole search says where it is."""
+        """Return the largest size that fits with this sharing.
+
+        The plans that need least at the start show where the border is near. The whole search then finds the border itself.
+        """
         step = self.step(sharing)
         start = min(max(self.start, above), self.ceiling) // step * step
         ranking = self.ranking(start, sharing)
@@ -136,7 +139,7 @@ class Way:
         return as_here(found, self.host, profile, workload, self.calibration, enough=1)
 
     def fits_anew(self, size: int, sharing: int | None) -> bool:
-        """Whether any plan does; on one device it ends with the first that does."""
+        """Return whether any plan of this size fits. On one device the search ends with the first plan that does."""
         (profile, workload), fixed = self.posed(size), self.fixed_for(size, sharing)
         try:
             if shares_work(self.host, fixed):
@@ -162,7 +165,7 @@ class Way:
 
 
 class Sequence(Way):
-    """Traced again where it is longer than what was traced, at powers of two."""
+    """The length of a sequence. A longer sequence than what was traced is traced again, at powers of two."""
 
     unit = "tokens"
     what: ClassVar[What] = "sequence"
@@ -198,11 +201,11 @@ class Sequence(Way):
         return self.traced[-1], workload
 
     def grid(self, size: int) -> int:
-        """The length that is traced for ``size``: the next power of two."""
+        """Return the length that is traced for ``size``: the next power of two."""
         return min(1 << (size - 1).bit_length(), max(self.ceiling, size))
 
     def posed_roughly(self, size: int) -> tuple[ModelProfile, Workload]:
-        """The first trace's polynomials, beyond the lengths that they were fitted on."""
+        """Return the first trace's profile, whose polynomials go on beyond the lengths that they were fitted on."""
         return self.profile, self.resized_workload(size)
 
     def resized_workload(self, size: int) -> Workload:
@@ -219,7 +222,7 @@ class Sequence(Way):
 
 
 class Batch(Way):
-    """Sequences at once on a device, or on a group of them that shares its sequences; every device has one micro-batch."""
+    """The sequences at once on a device, or on a group of devices that shares its sequences. Every device has one micro-batch."""
 
     unit = "sequences"
     what: ClassVar[What] = "batch"
@@ -243,7 +246,7 @@ class Batch(Way):
 
 
 class Depth(Way):
-    """Layers. A pipeline divides them evenly, so that its degrees are looked at apart."""
+    """The number of layers. A pipeline divides them evenly, so its degrees are looked at apart."""
 
     unit = "layers"
     what: ClassVar[What] = "model"

@@ -1,4 +1,4 @@
-"""What a plan may do with the texts of a batch: share a row, or be computed apart, only where the model was seen to allow it."""
+"""Decide whether texts of a batch may share a row or be computed apart: only where a test showed that the model allows it."""
 
 from __future__ import annotations
 

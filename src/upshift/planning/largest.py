@@ -1,4 +1,4 @@
-"""The longest sequence, the largest micro-batch or the deepest model that fits a host, and the plan that does it."""
+"""Find the longest sequence, the largest micro-batch or the deepest model that fits a host, and its plan."""
 
 from __future__ import annotations
 
@@ -41,8 +41,11 @@ def find_largest(
     lengths_at: Callable[[int], LengthHistogram | None] | None = None,
     calibration: Calibration = NO_RECORDS,
 ) -> Largest:
-    """``lengths_at``: of the data, cut at so many tokens; None: where sequences grow, all are as long as the longest.
-    Raises RequestError for another ``what`` or a host of unknown memory, NothingFits where not even the smallest does."""
+    """Return the largest size that fits.
+
+    ``lengths_at``: the lengths of the data, cut at so many tokens; None: if sequences grow, all are as long as the longest.
+    Raises RequestError for another ``what`` or a host of unknown memory, NothingFits if not even the smallest size fits.
+    """
     ways: dict[str, type[Way]] = {"sequence": Sequence, "batch": Batch, "model": Depth}
     if what not in ways:
         raise RequestError(f"--largest {what!r} is not known; use one of {', '.join(get_args(What))}, such as --largest sequence")

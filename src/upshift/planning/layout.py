@@ -1,4 +1,4 @@
-"""Layout: how the ranks of a job share the model, its states and its batch."""
+"""Define the layout: how the ranks of a job share the model, its states and its batch."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ ContextKind = Literal["ring", "ulysses"]
 
 
 class Layout(Value):
-    """Degrees multiply: ranks = data parallel x tensor x context x pipeline. Ranks of a tensor-parallel group are
-    neighbours, then those of context, of data and of pipeline parallelism."""
+    """The degrees of parallelism of a job: ranks = data parallel x tensor x context x pipeline.
+
+    Ranks of a tensor-parallel group are neighbours, then those of context, of data and of pipeline parallelism.
+    """
 
     fully_shard: FullyShard = Field("no", description="what the data-parallel ranks divide among them (ZeRO 0, 1, 2, 3)")
     shard_size: int = Field(1, gt=0, description="ranks that divide it; fewer than all data-parallel ones: hybrid")
@@ -37,26 +39,26 @@ class Layout(Value):
 
     @property
     def ranks_per_replica(self) -> int:
-        """Ranks that work on the same sequences."""
+        """Return the number of ranks that work on the same sequences."""
         return self.tensor_parallel * self.context_parallel * self.pipeline_parallel
 
     @property
     def gathers(self) -> bool:
-        """Whether weights are whole only where they are needed, and gradients are divided layer by layer (fully_shard)."""
+        """Return whether weights are whole only where they are needed, and gradients are divided layer by layer (fully_shard)."""
         return self.fully_shard in ("gradients", "weights")
 
     @property
     def splits_backward(self) -> bool:
-        """Whether a layer's backward pass runs for its input, and later for its weights."""
+        """Return whether a layer's backward pass runs first for its input, and later for its weights."""
         return self.pipeline_parallel > 1 and self.pipeline_schedule == "zero_bubble"
 
     @property
     def exchanges(self) -> bool:
-        """Whether ranks wait for each other within a micro-batch, so that all must run it."""
+        """Return whether ranks wait for each other within a micro-batch, so that all must run it."""
         return self.gathers or self.ranks_per_replica > 1 or self.expert_parallel > 1
 
     def label(self) -> str:
-        """``zero3 8 · tp 4 sp · pp 2 1f1b``; empty on one rank."""
+        """Return a short text such as ``zero3 8 · tp 4 sp · pp 2 1f1b``; empty on one rank."""
         stages = {"no": "", "optimizer": "zero1", "gradients": "zero2", "weights": "zero3"}
         master = " master weights" * self.master_weights
         parts = [f"{stages[self.fully_shard]} {self.shard_size}{master}"] if self.fully_shard != "no" else []
@@ -77,13 +79,13 @@ class Layout(Value):
 
 
 def divisors(number: int) -> list[int]:
-    """The degrees in which so many ranks, layers or experts can be shared."""
+    """Return the degrees in which ``number`` ranks, layers or experts can be shared."""
     small = [divisor for divisor in range(1, isqrt(number) + 1) if number % divisor == 0]
     return sorted({*small, *(number // divisor for divisor in small)})
 
 
 def reason_not_split(layout: Layout) -> str | None:
-    """Why zero_bubble cannot; None where it can."""
+    """Return why the layout cannot run zero_bubble; None where it can, or does not ask for it."""
     if not layout.splits_backward:
         return None
     asked, instead = "pipeline_schedule=zero_bubble", "use pipeline_schedule=1f1b"

@@ -1,4 +1,4 @@
-"""Every layout that a host, a model and a workload allow, and why one that was asked for is not possible."""
+"""Find every layout that a host, a model and a workload allow, and say why one that was asked for is not possible."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ ASKED_LAYOUTS = ("master_weights", "gather_again", "vocabulary_parallel", "overl
 DEEPEST_PIPELINE = 64
 MOST_A_CORE = 4  # processes that take turns; more than one for each core is for trying layouts out
 DEGREES = ("tensor_parallel", "context_parallel", "pipeline_parallel", "expert_parallel")
-LARGEST_NAMED = 16  # of the degrees of processes on CPUs that a message names
+LARGEST_NAMED = 16  # the largest degree of processes on CPUs that a message names
 PLAIN = Layout()
 
 
 def shares_work(host: Host, fixed: dict[str, Any]) -> bool:
-    """Whether ways to share the job are looked for: among all devices, and among processes on one machine's CPU where several
-    are asked for, or a layout is. Unasked, those have sequences of their own each."""
+    """Return whether to look for ways to share the job.
+
+    They are among all devices, or among processes on one machine's CPU if several processes or a layout are asked for. Otherwise
+    processes on one machine's CPU have sequences of their own each.
+    """
     if host.device != "cpu" or host.num_nodes > 1:
         return host.num_devices > 1
     asked = any(value != getattr(PLAIN, name) for name, value in fixed.items() if name in Layout.model_fields)
@@ -33,8 +36,11 @@ def shares_work(host: Host, fixed: dict[str, Any]) -> bool:
 
 
 def rank_counts(host: Host, fixed: dict[str, Any]) -> list[int]:
-    """How many ranks a job that is shared may have: one for each GPU; processes on CPUs: as many as are asked for, or as the
-    degrees that are asked for need, and one for each NUMA node."""
+    """Return how many ranks a shared job may have.
+
+    On GPUs it is one for each. On CPUs it is the number of processes that is asked for, or else as many as the requested degrees
+    need, and one for each NUMA node.
+    """
     if host.device != "cpu":
         return [host.num_devices]
     if "num_processes" in fixed:
@@ -50,8 +56,10 @@ def rank_counts(host: Host, fixed: dict[str, Any]) -> list[int]:
 def layouts(
     host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any] | None = None, ranks: int | None = None
 ) -> Iterator[tuple[int, Layout]]:
-    """(data-parallel ranks, layout) of so many ranks, one for each device where not given, in a fixed order; only those with the
-    ``fixed`` fields."""
+    """Yield (data-parallel ranks, layout) in a fixed order, of layouts with the ``fixed`` fields only.
+
+    ``ranks``: the number of ranks; None: one for each device.
+    """
     fixed, ranks = fixed or {}, ranks or host.num_devices
     for tensor, context, pipeline, kind in _degrees(host, profile, workload, fixed, ranks):
         data = ranks // (tensor * context * pipeline)
@@ -71,7 +79,7 @@ def layouts(
 
 
 def _asked(layout: Layout, profile: ModelProfile, fixed: dict[str, Any]) -> dict[str, Any]:
-    """What is taken only when asked for, where this layout can have it."""
+    """Return the fields that are set only when asked for, where this layout can have them."""
     vocabulary = layout.tensor_parallel > 1 and profile.tensor_parallel is not None and profile.tensor_parallel.outside > 0
     possible = {
         "master_weights": layout.fully_shard == "optimizer", "gather_again": layout.sequence_parallel,
@@ -84,7 +92,10 @@ def _asked(layout: Layout, profile: ModelProfile, fixed: dict[str, Any]) -> dict
 def _degrees(
     host: Host, profile: ModelProfile, workload: Workload, fixed: dict[str, Any], devices: int
 ) -> Iterator[tuple[int, int, int, ContextKind]]:
-    """Tensor-parallel groups stay inside a node: their exchange hides behind nothing."""
+    """Yield (tensor, context, pipeline degree, kind of context parallelism).
+
+    Tensor-parallel groups stay inside a node: their exchange hides behind nothing.
+    """
     tensors = [t for t in divisors(host.ranks_per_node(devices)) if t == 1 or _divides(profile, t)]
     pipelines = [p for p in divisors(devices) if p == 1 or (_can_pipeline(profile, p) and p <= DEEPEST_PIPELINE)]
     asked = {1, fixed.get("context_parallel")}
@@ -97,7 +108,10 @@ def _degrees(
 
 
 def _shares_tokens(host: Host, tensor: int) -> list[bool]:
-    """Always where it costs nothing. On CPUs a scatter of sums moves as much as the sum (cost/gloo.py): memory against time."""
+    """Return the values of sequence_parallel to look at: always true where it costs nothing.
+
+    On CPUs a reduce_scatter moves as much as the sum (cost/gloo.py), so it trades time for memory.
+    """
     return [tensor > 1] if tensor == 1 or host.device != "cpu" else [True, False]
 
 
@@ -117,15 +131,18 @@ def _context_kinds(host: Host, profile: ModelProfile, tensor: int, context: int)
     if context == 1:
         return ["ring"]
     queries, keys = profile.heads or (1, 1)
-    if host.device == "cpu":  # torch's ring is of CUDA kernels; ranks that have fewer keys than they need repeat them
+    if host.device == "cpu":  # torch's ring needs CUDA kernels; ranks with fewer keys than they need repeat them
         return ["ulysses"] if queries % (tensor * context) == 0 else []
     exchanges = queries % (tensor * context) == 0 and keys % (tensor * context) == 0
     return ["ring", "ulysses"] if exchanges else ["ring"]
 
 
 def _shardings(node_ranks: int, ranks: int, tensor: int) -> list[tuple[Any, int]]:
-    """(what is divided, among how many): nothing; each ZeRO stage over all ranks that share gradients, or over those of one
-    node, replicated between nodes."""
+    """Return (what is divided, among how many ranks).
+
+    They are: nothing, or each ZeRO stage over all ranks that share gradients, or over those of one node with replicas between
+    nodes.
+    """
     sizes = [ranks] if ranks > 1 else []
     node = max(node_ranks // tensor, 1)
     if 1 < node < ranks and ranks % node == 0:
@@ -134,7 +151,7 @@ def _shardings(node_ranks: int, ranks: int, tensor: int) -> list[tuple[Any, int]
 
 
 def _schedules(profile: ModelProfile, pipeline: int, fixed: dict[str, Any]) -> list[tuple[Any, int]]:
-    """gpipe only when asked for: it takes the time of 1f1b and more memory."""
+    """Return the schedules and their virtual stages. gpipe only when asked for: it takes the time of 1f1b and more memory."""
     if pipeline == 1:
         return [("1f1b", 1)]
     interleaved = [("interleaved_1f1b", each) for each in VIRTUAL_STAGES if profile.num_layers % (pipeline * each) == 0]
@@ -149,7 +166,7 @@ def _expert_degrees(profile: ModelProfile, ranks: int) -> list[int]:
 
 
 def check_processes(fixed: dict[str, Any], host: Host) -> None:
-    """Raises RequestError where this host does not run so many."""
+    """Raise RequestError where this host does not run as many processes as are asked for."""
     asked = fixed.get("num_processes")
     if asked is None:
         return
@@ -167,14 +184,18 @@ def check_processes(fixed: dict[str, Any], host: Host) -> None:
 
 
 def check_layout(fixed: dict[str, Any], host: Host, profile: ModelProfile, workload: Workload) -> None:
-    """Raises RequestError, naming the value, the valid ones and why, for what no layout here has: of a degree, of all that are
-    asked for together, or of the number of processes. ``fixed`` may name other fields too."""
+    """Raise RequestError for what no layout here has, naming the value, the valid ones and why.
+
+    The problem may be a degree, all fields that are asked for together, or the number of processes. ``fixed`` may name other
+    fields too.
+    """
     if not shares_work(host, fixed):
         return
     asked = {name: value for name, value in fixed.items() if name in Layout.model_fields}
 
     def known(asked: dict[str, Any], name: str, *, looked_for: bool = False) -> list[Any]:
-        """Its values in the layouts that have what is asked for. ``looked_for``: as many processes as they need, on CPUs."""
+        """Return the field's values in the layouts that have what is asked for. ``looked_for``: with as many processes as they
+        need, on CPUs."""
         counts, found = fixed if "num_processes" in fixed else asked, [asked]
         if looked_for and name in DEGREES and host.device == "cpu":
             found = [asked | {name: degree} for degree in range(1, LARGEST_NAMED + 1)]
@@ -211,7 +232,7 @@ def _processes(fixed: dict[str, Any]) -> str:
 
 
 def _divided(profile: ModelProfile) -> str:
-    """What else ranks may divide of the model."""
+    """Return what else of the model ranks may divide, in words."""
     found = [f"{profile.num_layers} layers"] if _can_pipeline(profile, profile.num_layers) else []
     if profile.tensor_parallel is not None:
         found.append(f"heads and matrices that divide by {profile.tensor_parallel.divisor}")

@@ -1,4 +1,4 @@
-"""Which choices of a plan exclude each other, in words."""
+"""Say in words which choices of a plan exclude each other."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upshift.planning.plan import Plan
 
 
 def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
-    """Why this plan cannot run, or None."""
+    """Return why this plan cannot run, or None."""
     if plan.precision == "bf16-weights":
         if not optimizers()[plan.optim].rounds:
             rounding = ", ".join(name for name, facts in optimizers().items() if facts.rounds)
@@ -57,7 +57,7 @@ def conflict(plan: Plan, *, clips_gradients: bool) -> str | None:
 
 
 def divides_evenly(layout: Layout, micro_batches: int) -> bool:
-    """Whether the pipeline's schedule takes so many micro-batches."""
+    """Return whether the pipeline's schedule takes ``micro_batches`` micro-batches."""
     return layout.pipeline_schedule != "interleaved_1f1b" or micro_batches % layout.pipeline_parallel == 0
 
 
@@ -132,7 +132,7 @@ def _in_backward(plan: Plan, clips_gradients: bool) -> str | None:
 
 
 def repeats(plan: Plan) -> bool:
-    """Whether the plan does what another one of the space does: it is left out unless asked for."""
+    """Return whether the plan does the same as another one of the space. Such a plan is left out unless asked for."""
     if plan.attention in PACKED_KERNELS and not plan.packing:  # without a mask sdpa runs a flash kernel itself
         return True
     if plan.recompute_granularity != "full" and not plan.activation_checkpointing:

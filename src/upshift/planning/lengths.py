@@ -1,8 +1,7 @@
-"""How long the sequences of a corpus are, and what padding or packing would make of them: the planner's view of the
-data.
+"""Describe how long the sequences of a corpus are, and estimate how many tokens padding or packing computes.
 
-Standard library and pydantic only, so that planning needs no numpy. Estimates pack or pad a fixed random sample drawn
-from the histogram; they ignore which lengths happen to meet in one real global batch.
+Only the standard library and pydantic are used, so that planning needs no numpy. Estimates pack or pad a fixed random sample
+drawn from the histogram. They ignore which lengths happen to meet in one real global batch.
 """
 
 from __future__ import annotations
@@ -43,7 +42,10 @@ class LengthHistogram(Value):
 
     @classmethod
     def of_documents(cls, documents: Iterable[int], sequence_length: int) -> LengthHistogram:
-        """Of documents of so many tokens, cut as training cuts them: a last piece of a single token is dropped."""
+        """Return the histogram of documents with ``documents`` tokens each, cut as training cuts them.
+
+        A last piece of a single token is dropped.
+        """
         counts: Counter[int] = Counter()
         for length in documents:
             whole, rest = divmod(length, sequence_length)
@@ -72,11 +74,11 @@ class LengthHistogram(Value):
         return self.lengths[-1]
 
     def packed_rows_per_sequence(self, *, global_batch: int = 64) -> float:
-        """Rows of `sequence_length` tokens needed, over sequences, when each global batch is packed on its own."""
+        """Return the rows of `sequence_length` tokens needed, over sequences, when each global batch is packed on its own."""
         return self._over_sample("rows", global_batch, lambda batch: len(pack_rows(batch, capacity=self.sequence_length)), len)
 
     def flat_tokens_ratio(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8, processes: int = 1) -> float:
-        """Computed over real tokens when each micro-batch is one row of up to micro_batch x sequence_length."""
+        """Return computed over real tokens when each micro-batch is one row of up to micro_batch x sequence_length."""
 
         def ratio() -> float:
             rows = self._flat_rows(micro_batch, global_batch, processes)
@@ -85,12 +87,12 @@ class LengthHistogram(Value):
         return self._remembered(("flat ratio", micro_batch, global_batch, processes, pad_multiple), ratio)
 
     def longest_flat_row(self, micro_batch: int, *, global_batch: int = 64, processes: int = 1) -> int:
-        """Of the sample's rows of up to micro_batch x sequence_length tokens."""
+        """Return the tokens of the longest of the sample's rows of up to micro_batch x sequence_length tokens."""
         key = ("longest", micro_batch, global_batch, processes)
         return self._remembered(key, lambda: max(self._flat_rows(micro_batch, global_batch, processes)))
 
     def _flat_rows(self, micro_batch: int, global_batch: int, processes: int) -> list[int]:
-        """Tokens of each flattened row of the sample's global batches."""
+        """Return the tokens of each flattened row of the sample's global batches."""
 
         def spread() -> list[int]:
             how = {"capacity": micro_batch * self.sequence_length, "multiple": processes}
@@ -99,7 +101,7 @@ class LengthHistogram(Value):
         return self._remembered(("flat", micro_batch, global_batch, processes), spread)
 
     def visible_share(self, block: int) -> float:
-        """Keys that a query sees, over sequence_length, where causal attention works in blocks of so many queries."""
+        """Return the keys that a query sees, over sequence_length, if causal attention works in blocks of ``block`` queries."""
         seen = sum(
             count * length * min(length / 2 + block, self.sequence_length)
             for length, count in zip(self.lengths, self.counts, strict=True)
@@ -107,7 +109,7 @@ class LengthHistogram(Value):
         return seen / (self.sequence_length * sum(n * c for n, c in zip(self.lengths, self.counts, strict=True)))
 
     def padded_tokens_ratio(self, micro_batch: int, *, global_batch: int = 64, pad_multiple: int = 8) -> float:
-        """Computed over real tokens when padded and sorted by length in each global batch; 1.0 is no waste."""
+        """Return computed over real tokens when padded and sorted by length in each global batch; 1.0 is no waste."""
 
         def computed(batch: list[int]) -> int:
             longest_first, padded = sorted(batch, reverse=True), 0
@@ -121,7 +123,7 @@ class LengthHistogram(Value):
     def _over_sample(
         self, name: object, global_batch: int, above: Callable[[list[int]], int], below: Callable[[list[int]], int]
     ) -> float:
-        """A ratio over the sample's global batches."""
+        """Return a ratio of two sums over the sample's global batches."""
 
         def ratio() -> float:
             batches = self._sample(global_batch)
@@ -130,7 +132,7 @@ class LengthHistogram(Value):
         return self._remembered((name, global_batch), ratio)
 
     def _remembered(self, key: object, compute: Callable[[], Known]) -> Known:
-        """Thousands of plans ask for the same few."""
+        """Return the value of ``key``, computed once: thousands of plans ask for the same few."""
         if key not in self._known:
             self._known[key] = compute()
         return self._known[key]  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""A plan as a lock file: what was predicted, for which model, host and versions, and what has moved since.
+"""Keep a plan as a lock file: the prediction, its model, host and versions. Later, show what has changed since.
 
-The file is a document of ``upshift plan --json`` with the best plan alone, and ``lock`` beside it: whatever reads a plan from
-such a document reads this one.
+The file is a document of ``upshift plan --json`` with the best plan alone, and ``lock`` beside it. So anything that reads a plan
+from such a document can read a lock file.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from upshift.units import GIB, format_bytes
 from upshift.value import Value
 from upshift.whole_file import write_whole
 
-MOVED = 0.01  # of peak or step time: less is not worth a person's time
-WORTH_SAYING = 0.002  # of the peak or the step, for a part or a term of it
+MOVED = 0.01  # of peak or step time: a smaller change does not count as moved
+WORTH_SAYING = 0.002  # of the peak or the step: a part or a term that changed by less is left out
 
 
 class LockedPlan(Value):
@@ -60,7 +60,7 @@ class LockFile(Value):
 
 
 class Change(Value):
-    """None: it was not there, or is there no more."""
+    """A number then and now. None: the number did not exist then, or does not exist now."""
 
     name: str
     before: float | None
@@ -72,7 +72,7 @@ class Change(Value):
 
 
 class Check(Value):
-    """What a plan is predicted to cost now, against what its lock says."""
+    """The predicted cost of a plan now, against what its lock says."""
 
     moved: bool
     peak_gib: Change
@@ -85,7 +85,10 @@ class Check(Value):
 
 
 def lock_plan(planning: Planning, source: ModelSource, *, fixed: tuple[str, ...], described: bool) -> LockFile:
-    """By formula alone: a check compares versions of libraries, not of what ran here in the meantime."""
+    """Return the lock of the best plan, predicted by formula alone.
+
+    A check compares versions of libraries, not what ran here in the meantime.
+    """
     plan = planning.best
     best = cost_plan(plan, host=planning.host, profile=planning.profile, workload=planning.workload)
     assert isinstance(best, Candidate), "it was costed before"
@@ -105,7 +108,7 @@ def lock_plan(planning: Planning, source: ModelSource, *, fixed: tuple[str, ...]
 
 
 def write_lock(path: Path, locked: LockFile) -> None:
-    """Raises RequestError where the path cannot be written."""
+    """Write the lock file. Raises RequestError where the path cannot be written."""
     try:
         write_whole(path, locked.to_json(indent=1) + "\n")
     except OSError as error:
@@ -113,7 +116,7 @@ def write_lock(path: Path, locked: LockFile) -> None:
 
 
 def read_lock(path: Path) -> LockFile:
-    """Raises RequestError for a file without a lock."""
+    """Read a lock file. Raises RequestError for a file without a lock."""
     again = f"write one with  upshift plan MODEL ... --lock {path.name}"
     try:
         text = path.read_bytes()
@@ -126,7 +129,7 @@ def read_lock(path: Path) -> LockFile:
 
 
 def check_same(locked: LockFile, source: ModelSource, here: Host | None) -> None:
-    """Raises RequestError for another model, or for another host than ``here`` (None: not asked about)."""
+    """Raise RequestError for another model, or for another host than the lock's. ``here``: None: the host is not compared."""
     lock = locked.lock
     if source.model_hash != lock.model:
         name = next(iter(source.config.get("architectures") or ()), source.config.get("model_type"))
@@ -143,8 +146,11 @@ def check_same(locked: LockFile, source: ModelSource, here: Host | None) -> None
 
 
 def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
-    """``profile``: traced with today's libraries (``variants_for`` what the lock says). The host's rates are the lock's own, so
-    that only software moves the numbers."""
+    """Return what has changed since the lock was written.
+
+    ``profile``: traced with today's libraries (``variants_for`` what the lock says). The host's rates are the lock's own, so
+    that only software moves the numbers.
+    """
     entry, lock = locked.plans[0], locked.lock
     candidate = cost_plan(entry.plan, host=lock.host, profile=profile, workload=lock.workload)
     now = _versions(profile)
@@ -178,7 +184,7 @@ def check_lock(locked: LockFile, profile: ModelProfile) -> Check:
 
 
 def needed_variants(locked: LockFile) -> tuple[Variant, ...]:
-    """Those of the planning that it came from: with the same libraries its profile is still in the cache."""
+    """Return the variants of the planning that the lock came from: with the same libraries its profile is still in the cache."""
     lock, plan = locked.lock, locked.plans[0].plan
     selective = plan.recompute_granularity == "selective" and plan.activation_checkpointing > 0
     return variants_for(lock.host, lock.workload, lock.fixed, selective=selective)
@@ -197,7 +203,7 @@ def _no_longer_fits(candidate: Candidate, lock: Lock, before_gib: float | None) 
 
 
 def _versions(profile: ModelProfile) -> dict[str, str]:
-    own = installed_version("upshift") or "unknown"  # run from its source, never installed
+    own = installed_version("upshift") or "unknown"  # upshift runs from its source and was never installed
     return {"upshift": own, "python": platform.python_version(), **profile.versions}
 
 
@@ -214,13 +220,13 @@ def _memory_gib(candidate: Candidate) -> dict[str, dict[str, float]]:
 
 
 def _parts_gib(phases: dict[str, dict[str, float]]) -> dict[str, float]:
-    """Each at its highest, over the phases."""
+    """Return each part at its highest, over the phases."""
     names = dict.fromkeys(part for parts in phases.values() for part in parts)
     return {name: max(parts.get(name, 0.0) for parts in phases.values()) for name in names}
 
 
 def _changes(before: dict[str, float], now: dict[str, float], *, least: float | None) -> tuple[Change, ...]:
-    """What moved, the most first; ``least``: what the whole was, of which it must be worth saying."""
+    """Return the numbers that moved, the most first. ``least``: the whole, of which a change must be a large enough share."""
     names = dict.fromkeys((*before, *now))
     found = [Change(name=name, before=before.get(name), now=now.get(name)) for name in names]
     moved = {change.name: abs((change.now or 0.0) - (change.before or 0.0)) for change in found}
@@ -229,7 +235,7 @@ def _changes(before: dict[str, float], now: dict[str, float], *, least: float | 
 
 
 def _digests(profile: ModelProfile, plan: Plan, workload: Workload) -> dict[str, str]:
-    """Of the parameters and of each segment that the plan runs, by where it stands."""
+    """Return digests of the parameters and of each segment that the plan runs, by the segment's place in the model."""
     found = {"parameters": _digest(profile.parameters)}
     trace = trace_for(profile, plan, workload)
     if trace is None:

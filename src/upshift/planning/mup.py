@@ -1,7 +1,8 @@
-"""muP, by which learning rates of a narrow model hold for a wide one: what a plan says of it, and what else it then may choose.
+"""Support muP, with which learning rates of a narrow model hold for a wide one: read its base, and check the plan's other
+choices.
 
 Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), table 3: the form that needs no multiplier in the forward pass, so that
-what is trained is a model like any other.
+the trained model is a model like any other.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from upshift.errors import RequestError
 from upshift.planning.optimizers import optimizers
 from upshift.planning.plan import ALONE, Plan
 
-ADAM = (None, "8bit-optimizer", "4bit-optimizer")  # what the optimizers to whose updates the rule applies are allowed with
+ADAM = (None, "8bit-optimizer", "4bit-optimizer")  # the rule applies to the optimizers with these names for --allow
 
 
 def read_base(text: str) -> dict[str, int]:
-    """``hidden_size=64,num_attention_heads=2``: fields of the config in which the base differs from the model."""
+    """Return the fields of the config in which the base differs, from ``hidden_size=64,num_attention_heads=2``."""
     pairs = [part.partition("=") for part in text.split(",")]
     if not all(equals and name and value.isdecimal() and int(value) > 0 for name, equals, value in pairs):
         raise RequestError(f"mup_base={text!r}: write the widths of the base, such as hidden_size=64,num_attention_heads=2")
@@ -26,7 +27,7 @@ def base_text(fields: dict[str, int]) -> str:
 
 
 def conflict_with_mup(plan: Plan) -> str | None:
-    """Why muP cannot run with what else the plan chose, or None."""
+    """Return why muP cannot run with the plan's other choices, or None."""
     if optimizers()[plan.optim].allow not in ADAM:
         return f"muP's learning rates are those of AdamW's updates, not of optim={plan.optim}; use optim=adamw_torch_fused"
     if plan.layout != ALONE:

@@ -1,4 +1,4 @@
-"""Plans whose frozen weights are not in the memory of the device: where they may wait, looked at when nothing else fits."""
+"""Find where frozen weights may wait outside the memory of the device. The planner looks there when nothing else fits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,10 @@ def asks_where_weights_wait(fixed: tuple[str, ...]) -> bool:
 
 
 def with_disk_rate(host: Host, source: ModelSource) -> Host:
-    """With the rate of the disk that holds the model's weights; as it is where there are none on this machine."""
+    """Return the host with the rate of the disk that holds the model's weights.
+
+    Return the host unchanged where this machine has no weights of the model, or the rate is known.
+    """
     if source.directory is None or host.disk_bytes_per_second is not None:
         return host
     rate = disk_rate(sorted(source.directory.glob("*.safetensors")))
@@ -27,19 +30,24 @@ def with_disk_rate(host: Host, source: ModelSource) -> Host:
 
 
 def has_frozen_layers(profile: ModelProfile) -> bool:
-    """In the dtype that they are computed in: what is stored in 4 bits is not read from elsewhere."""
+    """Return whether layers have frozen weights that can be read from elsewhere.
+
+    They must be stored in the dtype that they are computed in: weights stored in 4 bits are not read from elsewhere.
+    """
     parameters = profile.parameters
     return not parameters.quantized and parameters.layers > parameters.trainable_layers
 
 
 def unasked(host: Host) -> list[WeightOffload]:
-    """Of ``places``, those that a plan takes where nothing else fits. On a GPU they are planned when asked for, as other offloads
-    that have not run on one."""
+    """Return the ``places`` that a plan takes without being asked, where nothing else fits.
+
+    On a GPU a user must ask for them, as for other offloads that have not run on a GPU.
+    """
     return places(host)[1:] if host.device == "cpu" else []
 
 
 def places(host: Host) -> list[WeightOffload]:
-    """Where weights may wait on this host, nearest first."""
+    """Return where weights may wait on this host, nearest first."""
     link, disk = host_link(host) if host.device == "cuda" else None, host.disk_bytes_per_second
     found: list[WeightOffload] = ["none"]
     if host.num_devices == 1 and link is not None:

@@ -1,4 +1,4 @@
-"""Every optimizer by its name in transformers.TrainingArguments.optim: what it changes, what it needs, which options it takes.
+"""List every optimizer by its name in transformers.TrainingArguments.optim: its changes, needs and options.
 
 The names that transformers knows and Upshift does not plan are refused with the reason.
 """
@@ -20,12 +20,12 @@ EXTRAS = {"torchao": "quant", "bitsandbytes": "bitsandbytes"}  # the extra of th
 
 @dataclass(frozen=True)
 class OptimizerFacts:
-    allow: str | None = None  # the name that a user allows it with, where it is not AdamW as given
+    allow: str | None = None  # the name for --allow, if the optimizer is not plain AdamW
     library: str | None = None
     cuda_only: bool = False
     rounds: bool = False  # its update of bf16 weights is rounded stochastically
     options: Mapping[str, type] = field(default_factory=dict)  # of optim_args, as transformers reads them
-    added: AddedOptimizer | None = None  # where it is a file of its own
+    added: AddedOptimizer | None = None  # if the optimizer is a file of its own
 
 
 LOW_BIT_OPTIONS = {"block_size": int}
@@ -68,7 +68,7 @@ REFUSED: dict[str, str] = {
 
 @cache
 def optimizers() -> Mapping[str, OptimizerFacts]:
-    """Every one that is planned, by name; those that are a file of their own last."""
+    """Return every optimizer that is planned, by name. Those in a file of their own come last."""
     added = {
         name: OptimizerFacts(allow=name, options=dict.fromkeys(one.options, float), added=one)
         for name, one in added_optimizers().items()
@@ -77,19 +77,19 @@ def optimizers() -> Mapping[str, OptimizerFacts]:
 
 
 def check_name(name: str) -> None:
-    """Raises RequestError for a name that transformers knows and Upshift refuses."""
+    """Raise RequestError for a name that transformers knows and Upshift refuses."""
     if name in REFUSED:
         raise RequestError(f"optim={name} is not offered: {REFUSED[name]}")
 
 
 def check_library(library: str, *, purpose: str) -> None:
-    """Raises MissingExtra with the install line where the library is not installed."""
+    """Raise MissingExtra with the install line where the library is not installed."""
     if find_spec(library) is None:
         raise MissingExtra(library=library, extra=EXTRAS[library], purpose=purpose)
 
 
 def read_optim_args(optim: str, text: str) -> dict[str, Option]:
-    """``momentum=0.9,nesterov=true`` as the optimizer's own arguments, as transformers.TrainingArguments.optim_args.
+    """Return the optimizer's own arguments from ``momentum=0.9,nesterov=true``, as transformers.TrainingArguments.optim_args.
 
     Raises RequestError for an option that this optimizer does not take, or for a value of another type.
     """

@@ -1,7 +1,7 @@
-"""Which sequences share a row: bin packing on the standard library only.
+"""Choose which sequences share a row: bin packing with the standard library only.
 
-Best fit keeps the guarantee of first fit (at most 11/9 of the optimum, plus one row) and, with whole-number
-capacities, needs one bit-scan per sequence instead of a walk over all open rows: 4,096 sequences take milliseconds.
+Best fit keeps the guarantee of first fit (at most 11/9 of the optimum, plus one row). With whole-number capacities it needs one
+bit-scan per sequence instead of a walk over all open rows: 4,096 sequences take milliseconds.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 
 def pack_rows(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
-    """Rows of indices into `lengths`; the lengths of a row sum to at most `capacity`. Ties keep their order."""
+    """Return rows of indices into `lengths`; the lengths of a row sum to at most `capacity`. Ties keep their order."""
     rows: list[list[int]] = []
     rows_with_room: dict[int, list[int]] = {}
     rooms = 0  # bit r is set while some row has exactly r tokens of room
@@ -34,12 +34,12 @@ def pack_rows(lengths: Sequence[int], *, capacity: int) -> list[list[int]]:
 
 
 def spread_rows(lengths: Sequence[int], *, capacity: int, multiple: int = 1) -> list[list[int]]:
-    """About as few rows as hold them, equally full: longest first, each into the emptiest row (Graham 1969).
+    """Return about as few rows as hold the sequences, equally full: longest first, each into the emptiest row (Graham 1969).
 
-    Their number is a multiple of ``multiple``, so that each of so many processes gets as much; a row may be empty.
+    The number of rows is a multiple of ``multiple``, so that each of so many processes gets as much; a row may be empty.
     """
     order = sorted(range(len(lengths)), key=lambda i: -lengths[i])
-    more_than_half = sum(2 * length > capacity for length in lengths)  # no two of them share a row
+    more_than_half = sum(2 * length > capacity for length in lengths)  # no two of these sequences share a row
     count = round_up(max(-(-sum(lengths) // capacity), more_than_half, 1), multiple)
     while (rows := _spread(lengths, order, count, capacity)) is None:
         count += multiple
@@ -47,7 +47,7 @@ def spread_rows(lengths: Sequence[int], *, capacity: int, multiple: int = 1) -> 
 
 
 def _spread(lengths: Sequence[int], order: list[int], count: int, capacity: int) -> list[list[int]] | None:
-    """None where a row overflows."""
+    """Return ``count`` rows, or None where a row overflows."""
     rows: list[list[int]] = [[] for _ in range(count)]
     fills = [(0, row) for row in range(count)]
     for index in order:

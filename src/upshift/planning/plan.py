@@ -1,4 +1,4 @@
-"""Plan: every choice that changes how a training job runs, and nothing else."""
+"""Define the plan: every choice that changes how a training job runs, and nothing else."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LossKernel = Literal["eager", "compiled", "fused"]
 
 ALONE = Layout()
 HOW_RECOMPUTED: dict[Granularity, str] = {"full": "", "selective": " selectively", "alternate": " alternately"}
-PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # a layer is compiled anew for new widths, so they are fewer
+PAD_MULTIPLE, COMPILED_PAD_MULTIPLE = 8, 64  # each new width compiles a layer again, so there are fewer widths
 
 _CHANGES_MATHEMATICS: dict[str, str] = {
     "bf16-weights": "weights, gradients and optimizer state in bf16, updates rounded stochastically; no fp32 master copy",
@@ -39,12 +39,12 @@ _CHANGES_MATHEMATICS: dict[str, str] = {
 
 @cache
 def changes_of_mathematics() -> Mapping[str, str]:
-    """Choices that change the mathematics, in words, by the name that a user allows them with."""
+    """Return the choices that change the mathematics, in words, by the name that a user allows them with."""
     return {**_CHANGES_MATHEMATICS, **{name: facts.added.changes for name, facts in optimizers().items() if facts.added}}
 
 
 class Plan(Value):
-    """The fields carry the names of transformers.TrainingArguments where one exists."""
+    """A training plan. The fields carry the names of transformers.TrainingArguments where one exists."""
 
     device: Literal["cpu", "cuda"]
     host: str = Field(description="fingerprint of the host that it was made for")
@@ -110,32 +110,33 @@ class Plan(Value):
 
     @property
     def data_parallel(self) -> int:
-        """Ranks, or groups of ranks, with sequences of their own."""
+        """Return the number of ranks, or groups of ranks, with sequences of their own."""
         return self.num_processes // self.layout.ranks_per_replica
 
     @property
     def flattens(self) -> bool:
-        """A packed micro-batch is one long row: these kernels do no work between the sequences in it."""
+        """Return whether a packed micro-batch is one long row: these kernels do no work between the sequences in it."""
         return self.packing and self.attention in ("block", "flash_attention_2", "flash_attention_3")
 
     @property
     def pad_multiple(self) -> int:
-        """Widths of micro-batches are multiples of it."""
+        """Return the number of which the widths of micro-batches are multiples."""
         return min(COMPILED_PAD_MULTIPLE if self.torch_compile != "off" else PAD_MULTIPLE, self.sequence_length)
 
     @property
     def changes_mathematics(self) -> tuple[str, ...]:
-        """The names, for ``--allow``, of its choices that change the mathematics."""
+        """Return the names, for ``--allow``, of the plan's choices that change the mathematics."""
         changes = [self.precision] if self.precision in _CHANGES_MATHEMATICS else []
         allow = optimizers()[self.optim].allow
         return tuple(changes if allow is None else [*changes, allow])
 
     @property
     def traced_precision(self) -> TracedPrecision:
-        """Which trace has this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those of fp32."""
+        """Return the precision of the trace with this plan's tensor sizes: fp16 and fp8 have those of bf16, tf32 those of fp32.
+        """
         if self.precision in ("fp32", "tf32"):
             return "fp32"
-        # What is gathered is in bf16 already: nothing is cast in the layers.
+        # Gathered weights are in bf16 already: nothing is cast in the layers.
         halves = self.precision == "bf16-weights" or self.layout.gathers or self.layout.master_weights
         return "bf16-pure" if halves else "bf16"
 
@@ -144,7 +145,7 @@ class Plan(Value):
         return 2 if self.precision == "bf16-weights" else 4
 
     def label(self) -> str:
-        """One short line: ``bf16 · 4 x 2 · layer compile · adamw_torch_fused``."""
+        """Return one short line: ``bf16 · 4 x 2 · layer compile · adamw_torch_fused``."""
         parts = [self.precision, f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"]
         if self.num_processes > 1:
             ranks = f"{self.num_processes} ranks" if self.device != "cpu" else f"{self.num_processes} processes"

@@ -1,4 +1,4 @@
-"""Host + ModelProfile + Workload -> ranked plans: the door to this package."""
+"""Rank the plans for a host, a ModelProfile and a Workload: the entry point of this package."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ MAX_SHOWN_PLANS = 50
 
 @dataclass(frozen=True)
 class Planning:
-    """Everything that a request led to."""
+    """The result of a request for plans."""
 
     host: Host
     profile: ModelProfile
     workload: Workload
     ranking: Ranking
     default: Candidate
-    calibration: Calibration = NO_RECORDS  # already in the candidates
+    calibration: Calibration = NO_RECORDS  # the candidates are already corrected by it
 
     @property
     def best(self) -> Plan:
@@ -61,7 +61,8 @@ class Planning:
         return reasons(self.ranking)
 
     def reasons_for(self, plan: Plan) -> tuple[Reason, ...]:
-        """Of the best plan's choices those that ``plan``, which trials may have put in its place, has as well."""
+        """Return the reasons for the choices that ``plan`` shares with the best plan. Trials may have put ``plan`` in its place.
+        """
         return tuple(reason for reason in self.reasons if str(getattr(plan, reason.choice)) == reason.value)
 
     @property
@@ -69,7 +70,7 @@ class Planning:
         return shadow_price(self.ranking, self.host, self.workload, takes(self.profile))
 
     def numbers(self, candidate: Candidate) -> Numbers:
-        """A candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
+        """Return a candidate's predicted numbers; FLOPs are the model's own, whatever the plan recomputes."""
         workload = self.workload
         per_sequence = self.profile.train_flops(1, workload.sequence_length)
         share = (workload.lengths.mean / workload.lengths.sequence_length) if workload.lengths else 1.0
@@ -81,7 +82,7 @@ class Planning:
         return WholeLife(self.host, self.profile, self.workload)
 
     def document(self) -> dict[str, Any]:
-        """The JSON document of ``upshift plan --json``."""
+        """Return the JSON document of ``upshift plan --json``."""
         shown = self.ranking.candidates[:MAX_SHOWN_PLANS]
         plans: list[dict[str, Any]] = [{**self._row(c), "reasons": []} for c in shown]
         if plans:
@@ -109,7 +110,7 @@ class Planning:
 
 
 def find_host(on: str | None, *, probe: bool = True) -> Host:
-    """The described host, else this machine; probed (and the probe cached) where its rates are needed."""
+    """Return the described host, else this machine. It is probed (and the probe cached) where its rates are needed."""
     host = detect(visible_devices=read_settings().cuda_visible_devices) if on is None else describe(on)
     if host.mixed_gpus:
         names = ", ".join(sorted({gpu.name for gpu in host.mixed_gpus}))
@@ -131,8 +132,11 @@ def plan_training(
     progress: Progress = lambda done, total: None,
     described: bool = False,
 ) -> Planning:
-    """Rank the space. ``described``: the host is not this machine, and what ran here says nothing of it. Raises RequestError for
-    a wrong request, NothingFits with the nearest plan that would."""
+    """Rank the plan space.
+
+    ``described``: the host is not this machine, so what ran here says nothing of it. Raises RequestError for a wrong request,
+    NothingFits with the nearest plan if nothing fits.
+    """
     check_device(host, source)
     host = with_disk_rate(host, source) if asks_where_weights_wait(fixed) and not described else host
     check_fixed(fixed, host, source, workload)
@@ -185,7 +189,10 @@ def as_here(
     *,
     enough: int = MAX_SHOWN_PLANS,
 ) -> Ranking:
-    """By what the plans are expected to do on this machine, the first ``enough`` of them fitting in every phase of the job."""
+    """Rank the plans by what they are expected to do on this machine.
+
+    The first ``enough`` of them fit in every phase of the job.
+    """
     return WholeLife(host, profile, workload).fitting(calibration.ranked(ranking, host, workload), enough=enough)
 
 
@@ -231,8 +238,11 @@ def plan(
     lora_rank: int | None = None,
     load_in_4bit: bool = False,
 ) -> Planning:
-    """Ranked training plans for a model on a host. ``on``: a described host such as "1xh100"; None: this machine. ``lora_rank``:
-    of LoRA around every linear layer but the head; ``load_in_4bit``: of weights below it in NF4."""
+    """Return ranked training plans for a model on a host.
+
+    ``on``: a described host such as "1xh100"; None: this machine. ``lora_rank``: of LoRA around every linear layer but the head.
+    ``load_in_4bit``: keep the weights below LoRA in NF4.
+    """
     workload = Workload(
         sequence_length=sequence_length, global_batch=global_batch, allow=check_allow(allow), total_steps=total_steps
     )
@@ -241,7 +251,7 @@ def plan(
 
 
 def read_plan(path: Path, *, host: Host, source: ModelSource) -> Plan:
-    """The plan of a file: one Plan, or the best of a document written by ``upshift plan --json``.
+    """Read the plan of a file: one Plan, or the best of a document written by ``upshift plan --json``.
 
     Raises RequestError for an unknown key, and for a plan made for another model or other hardware.
     """

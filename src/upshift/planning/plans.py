@@ -1,5 +1,7 @@
-"""Every legal plan for one host, model and workload, around what the user fixed: by the way that ranks share the job, by
-micro-batch, by every other choice."""
+"""Enumerate every legal plan for one host, model and workload, around what the user fixed.
+
+Plans come by the way that ranks share the job, then by micro-batch, then by every other choice.
+"""
 
 from __future__ import annotations
 
@@ -21,12 +23,12 @@ from upshift.planning.plan import ALONE, Plan
 from upshift.planning.space import STARTED_WITH, choices
 from upshift.planning.workload import Workload
 
-REPEATED = {"optim", "recompute_granularity"}  # asked for, a plan is kept that does what another one does
+REPEATED = {"optim", "recompute_granularity"}  # a plan that repeats another one is kept if the user set one of these
 
 
 @dataclass(frozen=True)
 class Sharing:
-    """How many ranks there are, how many of them have sequences of their own, and the layout."""
+    """A way to share the job: the number of ranks, how many of them have sequences of their own, and the layout."""
 
     ranks: int
     data: int
@@ -34,8 +36,11 @@ class Sharing:
 
 
 class Plans:
-    """``fixed``: what the user set; ``only``: the values of other choices that are looked at; ``sharings``: the ways that ranks
-    share the job, None: all that are legal."""
+    """All legal plans for one host, model and workload.
+
+    ``fixed``: what the user set. ``only``: the values of other choices that are looked at. ``sharings``: the ways that ranks
+    share the job; None: all that are legal.
+    """
 
     def __init__(
         self,
@@ -64,11 +69,12 @@ class Plans:
             for ranks in rank_counts(self.host, self.fixed)
             for data, layout in layouts(self.host, self.profile, self.workload, fixed=asked, ranks=ranks)
         ]
-        whole = [sharing for sharing in found if sharing.layout == ALONE]  # as muP has it; where there is none it says why
+        whole = [sharing for sharing in found if sharing.layout == ALONE]  # muP needs these; conflict_with_mup refuses others
         return whole if whole and self.fixed.get("mup_base") else found
 
     def micro_batches(self, sharing: Sharing) -> list[int]:
-        """Those that make up the global batch, whole micro-batches of every rank with sequences of its own; ascending."""
+        """Return the micro-batches that make up the global batch, ascending: whole ones of every rank with sequences of its own.
+        """
         each = self.workload.global_batch // sharing.data
         if "per_device_train_batch_size" in self.fixed:
             asked = self.fixed["per_device_train_batch_size"]
@@ -79,7 +85,7 @@ class Plans:
         return divisors(each)
 
     def start(self, sharing: Sharing, micro_batch: int) -> Plan:
-        """What the plans of one micro-batch have in common; every other choice is the plain one."""
+        """Return the plan that all plans of one micro-batch start from. Every other choice is the plain one."""
         here = self.host.ranks_per_node(sharing.ranks)
         return self._start.model_copy(
             update={
@@ -92,7 +98,8 @@ class Plans:
         )
 
     def of(self, sharing: Sharing, micro_batch: int) -> Iterator[Plan | str]:
-        """Every plan in a fixed order; for one that is not legal, why. Those that only repeat another one are left out."""
+        """Yield every plan in a fixed order; for one that is not legal, the reason. Plans that only repeat another one are left
+        out."""
         start = self.start(sharing, micro_batch)
         for combination in self.combinations:
             plan = start.model_copy(update=combination)
@@ -104,7 +111,7 @@ class Plans:
                 yield plan
 
     def all(self) -> Iterator[Plan]:
-        """Every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
+        """Yield every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
         found, problem = False, None
         for sharing in self.sharings:
             for micro_batch in self.micro_batches(sharing):
@@ -123,7 +130,7 @@ class Plans:
 
     @cached_property
     def _start(self) -> Plan:
-        """What all plans have in common."""
+        """Return the plan that all plans start from."""
         return Plan(
             device=self.host.device, host=self.host.fingerprint, model=self.profile.model_hash,
             sequence_length=self.workload.sequence_length, per_device_train_batch_size=1,
@@ -134,5 +141,5 @@ class Plans:
 def enumerate_plans(
     host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict[str, Any] | None = None
 ) -> Iterator[Plan]:
-    """Every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
+    """Yield every legal plan, in a fixed order. Raises RequestError where ``fixed`` leaves none."""
     return Plans(host, profile, workload, fixed=fixed).all()

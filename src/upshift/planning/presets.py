@@ -1,4 +1,4 @@
-"""Plans with a name."""
+"""Make plans that have a name."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ TRAINER_BATCH = 8  # per_device_train_batch_size of transformers.TrainingArgumen
 
 
 def plain_default(host: Host, profile: ModelProfile, workload: Workload) -> Plan:
-    """What transformers.Trainer does when nothing is set: fp32, 8 sequences at once, fused AdamW, padding, nothing else. A batch
-    stays whole where its loss is not that of its parts."""
+    """Return what transformers.Trainer does when nothing is set: fp32, 8 sequences at once, fused AdamW, padding, nothing else.
+
+    A batch stays whole where its loss is not that of its parts.
+    """
     splits = profile.isolation.loss_splits
     ranks = gcd(host.num_devices, workload.global_batch) if splits else 1
     mine = workload.global_batch // ranks

@@ -1,4 +1,4 @@
-"""Remembers what trials said, so that the same job on the same machine with the same libraries is not tried twice."""
+"""Remember the results of trials, so that the same job on the same machine with the same libraries is not tried twice."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class StoredTrial(Value):
 
 
 class StoredProof(Value):
-    """The plain default comes first."""
+    """The stored trials of a job. The plain default comes first."""
 
     tried: tuple[StoredTrial, ...]
     chosen: int
@@ -51,7 +51,10 @@ def proof_path(planning: Planning, *, fixed: tuple[str, ...], from_config: bool)
 
 
 def store_proof(path: Path, proof: Proof) -> None:
-    """Not where too few plans were measured, or the chosen one only beside other programs: another time may know better."""
+    """Write the proof, unless too few plans were measured, or the chosen one only beside other programs.
+
+    In these two cases another time may know better.
+    """
     if len(proof.tried) < MIN_TRIALS or not proof.chosen.ok or proof.chosen.needs_another_look:
         return
     tried = tuple(
@@ -62,13 +65,13 @@ def store_proof(path: Path, proof: Proof) -> None:
 
 
 def recall_proof(path: Path, planning: Planning) -> Proof | None:
-    """None where nothing is stored, or what is stored no longer fits the memory that is free now."""
+    """Return the stored proof. None: nothing is stored, or the stored plan no longer fits the memory that is free now."""
     if not path.is_file():
         return None
     try:
         stored = StoredProof.from_file(path)
     except RequestError:
-        path.unlink()  # another version's, or cut short
+        path.unlink()  # another version wrote it, or it was cut short
         return None
     tried = []
     for entry in stored.tried:
@@ -82,7 +85,10 @@ def recall_proof(path: Path, planning: Planning) -> Proof | None:
 
 
 def forget_plan(path: Path, plan: Plan) -> None:
-    """A plan that ran out of memory in a real run is chosen no more: another of those tried is, or trials are made anew."""
+    """Remove a plan that ran out of memory in a real run, so that it is chosen no more.
+
+    Another of the tried plans is chosen, or trials are made anew.
+    """
     if not path.is_file():
         return
     stored = StoredProof.from_file(path)

@@ -1,4 +1,4 @@
-"""Chooses which plans to try, learns from each trial, and keeps the fastest that computes the same loss."""
+"""Choose which plans to try, learn from each trial, and keep the fastest that computes the same loss."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ FIELD_WEIGHTS = {
     "per_device_train_batch_size": 0.5,
     "host_memory": 0.5,
 }
-CLOSE = 0.93  # of the best speed; what one look on a shared machine cannot tell apart
+CLOSE = 0.93  # of the best speed; one trial on a shared machine cannot tell such plans apart
 WATCHED_STEP = 0.85  # of the longest step's allocations at least: a run of many lengths watches the longest of its first steps
 MIN_STEADY_STEPS = 3  # of a run, for its time to be worth remembering
 FIRST_SHARE = 0.5  # of the budget, for the trial of the plain default, and for that of the best predicted plan
-LATER_SHARE = 0.25  # for one that began in time
+LATER_SHARE = 0.25  # of the budget, for a later trial that began in time
 BUSY_SHARE = 0.25  # of the budget, beyond it, for measuring again what was measured beside other programs
-SHOWN_UNTRIED = 3  # of the plans that were not tried
+SHOWN_UNTRIED = 3  # the most untried plans that are listed
 SECOND_LOOKS = 2  # the best few are measured again at the end, in turn: one sample on a busy machine proves little
 
 
@@ -59,8 +59,8 @@ class Tried:
 
     @property
     def best(self) -> TrialResult:
-        """Return the fastest look, of those taken on a quiet machine where there are any: what slowed another one was not the
-        plan."""
+        """Return the fastest trial, of those on a quiet machine where there are any: the plan is not what slowed another trial.
+        """
         good = [result for result in self.results if result.tokens_per_second]
         return max(good, key=_trust) if good else self.results[-1]
 
@@ -76,7 +76,7 @@ class Tried:
         return limit_bytes is not None and (self.best.resident_bytes or 0) > limit_bytes
 
     def whole_run_speed(self, workload: Workload) -> float:
-        """Tokens per second with one-time costs spread over the run."""
+        """Return the tokens per second with one-time costs spread over the run."""
         best = self.best
         if not self.ok or best.step_seconds is None or not best.tokens_per_second:
             return 0.0
@@ -153,7 +153,7 @@ class _Trials:
     obeys: Callable[[Plan], bool]
     clock: Callable[[], float]
     tried: list[Tried] = field(default_factory=list)
-    left: float = 0.0  # seconds that were left when the last plan was looked for
+    left: float = 0.0  # seconds that were left when the next plan was last chosen
 
     def __post_init__(self) -> None:
         self.deadline = self.clock() + self.budget
@@ -178,7 +178,7 @@ class _Trials:
         self.on_trial(entry)
 
     def next(self) -> Candidate | None:
-        """Return the plan that is tried now, None where no time is left for one or none is worth it."""
+        """Return the plan to try now; None where no time is left for one or none is worth a trial."""
         only_default = len(self.tried) == 1
         expected = 0.5 * self.tried[0].best.wall_seconds if only_default else self.tried[-1].best.wall_seconds
         reserve = min(expected, 0.2 * self.budget) if len(self.tried) > 2 else 0.0
@@ -186,7 +186,7 @@ class _Trials:
         if only_default:  # the best predicted is tried, however slow the plain default was
             self.left, expected = max(self.left, FIRST_SHARE * self.budget), 0.0
         if not self.allowed:
-            self.left = math.inf  # one that may be chosen is tried, however late it is
+            self.left = math.inf  # a plan that may be chosen is tried, however late it is
         elif all(entry.holds_more_than(self.limit_bytes) for entry in self.allowed):
             self.left += self.budget
         if not self.candidates or self.left <= 0.5 * expected:
@@ -194,7 +194,7 @@ class _Trials:
         return _next(self.candidates, self.tried, seconds=self.left, limit_bytes=self.limit_bytes)
 
     def look_again(self) -> None:
-        """Measure the best few again where one look does not tell them apart, and what was measured on a busy machine."""
+        """Measure again the best few where one trial does not tell them apart, and plans that were measured on a busy machine."""
         while (doubtful := self._doubtful()) is not None:
             self.look(doubtful.candidate)
         for entry in _rivals(self.tried, self.workload):
@@ -202,7 +202,7 @@ class _Trials:
                 self.look(entry.candidate)
 
     def _doubtful(self) -> Tried | None:
-        """Return one to measure again, of what would be chosen, the plain default and the best few; None where all are sure."""
+        """Return a plan to measure again, among the chosen one, the plain default and the best few; None where all are sure."""
         working = sorted((entry for entry in self.tried if entry.ok), key=self._speed, reverse=True)
         if not working:
             return None
@@ -213,7 +213,7 @@ class _Trials:
         return None
 
     def proof(self) -> Proof:
-        """Raises JobFailed where no plan ran."""
+        """Return the proof of the trials. Raises JobFailed where no plan ran."""
         working = [entry for entry in self.allowed if entry.ok and not entry.holds_more_than(self.limit_bytes)]
         if working:
             chosen = self._fastest(working)
@@ -225,7 +225,7 @@ class _Trials:
         return Proof(self.tried[0], self.tried, chosen, tuple(self._notes(chosen)))
 
     def _fastest(self, working: list[Tried]) -> Tried:
-        """Return the fastest; of those that are too close to tell apart one that was measured on a quiet machine."""
+        """Return the fastest plan. Among those too close to tell apart, return one that was measured on a quiet machine."""
         best = max(working, key=self._speed)
         calm = [one for one in working if not one.needs_another_look and self._speed(one) > CLOSE * self._speed(best)]
         return max(calm, key=self._speed) if best.needs_another_look and calm else best
@@ -290,7 +290,7 @@ def _failed(first: Tried, default: Tried, limit_bytes: float | None) -> JobFaile
 
 
 def _rivals(tried: list[Tried], workload: Workload) -> list[Tried]:
-    """The best few, where they are too close to tell apart by one look each."""
+    """Return the best few, where they are too close to tell apart by one trial each."""
     ordered = sorted((entry for entry in tried if entry.ok), key=lambda entry: -entry.whole_run_speed(workload))
     best = ordered[0].whole_run_speed(workload) if ordered else 0.0
     close = [entry for entry in ordered if entry.whole_run_speed(workload) > CLOSE * best]
@@ -310,8 +310,11 @@ def _differs(entry: Tried, default: Tried) -> bool:
 def _next(
     candidates: list[Candidate], tried: list[Tried], *, seconds: float, limit_bytes: float | None = None
 ) -> Candidate | None:
-    """The untried plan with the best corrected speed, of those that compile in time and whose corrected memory is within the
-    limit; where none is, and none tried was, the leanest. Like a failed trial is failed."""
+    """Return the untried plan with the best corrected speed.
+
+    It must compile in time, and its corrected memory must be within the limit. If no plan is within the limit and none tried
+    was, return the leanest. A plan like one whose trial failed counts as failing.
+    """
     seen = {_key(entry.candidate.plan) for entry in tried}
     left = [one for one in candidates if _key(one.plan) not in seen and one.time.one_time <= seconds]
     if limit_bytes is not None:
@@ -329,26 +332,28 @@ def _next(
 
 
 def correction(candidate: Candidate, tried: list[Tried]) -> float:
-    """Measured over predicted speed of the plans tried so far. A trial that failed counts as no speed at all; one that its limit
-    ended before it had a speed says nothing."""
+    """Return measured over predicted speed of the plans tried so far.
+
+    A failed trial counts as no speed at all. A trial that its limit ended before it had a speed says nothing.
+    """
     ratios = []
     for entry in tried:
         speed = entry.best.tokens_per_second if entry.ok else None
         if speed is not None or not entry.best.timed_out or entry.wrong_loss:
             ratios.append((entry, (speed or 0.0) / entry.candidate.tokens_per_second))
-    if not any(ratio for _, ratio in ratios):  # what is least like those that failed comes first
+    if not any(ratio for _, ratio in ratios):  # plans least like the failed ones come first
         return 1.0 / (1.0 + sum(1.0 / (0.25 + _distance(candidate, entry)) for entry, _ in ratios))
     return _of_the_nearest(candidate, ratios)
 
 
 def held_correction(candidate: Candidate, tried: list[Tried]) -> float:
-    """Measured over predicted memory of the plans tried so far."""
+    """Return measured over predicted memory of the plans tried so far."""
     held = ((entry, entry.best.resident_bytes) for entry in tried)
     return _of_the_nearest(candidate, [(entry, measured / entry.candidate.resident) for entry, measured in held if measured])
 
 
 def _of_the_nearest(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> float:
-    """Their mean, the nearest plans counting most (COSTS.md D8: residual correction)."""
+    """Return the mean of the ratios, the nearest plans counting most (COSTS.md D8: residual correction)."""
     total = weight_sum = 0.0
     for entry, ratio in ratios:
         weight = 1.0 / (0.25 + _distance(candidate, entry)) ** 2
@@ -358,7 +363,7 @@ def _of_the_nearest(candidate: Candidate, ratios: list[tuple[Tried, float]]) -> 
 
 
 def _distance(candidate: Candidate, entry: Tried) -> float:
-    """How differently two plans may run, by the fields in which they differ."""
+    """Return how differently two plans may run, by the fields in which they differ."""
     ours, theirs = candidate.plan, entry.candidate.plan
     return sum(weight for name, weight in FIELD_WEIGHTS.items() if getattr(ours, name) != getattr(theirs, name))
 
@@ -368,10 +373,11 @@ def _key(plan: Plan) -> tuple[object, ...]:
 
 
 def after_trial(entry: Tried, planning: Planning) -> Candidate:
-    """The candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed.
+    """Return the candidate with the trial's numbers in place of the predicted ones; one-time costs are apart from its speed.
 
-    Memory is what the trial held with the longest micro-batch of the run. Where a later batch may have a longer one it is the
-    formula's for the longest possible, corrected by the trial; its interval says that the run may need as little as the trial.
+    Memory is what the trial held with the longest micro-batch of the run. Where a later batch may have a longer one, it is the
+    formula's for the longest possible, corrected by the trial. Its interval then says that the run may need as little as the
+    trial.
     """
     sample, best = _trial_sample(entry, planning), entry.best
     if sample is None or best.tokens_per_second is None:
@@ -393,7 +399,7 @@ def after_trial(entry: Tried, planning: Planning) -> Candidate:
 
 
 def _memory_pairs(best: TrialResult, found: Candidate) -> list[tuple[Number, float, float]]:
-    """(which number, what the trial measured, what is predicted for the largest micro-batch that the run may have)"""
+    """Return (which number, what the trial measured, what is predicted for the largest micro-batch that the run may have)."""
     pairs: list[tuple[Number, int | None, float]] = [
         ("allocated", best.peak_bytes, found.memory.peak), ("held", best.resident_bytes, found.resident),
     ]  # fmt: skip
@@ -401,7 +407,10 @@ def _memory_pairs(best: TrialResult, found: Candidate) -> list[tuple[Number, flo
 
 
 def remember_trials(tried: list[Tried], planning: Planning) -> None:
-    """For the predictions of later plans on this machine. Speeds that were measured beside other programs are left out."""
+    """Keep the trials for the predictions of later plans on this machine.
+
+    Speeds that were measured beside other programs are left out.
+    """
     samples = []
     for entry in tried:
         sample = _trial_sample(entry, planning) if entry.ok else None
@@ -413,8 +422,11 @@ def remember_trials(tried: list[Tried], planning: Planning) -> None:
 
 
 def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
-    """A trial runs one global batch, which may be larger or smaller than the average and short of the largest: its speed
-    holds for all, its memory is compared at its own shape."""
+    """Return the sample of a trial, or None if it measured no speed.
+
+    A trial runs one global batch, which may be larger or smaller than the average and short of the largest. Its speed holds for
+    all batches. Its memory is compared at its own shape.
+    """
     plan, best = entry.candidate.plan, entry.best
     if best.step_seconds is None or not best.tokens_per_second:
         return None
@@ -427,15 +439,17 @@ def _trial_sample(entry: Tried, planning: Planning) -> Sample | None:
 
 
 def remember_run(record: Record, planning: Planning) -> None:
-    """Likewise, of a run. With sequences of many lengths nobody knows whether the largest micro-batch came
-    by: then only its time is kept."""
+    """Keep a run for the predictions of later plans on this machine.
+
+    With sequences of many lengths nobody knows whether the largest micro-batch came by. Then only its time is kept.
+    """
     plan, measured, workload = Plan.model_validate(record.plan), record.measured, planning.workload
     steady = measured.step_ms.num_samples if measured and measured.step_ms else 0
     if measured is None or not measured.tokens_per_second or steady < MIN_STEADY_STEPS:
         return
     formula = _by_formula(plan, planning)
     step = tokens_per_step(planning.profile, workload) / measured.tokens_per_second
-    step *= 1.0 - record.details.get("waited_share", 0.0)  # that was time of other programs
+    step *= 1.0 - record.details.get("waited_share", 0.0)  # other programs used this time
     numbers: dict[Number, tuple[float, float | None]] = {"step": (formula.time.total, step)}
     if workload.lengths is None or (plan.packing and not plan.flattens):
         numbers["allocated"] = (gib(formula.memory.peak), measured.peak_gib)

@@ -1,4 +1,4 @@
-"""Costs every plan of the space, drops what does not fit, sorts the rest, and keeps the reason of every rejection."""
+"""Cost every plan of the space, drop what does not fit, sort the rest, and keep the reason of every rejection."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from upshift.planning.workload import Workload
 from upshift.record import Basis, Numbers, Spread
 from upshift.units import GIB, format_bytes, gib
 
-FITS_BUT = "its step fits,"  # so begins the reason of a plan that is rejected for another phase
-EXTRA_MEMORY_BYTES = 8 * GIB  # beyond what is there: plans that so much more would let in are kept
+FITS_BUT = "its step fits,"  # the reason of a plan that is rejected for another phase begins so
+EXTRA_MEMORY_BYTES = 8 * GIB  # plans that would fit with this much more memory are kept
 COST_KEY = (
     "precision", "per_device_train_batch_size", "gradient_accumulation_steps", "activation_checkpointing",
     "recompute_granularity", "attention", "torch_compile", "optim", "loss_chunk_tokens", "packing", "num_processes",
@@ -41,13 +41,16 @@ class Candidate:
     resident: float
     time: StepTime
     tokens_per_second: float
-    bases: dict[Number, Basis] = field(default_factory=dict)  # how the numbers are known; those left out: by formula
+    bases: dict[Number, Basis] = field(default_factory=dict)  # how sure the numbers are; a number that is left out: by formula
 
     def basis(self, number: Number) -> Basis:
         return self.bases.get(number) or by_formula(number, self.plan)
 
     def numbers(self, *, model_flops_per_step: float, phases: dict[str, Peak] | None = None, host: Host | None = None) -> Numbers:
-        """``phases``: of the whole job; None: a step's. ``host``: whose memory it may run out of."""
+        """Return the predicted numbers.
+
+        ``phases``: of the whole job; None: a step's. ``host``: the host whose memory the plan may run out of.
+        """
         step_ms, peaks = 1000 * self.time.total, phases or self.memory.phases
         step, held = self.basis("step"), self.basis("held")
         risk = out_of_memory_probability(self.resident, self.plan, host, spread=held_spread(held)) if host else None
@@ -86,7 +89,7 @@ class Rejected:
 
 @dataclass(frozen=True)
 class TooBig:
-    """A plan of which the memory alone was looked at."""
+    """A plan that is too big. Only its memory was predicted."""
 
     plan: Plan
     memory: StepMemory
@@ -103,8 +106,11 @@ class TooBig:
 
 @dataclass
 class Ranking:
-    """Best first. ``too_big`` keeps what did not fit, smallest first: the nearest plan that would, and those that a little more
-    memory would let in. ``unseen``: plans that need more memory than one that is far too big."""
+    """The plans of a space, best first.
+
+    ``too_big`` keeps what did not fit, smallest first: the nearest plan that would fit, and those that a little more memory
+    would let in. ``unseen``: plans that need more memory than one that is far too big.
+    """
 
     candidates: list[Candidate] = field(default_factory=list)
     too_big: list[Candidate] = field(default_factory=list)
@@ -117,11 +123,11 @@ class Ranking:
 
     @property
     def in_another_phase(self) -> str | None:
-        """Of the best of the plans whose step fits, where another phase does not; None: there is none such."""
+        """Return why the best plan whose step fits does not fit in another phase; None: there is no such plan."""
         return next((entry.reason for entry in self.rejected if FITS_BUT in entry.reason), None)
 
     def add(self, plan: Plan, coster: Coster) -> bool:
-        """False where it is far too big: then its time was not asked for."""
+        """Cost a plan and add it to the ranking. Return False where it is far too big: then its time was not predicted."""
         limit, held = memory_limit(plan, coster.host, risk=coster.workload.risk), coster.held(plan)
         if isinstance(held, Rejected):
             self.rejected.append(held)
@@ -160,13 +166,13 @@ def rank_plans(plans: Iterable[Plan], *, host: Host, profile: ModelProfile, work
 def cost_plan(
     plan: Plan, *, host: Host, profile: ModelProfile, workload: Workload, shape: tuple[int, int] | None = None
 ) -> Candidate | Rejected:
-    """One plan's predicted memory and time, whether it fits or not; memory for micro-batches of at most ``shape``."""
+    """Return one plan's predicted memory and time, whether it fits or not; memory for micro-batches of at most ``shape``."""
     return Coster(host, profile, workload).cost(plan, shape)
 
 
 @dataclass(frozen=True)
 class Held:
-    """What a process of a plan holds, and the trace that says so."""
+    """The memory that a process of a plan holds, and the trace that the prediction follows."""
 
     trace: StepTrace
     memory: StepMemory
@@ -174,8 +180,11 @@ class Held:
 
 
 class Coster:
-    """Costs plans for one host, model and workload. What plans have in common is computed once: it remembers traces of ranks
-    that share layers, and what comes and goes in memory and time while one micro-batch runs."""
+    """Costs plans for one host, model and workload.
+
+    It computes once what plans have in common. It remembers traces of ranks that share layers, and what comes and goes in memory
+    and time while one micro-batch runs.
+    """
 
     def __init__(self, host: Host, profile: ModelProfile, workload: Workload) -> None:
         self.host, self.profile, self.workload = host, profile, workload

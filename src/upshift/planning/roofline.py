@@ -1,6 +1,6 @@
-"""A plan's step by kind of work, at the rates that this host reaches: the roofline that a profile is held against.
+"""Predict a plan's step by kind of work, at the rates that this host reaches: the roofline that a profile is compared with.
 
-By the formulas alone: what runs here have taught the planner is in the measured side.
+The formulas alone make it: what runs here have taught the planner is in the measured side.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ OF_TERM = {
 
 
 def by_kind(terms: dict[str, float]) -> dict[str, float]:
-    """Seconds of the planner's terms; those that are not named are exchanges. The head is among the products."""
+    """Return the seconds of the planner's terms by kind. Terms that are not named are exchanges. The head is among the products.
+    """
     found: dict[str, float] = defaultdict(float)
     for term, seconds in terms.items():
         found[OF_TERM.get(term, COMMUNICATION)] += seconds
@@ -36,7 +37,10 @@ def by_kind(terms: dict[str, float]) -> dict[str, float]:
 
 
 def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Plan) -> dict[str, float]:
-    """Of a step, the loss head's products and elementwise work, by kind. Empty where it is on one stage of several."""
+    """Return the seconds of a step in the loss head's products and elementwise work, by kind.
+
+    Return an empty dictionary if the head is on one pipeline stage of several.
+    """
     trace, rates = trace_for(profile, plan, workload), rates_for(host, profile, plan)
     if trace is None or rates is None or plan.layout.pipeline_parallel > 1:
         return {}
@@ -47,7 +51,7 @@ def head_seconds(host: Host, profile: ModelProfile, workload: Workload, plan: Pl
 
 
 def roofline(candidate: Candidate, *, host: Host, profile: ModelProfile, workload: Workload) -> dict[str, float]:
-    """Seconds of a step by kind. ``candidate``: as the formulas have it."""
+    """Return the seconds of a step by kind. ``candidate``: as the formulas predict it."""
     found = by_kind(candidate.time.terms)
     head = head_seconds(host, profile, workload, candidate.plan)
     for kind, seconds in head.items():

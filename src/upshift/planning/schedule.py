@@ -1,8 +1,8 @@
-"""When each pipeline rank runs which pass: GPipe, 1F1B, interleaved 1F1B and ZB-H1, simulated in unit times.
+"""Simulate when each pipeline rank runs which pass, in unit times: GPipe, 1F1B, interleaved 1F1B and ZB-H1.
 
-A rank runs its passes in the order of its schedule, each as soon as what it needs has been computed. A forward pass (F) takes
-1, a backward pass (B) 2; zero_bubble cuts the latter into the gradient of the input (B) and those of the weights (W), 1 each.
-Transfers take no time, stages are equal.
+A rank runs its passes in the order of its schedule, each as soon as what it needs has been computed. A forward pass (F) takes 1,
+a backward pass (B) 2. zero_bubble cuts the backward pass into the gradient of the input (B) and those of the weights (W), 1
+each. Transfers take no time, stages are equal.
 
 GPipe: Huang et al. 2019. 1F1B and interleaved 1F1B: Narayanan et al. 2021, section 2.2. ZB-H1: Qi et al. 2024, section 2.3.
 """
@@ -30,7 +30,7 @@ class Pass(NamedTuple):
 
 
 def simulate(schedule: Schedule, *, ranks: int, micro_batches: int, virtual_stages: int = 1) -> tuple[Pass, ...]:
-    """Every pass of an optimizer step, by rank and then by time."""
+    """Return every pass of an optimizer step, by rank and then by time."""
     durations: dict[Kind, int] = {"F": 1, "B": 1, "W": 1} if schedule == "zero_bubble" else {"F": 1, "B": 2, "W": 0}
     orders = [_order(schedule, rank, ranks, micro_batches, virtual_stages) for rank in range(ranks)]
     num_stages = ranks * virtual_stages
@@ -54,7 +54,7 @@ def simulate(schedule: Schedule, *, ranks: int, micro_batches: int, virtual_stag
 
 
 def _needs(kind: Kind, micro_batch: int, stage: int, num_stages: int) -> list[tuple[Kind, int, int]]:
-    """What must have been computed before."""
+    """Return the passes that must have been computed before."""
     if kind == "F":
         return [("F", micro_batch, stage - 1)] if stage else []
     if kind == "W":
@@ -76,7 +76,7 @@ def _order(schedule: Schedule, rank: int, ranks: int, micro_batches: int, virtua
 
 
 def _alternating(forward: Order, backward: Order, *, warm_up: int) -> Order:
-    """``warm_up`` forward passes, then one forward and one backward in turn, then the backward passes that are left."""
+    """Return ``warm_up`` forward passes, then one forward and one backward in turn, then the backward passes that are left."""
     order = forward[:warm_up]
     for first, second in zip(forward[warm_up:], backward, strict=False):
         order += [first, second]
@@ -84,7 +84,10 @@ def _alternating(forward: Order, backward: Order, *, warm_up: int) -> Order:
 
 
 def _interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int) -> Order:
-    """Each chunk takes a group of micro-batches in turn: as many as ranks, or a few more where these do not divide them."""
+    """Return the order of interleaved 1F1B. Each chunk takes a group of micro-batches in turn.
+
+    A group has as many micro-batches as ranks, or a few more where the ranks do not divide them.
+    """
     num_groups = max(micro_batches // ranks, 1)
     borders = [index * micro_batches // num_groups for index in range(num_groups + 1)]
     groups = [range(first, last) for first, last in pairwise(borders)]
@@ -96,7 +99,10 @@ def _interleaved(rank: int, ranks: int, micro_batches: int, virtual_stages: int)
 
 
 def _with_weight_passes(order: Order, rank: int) -> Order:
-    """ZB-H1: gradients of weights wait for as many micro-batches as there are ranks before; those left fill the end."""
+    """Return the order of ZB-H1.
+
+    Gradients of weights wait for as many micro-batches as there are ranks before. Those left fill the end.
+    """
     with_weights: Order = []
     waiting: Order = []
     for kind, micro_batch, chunk in order:
@@ -113,14 +119,16 @@ def makespan(passes: Sequence[Pass]) -> int:
 
 
 def idle_share(passes: Sequence[Pass]) -> float:
-    """Of the time of all ranks, from the first pass to the last."""
+    """Return the idle share of the time of all ranks, from the first pass to the last."""
     num_ranks = 1 + max(one.rank for one in passes)
     return 1.0 - sum(one.duration for one in passes) / (num_ranks * makespan(passes))
 
 
 def most_waiting(passes: Sequence[Pass], rank: int, *, virtual_stages: int = 1, until: Kind = "B") -> float:
-    """Whose activations a rank holds at once, in micro-batches of its layers: from F to the end of ``until``. What W needs
-    (zero_bubble) is a part of what B needs, and waits on after it."""
+    """Return the most micro-batches whose activations a rank holds at once, in micro-batches of its layers.
+
+    A micro-batch is held from F to the end of ``until``. W (zero_bubble) needs a part of what B needs, which waits on after B.
+    """
     held = most = 0
     for one in passes:
         if one.rank == rank and one.kind == "F":

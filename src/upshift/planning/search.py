@@ -1,7 +1,7 @@
-"""Finds the best plans of a space: all of it on one device; on many, first how the ranks share the job, then the rest.
+"""Find the best plans of a space. On one device the whole space is searched.
 
-On many devices layouts, micro-batches and recomputation are searched together, since they decide together what fits; every
-other choice is made alike for all of them first, and searched around the best of them afterwards.
+On many devices layouts, micro-batches and recomputation are searched together, since they decide together what fits. Every other
+choice is the same for all of them at first, and is searched around the best of them afterwards.
 """
 
 from __future__ import annotations
@@ -36,7 +36,10 @@ def search(host: Host, profile: ModelProfile, workload: Workload, *, fixed: dict
 
 @contextmanager
 def _uncollected() -> Iterator[None]:
-    """Plans and their costs live on and are in no cycles: looking for garbage among them took a fifth of the search."""
+    """Turn off garbage collection for the search.
+
+    Plans and their costs live on and are in no cycles: looking for garbage among them took a fifth of the search.
+    """
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -64,7 +67,7 @@ def _search(host: Host, profile: ModelProfile, workload: Workload, fixed: dict[s
 
 
 def _alike(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
-    """For the first round: the cheapest that changes nothing, compiled by layer where that is possible."""
+    """Return the values of the first round: the cheapest that change nothing, compiled by layer where that is possible."""
     precision = next((name for name in ("bf16", "fp16") if name in values["precision"]), values["precision"][0])
     return {
         "precision": [precision],
@@ -77,7 +80,7 @@ def _alike(values: dict[str, list[Any]]) -> dict[str, list[Any]]:
 
 
 def _distinct(ranking: Ranking) -> list[Plan]:
-    """The best of the first round, each way to share and recompute once."""
+    """Return the best plans of the first round, each way to share and recompute once."""
     found: dict[tuple[Any, ...], Plan] = {}
     for candidate in ranking.candidates or ranking.too_big:
         plan = candidate.plan
@@ -88,8 +91,11 @@ def _distinct(ranking: Ranking) -> list[Plan]:
 
 
 def _search_layouts(plans: Plans, coster: Coster, ranking: Ranking) -> None:
-    """Memory grows with the micro-batch, and with every layer that is not recomputed: behind a plan that is far too big there
-    are only larger ones, which are counted and not looked at. Raises RequestError where no plan is legal."""
+    """Cost the plans of every layout, with the other choices alike. Raises RequestError where no plan is legal.
+
+    Memory grows with the micro-batch, and with every layer that is not recomputed. So behind a plan that is far too big there
+    are only larger ones, which are counted and not costed.
+    """
     known: dict[bool, Chains] = {}
     for sharing in plans.sharings:
         each = plans.workload.global_batch // sharing.data
@@ -104,13 +110,15 @@ def _search_layouts(plans: Plans, coster: Coster, ranking: Ranking) -> None:
                 ranking.unseen += sum(map(len, chains)) * (len(sizes) - number - 1)
                 break
     if not any(known.values()):
-        next(plans.all(), None)  # says why none is legal
+        next(plans.all(), None)  # raises the reason why none is legal
 
 
 def _chains(plans: Plans, sharing: Sharing, size: int) -> Chains:
-    """The other choices, of which none decides with another micro-batch what is legal, nor with another layout, but whether that
-    splits backward passes: in each chain the number of recomputed layers falls. Of those that differ only in what is compiled,
-    the last: it holds least."""
+    """Return the other choices in chains. In each chain the number of recomputed layers falls.
+
+    None of these choices decides with another micro-batch or another layout what is legal, except whether the layout splits
+    backward passes. Of those that differ only in what is compiled, the last is taken: it holds least.
+    """
     legal = [plan for plan in plans.of(sharing, size) if isinstance(plan, Plan)]
     distinct = {(_kind(plan), -plan.activation_checkpointing): plan for plan in legal}
     ordered = [distinct[key] for key in sorted(distinct)]
@@ -119,7 +127,7 @@ def _chains(plans: Plans, sharing: Sharing, size: int) -> Chains:
 
 
 def _add_leanest_first(start: Plan, chains: Chains, coster: Coster, ranking: Ranking) -> bool:
-    """Of one layout and micro-batch; whether any plan is not far too big."""
+    """Add the plans of one layout and micro-batch to the ranking. Return whether any of them is not far too big."""
     any_near = False
     for chain in chains:
         for number, combination in enumerate(chain):
@@ -131,6 +139,6 @@ def _add_leanest_first(start: Plan, chains: Chains, coster: Coster, ranking: Ran
 
 
 def _kind(plan: Plan) -> tuple[str, str, int, bool]:
-    """Plans of one kind, layout and micro-batch differ in memory by how many layers are recomputed."""
+    """Return the kind of a plan: plans of one kind, layout and micro-batch differ in memory by how many layers are recomputed."""
     way = plan.recompute_granularity if plan.activation_checkpointing > 0 else "full"
     return plan.attention, way, plan.loss_chunk_tokens, plan.packing

@@ -1,4 +1,4 @@
-"""The plan space: the values that each choice may take for a host, a model and a workload, and those that a user fixes."""
+"""Define the plan space: the values of each choice for a host, a model and a workload, and the values that a user fixes."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ FIXED_BY_REQUEST = ("device", "host", "model", "sequence_length", "layout")
 OFFLOADS = ("optim_offload", "activation_offload")
 PLANNED_ONLY = ("fused_kernels", "loss_kernel")  # no engine here runs them
 ONLY_WHEN_ASKED = (*OFFLOADS, *PLANNED_ONLY)
-STARTED_WITH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # of a search: the last is asked for by the planner where nothing else fits
+STARTED_WITH = (*ONLY_WHEN_ASKED, WEIGHT_OFFLOAD)  # fixed in a search; the planner sets the last where nothing else fits
 LIBRARY_OF_PRECISION = {"fp8": "torchao"}
-WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which is not for those that are stored in 4 bits
+WHOLE_WEIGHTS = ("bf16-weights", "fp8")  # they convert weights, which cannot be done with weights stored in 4 bits
 
 
 def choices(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
-    """The values each field may take here. An empty list cannot happen: the plain value is always legal."""
+    """Return the values each field may take here. An empty list cannot happen: the plain value is always legal."""
     layers = profile.num_layers
     quarters = sorted({round(layers * share / 4) for share in range(5)})
     recompute = quarters if profile.declares.gradient_checkpointing_per_layer else [0, layers]
@@ -70,8 +70,11 @@ def _granularities(profile: ModelProfile) -> list[Granularity]:
 
 
 def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, quantized: bool) -> dict[str, Any]:
-    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here, as far as that can be
-    said before a model is traced. ``quantized``: its weights are stored in 4 bits."""
+    """Return the ``field=value`` pairs of --set, checked against the plan's fields and types.
+
+    They are also checked against what is legal here, as far as that is known before a model is traced. ``quantized``: the
+    model's weights are stored in 4 bits.
+    """
     settable = [name for name in Plan.model_fields if name not in FIXED_BY_REQUEST]
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     shares = next((text for text in assignments if text.partition("=")[0] in Layout.model_fields), None)
@@ -93,7 +96,7 @@ def read_fixed(assignments: tuple[str, ...], host: Host, workload: Workload, *, 
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: Workload) -> dict[str, Any]:
-    """As ``read_fixed``, and checked against what is legal for the model."""
+    """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
     fixed = read_fixed(assignments, host, workload, quantized=profile.parameters.quantized > 0)
     check_layout(fixed, host, profile, workload)
     legal = legal_values(host, profile, workload)
@@ -113,7 +116,7 @@ def _refuse(name: str, value: Any, legal: list[Any], why: str) -> NoReturn:
 
 
 def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[str, list[Any]]:
-    """``choices``, and beside them what is legal and only taken when asked for."""
+    """Return ``choices``, and beside them values that are legal and only taken when asked for."""
     here = _legal_here(host, workload, quantized=profile.parameters.quantized > 0)
     kernels = here["loss_kernel"] if profile.objective == "causal-lm" else ["eager"]
     offloads = here[WEIGHT_OFFLOAD] if has_frozen_layers(profile) else ["none"]
@@ -122,7 +125,7 @@ def legal_values(host: Host, profile: ModelProfile, workload: Workload) -> dict[
 
 
 def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str, list[Any]]:
-    """Of the fields that do not ask the model."""
+    """Return the legal values of the fields that do not depend on the model."""
     moved = [False, True] if host.device == "cuda" and host_link(host) is not None else [False]
     optimizers = _optimizers(host, workload)
     shared = host.device == "cuda" and host.num_devices > 1
@@ -140,12 +143,12 @@ def _legal_here(host: Host, workload: Workload, *, quantized: bool) -> dict[str,
 
 
 def texts_share(host: Host, fixed: tuple[str, ...]) -> bool:
-    """layouts.shares_work, of ``field=value`` pairs."""
+    """Return layouts.shares_work of ``field=value`` pairs."""
     return shares_work(host, layout_of_texts(fixed))
 
 
 def layout_of_texts(fixed: tuple[str, ...]) -> dict[str, Any]:
-    """What ``field=value`` pairs fix of the layout, and of the number of processes."""
+    """Return what ``field=value`` pairs fix of the layout, and of the number of processes."""
     hints = get_type_hints(Plan) | get_type_hints(Layout)
     given = {name: text for name, _, text in (one.partition("=") for one in fixed)}
     layout = {name: text for name, text in given.items() if name in Layout.model_fields or name == "num_processes"}
@@ -153,7 +156,7 @@ def layout_of_texts(fixed: tuple[str, ...]) -> dict[str, Any]:
 
 
 def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> Any:
-    """Of a field of Plan or Layout. Raises RequestError that names the option."""
+    """Return the value of a field of Plan or Layout. Raises RequestError that names the option."""
     options = tuple(optimizers()) if name == "optim" else get_args(hint)
     if name == "optim":
         check_name(text)
@@ -167,7 +170,10 @@ def parse_value(name: str, text: str, hint: Any, *, option: str = "--set") -> An
 
 
 def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> None:
-    """Ranks that share the job need not have sequences of their own: how many have is the layout's."""
+    """Raise RequestError if the fixed batch factors do not make up the global batch.
+
+    Ranks that share the job need not have sequences of their own: the layout says how many have.
+    """
     counted = [name for name in BATCH_FACTORS if name != "num_processes" or not shares_work(host, fixed)]
     factors = {name: fixed[name] for name in counted if name in fixed}
     total = workload.global_batch
@@ -182,7 +188,7 @@ def _check_batches(fixed: dict[str, Any], host: Host, workload: Workload) -> Non
 
 
 def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Workload) -> str:
-    """Why a value of a field is not legal for this model."""
+    """Return why a value of a field is not legal for this model."""
     if value in PACKED_KERNELS:
         return f" ({why_not(value, host, profile) or 'it is planned for one device'})"
     if name == "packing":
@@ -196,7 +202,8 @@ def _why(name: str, value: Any, host: Host, profile: ModelProfile, workload: Wor
 
 
 def _why_here(name: str, value: Any, host: Host, workload: Workload, *, quantized: bool) -> str:
-    """Likewise, whatever the model. Raises MissingExtra where only a library is missing."""
+    """Return why a value of a field is not legal here, whatever the model. Raises MissingExtra where only a library is missing.
+    """
     if quantized and (name == "torch_compile" or value in WHOLE_WEIGHTS):
         return " (the model's weights are stored in 4 bits)"
     if name in PLANNED_ONLY:
@@ -228,8 +235,10 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool = False) -> list[Precision]:
-    """Those the host has instructions for; ``asked``: also those that are never better. Where AMX would compute ``medium`` in
-    bf16, tf32 is not fp32-accurate: left out."""
+    """Return the precisions that the host has instructions for. ``asked``: also those that are never better.
+
+    Where AMX would compute ``medium`` in bf16, tf32 is not fp32-accurate and is left out.
+    """
     amx = host.device == "cpu" and host.cpu is not None and host.cpu.isa is not None and "amx_bf16" in host.cpu.isa
     found: list[Precision] = ["fp32"]
     if not amx and host.supports(MATRIX_PRECISION["tf32"]):
@@ -245,7 +254,7 @@ def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool 
 
 
 def _optimizers(host: Host, workload: Workload) -> list[str]:
-    """Under one name each."""
+    """Return the optimizers that are allowed and run here, each under one name."""
     found: list[str] = []
     for name, facts in optimizers().items():
         allowed = facts.allow is None or facts.allow in workload.allow
@@ -264,7 +273,7 @@ def can_compile(host: Host) -> bool:
 
 
 def _compile_ways(host: Host, *, quantized: bool) -> list[Compile]:
-    """transformers trains no compiled model on quantized weights."""
+    """Return the ways to compile. transformers trains no compiled model on quantized weights."""
     return ["off", "layer", "model"] if can_compile(host) and not quantized else ["off"]
 
 

@@ -1,6 +1,6 @@
-"""What Google's compiler said of programs for TPUs (``upshift xla compile``): memory of a chip, by model, slice and shape.
+"""Keep what Google's compiler says of programs for TPUs (``upshift xla compile``): memory of a chip, by model, slice and shape.
 
-Training plans are not made for TPUs; who asks for one is told what is known, or what to type to know it.
+Training plans are not made for TPUs. A user who asks for one is told what is known, or what to type to know it.
 """
 
 from __future__ import annotations
@@ -14,25 +14,25 @@ from upshift.record import Record
 from upshift.settings import read_settings
 
 FILE_NAME = "tpu_programs.jsonl"
-MAX_ROWS = 500  # then the oldest are let go of
+MAX_ROWS = 500  # the oldest rows beyond this number are dropped
 SHOWN = 3
 
 
 def keep_program(record: Record) -> None:
-    """One row for a model, slice, kind and shape: the newest."""
+    """Keep the newest row for each model, slice, kind and shape."""
     path = _path()
     others = [row for row in _read(path) if row.plan != record.plan]
     keep("the compiled program's numbers are", path, "".join(row.to_json() + "\n" for row in [*others, record][-MAX_ROWS:]))
 
 
 def known_programs(source: ModelSource, table_key: str) -> list[Record]:
-    """Of this model on slices of this TPU, newest first."""
+    """Return the rows of this model on slices of this TPU, newest first."""
     rows = [row for row in _read(_path()) if (row.plan["model"], row.plan["device"]) == (source.model_hash, table_key)]
     return rows[::-1]
 
 
 def compiled_so_far(source: ModelSource, host: Host) -> str:
-    """What a refusal ends with; nothing for a host without TPUs."""
+    """Return the end of a refusal's message; empty for a host without TPUs."""
     key = None if host.gpu is None else host.gpu.table_key
     if host.device != "xla" or key is None:
         return ""

@@ -1,4 +1,4 @@
-"""Runs plans for real, a few seconds each, each in a process of its own that its parent survives."""
+"""Run plans for real, a few seconds each, each in a process of its own that its parent survives."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from upshift.planning.plan import Plan
 from upshift.record import Spread
 from upshift.value import Value
 
-LABELS_OF_A_LOSS = 1000  # a mean over so many is exact enough to be compared as it is
+LABELS_OF_A_LOSS = 1000  # a mean over this many labels is exact enough to be compared as it is
 WORKER = "upshift.training.trial_worker"
 
 
 class TrialRequest(Value):
-    """Everything the worker needs; it answers with a TrialResult."""
+    """All that the worker needs; it answers with a TrialResult."""
 
     model_reference: str
     from_config: bool
@@ -39,7 +39,7 @@ class TrialRequest(Value):
 
 
 class TrialResult(Value):
-    """What the machine said. ``failure`` is set when there are no numbers."""
+    """The measurements of a trial. ``failure`` is set when there are no numbers."""
 
     failure: str | None = None
     out_of_memory: bool = False
@@ -63,12 +63,12 @@ class TrialResult(Value):
 
 
 def loosened(tolerance: float, num_labels: int) -> float:
-    """For a mean over few labels: what rounding and dropout do to it falls with the root of their number."""
+    """Return the tolerance for a mean over few labels: the effect of rounding and dropout falls with the root of their number."""
     return tolerance * math.sqrt(max(LABELS_OF_A_LOSS / max(num_labels, 1), 1.0))
 
 
 class TrialServer:
-    """Forks a child for every trial: out of memory in one is a result."""
+    """A server that forks a child for every trial: running out of memory in one is a result."""
 
     def __init__(self, server: ForkServer) -> None:
         self._server = server
@@ -88,7 +88,7 @@ class TrialServer:
 
 
 def unfinished(**measured: Any) -> TrialResult:
-    """Return what stands for a trial that is ended now: ``measured`` without a speed is a failure."""
+    """Return the result of a trial that is ended now: ``measured`` without a speed is a failure."""
     return TrialResult(failure="took longer than the trial's limit", timed_out=True, **measured)
 
 

@@ -1,4 +1,4 @@
-"""Which steps of a model must be traced for the plans of a host and a workload."""
+"""Decide which steps of a model must be traced for the plans of a host and a workload."""
 
 from __future__ import annotations
 
@@ -14,9 +14,12 @@ from upshift.planning.workload import Workload
 
 
 def variants_for(host: Host, workload: Workload, fixed: tuple[str, ...] = (), *, selective: bool = False) -> tuple[Variant, ...]:
-    """What must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask; but
-    for what is ``fixed`` otherwise. The plain default's is always among them. ``selective``: recomputed so as well, which takes
-    half as long again and matters where memory is short; alternately where that is asked for."""
+    """Return what must be traced: each precision's tensor sizes, each attention kernel, with and without an explicit mask.
+
+    Variants that ``fixed`` rules out are left out. The plain default's is always among them. ``selective``: also trace selective
+    recomputation, which takes half as long again and matters where memory is short. Alternate recomputation is traced where it
+    is asked for.
+    """
     found = _variants_for(host, workload, fixed, selective=selective)
     asked = "recompute_granularity=alternate" in fixed
     return tuple(variant._replace(alternate=True) for variant in found) if asked else found
@@ -56,7 +59,7 @@ def _variants_for(host: Host, workload: Workload, fixed: tuple[str, ...], *, sel
 
 
 class _Dividing(NamedTuple):
-    """Whether some layout has it."""
+    """A summary of some layouts: whether any of them has each of these."""
 
     matrices: bool
     gathered: bool  # weights that were gathered in bf16
@@ -64,7 +67,7 @@ class _Dividing(NamedTuple):
 
 
 def _dividing(host: Host, fixed: tuple[str, ...]) -> _Dividing:
-    """Of processes on CPUs: what is fixed leaves few ranks for the rest, and every trace takes seconds."""
+    """Return what layouts of processes on CPUs divide: ``fixed`` leaves few ranks for the rest, and every trace takes seconds."""
     given = layout_of_texts(fixed)
     ranks, stage = max(rank_counts(host, given)), given.get("fully_shard")
     sharing = lcm(given.get("context_parallel", 1), given.get("shard_size", 1 if stage in (None, "no") else 2))
@@ -76,7 +79,8 @@ def _dividing(host: Host, fixed: tuple[str, ...]) -> _Dividing:
 
 
 def _shared_variants(precisions: list[TracedPrecision], masks: tuple[bool, ...], *, selective: bool) -> tuple[Variant, ...]:
-    """For ranks that share a job: bf16 also as one of two ranks, and with weights that were gathered in bf16."""
+    """Return the variants for GPUs that share a job: bf16 also as one of two ranks, and with weights that were gathered in bf16.
+    """
     gathered: list[TracedPrecision] = ["bf16-pure"] if "bf16" in precisions and "bf16-pure" not in precisions else []
     return tuple(
         Variant(precision, "sdpa", masked, divided=precision != "fp32", selective=selective, compiled=True)

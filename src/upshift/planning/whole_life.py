@@ -1,4 +1,4 @@
-"""A plan fits when every phase of its job does, and not its step alone: which phase does not, with its bytes.
+"""Check that every phase of a plan's job fits, and not its step alone. Say which phase does not fit, with its bytes.
 
 The phases around a step are computed for the plans that are shown, from the best downward, until enough of them fit.
 """
@@ -32,7 +32,8 @@ class WholeLife:
     _known: Known = field(default_factory=Known, init=False, compare=False, repr=False)
 
     def phases(self, candidate: Candidate, *, sequences: int | None = None) -> dict[str, Peak]:
-        """Allocated bytes by phase and part, in the job's order. ``sequences``: of a micro-batch; None: the plan's largest."""
+        """Return the allocated bytes by phase and part, in the job's order. ``sequences``: of a micro-batch; None: the plan's
+        largest."""
         plan = candidate.plan
         trace = trace_for(self.profile, plan, self.workload, known=self._known)
         if trace is None:
@@ -44,8 +45,10 @@ class WholeLife:
         return limit_of(candidate, self.host, self.workload)
 
     def held(self, candidate: Candidate, allocated: float) -> float:
-        """What the process or device holds at a moment with so much allocated. A process's heap has holes in proportion up to the
-        step's peak; what comes on top is mapped apart."""
+        """Return the bytes that the process or device holds at a moment with ``allocated`` bytes allocated.
+
+        A process's heap has holes in proportion up to the step's peak. Memory beyond the peak is mapped apart.
+        """
         above = allocated - candidate.memory.peak
         if candidate.plan.device == "cuda":
             return candidate.resident + CUDA_SLACK * above
@@ -55,11 +58,12 @@ class WholeLife:
         return base + (candidate.resident - base) * allocated / candidate.memory.peak
 
     def reserved(self, candidate: Candidate, allocated: float) -> float:
-        """What the allocator of a CUDA device has at a moment with so much allocated: a segment that is stuck stays."""
+        """Return the bytes that a CUDA allocator reserves at a moment with ``allocated`` bytes allocated: a stuck segment stays.
+        """
         return predict_reserved(candidate.memory) + CUDA_SLACK * (allocated - candidate.memory.peak)
 
     def too_big(self, candidate: Candidate) -> str | None:
-        """The phase around the step that needs most, where that is more than may be held."""
+        """Return, in words, the phase around the step that needs most, if it needs more than may be held; else None."""
         limit = self.limit(candidate)
         if limit is None:
             return None
@@ -74,12 +78,12 @@ class WholeLife:
         return f"{FITS_BUT} {phase} does not: needs {format_bytes(held)} of {format_bytes(limit)} ({named})"
 
     def does_not_fit(self, candidate: Candidate) -> tuple[str, ...]:
-        """In words: the phase that does not fit, and evaluation with logits, which nobody has asked for yet."""
+        """Return in words the phase that does not fit, and evaluation with logits, which nobody has asked for yet."""
         reasons = [self.too_big(candidate), self._logits(candidate)]
         return tuple(reason for reason in reasons if reason is not None)
 
     def _logits(self, candidate: Candidate) -> str | None:
-        """With the micro-batch that it has to come down to."""
+        """Return in words why evaluation with logits does not fit, with the micro-batch in which it would; None where it fits."""
         limit, whole = self.limit(candidate), self.phases(candidate).get(WITH_LOGITS)
         if limit is None or whole is None or self.held(candidate, whole.total) <= limit:
             return None
@@ -93,7 +97,8 @@ class WholeLife:
         return f"{words}; nor does it one sequence at a time"
 
     def fitting(self, ranking: Ranking, *, enough: int) -> Ranking:
-        """The same ranking, whose first ``enough`` plans fit in every phase; those that do not are rejected with the phase."""
+        """Return the same ranking, whose first ``enough`` plans fit in every phase; those that do not are rejected with the
+        phase."""
         kept: list[Candidate] = []
         rejected: list[Rejected] = []
         looked_at = 0

@@ -1,4 +1,4 @@
-"""Workload: what the plan is for."""
+"""Define the workload that a plan is for."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Vendors whose products are one file: ``CHIPS``, and ``FAMILIES`` where a short name is no product. A new file is found here."""
+"""Collect the vendors whose products are one file: ``CHIPS``, and ``FAMILIES`` where a short name is no product.
+
+A new file in this folder is found without being registered.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +17,7 @@ def chips() -> dict[str, GpuFacts]:
 
 
 def families() -> dict[str, tuple[str, ...]]:
-    """Names that mean one of several products."""
+    """Return the names that mean one of several products."""
     return {name: keys for vendor in _vendors() for name, keys in vars(vendor).get("FAMILIES", {}).items()}
 
 

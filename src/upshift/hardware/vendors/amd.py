@@ -1,7 +1,8 @@
-"""AMD's data centre accelerators under ROCm. Rates are dense and of the matrix cores; `memory_bytes` is what rocm-smi reports.
+"""List AMD's data centre accelerators under ROCm.
 
-An MI250 shows as two devices, its graphics compute dies (GCDs): the row is one of them. MI300X multiplies in TF32 too
-(653.7 TFLOP/s, its data sheet), but PyTorch does so only with HIPBLASLT_ALLOW_TF32 set, so fp32_medium stays unknown.
+Rates are dense and of the matrix cores. `memory_bytes` is what rocm-smi reports. An MI250 shows as two devices, its graphics
+compute dies (GCDs): the row is one of them. MI300X multiplies in TF32 too (653.7 TFLOP/s, its data sheet), but PyTorch does so
+only with HIPBLASLT_ALLOW_TF32 set, so fp32_medium stays unknown.
 """
 
 from __future__ import annotations

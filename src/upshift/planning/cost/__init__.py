@@ -1,1 +1,1 @@
-"""What a plan costs: allocated memory, held memory, time."""
+"""Predict the cost of a plan: allocated memory, held memory and time."""

@@ -1,7 +1,7 @@
-"""How sure a predicted number is: by formula alone, carried over from other runs here, or measured here.
+"""Say how sure a predicted number is: by formula alone, carried over from other runs here, or measured here.
 
-An interval holds measured over predicted. It narrows from what the formula is known for to the spread of the ratios that
-earlier runs left, as if the formula's interval were MIN_RECORDS records of its own: there is no jump at the first record.
+An interval holds measured over predicted. The interval narrows from the formula's own to the spread of the ratios that earlier
+runs left. The formula's interval counts as MIN_RECORDS records, so there is no jump at the first record.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ AGAIN: dict[Number, tuple[float, float]] = {"step": (0.8, 1.25), "allocated": (0
 
 @dataclass(frozen=True)
 class Correction:
-    """What to multiply a formula's number by, and how sure the result is."""
+    """The factor for a formula's number, and how sure the corrected number is."""
 
     factor: float
     basis: Basis
 
 
 def formula_interval(number: Number, plan: Plan) -> tuple[float, float]:
-    """Measured over predicted, before anything ran on the host."""
+    """Return the interval of measured over predicted before anything ran on the host."""
     if number == "step":
         return STEP
     if number == "allocated":
@@ -53,14 +53,20 @@ def by_formula(number: Number, plan: Plan) -> Basis:
 
 
 def measured_again(number: Number, ratios: Sequence[float]) -> Correction:
-    """Of the same plan of the same model on the same host: ``ratios`` of measured over formula, at least one."""
+    """Return the correction of a plan that ran before, with the same model on the same host.
+
+    ``ratios``: measured over formula, at least one.
+    """
     middle = median(sorted(math.log(ratio) for ratio in ratios))
     interval = _interval(AGAIN[number], [math.log(ratio) - middle for ratio in ratios], own=1)
     return Correction(math.exp(middle), Basis(tier="measured", interval=interval, num_records=len(ratios)))
 
 
 def transferred(interval: tuple[float, float], ratios: Sequence[float]) -> Correction:
-    """From other plans or models of the host: ``ratios``, one a plan. ``interval``: the formula's own."""
+    """Return the correction that other plans or models on the host suggest.
+
+    ``ratios``: measured over formula, one for each plan. ``interval``: the formula's own.
+    """
     trusted = min(len(ratios) / MIN_RECORDS, 1.0)
     moved = trusted * median(sorted(math.log(ratio) for ratio in ratios))
     spread = _interval(interval, [math.log(ratio) - moved for ratio in ratios], own=0)
@@ -68,14 +74,16 @@ def transferred(interval: tuple[float, float], ratios: Sequence[float]) -> Corre
 
 
 def held_spread(basis: Basis) -> float:
-    """The standard deviation of held memory, measured over predicted, that an interval stands for."""
+    """Return the standard deviation of held memory, measured over predicted, that an interval stands for."""
     low, high = basis.interval or (1.0, 1.0)
     return max(-math.log(low), math.log(high)) / INTERVAL_SIGMAS
 
 
 def _interval(prior: tuple[float, float], deviations: Sequence[float], *, own: int) -> tuple[float, float]:
-    """By the median deviation: one run beside a busy neighbour must not widen it. ``own``: deviations that are none, because the
-    middle was taken from them."""
+    """Return ``prior`` narrowed by the median deviation: one run beside a busy neighbour must not widen the interval.
+
+    ``own``: the number of deviations that do not count, because the middle was taken from them.
+    """
     spread = INTERVAL_SIGMAS * SIGMAS_OF_MEDIAN * median(sorted(abs(deviation) for deviation in deviations))
     count = len(deviations) - own
     low, high = (math.sqrt((MIN_RECORDS * math.log(side) ** 2 + count * spread**2) / (MIN_RECORDS + count)) for side in prior)

@@ -1,4 +1,4 @@
-"""A layer's segment when the layer is compiled: it keeps what torch.compile's partition keeps, and moves memory less."""
+"""Adapt a layer's segment to torch.compile: it keeps what the compiler's partition keeps, and moves less memory."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from upshift.planning.cost.divide import scaled, total
 
 
 def compiled_trace(trace: StepTrace) -> StepTrace:
-    """The same step with every layer compiled."""
+    """Return the trace of the same step with every layer compiled."""
     return trace.model_copy(update={"stacks": tuple(_stack(stack) for stack in trace.stacks)})
 
 
@@ -22,9 +22,10 @@ def _stack(stack: StackTrace) -> StackTrace:
 
 
 def when_compiled(segment: Segment, plain: Segment) -> Segment:
-    """``plain``: the same layer where it is not recomputed. Unchanged where it is not known what the compiled one keeps.
+    """Return the segment of the compiled layer, or ``segment`` if nothing says what the compiled layer keeps.
 
-    Temporaries of fused kernels are taken to be those of the operators they replace, which is more.
+    ``plain``: the segment of the same layer without recomputation. The temporaries of fused kernels are taken to be those of the
+    operators that they replace, which is more.
     """
     if plain.compiled is None:
         return segment

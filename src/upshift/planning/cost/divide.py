@@ -1,7 +1,8 @@
-"""The trace of one rank that shares every layer with others: tensor, sequence and context parallelism.
+"""Compute the trace of one rank that shares every layer with others: tensor, sequence and context parallelism.
 
-Every number of a trace is the sum of what is divided among ``t`` ranks and what each of them has: a + c / t. One rank of one
-and one of two (ModelProfile.step, tensor_parallel=2) say both. Terms of ``rise`` stand in the same order in the two.
+Every number of a trace is a + c / t on ``t`` ranks: each rank has ``a``, and all ranks together divide ``c``. The traces of one
+rank and of one of two ranks (ModelProfile.step, tensor_parallel=2) give both. The terms of ``rise`` stand in the same order in
+the two.
 """
 
 from __future__ import annotations
@@ -17,9 +18,12 @@ HALF_BYTES = 2
 def divide(
     whole: StepTrace, half: StepTrace, ranks: int, *, sequence_parallel: bool, hidden_size: int, keeps_inputs: bool = True
 ) -> StepTrace:
-    """The trace of one of ``ranks`` ranks. With sequence parallelism what each had is divided too, but for the inputs of the
-    layers' first matrices, which are gathered: a plain layer keeps them, a recomputed one, and any where not ``keeps_inputs``,
-    gathers them again (Korthikanti et al. 2022, section 4.2.2)."""
+    """Return the trace of one of ``ranks`` tensor-parallel ranks.
+
+    Sequence parallelism also divides what each rank had whole, but for the inputs of the layers' first matrices. Ranks gather
+    these inputs. A plain layer keeps them for the backward pass. A recomputed layer, and every layer if ``keeps_inputs`` is
+    false, gathers them again (Korthikanti et al. 2022, section 4.2.2).
+    """
     kept = _gathered(ranks, hidden_size) if sequence_parallel else None
     ways = whole.gaps_recomputed
     return whole.model_copy(
@@ -48,7 +52,8 @@ def _stack(one: StackTrace, two: StackTrace, ranks: int, kept: Polynomial | None
 
 
 def _gathered(ranks: int, hidden_size: int) -> Polynomial:
-    """What stays whole beside the part that sequence parallelism divides: as if each rank kept 1 - 1/t of it more."""
+    """Return the bytes that stay whole beside the part that sequence parallelism divides: each rank keeps 1 - 1/t of them more.
+    """
     return Polynomial(bs=GATHERED_INPUTS * HALF_BYTES * hidden_size * (1.0 - 1.0 / ranks))
 
 
@@ -70,8 +75,11 @@ def _layer(one: Segment, two: Segment, ranks: int, kept: Polynomial | None, *, k
 
 
 def divide_experts(profile: ModelProfile, trace: StepTrace, ranks: int) -> StepTrace:
-    """The trace of one of ``ranks`` ranks that share experts: of what does not grow with tokens (weights, their gradients and
-    kernels), a layer's own part of the experts. Each rank still has as many tokens for them."""
+    """Return the trace of one of ``ranks`` ranks that share experts.
+
+    Each rank has its part of what does not grow with tokens in the experts: weights, their gradients and kernels. It still has
+    as many tokens for its experts.
+    """
     stacks, number = [], 0
     for stack, traced in zip(profile.stacks, trace.stacks, strict=True):
         parts = [1.0] * len(traced.plain)
@@ -89,7 +97,7 @@ def divide_experts(profile: ModelProfile, trace: StepTrace, ranks: int) -> StepT
 
 
 def of_constants(layer: Segment, part: float) -> Segment:
-    """With this part of what does not grow with tokens: weights, their gradients and kernels."""
+    """Return the layer with ``part`` of what does not grow with tokens: weights, their gradients and kernels."""
 
     def less(polynomial: Polynomial) -> Polynomial:
         return polynomial._replace(one=polynomial.one * part)
@@ -112,7 +120,7 @@ def of_constants(layer: Segment, part: float) -> Segment:
 
 
 def experts_of(profile: ModelProfile, first: int, last: int) -> float:
-    """Parameters of all experts of these layers."""
+    """Return the number of parameters of all experts in layers ``first`` to ``last`` (exclusive)."""
     if profile.experts is None:
         return 0.0
     have_them = mixtures(profile)
@@ -120,18 +128,21 @@ def experts_of(profile: ModelProfile, first: int, last: int) -> float:
 
 
 def mixtures(profile: ModelProfile) -> list[bool]:
-    """Of every layer, whether it has experts. One smaller than the mean layer's experts has none."""
+    """Return for every layer whether it has experts. A layer that is smaller than the mean layer's experts has none."""
     mean = profile.experts.parameters / max(profile.num_layers, 1) if profile.experts else math.inf
     return [size >= mean for size in layer_sizes(profile)]
 
 
 def layer_sizes(profile: ModelProfile) -> list[int]:
-    """Trained parameters of every layer."""
+    """Return the number of trained parameters of every layer."""
     return [stack.layer_trainable[index] for stack in profile.stacks for index in stack.assignment]
 
 
 def keep_more(layer: Segment, extra: Polynomial, *, keeps: bool) -> Segment:
-    """A layer whose forward pass makes ``extra`` bytes more for the backward pass; a recomputed one makes them there again."""
+    """Return a layer whose forward pass makes ``extra`` more bytes for the backward pass.
+
+    If ``keeps`` is false, as in a recomputed layer, the backward pass makes these bytes again.
+    """
     nothing = Polynomial()
     left, again = (extra, nothing) if keeps else (nothing, extra)
 
@@ -168,7 +179,8 @@ def _pass(one: PassCost, two: PassCost, ranks: int) -> PassCost:
 
 
 def _shared_tokens(one: PassCost, two: PassCost, ranks: int, *, left: Polynomial, rise: Polynomial) -> PassCost:
-    """Everything divided; ``left`` and ``rise`` are what is whole beside it."""
+    """Return the cost with everything divided among the ranks. ``left`` and ``rise`` are the bytes that each rank has beside its
+    part."""
     divided = _pass(one, two, ranks)
     return divided.model_copy(
         update={
@@ -180,7 +192,7 @@ def _shared_tokens(one: PassCost, two: PassCost, ranks: int, *, left: Polynomial
 
 
 def _between(one: Polynomial, two: Polynomial, ranks: int) -> Polynomial:
-    """a + c / ranks through one = a + c and two = a + c / 2."""
+    """Return a + c / ranks, given ``one`` = a + c and ``two`` = a + c / 2."""
     share = 2.0 * (1.0 - 1.0 / ranks)
     return Polynomial(*(first + (second - first) * share for first, second in zip(one, two, strict=True)))
 

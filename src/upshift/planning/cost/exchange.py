@@ -1,8 +1,11 @@
-"""Seconds that ranks of one layout spend on exchanging what the computation does not hide.
+"""Predict the seconds for which the ranks of a layout wait for exchanges that computation does not hide.
 
-What hides what: fully_shard gathers a layer's weights while the one before computes, and reduces its gradients while the next
-one does; data parallelism reduces during the last backward pass; keys go round while attention computes. Tensor parallelism
-and experts wait for their exchange, and CPUs for all of it. How much there is: volumes.py.
+- fully_shard gathers a layer's weights while the layer before computes, and reduces its gradients while the next layer computes.
+- Data parallelism reduces gradients during the last backward pass.
+- Keys go round the ring while attention computes.
+- Tensor parallelism and expert parallelism wait for their exchanges. CPUs wait for all exchanges.
+
+volumes.py says how many bytes each exchange moves.
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ BACKWARD_SHARE = 2.0 / 3.0  # of a micro-batch's computation
 
 @dataclass(frozen=True)
 class Computed:
-    """Seconds that one micro-batch computes on a rank: all of it, and of that attention."""
+    """Seconds for which a rank computes one micro-batch: in all, and in attention."""
 
     total: float
     attention: float
@@ -31,7 +34,7 @@ class Computed:
 
 @dataclass(frozen=True)
 class Groups:
-    """Ranks are numbered tensor first, then context, data and pipeline."""
+    """The groups in which a rank exchanges. Ranks are numbered tensor first, then context, data and pipeline."""
 
     tensor: Group
     context: Group
@@ -42,7 +45,7 @@ class Groups:
 
 
 class UnknownLink(Exception):
-    """The host does not say how fast a link is that the layout needs."""
+    """Raised if the host does not say how fast a link is that the layout needs."""
 
 
 def groups_of(host: Host, plan: Plan) -> Groups:
@@ -62,7 +65,7 @@ def groups_of(host: Host, plan: Plan) -> Groups:
 
 @dataclass(frozen=True)
 class Exchange:
-    """All exchanges of an optimizer step of one rank. ``seconds`` raises UnknownLink."""
+    """All exchanges of one rank in an optimizer step. ``seconds`` raises UnknownLink."""
 
     host: Host
     profile: ModelProfile
@@ -72,7 +75,7 @@ class Exchange:
     known: Known
 
     def seconds(self) -> dict[str, float]:
-        """By kind of parallelism, what is not hidden; of all micro-batches."""
+        """Return the seconds of all micro-batches that are not hidden, by kind of parallelism."""
         return {name: value for name, value in self._terms() if value > 0.0}
 
     def _terms(self) -> Iterator[tuple[str, float]]:
@@ -96,7 +99,7 @@ class Exchange:
 
     @property
     def _hides(self) -> float:
-        """The share of the computation that exchanges may run beside. On CPUs the same cores do both."""
+        """Return the share of the computation beside which exchanges can run. On CPUs the same cores do both."""
         return 1.0 if self.plan.layout.overlap and self.plan.device != "cpu" else 0.0
 
     def _collective(self, operation: Collective, num_bytes: float, group: Group) -> float:
@@ -107,7 +110,7 @@ class Exchange:
         return found
 
     def _seconds(self, moved: Iterable[Moved], group: Group) -> float:
-        """Of collectives, one after the other."""
+        """Return the seconds of collectives that follow each other."""
         shared = self.plan.layout.expert_parallel
         same = Group(max(group.size // shared, 1), group.stride * shared, group.node_ranks)
         seconds = 0.0
@@ -140,7 +143,10 @@ class Exchange:
         return waited + volumes.gathers_outside * gather_outside + volumes.reductions * reduce_outside
 
     def _gradients(self, groups: Groups) -> float:
-        """Hidden by the last backward pass, but for the weights that ZeRO 1 sends back."""
+        """Return the seconds of the gradient exchange that the last backward pass does not hide.
+
+        It never hides the weights that ZeRO 1 sends back.
+        """
         hidden = self._hides * self.computed.total * BACKWARD_SHARE
         by_group = {"replicas": groups.replicas, "shard": groups.shard}
         moved = self._volumes.gradients()
@@ -153,8 +159,11 @@ class Exchange:
         return max(reduce - hidden, 0.0) + back + between
 
     def _pipeline(self, groups: Groups) -> float:
-        """What fills and drains the pipeline waits. 1F1B also waits in between: a stage has no more micro-batches under way than
-        there are stages from it to the last, and each of them goes there and back. Elsewhere others compute meanwhile."""
+        """Return the seconds for which a pipeline rank waits for transfers while the pipeline fills and drains.
+
+        1F1B also waits in between: a stage has no more micro-batches under way than there are stages from it to the last, and
+        each of them goes there and back. In the other schedules the rank computes other micro-batches meanwhile.
+        """
         layout, count = self.plan.layout, self.plan.gradient_accumulation_steps
         one = max(self._to_next(moved.num_bytes, groups.pipeline_stride) for moved in self._volumes.pipeline())
         ranks = layout.pipeline_parallel

@@ -1,20 +1,25 @@
-"""What layers keep, and move through memory, when norms, rotary embedding and gated activations are one kernel each.
+"""Predict what layers keep and move through memory if norms, rotary embedding and gated activations are one kernel each.
 
-Such a kernel keeps its input and nothing of what it computes on the way (Liger Kernel, arXiv 2410.10989; Transformer Engine).
-So between the passes a layer keeps, of every token, what goes into and comes out of its matrix products, and the input of each
-norm: no fp32 copies, no rotated and unrotated queries, no activation beside the gate. Read off the shapes of the weights:
+Such a kernel keeps its input and none of its intermediate results (Liger Kernel, arXiv 2410.10989; Transformer Engine). So
+between the passes a layer keeps for every token the inputs and outputs of its matrix products, and the input of each norm. It
+keeps no fp32 copies, no rotated and unrotated queries, and no activation beside the gate. The sizes follow from the shapes of
+the weights:
 
-- a matrix's side that is not the hidden size is kept, as the product's result or as another one's input; of a square matrix one;
-- sides of the hidden size are norms' outputs (kept once, whatever number of matrices reads them) or go into the residual sum;
-- a token sent to several experts is kept by each, with its own copy of the norm's output;
-- attention is one kernel too, whatever the traced one was: nothing that grows with the square of the length is ever in memory,
-  a causal one computes half of the scores, and the backward pass computes them again.
+- A matrix's side that is not the hidden size is kept, as the product's result or as another product's input. Of a square matrix
+  one side is kept.
+- Sides of the hidden size are the outputs of norms, which are kept once for all matrices that read them, or they go into the
+  residual sum.
+- If a token is sent to several experts, each expert keeps it, with its own copy of the norm's output.
+- Attention is one kernel too, whatever the traced one was. Nothing that grows with the square of the length is ever in memory. A
+  causal kernel computes half of the scores. The backward pass computes the scores again.
 
-A kernel between two products reads or writes each of these once forward; backward it reads them and writes their gradients.
-Beside them are the residual sums, and the copies of tokens for experts, which are sorted on their way. A weight's gradient is
-added to by the product that makes it where gradients stay in fp32 (Megatron-LM's gradient accumulation fusion).
+A kernel between two products reads or writes each of these once in the forward pass. In the backward pass it reads them and
+writes their gradients. Beside them are the residual sums, and the copies of tokens for experts, which are sorted on their way.
+Where gradients stay in fp32, the product that makes a weight's gradient also adds it up (Megatron-LM's gradient accumulation
+fusion).
 
-Ignored: what a kernel copies to have it contiguous, and keys of latent attention that are joined from two parts.
+Ignored: the copies that a kernel makes to have its input contiguous, and keys of latent attention that are joined from two
+parts.
 """
 
 from __future__ import annotations
@@ -33,11 +38,11 @@ SUM_WORDS = 2 * 3  # of the residual stream: two sums a layer, each reads two an
 # Copies of a token for its experts: written, read when their results are summed; between ranks each exchange is between an order
 # by experts and one by ranks, and sorting reads and writes them (Megatron Core's MoEAlltoAllTokenDispatcher).
 COPIED, COPIED_BETWEEN_RANKS = 2, 6
-TRACED_WORDS, FUSED_WORDS = 3, 2  # of a gradient that is added to: by an operator of its own, by the product
+TRACED_WORDS, FUSED_WORDS = 3, 2  # of a gradient that is added up: by a separate operator, by the product itself
 
 
 def fused_trace(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
-    """The same step with every layer's kernels fused."""
+    """Return the trace of the same step with the kernels of every layer fused."""
     kept, fused = Polynomial(bs=kept_bytes(profile, plan)), _Fused.of(profile, plan)
     stacks = tuple(
         StackTrace(
@@ -58,7 +63,7 @@ class _Fused:
     forward: float  # bytes that a layer moves, of a token
     backward: float
     accumulating: float  # bytes moved to add to a gradient, over those traced
-    visible: float  # of the scores, those that attention computes
+    visible: float  # share of the scores that attention computes
 
     @classmethod
     def of(cls, profile: ModelProfile, plan: Plan) -> _Fused:
@@ -67,7 +72,7 @@ class _Fused:
         return cls(forward, backward, fused, 0.5 if profile.objective == "causal-lm" else 1.0)
 
     def layer(self, layer: Segment, *, again: int) -> Segment:
-        """``again``: how often the backward pass repeats the forward one."""
+        """Return the layer with fused kernels. ``again``: how often the backward pass repeats the forward pass."""
         scores = scaled(layer.forward.matmul_flops, 0.5)
         backward = self.backward + again * self.forward
         return layer.model_copy(
@@ -82,7 +87,10 @@ class _Fused:
         return gap.model_copy(update={"backward_accumulating": self._accumulating(gap.backward_accumulating)})
 
     def _pass(self, cost: PassCost, moved: float, scores: Polynomial) -> PassCost:
-        """``scores``: FLOPs of computing them again, in what grows with the square of the length."""
+        """Return the cost of a pass whose kernels move ``moved`` bytes for each token.
+
+        ``scores``: FLOPs to compute the scores again, in the terms that grow with the square of the length.
+        """
 
         def linear(size: Polynomial) -> Polynomial:
             return size._replace(ss=0.0, bss=0.0)
@@ -104,7 +112,7 @@ class _Fused:
 
 
 def kept_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """Of one token, by one layer (the mean of all), on one of the ranks that share it."""
+    """Return the bytes that one layer (the mean of all) keeps for each token, on one of the ranks that share the layer."""
     layout, hidden = plan.layout, float(profile.hidden_size or 0)
     norms = GATHERED_INPUTS * hidden
     outputs = norms / (_sharing_tokens(plan) if layout.gather_again else 1)
@@ -115,7 +123,10 @@ def kept_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 
 def moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
-    """Of one token, by one layer (the mean of all) forward and backward, on one of the ranks that share it."""
+    """Return the bytes that one layer (the mean of all) moves for each token, forward and backward.
+
+    The bytes are those of one of the ranks that share the layer.
+    """
     layout, hidden, size = plan.layout, float(profile.hidden_size or 0), compute_bytes(plan)
     passes = COPIED if layout.expert_parallel == 1 else COPIED_BETWEEN_RANKS
     copies = passes * _copies(profile, hidden) / layout.tensor_parallel
@@ -125,12 +136,13 @@ def moved_bytes(profile: ModelProfile, plan: Plan) -> tuple[float, float]:
 
 
 def _sharing_tokens(plan: Plan) -> int:
-    """Ranks among which the tokens between the matrices are divided."""
+    """Return the number of ranks among which the tokens between the matrices are divided."""
     return plan.layout.tensor_parallel if plan.layout.sequence_parallel else 1
 
 
 def _widths(profile: ModelProfile, hidden: float) -> float:
-    """Elements of a token around the matrix products of one layer, but for those of the hidden size between them."""
+    """Return the elements of a token around the matrix products of one layer, without those of the hidden size between the
+    products."""
     total = 0.0
     for shape in trained_shapes(profile):
         if len(shape.shape) == 2 and shape.shape[0] != profile.vocab_size:
@@ -143,7 +155,8 @@ def _widths(profile: ModelProfile, hidden: float) -> float:
 
 
 def _copies(profile: ModelProfile, hidden: float) -> float:
-    """Elements of a token's copies for its experts: each layer with experts has two stacks of matrices, in and out of them."""
+    """Return the elements of a token's copies for its experts. Each layer with experts has two stacks of matrices, in and out of
+    them."""
     if profile.experts is None:
         return 0.0
     mixtures = sum(shape.count for shape in trained_shapes(profile) if len(shape.shape) == 3) / 2.0

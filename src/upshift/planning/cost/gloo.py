@@ -1,9 +1,9 @@
-"""Seconds of exchanges between processes on CPUs, which are gloo's.
+"""Predict the seconds of exchanges between processes on CPUs, which use gloo.
 
-Its rings know no nodes: in each of their steps every rank sends to the next one. A scatter of sums sums everything and keeps a
-part: it moves what a sum does (counted on the loopback device, torch 2.13; docs/log.md). Inside a node the time is scaled from
-what two processes were measured to do there; more processes than cores take turns. Nothing is hidden behind computation: the
-cores that would compute move the bytes.
+gloo's rings know no nodes: in each of their steps every rank sends to the next one. gloo's reduce_scatter sums the whole tensor
+and keeps a part, so it moves as much as an all_reduce (counted on the loopback device, torch 2.13; docs/log.md). Inside a node
+the time is scaled from what two processes were measured to need there. More processes than cores take turns. Computation hides
+nothing, because the cores that would compute move the bytes.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ if TYPE_CHECKING:
     from upshift.planning.cost.network import Group
 
 MEASURED_PROCESSES = 2
-SUMS = ("all_reduce", "reduce_scatter")  # a scatter of sums is a sum of which a part is kept
+SUMS = ("all_reduce", "reduce_scatter")  # gloo's reduce_scatter is an all_reduce of which a rank keeps a part
 LATENCY, BYTES_PER_SECOND = 300e-6, 2.5e9  # of two processes that were not measured; a sum on a 2-core Zen 4: 0.3 ms, 1 to 2 GB/s
 NETWORK_LATENCY = 50e-6  # of a TCP message between two hosts, where not measured
 TCP_EFFICIENCY = 0.9  # of the port's specified rate, where not measured: headers and acknowledgements take 5 to 10 %
 
 
 def collective_seconds(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
-    """As network.collective_seconds, of a group with several ranks. None: the link between nodes is unknown."""
+    """Return the same as network.collective_seconds, for a group of several ranks. None: the link between nodes is unknown."""
     inside = 0.0
     if group.per_node > 1:
         scale = _volume(operation, group.size) / _volume(operation, MEASURED_PROCESSES)
@@ -42,19 +42,23 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
 
 
 def send_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
-    """From a rank to the one ``stride`` further, all ranks of a node sending at once where it leaves the node."""
+    """Return the seconds to send to the rank that is ``stride`` further.
+
+    If the transfer leaves the node, all ranks of the node send at once.
+    """
     if stride < node_ranks:
         return _between_processes(host, "send", num_bytes, node_ranks)
     return _network_seconds(host, num_bytes * node_ranks)
 
 
 def _volume(operation: Collective, ranks: int) -> float:
-    """Of the tensor, what one rank sends."""
+    """Return the part of the tensor that one rank sends."""
     return (2.0 if operation in SUMS else 1.0) * (ranks - 1) / ranks
 
 
 def _between_processes(host: Host, operation: Exchange, num_bytes: float, processes: int, *, steps: int = 1) -> float:
-    """``num_bytes``: of a tensor that two exchange in the same time."""
+    """Return the seconds of an exchange inside a node. ``num_bytes``: of a tensor that two processes exchange in the same time.
+    """
     found = host.measured.exchanges.get(operation) if host.measured else None
     latency = found.latency_seconds if found is not None and found.latency_seconds is not None else LATENCY
     rate = found.bytes_per_second if found is not None else BYTES_PER_SECOND
@@ -64,7 +68,7 @@ def _between_processes(host: Host, operation: Exchange, num_bytes: float, proces
 
 
 def _network_seconds(host: Host, num_bytes: float, *, steps: int = 1) -> float | None:
-    """Of so many bytes through a node's port."""
+    """Return the seconds to send ``num_bytes`` through a node's port. None: the link is unknown."""
     link = host.inter_node
     if link is None:
         return None

@@ -1,4 +1,4 @@
-"""What many plans of one host, model and workload have in common, computed once."""
+"""Compute once what many plans of one host, model and workload have in common."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ T = TypeVar("T")
 
 
 class Known:
-    """Belongs to one host, model and workload: keys name the fields of a plan that a value follows from."""
+    """A cache for one host, model and workload. A key names the fields of a plan that determine the value."""
 
     def __init__(self) -> None:
         self._values: dict[Hashable, Any] = {}
@@ -17,7 +17,7 @@ class Known:
     def get(self, key: Hashable, make: Callable[[], T]) -> T:
         found: T
         try:
-            found = self._values[key]  # one look: keys are long, and hashed anew each time
+            found = self._values[key]  # one look-up: keys are long, and each look-up hashes them anew
         except KeyError:
             found = self._values[key] = make()
         return found

@@ -1,9 +1,9 @@
-"""Memory of a job's life around its training steps: loading, the first step, evaluation, saving and resuming, on the rank that
-needs most.
+"""Predict the memory of a job around its training steps, on the rank that needs most: loading, the first step, evaluation,
+saving, resuming.
 
-Bytes by part, as those of a step. What a phase keeps beside the model is what training/ does in it: weights are read tensor by
-tensor; the optimizer's state is born in the first update; evaluation runs the steps' micro-batches without gradients; a save
-copies weights and optimizer state to host memory, and writes without copies where that has no room. A training run generates
+Bytes are listed by part, as those of a step. Each phase follows what training/ does in it. Loading reads weights tensor by
+tensor. The first update creates the optimizer state. Evaluation runs the steps' micro-batches without gradients. A save copies
+weights and optimizer state to host memory, and writes without copies if they have no room there. A training run generates
 nothing.
 """
 
@@ -15,12 +15,14 @@ from upshift.planning.cost.segments import place_segments
 from upshift.planning.cost.share import share_of, stages
 from upshift.planning.plan import Plan
 
-WITH_LOGITS = "evaluation with logits"  # for metrics of a user's own; upshift train needs the loss alone
+WITH_LOGITS = "evaluation with logits"  # for a user's own metrics; upshift train needs only the loss
 
 
 def life(profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory, *, shape: tuple[int, int]) -> dict[str, Peak]:
-    """Every phase, in order. ``memory``: of a steady step; ``shape``: rows and tokens a row of the largest micro-batch. On a CUDA
-    device saving takes host memory: no phase here."""
+    """Return the peak of every phase, in order. On a CUDA device saving takes host memory, so it is no phase here.
+
+    ``memory``: of a steady step. ``shape``: rows and tokens a row of the largest micro-batch.
+    """
     stage = stages(profile, plan)[-1]
     share = share_of(profile, plan, stage)
     largest = float(profile.parameters.largest * plan.parameter_bytes)
@@ -38,7 +40,7 @@ def life(profile: ModelProfile, trace: StepTrace, plan: Plan, memory: StepMemory
 
 
 def needed(phase: str, peak: Peak) -> float:
-    """Bytes without which the phase fails: a save that has no room for copies writes without them."""
+    """Return the bytes without which the phase fails. A save that has no room for copies writes without them."""
     return peak.total - (peak.parts.get("communication", 0.0) if phase == "save" else 0.0)
 
 
@@ -49,7 +51,7 @@ def _peak(parts: dict[str, float]) -> Peak:
 
 
 def _first_step(memory: StepMemory) -> Peak:
-    """The optimizer's state is not there before the first update."""
+    """Return the peak of the first step: the optimizer state does not exist before the first update."""
     peak = Peak()
     for name, phase in memory.phases.items():
         peak.offer(phase.parts if name == "optimizer" else {**phase.parts, "optimizer": 0.0})
@@ -57,7 +59,10 @@ def _first_step(memory: StepMemory) -> Peak:
 
 
 def _evaluation(profile: ModelProfile, trace: StepTrace, plan: Plan, shape: tuple[int, int]) -> dict[str, float]:
-    """Without gradients a layer leaves nothing but its result: one layer's highest moment, or the head's, beside it."""
+    """Return the bytes of a micro-batch without gradients, by part.
+
+    A layer leaves only its result. Beside it is the highest moment of one layer, or of the head.
+    """
     batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
     stage = stages(profile, plan)[-1]
     placed = place_segments(profile, trace, plan.model_copy(update={"activation_checkpointing": 0}), stage)

@@ -1,9 +1,9 @@
-"""Predicted memory of a training step, by phase and part, by walking the profile's segments.
+"""Predict the memory of a training step, by phase and part, from the profile's segments.
 
-Allocated bytes are exact where the traced operators are those that run (COSTS.md D2, D3): eager kernels on one device.
-Ignored: scratch inside kernels (under 1.1 % of the peak where measured; on a CPU with bf16 instructions oneDNN's products take
-0.05 to 0.2 MB a thread). A compiled layer keeps what torch.compile's own partition keeps (cost/compiled.py); its temporaries
-are taken to be those of the operators that it fuses, which is more.
+Allocated bytes are exact where the traced operators are those that run (COSTS.md D2, D3): eager kernels on one device. Ignored:
+scratch inside kernels (under 1.1 % of the peak where measured; on a CPU with bf16 instructions oneDNN's products take 0.05 to
+0.2 MB a thread). A compiled layer keeps what torch.compile's own partition keeps (cost/compiled.py). Its temporaries are taken
+to be those of the operators that it fuses, which is more.
 """
 
 from __future__ import annotations
@@ -27,8 +27,11 @@ PHASES = ("forward", "backward", "optimizer")
 
 @dataclass(frozen=True)
 class StepMemory:
-    """Bytes by phase, of one process. ``recomputed``: what the backward pass of one recomputed layer makes and drops.
-    ``half_logits``: bytes of the logits before their fp32 copy, where the loss makes one."""
+    """Bytes by phase, of one process.
+
+    ``recomputed``: bytes that the backward pass of one recomputed layer makes and drops. ``half_logits``: bytes of the logits
+    before their fp32 copy, if the loss makes one.
+    """
 
     phases: dict[str, Peak]
     recomputed: float = 0.0
@@ -44,7 +47,7 @@ class StepMemory:
 
 
 def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
-    """The same with what comes and goes scaled, so that the peak is the measured one (compiled layers save less)."""
+    """Return ``memory`` with its passing parts scaled so that the peak is the measured one (compiled layers save less)."""
     highest = memory.phases[memory.peak_phase]
     lasting = sum(highest.parts.get(part, 0.0) for part in LASTING_PARTS)
     factor = max(peak_bytes - lasting, 0.0) / max(highest.total - lasting, 1.0)
@@ -56,10 +59,10 @@ def scaled_to(memory: StepMemory, peak_bytes: float) -> StepMemory:
 
 
 def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape: tuple[int, int] | None = None) -> StepMemory:
-    """Peak bytes of a steady optimizer step (the second and later ones: the optimizer's state exists), of the rank that needs
-    most.
+    """Return the peak bytes of a steady optimizer step, on the rank that needs most.
 
-    ``shape``: rows and tokens a row of the largest micro-batch; None: the plan's own.
+    A steady step is the second or a later one: the optimizer state exists. ``shape``: rows and tokens a row of the largest
+    micro-batch; None: the plan's own.
     """
     shape = shape or (plan.per_device_train_batch_size, plan.sequence_length)
     of_ranks = []
@@ -74,30 +77,30 @@ def predict_memory(profile: ModelProfile, trace: StepTrace, plan: Plan, *, shape
 
 
 def accumulates(plan: Plan) -> bool:
-    """Whether gradients exist before a backward pass: of an earlier micro-batch, or as the buckets that ranks exchange."""
+    """Return whether gradients exist before a backward pass: of an earlier micro-batch, or as the buckets that ranks exchange."""
     buckets = plan.device != "cpu" and plan.num_processes > 1
     return plan.gradient_accumulation_steps > 1 or buckets or plan.layout != ALONE
 
 
 @dataclass(frozen=True)
 class Walk:
-    """What comes and goes while one micro-batch runs on a rank, and what it leaves there while another one takes its turn."""
+    """The memory that comes and goes while one micro-batch runs on a rank, and that it leaves there while another one runs."""
 
     first: Peaks | None  # gradients are born in the backward pass; None where they always exist
-    later: Peaks  # they exist
+    later: Peaks  # gradients exist before the backward pass
     left: float
     left_of_loss: float
     recomputed: float
     batch: float
     hidden: float  # hidden states at the border of two layers
-    outputs: float  # gradients of what weights yield: all of them wait where weights' own gradients are computed later
+    outputs: float  # gradients of the products with weights: all wait if the weights' gradients are computed later
     half_logits: float
 
 
 def walk_stage(
     profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, *, shape: tuple[int, int], known: Known | None = None
 ) -> Walk:
-    """The same for every plan that shares neither more nor fewer layers and tokens."""
+    """Walk through one micro-batch on a rank. The result is the same for all plans that share the same layers and tokens."""
     batch, sequence = shape[0], -(-shape[1] // plan.layout.context_parallel)
     placed, piped = place_segments(profile, trace, plan, stage, known=known), plan.layout.pipeline_parallel > 1
     hidden = float(batch * sequence * (profile.hidden_size or 0) * residual_bytes(plan))
@@ -125,7 +128,7 @@ def walk_stage(
 
 
 def add_share(walk: Walk, profile: ModelProfile, plan: Plan, stage: Stage, share: Share) -> StepMemory:
-    """The step's memory on a rank that has ``share`` of the model and whose micro-batches wait as the pipeline says."""
+    """Return the memory of the step on a rank that has ``share`` of the model. Its micro-batches wait as the pipeline says."""
     waiting = stage.waiting
     resident = _resident(share, profile, walk.batch * waiting.batches)
     phases = {name: Peak() for name in PHASES}
@@ -154,7 +157,10 @@ def _add(
     resident: dict[str, float],
     now: tuple[float, float, float],
 ) -> None:
-    """``now``: micro-batches whose activations are there, bytes of gradients, and of hidden states in buffers."""
+    """Offer the peaks of one micro-batch to ``phases``.
+
+    ``now``: the micro-batches whose activations exist, the bytes of gradients, and the bytes of hidden states in buffers.
+    """
     count, gradients, in_transit = now
     others = (count - 1.0) * (walk.left + walk.left_of_loss * waiting.losses) if count > 1.0 else 0.0
     for moment, peak in peaks.found.items():
@@ -167,7 +173,7 @@ def _add(
 
 
 def _outputs_of_weights(profile: ModelProfile, plan: Plan, stage: Stage, tokens: int) -> float:
-    """Bytes of the gradients of everything that a weight of the stage is multiplied with: a row of outputs for each token."""
+    """Return the bytes of the gradients of every product with a weight of the stage: a row of outputs for each token."""
     width, vocabulary = 0.0, profile.vocab_size or 0
     for shape in trained_shapes(profile):
         if len(shape.shape) == 2 and shape.shape[0] != vocabulary:
@@ -187,7 +193,7 @@ def _resident(share: Share, profile: ModelProfile, batch: float) -> dict[str, fl
 def _predict_first_backward(
     profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage, share: Share, shape: tuple[int, int]
 ) -> StepMemory:
-    """One process whose gradients are born in the step's only backward pass."""
+    """Return the memory of one process whose gradients are born in the only backward pass of the step."""
     placed, peaks = place_segments(profile, trace, plan, stage), Peaks(apart=False)
     resident = _resident(share, profile, batch_bytes(profile, plan, *shape))
     live = walk_forward(peaks, resident, placed, 0.0, plan, *shape)
@@ -200,7 +206,10 @@ def _predict_first_backward(
 
 
 def _logits(profile: ModelProfile, plan: Plan, tokens: int) -> float:
-    """Bytes of a rank's logits, apart from what the loss makes of them. Kernels of its own compute it from them alone."""
+    """Return the bytes of a rank's logits, without what the loss makes of them.
+
+    They are 0 where the loss is computed in chunks or by a kernel of its own.
+    """
     if plan.loss_chunk_tokens or plan.loss_kernel != "eager":
         return 0.0
     ranks = plan.layout.tensor_parallel if plan.layout.vocabulary_parallel else 1
@@ -221,7 +230,10 @@ def _recomputed(placed: list[Placed], batch: int, sequence: int) -> float:
 
 
 def batch_bytes(profile: ModelProfile, plan: Plan, batch: int, sequence: int) -> float:
-    """Token ids and labels (int64), and position ids or a mask where the plan passes one. Images: the trace's own input."""
+    """Return the bytes of token ids and labels (int64), and of position ids or a mask where the plan passes one.
+
+    Return 0 for images: they are the trace's own input.
+    """
     if profile.objective == "image-classification":
         return 0.0
     tensors = 3 if plan.packing or profile.objective != "causal-lm" else 2

@@ -1,8 +1,8 @@
-"""Seconds of collectives: latency and bandwidth inside a node, and the node's share of the network between nodes.
+"""Predict the seconds of collectives: latency and bandwidth inside a node, and the node's share of the network between nodes.
 
 A collective that leaves a node moves each node's missing part through that node's ports once, whatever the ranks inside do
-(hierarchical or rail-aligned rings); groups side by side on a node share its ports (COSTS.md D5: contention as in SimuMax).
-The part inside a node and the part between nodes overlap: the slower one counts. Processes on CPUs: gloo.py.
+(hierarchical or rail-aligned rings). Groups side by side on a node share its ports (COSTS.md D5: contention as in SimuMax). The
+part inside a node and the part between nodes overlap: the slower one counts. gloo.py is for processes on CPUs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ NETWORK_EFFICIENCY = 0.85  # of the ports' specified rate
 
 
 class Group(NamedTuple):
-    """Ranks of one collective: ``size`` of them, ``stride`` apart, on nodes of ``node_ranks``."""
+    """The ranks of one collective: ``size`` of them, ``stride`` apart, on nodes of ``node_ranks``."""
 
     size: int
     stride: int
@@ -32,7 +32,7 @@ class Group(NamedTuple):
 
     @property
     def per_node(self) -> int:
-        """Ranks of the group on one node."""
+        """Return the number of ranks of the group on one node."""
         return max(min(self.size, self.node_ranks // self.stride), 1)
 
     @property
@@ -41,13 +41,15 @@ class Group(NamedTuple):
 
     @property
     def side_by_side(self) -> int:
-        """Groups that share a node's ports."""
+        """Return the number of groups that share a node's ports."""
         return max(self.node_ranks // self.per_node, 1)
 
 
 def collective_seconds(host: Host, operation: Collective, num_bytes: float, group: Group) -> float | None:
-    """``num_bytes``: of the whole tensor, as it is when gathered or before it is reduced; of one rank's own where all send to
-    all. None: a link is unknown."""
+    """Return the seconds of a collective. None: a link is unknown.
+
+    ``num_bytes``: of the whole tensor, as it is when gathered or before it is reduced. For all_to_all: of one rank's own tensor.
+    """
     if group.size == 1 or num_bytes <= 0:
         return 0.0
     if host.device == "cpu":
@@ -58,7 +60,10 @@ def collective_seconds(host: Host, operation: Collective, num_bytes: float, grou
 
 
 def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ranks: int) -> float | None:
-    """From a rank to the one ``stride`` further, all ranks of a node sending at once where it leaves the node."""
+    """Return the seconds to send to the rank that is ``stride`` further. None: a link is unknown.
+
+    If the transfer leaves the node, all ranks of the node send at once.
+    """
     if host.device == "cpu":
         return gloo.send_seconds(host, num_bytes, stride=stride, node_ranks=node_ranks)
     if stride < node_ranks:
@@ -71,7 +76,7 @@ def point_to_point_seconds(host: Host, num_bytes: float, *, stride: int, node_ra
 
 
 def _volume(operation: Collective, ranks: int) -> float:
-    """Of the tensor, what one rank sends (or receives) over its own link."""
+    """Return the part of the tensor that one rank sends (or receives) over its own link."""
     return (2.0 if operation == "all_reduce" else 1.0) * (ranks - 1) / ranks
 
 
@@ -89,7 +94,10 @@ def _inside_node(host: Host, operation: Collective, num_bytes: float, ranks: int
 
 
 def _link_share(host: Host) -> float:
-    """The host's own link over the one that its GPU is listed with, which was fitted: faster ones count in proportion."""
+    """Return the rate of the host's own link over the rate that its GPU is listed with.
+
+    The fit is of the listed link. Faster links count in proportion.
+    """
     if host.gpu is None or host.intra_node is None or host.gpu.nvlink_bytes_per_second is None:
         return 1.0
     return host.intra_node.bytes_per_second / host.gpu.nvlink_bytes_per_second

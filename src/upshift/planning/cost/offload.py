@@ -1,7 +1,8 @@
-"""Frozen weights of the layers that are not where they are multiplied: a step reads them layer by layer, forward and backward.
+"""Predict the memory and time of frozen layer weights that are kept on the host or on disk.
 
-Beside them stay two buffers of a layer's size: one is read while the other computes. An embedding that is not tied to the head is
-looked up in its file: only the rows of a batch's tokens are read. What else there is, such as the head, stays in memory.
+A step reads these weights layer by layer, forward and backward. Two buffers of a layer's size stay in memory: the step reads
+into one while the other computes. An embedding that is not tied to the head is looked up in its file, so a step reads only the
+rows of a batch's tokens. All other weights, such as the head, stay in memory.
 """
 
 from __future__ import annotations
@@ -14,14 +15,14 @@ from upshift.planning.cost.rates import host_link
 from upshift.planning.plan import Plan
 
 PASSES = 2  # forward and backward; what is recomputed is there already when its backward pass begins
-BUFFERS = 2  # what is in them where a pass ends begins the next one, which goes the other way
+BUFFERS = 2  # the next pass goes the other way, and begins with the layers that the buffers hold
 
 
 class Offloaded(NamedTuple):
-    """Bytes of weights."""
+    """Bytes of the weights that are not kept in memory, and of the buffers for them."""
 
-    layers: float = 0.0  # that a pass reads
-    rows: float = 0.0  # that are looked up
+    layers: float = 0.0  # read by each pass
+    rows: float = 0.0  # looked up row by row
     buffers: float = 0.0
 
     @property
@@ -47,7 +48,7 @@ def offloaded(profile: ModelProfile, plan: Plan) -> Offloaded:
 
 
 def frozen_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """Of the layers."""
+    """Return the bytes of the frozen weights of the layers."""
     parameters = profile.parameters
     return float(parameters.layers - parameters.trainable_layers) * _element(profile, plan)
 
@@ -57,7 +58,10 @@ def _element(profile: ModelProfile, plan: Plan) -> int:
 
 
 def waiting_seconds(profile: ModelProfile, plan: Plan, host: Host, computed: float) -> dict[str, float]:
-    """Of a step, whose micro-batches compute for ``computed`` seconds while the next layer is read. Empty where nothing is."""
+    """Return the seconds for which a step waits for weights, by the place that it waits for; empty if no weights are offloaded.
+
+    ``computed``: the seconds for which the step's micro-batches compute, while the next layer is read.
+    """
     if plan.weight_offload == "none":
         return {}
     link = host_link(host) if plan.device == "cuda" else None

@@ -1,4 +1,4 @@
-"""What each optimizer holds, allocates and computes, from the shapes of the parameters that it trains."""
+"""Compute what each optimizer holds, allocates and computes, from the shapes of the parameters that it trains."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from upshift.planning.plan import Plan
 
 STEP_BYTES = 4.0  # a step count is an fp32 tensor of its own
 SMALL_ELEMENTS = 4096  # torchao and bitsandbytes keep smaller tensors in full precision
-LOW_BIT_BLOCK = 256  # elements that share one fp32 scale: what transformers gives both torchao optimizers
+LOW_BIT_BLOCK = 256  # elements that share one fp32 scale: transformers' value for both torchao optimizers
 STOCHASTIC_CHUNK = {"cpu": 2**16, "cuda": 2**24}  # elements updated at once (training/optimizers/stochastic.py)
 STOCHASTIC_CHUNK_BYTES = 4 * 4 + 4 + 4  # fp32 weight, gradient and moments, random bits, their half in use
 LOW_BIT_WORKSPACE = {"adamw_torch_8bit": 8.0, "adamw_torch_4bit": 26.0}  # bytes an element, compiled for a CPU
@@ -32,23 +32,23 @@ LOW_BIT_COMPILE_SECONDS, SMALL_COMPILE_SECONDS = 5.0, 0.5
 
 
 def trained_shapes(profile: ModelProfile) -> tuple[ParameterShape, ...]:
-    """The parameters that an optimizer is given: its state depends on their shapes."""
+    """Return the shapes of the trained parameters, on which the optimizer state depends."""
     return profile.parameters.trainable_shapes
 
 
 def trained_elements(profile: ModelProfile) -> int:
-    """Of all of ``trained_shapes`` together."""
+    """Return the number of elements of all ``trained_shapes`` together."""
     return profile.parameters.trainable
 
 
 def element_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """Of a trained parameter: adapters stay fp32 beside bf16 weights."""
+    """Return the mean bytes of an element of a trained parameter: adapters stay fp32 beside bf16 weights."""
     parameters = profile.parameters
     return parameters.gradient_bytes(plan.parameter_bytes) / max(parameters.trainable, 1)
 
 
 def state_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """State as the optimizer allocates it, in one process; 0 where it is kept on the host."""
+    """Return the bytes of the optimizer state as the optimizer allocates it, in one process; 0 where it is kept on the host."""
     if plan.optim_offload:
         return 0.0
     optim = ALIASES.get(plan.optim, plan.optim)
@@ -59,7 +59,7 @@ def state_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 
 def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape], float]:
-    """Bytes of one parameter's state; ``size``: of one of its elements."""
+    """Return a function from a parameter's shape to the bytes of its state. ``size``: bytes of one element of a parameter."""
     options, added = read_optim_args(plan.optim, plan.optim_args), optimizers()[plan.optim].added
     if added is not None:
         return lambda shape: added.state_words * size * shape.elements
@@ -82,26 +82,29 @@ def _state_of(optim: str, plan: Plan, size: float) -> Callable[[ParameterShape],
 
 
 def rounds_stochastically(plan: Plan) -> bool:
-    """Whether the update is the one of training/optimizers/stochastic.py."""
+    """Return whether the update is the one of training/optimizers/stochastic.py."""
     return plan.precision == "bf16-weights" and optimizers()[plan.optim].library is None
 
 
 def _low_bit_state(elements: int, bits: int, block: int, parameter_bytes: float) -> float:
-    """Codes, fp32 scales and a table of fp32 values for each of two moments (torchao.optim)."""
+    """Return the bytes of codes, fp32 scales and a table of fp32 values for each of two moments (torchao.optim)."""
     if elements < SMALL_ELEMENTS or elements % block:
         return 2.0 * elements * parameter_bytes
     return 2.0 * (elements * bits / 8 + 4 * elements / block + 4 * (1 << bits))
 
 
 def _bitsandbytes_state(elements: int) -> float:
-    """Codes and fp32 scales; the tables of values are shared by all parameters."""
+    """Return the bytes of codes and fp32 scales. All parameters share the tables of values."""
     if elements < SMALL_ELEMENTS:
         return 2.0 * 4 * elements
     return 2.0 * (elements + 4 * -(-elements // LOW_BIT_BLOCK))
 
 
 def _adafactor_state(shape: tuple[int, ...]) -> float:
-    """Row and column second moments of matrices, the full one of vectors (transformers.Adafactor, whose scale is one more)."""
+    """Return the elements of the second moments: rows and columns of matrices, all of vectors.
+
+    The scale of transformers.Adafactor is one element more.
+    """
     if len(shape) < 2:
         return float(prod(shape))
     outer = prod(shape[:-2])
@@ -109,28 +112,30 @@ def _adafactor_state(shape: tuple[int, ...]) -> float:
 
 
 def hidden_matrices(profile: ModelProfile) -> tuple[ParameterShape, ...]:
-    """The two-dimensional parameters of the layers, which Muon updates."""
+    """Return the two-dimensional parameters of the layers, which Muon updates."""
     parameters = profile.parameters
     outside = {parameters.embedding, parameters.head}
     return tuple(shape for shape in trained_shapes(profile) if len(shape.shape) == 2 and shape.elements not in outside)
 
 
 def _hidden_elements(profile: ModelProfile) -> float:
-    """Elements of the layers' matrices: what the layers have without their vectors and stacks of matrices. The profile
-    does not say which vectors are the layers' own; those outside are one or two of the hidden size."""
+    """Return the elements of the layers' matrices: the layers without their vectors and stacks of matrices.
+
+    The profile does not say which vectors belong to the layers. Those outside are one or two of the hidden size.
+    """
     others = sum(shape.count * shape.elements for shape in trained_shapes(profile) if len(shape.shape) != 2)
     return max(float(profile.parameters.trainable_layers - others), 0.0)
 
 
 def _muon_state_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """One moment of the layers' matrices, two and a step count of everything else."""
+    """Return the bytes of one moment for the layers' matrices, and of two moments and a step count for everything else."""
     shapes, total = trained_shapes(profile), trained_elements(profile)
     steps = STEP_BYTES * (sum(shape.count for shape in shapes) - sum(shape.count for shape in hidden_matrices(profile)))
     return steps + element_bytes(profile, plan) * (2.0 * total - _hidden_elements(profile))
 
 
 def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """Temporaries at the height of the update, all parameters being updated in one call."""
+    """Return the bytes of temporaries at the height of the update, when all parameters are updated in one call."""
     shapes = trained_shapes(profile)
     largest = max(shape.elements for shape in shapes)
     if plan.optim_offload:
@@ -144,7 +149,7 @@ def workspace_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 
 def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> float:
-    """Temporaries of the update of one parameter of ``elements``."""
+    """Return the bytes of temporaries when one parameter of ``elements`` elements is updated."""
     size = element_bytes(profile, plan)
     if rounds_stochastically(plan):
         return float(STOCHASTIC_CHUNK_BYTES * min(elements, STOCHASTIC_CHUNK[plan.device]))
@@ -159,12 +164,12 @@ def update_workspace_bytes(profile: ModelProfile, plan: Plan, elements: int) -> 
 
 
 def _newton_schulz_bytes(shape: tuple[int, ...]) -> float:
-    """The fp32 update, it and its next iterate in bf16, two Gram matrices in bf16."""
+    """Return the bytes of the fp32 update, of the update and its next iterate in bf16, and of two Gram matrices in bf16."""
     return 4.0 * prod(shape) + 2 * 2.0 * prod(shape) + 2 * 2.0 * min(shape) ** 2
 
 
 def update_words(plan: Plan) -> float:
-    """Read and written by the update, in words of a parameter's size, for each parameter."""
+    """Return how much the update reads and writes for each parameter, in words of a parameter's size."""
     added = optimizers()[plan.optim].added
     if added is not None:
         return added.update_words
@@ -173,14 +178,14 @@ def update_words(plan: Plan) -> float:
 
 
 def update_core_seconds(plan: Plan) -> float:
-    """Of one core for each parameter, where the update computes more than it moves."""
+    """Return the seconds of one core for each parameter, where the update computes more than it moves."""
     if plan.device != "cpu":
         return 0.0
     return STOCHASTIC_CORE_SECONDS if rounds_stochastically(plan) else CORE_SECONDS.get(plan.optim, 0.0)
 
 
 def update_flops(profile: ModelProfile, plan: Plan) -> float:
-    """Matrix products of Newton-Schulz iterations (Muon): m x n, m the smaller, needs 4 m^2 n + 2 m^3 for each."""
+    """Return the FLOPs of Newton-Schulz iterations (Muon): each needs 4 m^2 n + 2 m^3 for a matrix m x n, with m the smaller."""
     if plan.optim != "muon":
         return 0.0
     flops = 0.0
@@ -191,7 +196,7 @@ def update_flops(profile: ModelProfile, plan: Plan) -> float:
 
 
 def compile_seconds(profile: ModelProfile, plan: Plan) -> float:
-    """Of an optimizer that compiles its own update, before the first step."""
+    """Return the seconds for which an optimizer compiles its own update before the first step."""
     if optimizers()[plan.optim].library != "torchao":
         return 0.0
     sizes = [shape.elements for shape in trained_shapes(profile)]

@@ -1,6 +1,6 @@
-"""What one rank of a plan has to itself: rates of matrix products, attention, memory and dispatch.
+"""Compute the rates that one rank of a plan has to itself: matrix products, attention, memory and dispatch.
 
-Measured where the host was probed, else the datasheet's times the efficiency that such parts reach.
+The rates are measured where the host was probed. Elsewhere they are the datasheet's, times the efficiency that such parts reach.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ MATRIX_PRECISION: dict[str, MatrixPrecision] = {
 # Measured with this library's trials on a 2-core Zen 4 (docs/log.md, 2026-11-20): flash attention on the CPU runs at this
 # share of the fp32 matrix rate, in fp32 and bf16 alike.
 CPU_ATTENTION_SHARE = 0.4
-BLOCK_ATTENTION_SHARE = 0.9  # as above, of the products that it computes, softmax included
+BLOCK_ATTENTION_SHARE = 0.9  # measured likewise, for the products that block attention computes, softmax included
 DISPATCHES_PER_KERNEL = 6.0  # autograd, autocast and module calls around each kernel, over one bare operator
 CPU_DISPATCH_SECONDS = 1.2e-6  # one operator on one element, where not measured: what the probe finds on a 2-core Zen 4
 GPU_DISPATCH_SECONDS = 6e-6  # queueing one kernel from Python, where not measured
@@ -30,7 +30,7 @@ DEFAULT_GEMM_EFFICIENCY, DEFAULT_MEMORY_EFFICIENCY = 0.7, 0.75  # for parts outs
 
 
 class Sustained(NamedTuple):
-    """What training keeps of the rates that single kernels reach: clocks fall under load, causal attention is less efficient."""
+    """The share of single kernels' rates that training keeps: clocks fall under load, causal attention is less efficient."""
 
     matrix: float  # of matrix products
     attention: float  # of a matrix product's rate
@@ -48,7 +48,8 @@ SUSTAINED_ELSEWHERE = Sustained(0.78, 0.3, 0.85)
 
 
 class Rates(NamedTuple):
-    """What one process of the plan has to itself."""
+    """The rates that one process of the plan has to itself, per second; ``dispatch`` in seconds, ``first_touch`` in seconds a
+    byte."""
 
     matrix: float
     outside: float  # matrix products outside the layers, which stay in bf16 beside fp8 layers
@@ -60,7 +61,8 @@ class Rates(NamedTuple):
 
 
 def rates_for(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
-    """None where the host's rate in this precision is unknown: such a plan cannot be ranked."""
+    """Return the rates of one process, or None where the host's rate in this precision is unknown: such a plan cannot be ranked.
+    """
     measured, precision = host.measured, MATRIX_PRECISION[plan.precision]
     if plan.device == "cuda":
         return _gpu_rates(host, profile, plan)
@@ -113,7 +115,7 @@ def _gpu_rates(host: Host, profile: ModelProfile, plan: Plan) -> Rates | None:
 
 
 def host_link(host: Host) -> float | None:
-    """Bytes per second between host and device, in one direction; None where unknown."""
+    """Return the bytes per second between host and device, in one direction; None where unknown."""
     if host.measured is not None and host.measured.host_to_device_bytes_per_second is not None:
         return host.measured.host_to_device_bytes_per_second
     return host.host_to_device.bytes_per_second if host.host_to_device is not None else None
@@ -135,7 +137,7 @@ def product_efficiency(gpu_key: str, profile: ModelProfile, plan: Plan) -> float
         if len(shape.shape) < 2 or shape.elements == parameters.embedding != parameters.head:
             continue
         met = tokens
-        if len(shape.shape) == 3 and profile.experts is not None:  # experts' products are one kernel's: together they fill it
+        if len(shape.shape) == 3 and profile.experts is not None:  # one kernel computes all experts' products
             met *= profile.experts.per_token / profile.experts.count
         one = 2.0 * met * prod(shape.shape) / plan.layout.tensor_parallel
         total = products * one * shape.count

@@ -1,4 +1,4 @@
-"""From allocated tensors to what the process or the device really holds: base, fragmentation, allocator slack."""
+"""Predict held memory from allocated memory: add the base process, fragmentation and the allocator's slack."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ WEIGHTS_SHARE, ACTIVATIONS_SHARE, LOSS_SHARE = 0.15, 0.17, 1.1
 RECOMPUTED_SHARE = 1.4
 MMAP_BYTES = 32 * MIB  # glibc maps larger blocks one by one and leaves no holes (DEFAULT_MMAP_THRESHOLD_MAX, mallopt(3))
 LOSS_BLOCKS = {"fp32": 2.05, "bf16": 2.8}  # the loss's part of memory, in blocks of fp32 logits
-BF16_LOSS_SHARE = 1 / 3  # of it in blocks of half that size, where logits are bf16
+BF16_LOSS_SHARE = 1 / 3  # of the loss's part: the blocks of half that size, where logits are bf16
 DEFAULT_BASE_BYTES = 300 * MIB  # torch and transformers imported, where the host was not probed
 CUDA_CONTEXT_BYTES = 0.5 * GIB  # context and kernels (COSTS.md D3: 0.3 to 0.5 GB)
 NCCL_BYTES = 0.37 * GIB  # of one communicator (COSTS.md D2, D3: 342 to 392 MB, up to 0.5 GB)
@@ -34,7 +34,8 @@ USABLE_SHARE = 0.95  # of the free memory
 
 
 def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: bool) -> float:
-    """Bytes of one process (host memory) or of the device. ``adapter``: peft is in the process."""
+    """Return the bytes that one process holds in host memory, or that are held on the device. ``adapter``: peft is in the
+    process."""
     if plan.device == "cuda":
         return CUDA_CONTEXT_BYTES + NCCL_BYTES * _communicators(plan) + predict_reserved(memory)
     highest = {part: max(peak.parts.get(part, 0.0) for peak in memory.phases.values()) for part in ("weights", "activations")}
@@ -52,22 +53,22 @@ def predict_resident(memory: StepMemory, plan: Plan, host: Host, *, adapter: boo
 
 
 def base_bytes(host: Host) -> float:
-    """Of a process that has imported what a step needs and has no tensors."""
+    """Return the bytes of a process that has imported what a step needs and has no tensors."""
     return ((host.measured.base_resident_bytes if host.measured else None) or DEFAULT_BASE_BYTES) + FIRST_STEP_BYTES
 
 
 def predict_reserved(memory: StepMemory) -> float:
-    """What torch's CUDA allocator holds of the device: whole segments, and holes.
+    """Return the bytes of the device that torch's CUDA allocator holds: whole segments, and holes.
 
-    Large blocks are segments of their own, which are not joined. That of 16-bit logits is free when the loss's gradients are
-    made, and too small for them: they are in fp32.
+    Large blocks are segments of their own, and the allocator does not join them. The block of 16-bit logits is free when the
+    gradients of the loss are made, but too small for them: they are in fp32.
     """
     at_loss = memory.phases[memory.peak_phase].parts.get("loss", 0.0) > 0.0
     return CUDA_SLACK * memory.peak + memory.half_logits * at_loss
 
 
 def _communicators(plan: Plan) -> int:
-    """Kinds of groups that a rank exchanges with: each has buffers of its own."""
+    """Return the number of kinds of groups that a rank exchanges with: each has buffers of its own."""
     layout = plan.layout
     sharing = plan.data_parallel * layout.context_parallel
     sharded = layout.shard_size if layout.fully_shard != "no" else 1
@@ -79,7 +80,7 @@ def _communicators(plan: Plan) -> int:
 
 
 def _heap_share(loss: float, plan: Plan) -> float:
-    """How much of the loss's memory is in blocks that come from the heap."""
+    """Return the share of the loss's memory that is in blocks from the heap."""
     full = plan.traced_precision == "fp32"
     block = loss / LOSS_BLOCKS["fp32" if full else "bf16"]
     if plan.host_memory == "keep" or block <= MMAP_BYTES:
@@ -88,8 +89,11 @@ def _heap_share(loss: float, plan: Plan) -> float:
 
 
 def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: float | None = None) -> float | None:
-    """Bytes that one process may be predicted to hold; None where the host does not say. ``risk``: the probability of running
-    out that is accepted; None: a fixed share of what is free. ``spread``: of held memory, where runs here have said it."""
+    """Return the bytes that one process may be predicted to hold; None where the host does not say how much memory it has.
+
+    ``risk``: the accepted probability of running out of memory; None: a fixed share of the free memory. ``spread``: the standard
+    deviation of held memory, measured over predicted, if earlier runs on this host gave one.
+    """
     free = free_memory(plan, host)
     if free is None:
         return None
@@ -97,7 +101,7 @@ def memory_limit(plan: Plan, host: Host, *, risk: float | None = None, spread: f
 
 
 def unknown_memory(host: Host) -> str | None:
-    """For a host that does not say how much it has: that plans were held against nothing. None where it does."""
+    """Return a note that no plan was held against the host's memory, or None if the host says how much it has."""
     if stated_memory(host.cpu if host.device == "cpu" else host.gpu) is not None:
         return None
     stated = "state it behind the name, as in epyc-9654-768gb, or as memory_bytes in a Host JSON file"
@@ -105,18 +109,18 @@ def unknown_memory(host: Host) -> str | None:
 
 
 def free_memory(plan: Plan, host: Host) -> float | None:
-    """Bytes for one process of the plan; None where the host does not say."""
+    """Return the bytes for one process of the plan; None where the host does not say."""
     part, sharing = (host.gpu, 1) if plan.device == "cuda" else (host.cpu, host.ranks_per_node(plan.num_processes))
     free = stated_memory(part)
     return None if free is None else free / sharing
 
 
 def out_of_memory_probability(resident: float, plan: Plan, host: Host, *, spread: float | None = None) -> float | None:
-    """That the plan holds more than is free; None where the host does not say how much that is."""
+    """Return the probability that the plan holds more than is free; None where the host does not say how much is free."""
     free = free_memory(plan, host)
     return None if free is None else 1.0 - _truth(plan, spread).cdf(free / resident)
 
 
 def _truth(plan: Plan, spread: float | None) -> NormalDist:
-    """Held memory, measured over predicted."""
+    """Return the distribution of held memory, measured over predicted."""
     return NormalDist(1.0, spread or HELD_SPREAD[plan.device])

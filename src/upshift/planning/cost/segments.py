@@ -1,4 +1,4 @@
-"""The segments that one rank runs, in forward order: which trace it follows, and where each traced layer stands."""
+"""Place the segments that one rank runs, in forward order: which trace it follows, and where each traced layer stands."""
 
 from __future__ import annotations
 
@@ -21,12 +21,14 @@ RANDOM_STATE = Polynomial(one=5056.0)  # of the generator: torch.utils.checkpoin
 
 @dataclass(frozen=True)
 class Placed:
-    """A run of ``count`` equal segments where it stands in the full model. What a segment leaves is the same for each of
-    them, so the highest of a run is its first or its last."""
+    """A run of ``count`` equal segments at its place in the full model.
+
+    Each segment of a run leaves the same bytes, so the highest moment of a run is in its first or its last segment.
+    """
 
     segment: Segment
     count: int
-    parameters: int  # that one of them trains
+    parameters: int  # trained parameters of one segment
     is_loss: bool = False
     is_layer: bool = False
     scratch: float = 0.0  # bytes in the forward pass that the trace does not show
@@ -34,8 +36,10 @@ class Placed:
 
 
 def trace_for(profile: ModelProfile, plan: Plan, workload: Workload, *, known: Known | None = None) -> StepTrace | None:
-    """The trace that this plan's tensors follow, on one of the ranks that share its layers; None where the profile has none
-    (the plan cannot be predicted)."""
+    """Return the trace that the plan's tensors follow, on one of the ranks that share its layers.
+
+    Return None where the profile has no such trace: the plan cannot be predicted.
+    """
     layout = plan.layout
     key = (
         "trace", plan.traced_precision, plan.attention, plan.packing, plan.torch_compile != "off", plan.fused_kernels,
@@ -69,7 +73,7 @@ def _trace(profile: ModelProfile, plan: Plan, workload: Workload) -> StepTrace |
 
 
 def _fused(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
-    """By torch.compile, or by kernels that are written for it."""
+    """Return the trace with kernels fused by torch.compile, or by kernels that are written for it."""
     if plan.fused_kernels:
         return fused_trace(profile, trace, plan)
     return compiled_trace(trace) if plan.torch_compile != "off" else trace
@@ -78,8 +82,10 @@ def _fused(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
 def place_segments(
     profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage | None = None, *, known: Known | None = None
 ) -> list[Placed]:
-    """Every segment of the model, or of a stage of it, in forward order; of ``activation_checkpointing`` layers those that
-    fall to it, its first ones, are recomputed."""
+    """Return every segment of the model, or of a stage of it, in forward order.
+
+    The stage has its part of the plan's ``activation_checkpointing`` layers. Its first layers are the recomputed ones.
+    """
     stage = stage or Stage(0, profile.num_layers, profile.num_layers)
     return (known or Known()).get(("placed", segments_key(trace, plan, stage)), lambda: _place(profile, trace, plan, stage))
 
@@ -115,7 +121,8 @@ def _place(profile: ModelProfile, trace: StepTrace, plan: Plan, stage: Stage) ->
 
 
 def _with_random_state(layer: Segment, plan: Plan) -> Segment:
-    """Of a recomputed layer, which fake tensors do not show. GPUs have their own few bytes."""
+    """Return a recomputed layer that also keeps its random state, which fake tensors do not show. GPUs have their own few bytes.
+    """
     if plan.device != "cpu":
         return layer
     freed = scaled(RANDOM_STATE, -1.0)
@@ -132,13 +139,19 @@ def _leaving(cost: PassCost, more: Polynomial) -> PassCost:
 
 
 def _exchanged_back(profile: ModelProfile, plan: Plan) -> Polynomial:
-    """Attention's result as it comes back from the ranks that computed its heads. The kernel's own is kept beside it."""
+    """Return the bytes of attention's result as it comes back from the ranks that computed its heads.
+
+    The kernel's own result is kept beside it.
+    """
     return Polynomial(bs=compute_bytes(plan) * (profile.hidden_size or 0) / plan.layout.tensor_parallel)
 
 
 def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
-    """What larger chunks than the traced ones hold; on a GPU also two copies of their logits in fp32 and the product for the
-    weight's gradient, which the traced CPU makes by blocks."""
+    """Return the bytes that larger chunks than the traced ones hold.
+
+    On a GPU they include two copies of the chunk's logits in fp32 and the product for the weight's gradient, which the traced
+    CPU makes by blocks.
+    """
     words, product_bytes = profile.vocab_size or 0, 4 if plan.precision in ("fp32", "tf32") else 2
     larger = max(plan.loss_chunk_tokens - LOSS_CHUNK_TOKENS, 0) * words * product_bytes
     if plan.device != "cuda":
@@ -147,7 +160,7 @@ def chunk_scratch_bytes(profile: ModelProfile, plan: Plan) -> float:
 
 
 def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int]]:
-    """(traced layer, how many in a row), cut where recomputation ends."""
+    """Return runs of equal layers as (traced layer, how many in a row), cut where recomputation ends."""
     runs: list[tuple[int, int]] = []
     for layer, index in enumerate(assignment):
         if runs and runs[-1][0] == index and layer != to_recompute:
@@ -158,12 +171,15 @@ def _runs(assignment: tuple[int, ...], to_recompute: int) -> list[tuple[int, int
 
 
 def rank_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
-    """Plans with the same key run the same segments on the same tokens in a micro-batch of a rank at ``stage``."""
+    """Return a key of the plan.
+
+    Plans with the same key run the same segments on the same tokens in a micro-batch of a rank at ``stage``.
+    """
     return segments_key(trace, plan, stage), plan.per_device_train_batch_size, plan.sequence_length
 
 
 def segments_key(trace: StepTrace, plan: Plan, stage: Stage) -> tuple[Hashable, ...]:
-    """Plans with the same key run the same segments on a rank at ``stage``, on any number of tokens."""
+    """Return a key of the plan. Plans with the same key run the same segments on a rank at ``stage``, on any number of tokens."""
     layout = plan.layout
     return (
         trace.precision, trace.attention, trace.masked, layout.tensor_parallel, layout.sequence_parallel, layout.expert_parallel,

@@ -1,4 +1,5 @@
-"""What one rank has of the job: layers, and bytes of weights, gradients and optimizer state, under a plan's layout."""
+"""Compute a rank's share of the job: its layers, and its bytes of weights, gradients and optimizer state under a plan's layout.
+"""
 
 from __future__ import annotations
 
@@ -16,17 +17,17 @@ MASTER_BYTES, MASTERED_BYTES = 4, 2  # an fp32 weight that the optimizer updates
 
 
 class Waiting(NamedTuple):
-    """What a rank holds beside the micro-batch that it computes. Gradients exist in every backward pass of a step but the
-    first, in which they are born; where they always exist there is no first one.
+    """The memory that a rank holds beside the micro-batch that it computes.
 
-    Of a pipeline as upshift runs torch.distributed.pipelining (torch 2.13), measured between gloo ranks
-    (tests/cpu/test_layouts.py): what was sent is held by the transfer.
+    Gradients exist in every backward pass of a step but the first, in which they are born. Where they always exist there is no
+    first pass of this kind. The numbers are those of a pipeline as upshift runs torch.distributed.pipelining (torch 2.13),
+    measured between gloo ranks (tests/cpu/test_layouts.py): the transfer holds what was sent.
     """
 
     first: float = 0.0  # micro-batches whose activations are there in the step's first backward pass; 0: as in any other
-    later: float = 1.0  # in the others; 0: there are none
+    later: float = 1.0  # the same in the other backward passes; 0: there are no others
     hidden: float = 0.0  # hidden states and gradients of them, of one micro-batch each, in buffers
-    sent: float = 0.0  # those sent that are still there, in later passes
+    sent: float = 0.0  # sent hidden states and gradients that are still held in later passes
     losses: bool = False  # each waiting micro-batch has its loss computed
     pending: int = 0  # micro-batches that wait for their weights' gradients, with all that the forward pass left
     splits: bool = False  # the backward pass leaves weights' gradients for later
@@ -51,8 +52,10 @@ class Stage(NamedTuple):
 
 
 class Passing(NamedTuple):
-    """Bytes of whole weights and of gradients that are being reduced, which a rank of fully_shard holds at each moment of a
-    step. Gradients that are not yet being reduced are the walk's (cost/memory.py)."""
+    """Bytes of whole weights and of gradients in reduction that a rank of fully_shard holds at each moment of a step.
+
+    Gradients that are not yet being reduced are counted by the walk (cost/memory.py).
+    """
 
     start: float = 0.0  # before and in the first layer
     forward: float = 0.0  # while another layer computes
@@ -60,7 +63,7 @@ class Passing(NamedTuple):
     head: float = 0.0  # the loss's backward pass
     last_layer: float = 0.0  # its backward pass is the first: nothing is being reduced yet
     layers: float = 0.0  # the backward pass of the others
-    end: float = 0.0  # that of the first one
+    end: float = 0.0  # the backward pass of the first layer
     outside: float = 0.0  # the backward pass of what stands before and between the layers
 
 
@@ -77,18 +80,21 @@ class Share(NamedTuple):
 
     @property
     def gradients_between(self) -> float:
-        """Of earlier micro-batches, while another one runs."""
+        """Return the bytes of gradients of earlier micro-batches while another one runs."""
         return self.gradients if self.accumulated is None else self.accumulated
 
 
 def stages(profile: ModelProfile, plan: Plan) -> list[Stage]:
-    """The ranks that decide memory and time: the first, which holds most activations, and the last, which has the loss."""
+    """Return the stages of the ranks that decide memory and time.
+
+    They are the first, which holds most activations, and the last, which has the loss.
+    """
     degree = plan.layout.pipeline_parallel
     return [stage_of(profile, plan, rank) for rank in ((0,) if degree == 1 else (0, degree - 1))]
 
 
 def stage_of(profile: ModelProfile, plan: Plan, rank: int) -> Stage:
-    """Of a pipeline rank."""
+    """Return the stage of a pipeline rank."""
     layers, degree = profile.num_layers, plan.layout.pipeline_parallel
     if degree == 1:
         born = not gradients_exist(plan) and plan.gradient_accumulation_steps == 1
@@ -99,7 +105,10 @@ def stage_of(profile: ModelProfile, plan: Plan, rank: int) -> Stage:
 
 
 def gradients_exist(plan: Plan) -> bool:
-    """Whether they do before a step's first backward pass: as buckets that data-parallel ranks exchange, or layer by layer."""
+    """Return whether gradients exist before the first backward pass of a step.
+
+    They exist as buckets that data-parallel ranks exchange, or layer by layer.
+    """
     buckets = plan.device != "cpu" and plan.data_parallel * plan.layout.context_parallel > 1
     return buckets or (plan.layout.gathers and plan.layout.pipeline_parallel == 1)
 
@@ -132,13 +141,19 @@ def _waiting(plan: Plan, rank: int) -> Waiting:
 
 
 def _of_chunk(passes: int, chunk: int, chunks: int, degree: int) -> int:
-    """Of the first backward passes of a rank, those of one of its chunks: last chunks first, ``degree`` micro-batches each."""
+    """Return how many of a rank's first ``passes`` backward passes are those of one chunk.
+
+    Last chunks come first, with ``degree`` micro-batches each.
+    """
     rounds, rest = divmod(passes, degree * chunks)
     return rounds * degree + min(max(rest - (chunks - 1 - chunk) * degree, 0), degree)
 
 
 def micro_batches_waiting(plan: Plan, rank: int) -> float:
-    """Whose activations a pipeline rank holds at once, in micro-batches of its layers (Narayanan et al. 2021, section 2.2)."""
+    """Return the number of micro-batches whose activations a pipeline rank holds at once, in micro-batches of its layers.
+
+    The formula is from Narayanan et al. 2021, section 2.2.
+    """
     layout, micro_batches = plan.layout, plan.gradient_accumulation_steps
     degree, each = layout.pipeline_parallel, layout.virtual_stages
     if layout.pipeline_schedule == "gpipe":
@@ -150,7 +165,8 @@ def micro_batches_waiting(plan: Plan, rank: int) -> float:
 
 
 def layer_elements(profile: ModelProfile, plan: Plan) -> float:
-    """Parameters of one layer (the mean of all) that a rank computes with, divided by tensor and expert parallelism."""
+    """Return the parameters of one layer (the mean of all) that a rank computes with, divided by tensor and expert parallelism.
+    """
     layout, total = plan.layout, float(profile.parameters.layers)
     experts = float(profile.experts.parameters) if profile.experts else 0.0
     if layout.tensor_parallel > 1 and profile.tensor_parallel is not None:
@@ -160,7 +176,10 @@ def layer_elements(profile: ModelProfile, plan: Plan) -> float:
 
 
 def outside_elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
-    """Of embedding, head and what else is outside the layers; a tied embedding is needed at both ends of a pipeline."""
+    """Return the elements of embedding, head and all other parameters outside the layers that a rank at ``stage`` has.
+
+    A tied embedding is needed at both ends of a pipeline.
+    """
     parameters = profile.parameters
     head = parameters.head or (parameters.embedding if parameters.tied and not stage.has_embedding else 0)
     found = float(parameters.embedding * stage.has_embedding + (head + parameters.other) * stage.has_head)
@@ -168,7 +187,7 @@ def outside_elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
 
 def outside_part(profile: ModelProfile, plan: Plan) -> float:
-    """Of embedding and head, what one of the tensor-parallel ranks has."""
+    """Return the part of embedding and head that one of the tensor-parallel ranks has."""
     if profile.tensor_parallel is None:
         return 1.0
     if plan.layout.vocabulary_parallel:  # whatever the model declares
@@ -179,13 +198,16 @@ def outside_part(profile: ModelProfile, plan: Plan) -> float:
 
 
 def elements(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
-    """Parameters that a rank computes with."""
+    """Return the number of parameters that a rank computes with."""
     inner = (stage.last - stage.first) * layer_elements(profile, plan) + _beyond_the_mean(profile, plan, stage)
     return inner + outside_elements(profile, plan, stage)
 
 
 def _beyond_the_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
-    """What the stage's own layers have more than as many of the mean: layers with experts are larger than those without."""
+    """Return how many more elements the stage's layers have than as many mean layers.
+
+    Layers with experts are larger than those without.
+    """
     kinds, parameters = {size for stack in profile.stacks for size in stack.layer_trainable}, profile.parameters
     if len(kinds) == 1 or parameters.trainable_layers != parameters.layers:
         return 0.0
@@ -197,7 +219,7 @@ def _beyond_the_mean(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
 
 def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
-    """Of a rank at ``stage``; the whole where one process does the job, or each has all of it."""
+    """Return the share of a rank at ``stage``. It is the whole if one process does the job, or if each process has all of it."""
     parameters = profile.parameters
     weights = float(parameters.weight_bytes(plan.parameter_bytes)) - offloaded(profile, plan).saved
     gradients = float(parameters.gradient_bytes(plan.parameter_bytes))
@@ -221,7 +243,10 @@ def share_of(profile: ModelProfile, plan: Plan, stage: Stage) -> Share:
 
 
 def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
-    """Of what a rank computes with, what is left to it. Experts that ranks share already are whole on fewer of them."""
+    """Return the part that fully_shard leaves to a rank, of the parameters that the rank computes with.
+
+    Experts that ranks share already are divided among fewer ranks.
+    """
     layout = plan.layout
     ranks, experts = layout.shard_size, layout.expert_parallel
     if experts == 1 or profile.experts is None:
@@ -231,7 +256,7 @@ def _divided_part(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
 
 def shares(profile: ModelProfile, plan: Plan, known: Known) -> list[tuple[Stage, Share]]:
-    """Of the ranks that decide memory and time."""
+    """Return the stages and shares of the ranks that decide memory and time."""
     layout = plan.layout
     micro_batches = plan.gradient_accumulation_steps
     steps = micro_batches if layout.pipeline_parallel > 1 else micro_batches == 1
@@ -246,17 +271,18 @@ def shares(profile: ModelProfile, plan: Plan, known: Known) -> list[tuple[Stage,
 
 
 def compute_bytes(plan: Plan) -> int:
-    """Of a weight as fully_shard gathers it, and of its gradient before it is reduced."""
+    """Return the bytes of an element of a weight as fully_shard gathers it, and of its gradient before it is reduced."""
     return 4 if plan.precision in ("fp32", "tf32") else 2
 
 
 def residual_bytes(plan: Plan) -> int:
-    """Of an element of the hidden states between layers: autocast leaves the sum of layers in fp32."""
+    """Return the bytes of an element of the hidden states between layers: autocast leaves the sum of layers in fp32."""
     return 2 if plan.traced_precision == "bf16-pure" else 4
 
 
 def _whole_embedding(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
-    """The rest of an embedding's gradient where ranks divide its words: the kernel fills rows for all of them."""
+    """Return the bytes of the rest of an embedding's gradient where ranks divide its words: the kernel fills rows for all of
+    them."""
     parameters, styles = profile.parameters, profile.declares.tensor_parallel_plan.values()
     whole = "embedding_rowwise" not in styles or plan.layout.vocabulary_parallel
     if whole or parameters.tied or not stage.has_embedding:
@@ -265,11 +291,11 @@ def _whole_embedding(profile: ModelProfile, plan: Plan, stage: Stage) -> float:
 
 
 def _passing(profile: ModelProfile, plan: Plan, stage: Stage) -> Passing:
-    """As torch's fully_shard does it (FSDPParamGroup of torch 2.13), and exact between gloo ranks (tests/cpu/test_layouts.py).
+    """Return the passing bytes of torch's fully_shard (FSDPParamGroup of torch 2.13).
 
-    A gather fills one buffer, which is then copied into the weights. Forward, the buffer stays until the next layer's copy;
-    backward, the layer before is gathered meanwhile. Gradients are copied into one fp32 buffer, which stays until the next
-    layer's. What is outside the layers is whole all the time.
+    They are exact between gloo ranks (tests/cpu/test_layouts.py). A gather fills one buffer, which is then copied into the
+    weights. Forward, the buffer stays until the next layer's copy. Backward, the layer before is gathered meanwhile. Gradients
+    are copied into one fp32 buffer, which stays until the next layer's. Weights outside the layers are whole all the time.
     """
     size, trained = compute_bytes(plan), profile.parameters.trainable / profile.parameters.total
     layers, inner = stage.last - stage.first, layer_elements(profile, plan)

@@ -1,8 +1,8 @@
-"""Predicted time of an optimizer step, term by term, from the profile's counts and the host's rates.
+"""Predict the time of an optimizer step, term by term, from the profile's counts and the host's rates.
 
 t = matrix products / rate + attention / its rate + moved bytes / bandwidth + kernels x dispatch + update + page faults +
-gradient exchange (COSTS.md D4). Measured rates where the host was probed, else the datasheet's times the efficiency that
-such parts reach. A trial corrects the sum; the terms stay what explains it.
+gradient exchange (COSTS.md D4). Rates are measured where the host was probed, else the datasheet's times the efficiency that
+such parts reach. A trial corrects the sum. The terms still explain it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from upshift.planning.workload import Workload
 
 Takes = Literal["tokens", "images"]
 COMPILED_MOVED_SHARE, COMPILED_KERNEL_SHARE = 0.5, 0.3  # what fusion leaves of memory traffic and of kernels
-LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled for all; measured (docs/log.md), as is the next
+LAYER_COMPILE_SECONDS = 15.0  # one layer, compiled once for all equal ones; measured (docs/log.md), as is the next
 MODEL_COMPILE_SECONDS = 10.0  # the whole model, for each of its layers
 CLIP_WORDS = 2.0  # norm reads, scaling writes
 UPDATE_IN_BACKWARD_DISPATCHES = 30.0  # Python and operators of one parameter's own step, over one bare operator (docs/log.md)
@@ -73,8 +73,10 @@ def micro_batch_terms(
     known: Known | None = None,
     head_alone: bool = False,
 ) -> dict[str, float]:
-    """Seconds of forward and backward of one full-length micro-batch on a rank of ``stage``. ``link``: bytes per second between
-    host and device. ``head_alone``: of what comes after the layers."""
+    """Return the seconds of forward and backward of one full-length micro-batch on a rank of ``stage``, by term.
+
+    ``link``: bytes per second between host and device. ``head_alone``: count only what comes after the layers.
+    """
     ranks = plan.layout.context_parallel
     batch, sequence = plan.per_device_train_batch_size, -(-plan.sequence_length // ranks)
     cast = FUSED_FP8_CAST_SHARE if plan.fused_kernels else FP8_CAST_SHARE
@@ -98,7 +100,7 @@ def micro_batch_terms(
             offloaded += left
     if plan.torch_compile != "off" or plan.fused_kernels:
         kernels *= COMPILED_KERNEL_SHARE
-    if plan.torch_compile != "off":  # what kernels written for it move is counted (cost/fused.py)
+    if plan.torch_compile != "off":  # cost/fused.py counts what fused kernels move
         moved *= COMPILED_MOVED_SHARE
     terms = {
         "matrix products": matmul / rates.matrix + outside / rates.outside,
@@ -122,7 +124,7 @@ def predict_time(
     *,
     known: Known | None = None,
 ) -> StepTime | None:
-    """Seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink."""
+    """Return the seconds of one optimizer step over the whole global batch; None where a rate is unknown. Raises UnknownLink."""
     known = known or Known()
     key = (
         "rates", plan.precision, plan.attention, plan.threads_per_process, plan.num_processes, plan.per_device_train_batch_size,
@@ -159,7 +161,7 @@ def _shared_time(
     rates: Rates,
     known: Known,
 ) -> StepTime | None:
-    """Of the slowest rank: its computation, what of the exchange is not hidden, and the pipeline's idle time."""
+    """Return the time of the slowest rank: its computation, exchanges that are not hidden, and the pipeline's idle time."""
     micro_batches, slowest = full_micro_batches(plan, workload), None
     key = ("update", plan.optim, plan.optim_args, plan.precision, plan.optim_offload, rates)
     update = known.get(key, lambda: _update_seconds(profile, plan, rates, host, clips=workload.clips_gradients))
@@ -198,9 +200,12 @@ def _compiling_seconds(profile: ModelProfile, plan: Plan) -> float:
 
 
 def idle_micro_batches(plan: Plan) -> float:
-    """How many micro-batches' time a pipeline rank waits in a step: Narayanan et al. 2021 (section 2.2); for zero_bubble the
-    third that is left when weights' gradients fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the
-    gaps stay (planning/schedule.py simulates them)."""
+    """Return for how many micro-batches' time a pipeline rank waits in a step.
+
+    The formula is from Narayanan et al. 2021 (section 2.2). For zero_bubble it is the third that is left when weights' gradients
+    fill the gaps (Qi et al. 2024, ZB-H1). With fewer micro-batches than ranks the gaps stay (planning/schedule.py simulates
+    them).
+    """
     layout = plan.layout
     ranks, missing = layout.pipeline_parallel, max(layout.pipeline_parallel - plan.gradient_accumulation_steps, 0)
     if layout.pipeline_schedule == "zero_bubble":
@@ -212,7 +217,7 @@ def idle_micro_batches(plan: Plan) -> float:
 
 
 def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host, *, clips: bool) -> float | None:
-    """Of the optimizer's step; None where it runs on a host whose memory was not measured."""
+    """Return the seconds of the optimizer's update; None where it runs on a host whose memory or link was not measured."""
     elements = trained_elements(profile)
     size = float(profile.parameters.gradient_bytes(plan.parameter_bytes))
     moved, clipped = size * update_words(plan), size * CLIP_WORDS * clips
@@ -231,7 +236,7 @@ def _update_seconds(profile: ModelProfile, plan: Plan, rates: Rates, host: Host,
 
 
 def full_micro_batches(plan: Plan, workload: Workload) -> float:
-    """How many full-length micro-batches a process computes in a step; a fraction where sequences are shorter."""
+    """Return how many full-length micro-batches a process computes in a step; a fraction where sequences are shorter."""
     sequences = workload.global_batch / plan.data_parallel
     if workload.lengths is None:
         return sequences / plan.per_device_train_batch_size
@@ -250,7 +255,10 @@ def full_micro_batches(plan: Plan, workload: Workload) -> float:
 
 
 def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
-    """(rows, tokens a row). A flattened row is as long as the longest in a sample of the data, which may be short of full."""
+    """Return (rows, tokens a row) of the largest micro-batch.
+
+    A flattened row is as long as the longest in a sample of the data, which may be shorter than a full one.
+    """
     batch = plan.per_device_train_batch_size
     if not plan.flattens or workload.lengths is None:
         return batch, plan.sequence_length
@@ -258,12 +266,12 @@ def largest_micro_batch(plan: Plan, workload: Workload) -> tuple[int, int]:
 
 
 def takes(profile: ModelProfile) -> Takes:
-    """What the model is given, and what its speed counts."""
+    """Return what the model reads, which is also the unit of its speed."""
     return "images" if profile.objective == "image-classification" else "tokens"
 
 
 def tokens_per_step(profile: ModelProfile, workload: Workload) -> float:
-    """Real tokens of a global batch; an image is one."""
+    """Return the number of real tokens of a global batch; an image counts as one."""
     if takes(profile) == "images":
         return workload.global_batch
     mean = workload.lengths.mean if workload.lengths else workload.sequence_length * num_sides(profile.objective)

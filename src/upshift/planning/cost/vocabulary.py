@@ -1,11 +1,12 @@
-"""The segment with the head and the loss, when the loss is another kernel or its words are divided among ranks.
+"""Predict the segment with the head and the loss if the loss has a kernel of its own, or if ranks divide its words.
 
-Of every word and token, bytes that are live in the traced segment: bf16 logits, their fp32 copy, log-probabilities, gradients.
+The traced segment holds some live bytes for every word and token: bf16 logits, their fp32 copy, log-probabilities, gradients.
 
-- loss_kernel=compiled: fp32 values live in registers alone; the logits, and in the backward pass their gradient beside them.
+- loss_kernel=compiled: fp32 values live in registers alone. The logits stay, and in the backward pass their gradient beside
+  them.
 - loss_kernel=fused: the gradient takes the place of the logits (Transformer Engine's and Liger Kernel's cross entropy).
 - vocabulary_parallel: a rank has the logits of its own words alone (Megatron-LM's vocab_parallel_cross_entropy, Shoeybi et al.
-  2019, section 3; torch.distributed.tensor.parallel.loss_parallel), and with sequence parallelism the head's input is gathered.
+  2019, section 3; torch.distributed.tensor.parallel.loss_parallel). With sequence parallelism ranks gather the head's input.
   torch's loss_parallel computes the loss and its gradient operator by operator: at their height, with one fp32 value more.
 """
 
@@ -18,8 +19,8 @@ from upshift.planning.cost.divide import of_constants, scaled, total
 from upshift.planning.cost.share import compute_bytes
 from upshift.planning.plan import Plan
 
-MOST_BYTES = 32  # of a word of a token, or of an element of its hidden state
-LABEL_BYTES = 64  # beside them, of a token
+MOST_BYTES = 32  # at most, for a word of a token, or for an element of its hidden state
+LABEL_BYTES = 64  # of a token's labels, beside these bytes
 FULL_BYTES = 4  # of an fp32 value
 # Words of the logits' size that a loss kernel moves, forward and backward: compiled, they are read for the sum of exponentials
 # and for the loss, then read and their gradient written; fused, read once and the gradient written over them.
@@ -27,7 +28,10 @@ MOVED_WORDS = {"compiled": (2.0, 2.0), "fused": (2.0, 0.0)}
 
 
 def with_own_loss(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTrace:
-    """The trace with the plan's way of computing the loss; the same where it is the model's own, over all words."""
+    """Return the trace with the plan's way of computing the loss.
+
+    Return the same trace if that is the model's own way, over all words.
+    """
     if plan.loss_kernel == "eager" and not plan.layout.vocabulary_parallel:
         return trace
     head = _Head(profile.vocab_size or 0, profile.hidden_size or 0, plan)
@@ -42,8 +46,11 @@ def with_own_loss(profile: ModelProfile, trace: StepTrace, plan: Plan) -> StepTr
 
 
 def bytes_a_word(size: float, vocabulary: int, hidden: int) -> float:
-    """Of ``size`` bytes a token, those that each word has: the multiple of 2 that leaves the fewest whole elements of hidden
-    states. Where no multiple leaves whole ones, the nearest."""
+    """Return how many of ``size`` bytes a token belong to each word of the vocabulary.
+
+    It is the multiple of 2 that leaves the fewest whole elements of hidden states, or the nearest if no multiple leaves whole
+    ones.
+    """
     words = range(-MOST_BYTES, MOST_BYTES + 1, 2)
     rests = [(abs(rest := round((size - word * vocabulary) / hidden)), rest, word) for word in words]
     exact = [entry for entry in rests if abs(size - entry[2] * vocabulary - entry[1] * hidden) <= LABEL_BYTES]
@@ -63,7 +70,7 @@ class _Head:
 
     @property
     def _gathered(self) -> Polynomial:
-        """Of the head's input, what the other ranks' tokens are; nothing where each rank has all."""
+        """Return the bytes of the other ranks' tokens in the head's input; nothing where each rank has all tokens."""
         layout = self.plan.layout
         others = 1.0 - 1.0 / layout.tensor_parallel if layout.vocabulary_parallel and layout.sequence_parallel else 0.0
         return Polynomial(bs=compute_bytes(self.plan) * self.hidden * others)
@@ -85,14 +92,19 @@ class _Head:
         )
 
     def _moves(self, cost: PassCost, direction: int) -> PassCost:
-        """What the kernel moves of logits; the norm before the head, small beside them, is left out."""
+        """Return the cost with the bytes of logits that the kernel moves. The norm before the head, small beside them, is left
+        out."""
         if self.plan.loss_kernel == "eager":
             return cost
         words = MOVED_WORDS[self.plan.loss_kernel][direction] * compute_bytes(self.plan) * self.vocabulary / self._ranks
         return cost.model_copy(update={"moved_bytes": cost.moved_bytes._replace(bs=words)})
 
     def _pass(self, cost: PassCost, entered: tuple[float, float], most: float, left: Polynomial, rise: Polynomial) -> PassCost:
-        """``entered``: bytes of a word that are live before the pass, as traced and now; ``most``: that may be live in it."""
+        """Return the cost of a pass with the plan's way of computing the loss.
+
+        ``entered``: bytes of a word that are live before the pass, as traced and now. ``most``: bytes of a word that may be live
+        in it.
+        """
 
         def now(size: Polynomial) -> Polynomial:
             word = bytes_a_word(size.bs, self.vocabulary, self.hidden)

@@ -1,5 +1,6 @@
-"""Bytes that one rank exchanges in an optimizer step, by the ranks it exchanges with: what upshift's own loop moves, counted
-between gloo ranks (tests/cpu/test_layouts.py).
+"""Count the bytes that one rank exchanges in an optimizer step, by the group of ranks it exchanges with.
+
+They are the bytes that upshift's own loop moves, counted between gloo ranks (tests/cpu/test_layouts.py).
 
 Volumes: Megatron-LM (Shoeybi et al. 2019; Korthikanti et al. 2022), ZeRO (Rajbhandari et al. 2020), ring attention (Liu et al.
 2023), Ulysses (Jacobs et al. 2023).
@@ -29,12 +30,12 @@ from upshift.planning.plan import Plan
 
 Among = Literal["tensor", "context", "experts", "shard", "replicas", "pipeline"]
 PAIRS_A_LAYER = 2  # attention and the feed-forward part each gather (or sum) once forward, and once backward
-GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head whose ranks then have all logits
+GATHERED_HEADS = {"colwise_gather_output", "colwise_rep"}  # styles of a head with which each rank gets all logits
 STATISTICS = 2 * 4  # fp32 bytes of a token where ranks share the words of the loss: largest logit, sum of exponentials
 
 
 class Moved(NamedTuple):
-    """``num_bytes`` of the tensor that the ranks have together; of a rank's own where all send to all, or one to the next."""
+    """An exchange of ``num_bytes``: of the tensor that the ranks have together, or of a rank's own for all_to_all and send."""
 
     among: Among
     operation: Operation
@@ -45,7 +46,7 @@ class Moved(NamedTuple):
 
 @dataclass(frozen=True)
 class Volumes:
-    """Of one rank."""
+    """The exchanges of one rank."""
 
     profile: ModelProfile
     plan: Plan
@@ -69,14 +70,17 @@ class Volumes:
 
     @property
     def repeated(self) -> float:
-        """The share of layers whose forward pass, with its exchanges, runs again in the backward pass."""
+        """Return the share of layers whose forward pass, with its exchanges, runs again in the backward pass."""
         recomputed = self.plan.activation_checkpointing / max(self.profile.num_layers, 1)
         return recomputed if self.plan.recompute_granularity == "full" else 0.0
 
     @property
     def gathers(self) -> int:
-        """How often a step gathers a layer's weights. In a pipeline they stay whole from a backward pass to the next forward
-        pass: whatever the order, one gather more than micro-batches."""
+        """Return how often a step gathers a layer's weights.
+
+        In a pipeline they stay whole from a backward pass to the next forward pass: whatever the order, one gather more than
+        micro-batches.
+        """
         count, layout = self.plan.gradient_accumulation_steps, self.plan.layout
         if layout.fully_shard != "weights":
             return 1
@@ -84,36 +88,42 @@ class Volumes:
 
     @property
     def gathers_outside(self) -> int:
-        """Of what is outside the layers: it stays from forward to backward, in a pipeline to the end of the step."""
+        """Return how often a step gathers the weights outside the layers.
+
+        They stay from forward to backward, in a pipeline to the end of the step.
+        """
         layout = self.plan.layout
         each = layout.fully_shard == "weights" and layout.pipeline_parallel == 1
         return self.plan.gradient_accumulation_steps if each else 1
 
     @property
     def reductions(self) -> int:
-        """A pipeline reduces gradients after its last micro-batch."""
+        """Return how often a step reduces gradients. A pipeline does so once, after its last micro-batch."""
         return 1 if self.plan.layout.pipeline_parallel > 1 else self.plan.gradient_accumulation_steps
 
     @property
     def tokens(self) -> float:
-        """Of one micro-batch on a rank."""
+        """Return the tokens of one micro-batch on a rank."""
         plan = self.plan
         return plan.per_device_train_batch_size * plan.sequence_length / plan.layout.context_parallel
 
     @property
     def hidden_bytes(self) -> float:
-        """Of their hidden states, as products give them."""
+        """Return the bytes of the tokens' hidden states as matrix products give them."""
         return self.tokens * (self.profile.hidden_size or 0) * compute_bytes(self.plan)
 
     @property
     def residual_bytes(self) -> float:
-        """As they are between layers: autocast leaves their sum, and its gradient, in fp32."""
+        """Return the bytes of the hidden states between layers: autocast leaves their sum, and its gradient, in fp32."""
         return self.tokens * (self.profile.hidden_size or 0) * residual_bytes(self.plan)
 
     def tensor(self) -> Iterator[Moved]:
-        """Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers
-        repeat those of the forward pass but the last, after which the backward pass needs nothing; an input that is not kept
-        whole is gathered again."""
+        """Yield the exchanges of tensor parallelism.
+
+        Each pair is a gather and a scatter with sequence parallelism, a sum without: the same volume. Recomputed layers repeat
+        those of the forward pass but the last, after which the backward pass needs nothing. An input that is not kept whole is
+        gathered again.
+        """
         layout, hidden = self.plan.layout, self.hidden_bytes
         if layout.tensor_parallel == 1:
             return
@@ -126,7 +136,7 @@ class Volumes:
         yield from self._at_the_ends()
 
     def _at_the_ends(self) -> Iterator[Moved]:
-        """Embedding and head, where ranks have their own words of them."""
+        """Yield the exchanges of embedding and head, where ranks have their own words of them."""
         layout, styles = self.plan.layout, set(self.profile.declares.tensor_parallel_plan.values())
         if self.stage.has_embedding and (layout.vocabulary_parallel or "embedding_rowwise" in styles):
             yield Moved("tensor", "all_reduce", self.residual_bytes)
@@ -152,7 +162,7 @@ class Volumes:
         yield Moved("context", "send", 2.0 * own * keys / queries, (3.0 + self.repeated) * around)
 
     def experts(self) -> Iterator[Moved]:
-        """Tokens go to their experts and come back, and so do gradients."""
+        """Yield the exchanges of experts. Tokens go to their experts and come back, and so do gradients."""
         if self.plan.layout.expert_parallel == 1 or self.profile.experts is None:
             return
         layers = sum(self.known.get("mixtures", lambda: mixtures(self.profile))[self.stage.first : self.stage.last])
@@ -160,7 +170,7 @@ class Volumes:
         yield Moved("experts", "all_to_all", sent, (4.0 + 2.0 * self.repeated) * layers)
 
     def pipeline(self) -> Iterator[Moved]:
-        """Hidden states to the next stage, gradients to the one before."""
+        """Yield the transfers of hidden states to the next stage and of gradients to the one before."""
         layout = self.plan.layout
         if layout.pipeline_parallel > 1:
             ends = self.stage.has_embedding + self.stage.has_head
@@ -168,7 +178,7 @@ class Volumes:
 
     @property
     def elements(self) -> float:
-        """Weights that the rank computes with."""
+        """Return the number of weights that the rank computes with."""
         layout = self.plan.layout
         key = ("elements", layout.tensor_parallel, layout.expert_parallel, self.stage.first, self.stage.last)
         return self.known.get(key, lambda: elements(self.profile, self.plan, self.stage))
@@ -185,7 +195,7 @@ class Volumes:
 
     @property
     def expert_elements(self) -> float:
-        """Of ``elements``, those of the experts that ranks share: only ranks with the same ones exchange them."""
+        """Return how many of ``elements`` belong to experts that ranks share: only ranks with the same experts exchange them."""
         layout, stage = self.plan.layout, self.stage
         if layout.expert_parallel == 1:
             return 0.0
@@ -193,7 +203,7 @@ class Volumes:
         return found / layout.tensor_parallel / layout.expert_parallel
 
     def gathered(self) -> tuple[Moved, ...]:
-        """Weights of the layers, once."""
+        """Return the gather of the layers' weights, once for each layer."""
         return self._of_layers("all_gather", compute_bytes(self.plan))
 
     def reduced(self) -> tuple[Moved, ...]:
@@ -206,8 +216,11 @@ class Volumes:
         return (Moved("shard", "reduce_scatter", self.outside_elements * REDUCED_BYTES),)
 
     def gradients(self) -> tuple[Moved, ...]:
-        """Once a step: what fully_shard leaves to sum over replicas; all, where it divides none; and the weights that ZeRO 1
-        sends back."""
+        """Return the exchanges of gradients once a step.
+
+        They are the sums over replicas that fully_shard leaves, or over all gradients where it divides none, and the weights
+        that ZeRO 1 sends back.
+        """
         plan, layout = self.plan, self.plan.layout
         trained = self.profile.parameters.trainable / self.profile.parameters.total
         size, experts = self.elements * trained, self.expert_elements * trained
@@ -227,12 +240,14 @@ class Volumes:
 
 
 def whole_keys(queries: int, keys: int, ranks: int) -> int:
-    """Key heads as they are exchanged: repeated until each rank has whole ones (training/parallel/context.py)."""
+    """Return the number of key heads as they are exchanged: repeated until each rank has whole ones
+    (training/parallel/context.py)."""
     repeated = lcm(keys, ranks)
     return queries if queries % repeated else repeated
 
 
 def _of_weights(among: Among, operation: Operation, elements: float, experts: float, size: float) -> tuple[Moved, ...]:
-    """Of ``elements`` of ``size`` bytes, ``experts`` of them among the ranks of the group that have the same ones."""
+    """Return the exchange of ``elements`` of ``size`` bytes. Only ranks with the same experts exchange ``experts`` of these
+    elements."""
     others = Moved(among, operation, (elements - experts) * size)
     return (others, Moved(among, operation, experts * size, same_experts=True)) if experts else (others,)

@@ -1,4 +1,4 @@
-"""What comes and goes while one micro-batch runs: the highest points of its forward and backward pass, segment by segment."""
+"""Find the highest points of a micro-batch's forward and backward pass, segment by segment."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upshift.planning.plan import Plan
 
 @dataclass
 class Peak:
-    """The highest moment of a phase, and what it is made of."""
+    """The highest moment of a phase, and its parts in bytes."""
 
     total: float = 0.0
     parts: dict[str, float] = field(default_factory=dict)
@@ -25,7 +25,7 @@ class Peak:
             self.total, self.parts = total, parts
 
 
-# A step's moments, in order: what ranks hold of each other's differs between them (Passing).
+# A step's moments, in order. At each of them a rank holds another amount of other ranks' parts (Passing).
 PHASE_OF_MOMENT = {
     "start": "forward", "forward": "forward", "loss": "forward",
     "head": "backward", "last_layer": "backward", "layers": "backward", "end": "backward", "outside": "backward",
@@ -54,7 +54,8 @@ def walk_forward(
     *,
     beside: float = 0.0,
 ) -> float:
-    """Returns what is live when the forward pass has ended. ``beside``: activations that no segment of ``placed`` makes."""
+    """Return the bytes that are live when the forward pass has ended. ``beside``: activations that no segment of ``placed``
+    makes."""
     held = {"activations": beside, "loss": 0.0}
     released = 0.0
     for item in placed:
@@ -75,21 +76,22 @@ def walk_forward(
 
 @dataclass(frozen=True)
 class Backward:
-    """How the backward pass of a segment moves memory under a plan."""
+    """The backward pass of a segment under a plan: how it moves memory."""
 
     plan: Plan
     profile: ModelProfile
     batch: int
     sequence: int
-    accumulating: bool  # onto gradients that exist
+    accumulating: bool  # gradients exist, and the pass adds to them
 
     @property
     def divides(self) -> bool:
-        """Whether ranks divide gradients layer by layer as they are born. A pipeline's do after the last micro-batch."""
+        """Return whether ranks divide gradients layer by layer as they are born. A pipeline's ranks do so after the last
+        micro-batch."""
         return self.plan.layout.gathers and self.plan.layout.pipeline_parallel == 1
 
     def of(self, item: Placed) -> tuple[float, float]:
-        """(bytes above the entry at the highest moment, bytes that stay)."""
+        """Return (bytes above the entry at the highest moment, bytes that stay)."""
         segment, at = item.segment, (self.batch, self.sequence)
         cost = segment.backward_accumulating if self.accumulating and not self.divides else segment.backward
         left = (segment.backward_accumulating if self.divides and item.is_layer else cost).left.at(*at)
@@ -116,10 +118,12 @@ def walk_backward(
     *,
     received: float = 0.0,
 ) -> None:
-    """``live`` is what forward left. In a first backward gradients are born as segments finish; later they all exist. Where
-    ranks divide them, a layer's are born and go, and those outside the layers stay until the pass has ended.
+    """Offer the moments of the backward pass to ``peaks``.
 
-    ``received``: bytes that the last layer seems to free, the gradient of its output, but that are a buffer's."""
+    In a first backward pass gradients are born as segments finish. Later they all exist. Where ranks divide them, a layer's are
+    born and go, and those outside the layers stay until the pass has ended. ``live``: bytes that the forward pass left.
+    ``received``: bytes of a buffer with the gradient of the last layer's output, which the last layer seems to free.
+    """
     plan, divides = backward.plan, backward.divides
     accumulating = backward.accumulating and not divides
     born = gradients if accumulating else 0.0

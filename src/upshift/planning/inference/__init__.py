@@ -1,1 +1,1 @@
-"""Planning of inference: how to serve, or to encode with, a model on a host."""
+"""Plan inference: how to serve a model on a host, or to encode with it."""

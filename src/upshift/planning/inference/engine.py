@@ -1,7 +1,7 @@
-"""One replica of a model under a plan: seconds of a step that takes so many prompt tokens and decodes so many sequences.
+"""Predict the seconds of a step of one replica of a model, for a number of prompt tokens and of decoding sequences.
 
-A roofline of each matrix product: t = max(FLOPs / (rate x efficiency of its size), weights / bandwidth), and beside them the
-cache that is read, attention of prompts, activations that go through memory, exchanges between devices, and launches.
+Each matrix product has a roofline: t = max(FLOPs / (rate x efficiency of its size), weights / bandwidth). Beside the products
+are the cache that is read, attention of prompts, activations that go through memory, exchanges between devices, and launches.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ TERM_NAMES = (
 
 
 class _Cost(NamedTuple):
-    """Of one shape of matrices, on one of the tensor-parallel devices."""
+    """The cost of one shape of matrices, on one of the tensor-parallel devices."""
 
     product: Product
     flops: float  # of one matrix, for one token
-    matrices: float  # that a token meets
-    weight_seconds: float  # to read one of a mixture's, or the matrix, of every layer
+    matrices: float  # matrices that a token meets
+    weight_seconds: float  # to read one expert's matrix, or the only one, in every layer
     met: float  # share of the tokens that meet one matrix
     moved_bytes: float  # of activations, for one token
 
@@ -84,8 +84,10 @@ class Engine:
     pipeline_parallel: int
 
     def step(self, prompt_tokens: float, decoding: float, *, logits: float | None = None) -> StepTime | None:
-        """All tokens of the replica once through all stages; None where a link is unknown. A pipeline is filled with one group
-        of sequences for each stage, so that each works on its part of the tokens."""
+        """Return the time to pass all tokens of the replica once through all stages; None where a link is unknown.
+
+        A pipeline is filled with one group of sequences for each stage, so that each works on its part of the tokens.
+        """
         stages = self.pipeline_parallel
         prompt, decode = prompt_tokens / stages, max(decoding / stages, min(decoding, 1.0))  # fewer than stages: some idle
         tokens = prompt + decode
@@ -142,14 +144,17 @@ class Engine:
         return seconds
 
     def _launches(self, device: float, sequences: float) -> float:
-        """Kernels run while the host queues the next ones: eagerly, only what the device does not hide counts."""
+        """Return the seconds of launches, and of the host's work between steps.
+
+        Kernels run while the host queues the next ones: eagerly, only what the device does not hide counts.
+        """
         between = STEP_SECONDS + SEQUENCE_SECONDS * sequences if self.host.device != "cpu" else 0.0
         hidden = device if self.eager and self.host.device != "cpu" else 0.0
         return between + max(self.launch_seconds - hidden, 0.0)
 
 
 def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload, shape: ReplicaShape) -> Engine | None:
-    """None where the host's rate in this precision is unknown."""
+    """Return an engine of the shape; None where the host's rate in this precision is unknown."""
     stored, degree, size = WEIGHTS[shape.weights], shape.tensor_parallel, plain_bytes(shape.weights)
     rates = device_rates(host, shape.weights, stored.computes, shape.execution)
     if rates is None:
@@ -181,8 +186,11 @@ def build_engine(host: Host, profile: ModelProfile, workload: InferenceWorkload,
 
 
 def _cost(item: Product, seconds: float, moved: float, degree: int) -> _Cost:
-    """``seconds``: to read all of them. What stands between products (norms, rotation, activation, residuals) reads one's result
-    and writes the next one's operand, ``moved`` bytes an element."""
+    """Return the cost of a product. ``seconds``: to read all its matrices.
+
+    What stands between products (norms, rotation, activation, residuals) reads one product's result and writes the next one's
+    operand, ``moved`` bytes an element.
+    """
     return _Cost(
         product=item,
         flops=2.0 * item.outputs * item.inputs / degree,

@@ -1,4 +1,4 @@
-"""Says why: what each choice of the best plan brings, and what the runner-up would cost."""
+"""Say why: what each choice of the best plan brings, and what the runner-up would cost."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MAX_REJECTED = 200
 
 
 def reasons(ranking: Ranking) -> tuple[Reason, ...]:
-    """One row a choice: the best plan that differs in it, and how much slower or bigger it is."""
+    """Return one row for each choice: the best plan that differs in it, and how much slower or bigger that plan is."""
     best, rows = ranking.candidates[0], []
     encodes = best.service.tpot is None
     for name, why in BECAUSE.items():
@@ -44,6 +44,6 @@ def _cost(best: Candidate, other: Candidate) -> str:
 
 
 def representative(rejected: list[Rejected]) -> list[Rejected]:
-    """At most 200, evenly drawn in the order of the space."""
+    """Return at most 200 rejections, evenly drawn in the order of the space."""
     step = -(-len(rejected) // MAX_REJECTED) if rejected else 1
     return rejected[::step]

@@ -1,4 +1,4 @@
-"""How weights and cached keys and values are stored: bytes with their scales, what they compute in, how fast they are read."""
+"""Define the formats of weights and of cached keys and values: bytes with their scales, compute precision, read speed."""
 
 from __future__ import annotations
 
@@ -51,5 +51,5 @@ CACHE_ALLOW: dict[CachePrecision, str] = {"fp8": "fp8-kv", "int8": "int8-kv"}
 
 
 def plain_bytes(weights: WeightPrecision) -> int:
-    """Of one activation, and of one weight that is not quantized: embedding, head, norms and biases."""
+    """Return the bytes of one activation, and of one weight that is not quantized: embedding, head, norms and biases."""
     return 4 if weights == "fp32" else 2

@@ -1,4 +1,4 @@
-"""Bytes that the fullest device of a replica holds, by part, and the most sequences that fit beside its weights."""
+"""Predict the bytes that the fullest device of a replica holds, by part, and the most sequences that fit beside its weights."""
 
 from __future__ import annotations
 
@@ -23,7 +23,10 @@ PARTS = ("weights", "kv cache", "activations", "workspace", "communication", "co
 
 @dataclass(frozen=True)
 class ReplicaMemory:
-    """Of one device. ``sequence``: what one more sequence takes; the other parts do not depend on how many there are."""
+    """The bytes of one device.
+
+    ``sequence``: what one more sequence takes. The other parts do not depend on how many sequences there are.
+    """
 
     weights: float
     sequence_cache: float
@@ -54,7 +57,7 @@ class ReplicaMemory:
 
     @property
     def largest_concurrency(self) -> int | None:
-        """Sequences at their full length, at once; None: the host does not say how much memory it has."""
+        """Return the sequences at their full length that fit at once; None: the host does not say how much memory it has."""
         if self.limit is None:
             return None
         left = self.limit - self.fixed
@@ -85,7 +88,10 @@ def replica_memory(
 def weight_bytes(
     profile: ModelProfile, weights: WeightPrecision, group_size: int, *, tensor_parallel: int, pipeline_parallel: int
 ) -> float:
-    """Of the fullest device: a tied embedding counts once on one stage, at both ends of a pipeline."""
+    """Return the bytes of weights on the fullest device.
+
+    A tied embedding counts once on one stage, and at both ends of a pipeline.
+    """
     parameters, size, stored = profile.parameters, plain_bytes(weights), WEIGHTS[weights]
     products = products_of(profile)
     matrices = sum(item.stored_bytes(stored, group_size) for item in products)
@@ -102,14 +108,16 @@ def weight_bytes(
 
 
 def activation_bytes(profile: ModelProfile, *, size: int, tensor_parallel: int) -> float:
-    """Of a token, at the widest moment of a layer: residual and its norm, and the widest product's operand and result, and what
-    is made of them."""
+    """Return the bytes of a token at the widest moment of a layer.
+
+    They are the residual and its norm, the operand and the result of the widest product, and what is made of these.
+    """
     widest = max((item.outputs + item.inputs for item in products_of(profile)), default=0)
     return float(size * (2 * (profile.hidden_size or 0) + 2 * widest / tensor_parallel))
 
 
 def memory_limit(host: Host) -> float | None:
-    """Bytes that one process may hold on a device; None where the host does not say."""
+    """Return the bytes that one process may hold on a device; None where the host does not say."""
     free = stated_memory(host.gpu if host.device != "cpu" else host.cpu)
     return None if free is None else free * USABLE_SHARE
 

@@ -1,4 +1,4 @@
-"""What an inference plan is predicted to bring and to take."""
+"""Predict the numbers of an inference plan: speed, latency and memory."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FORMULA_INTERVAL, UNMEASURED_LINK_INTERVAL = (0.7, 1.25), (0.7, 3.1)
 
 
 class InferenceNumbers(Value):
-    """Of a plan. None is unknown, never zero."""
+    """The numbers of a plan. None is unknown, never zero."""
 
     ttft_ms: float = Field(description="time to first token; of a whole batch to encode")
     tpot_ms: float | None = Field(None, description="time per output token after the first, mean")

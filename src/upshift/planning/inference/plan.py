@@ -1,4 +1,4 @@
-"""InferencePlan: every choice that changes how a model is served, and nothing else."""
+"""Define the InferencePlan: every choice that changes how a model is served, and nothing else."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ DEFAULT_GROUP = 128
 
 
 class ReplicaShape(NamedTuple):
-    """What a replica is built for: the fields of a plan that weights, cache and the time of a step follow from."""
+    """The fields of a plan that determine a replica's weights, cache and time of a step."""
 
     weights: WeightPrecision
     kv_cache: CachePrecision
@@ -26,7 +26,7 @@ class ReplicaShape(NamedTuple):
 
 
 class InferencePlan(Value):
-    """Degrees multiply: devices = replicas x tensor_parallel x pipeline_parallel."""
+    """A plan for inference. Degrees multiply: devices = replicas x tensor_parallel x pipeline_parallel."""
 
     device: Device
     host: str = Field(description="fingerprint of the host that it was made for")
@@ -47,12 +47,12 @@ class InferencePlan(Value):
 
     @property
     def changes_mathematics(self) -> tuple[str, ...]:
-        """The names, for ``--allow``, of its choices that change the mathematics."""
+        """Return the names, for ``--allow``, of the plan's choices that change the mathematics."""
         names = (WEIGHTS[self.weights].allow, CACHE_ALLOW.get(self.kv_cache))
         return tuple(name for name in names if name is not None)
 
     def label(self) -> str:
-        """One short line: ``fp8 · kv fp8 · 4 x tp 2 · 256 at once · prefill 2048 · graphs``."""
+        """Return one short line: ``fp8 · kv fp8 · 4 x tp 2 · 256 at once · prefill 2048 · graphs``."""
         parts = [self.weights if self.weights != "int4" else f"int4 g{self.group_size}"]
         if self.kv_cache != self.weights:
             parts.append(f"kv {self.kv_cache}")

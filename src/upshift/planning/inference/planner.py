@@ -1,4 +1,4 @@
-"""Host + ModelProfile + InferenceWorkload -> ranked plans: the door to this package."""
+"""Rank the inference plans for a host, a ModelProfile and an InferenceWorkload: the entry point of this package."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Progress = Callable[[int, int], None]
 
 @dataclass(frozen=True)
 class InferencePlanning:
-    """Everything that a request led to."""
+    """The result of a request for inference plans."""
 
     host: Host
     profile: ModelProfile
@@ -45,7 +45,7 @@ class InferencePlanning:
         return numbers_of(candidate, self.host)
 
     def document(self) -> dict[str, Any]:
-        """The JSON document of ``upshift plan --generate --json``."""
+        """Return the JSON document of ``upshift plan --generate --json``."""
         plans: list[dict[str, Any]] = [
             {"plan": c.plan.model_dump(mode="json"), "predicted": numbers_of(c, self.host).model_dump(mode="json"), "reasons": []}
             for c in self.ranking.candidates[:MAX_SHOWN_PLANS]
@@ -72,7 +72,10 @@ def plan_inference(
     fixed: tuple[str, ...] = (),
     progress: Progress = lambda done, total: None,
 ) -> InferencePlanning:
-    """Rank the space. Raises RequestError for a wrong request, NothingFits with the nearest plan that would."""
+    """Rank the plan space.
+
+    Raises RequestError for a wrong request, NothingFits with the nearest plan if nothing fits or answers fast enough.
+    """
     if source.adapter is not None:
         raise RequestError(f"{source.reference!r} has an adapter; merge it into its model first, then plan for the merged one")
     read_fixed(fixed, host, workload)  # before the seconds that tracing takes
@@ -83,7 +86,7 @@ def plan_inference(
 def plan_profile(
     profile: ModelProfile, host: Host, workload: InferenceWorkload, fixed: tuple[str, ...] = ()
 ) -> InferencePlanning:
-    """As ``plan_inference``, for a profile that is already there."""
+    """Rank the plan space of a model that has a profile already. Raises the same errors as ``plan_inference``."""
     _check(profile, host, workload, fixed)
     ranking = rank(host, profile, workload, fixed=parse_fixed(fixed, host, profile, workload))
     if not ranking.candidates:

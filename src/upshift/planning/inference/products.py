@@ -1,4 +1,4 @@
-"""The model's matrix products, read off its parameters' shapes: what each computes and reads for so many tokens."""
+"""Read the model's matrix products off its parameters' shapes: what each computes and reads for a number of tokens."""
 
 from __future__ import annotations
 
@@ -10,8 +10,11 @@ from upshift.planning.inference.formats import WeightFormat
 
 
 class Product(NamedTuple):
-    """Matrices of one shape, in the layers of the whole model. ``matrices``: layers that have one, or a mixture of ``experts``
-    of which a token meets ``per_token``; both 1 where there is no mixture."""
+    """Matrices of one shape, in the layers of the whole model.
+
+    ``matrices``: the number of layers that have one such matrix, or a mixture of ``experts`` of which a token meets
+    ``per_token``. Without a mixture both are 1.
+    """
 
     outputs: int
     inputs: int
@@ -24,13 +27,14 @@ class Product(NamedTuple):
         return self.outputs * self.inputs * self.matrices * self.experts
 
     def stored_bytes(self, weights: WeightFormat, group_size: int) -> float:
-        """With scales."""
+        """Return the bytes of all matrices with their scales."""
         groups = ceil(self.inputs / group_size) if weights.grouped else 1
         scales = self.outputs * groups * self.matrices * self.experts * weights.scale_bytes
         return self.elements * weights.weight_bytes + scales
 
     def touched(self, tokens: float) -> float:
-        """Expected number of a mixture's matrices that ``tokens`` meet, where each goes to ``per_token`` of them alike."""
+        """Return the expected number of a mixture's matrices that ``tokens`` meet, if each token goes to any ``per_token`` of
+        them alike."""
         if self.experts == 1:
             return 1.0
         missed: float = (1.0 - self.per_token / self.experts) ** tokens
@@ -38,7 +42,7 @@ class Product(NamedTuple):
 
 
 def products_of(profile: ModelProfile) -> tuple[Product, ...]:
-    """Of the layers: the head is left out, and tables of embeddings, wherever they stand."""
+    """Return the products of the layers, without the head and without tables of embeddings, wherever they stand."""
     parameters, found = profile.parameters, []
     outside = {parameters.embedding, parameters.head} - {0}
     for entry in parameters.product_shapes:

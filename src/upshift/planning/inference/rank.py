@@ -1,4 +1,4 @@
-"""Costs every plan of the space: memory first, then time; drops what does not fit or is too slow to answer, and keeps why."""
+"""Cost every plan of the space: memory first, then time. Drop what does not fit or is too slow to answer, and keep the reason."""
 
 from __future__ import annotations
 
@@ -21,8 +21,10 @@ MILLISECONDS = 1000.0
 
 @dataclass(frozen=True)
 class Candidate:
-    """A plan with its predicted costs; ``tokens_per_second`` and ``requests_per_second`` are of all replicas. ``occupied``: the
-    share of what they have room for that the workload's requests fill."""
+    """A plan with its predicted costs. ``tokens_per_second`` and ``requests_per_second`` are of all replicas.
+
+    ``occupied``: the share of the replicas' room that the workload's requests fill.
+    """
 
     plan: InferencePlan
     memory: ReplicaMemory
@@ -54,7 +56,8 @@ class Rejected:
 
 @dataclass
 class Ranking:
-    """Best first. ``too_big`` and ``too_slow`` are kept, the nearest first, for the plan that would nearly do."""
+    """The plans of a space, best first. ``too_big`` and ``too_slow`` are kept, the nearest first, for the plan that would nearly
+    do."""
 
     candidates: list[Candidate] = field(default_factory=list)
     too_big: list[Candidate] = field(default_factory=list)
@@ -90,7 +93,7 @@ def rank(host: Host, profile: ModelProfile, workload: InferenceWorkload, *, fixe
 def _shapes(
     host: Host, profile: ModelProfile, workload: InferenceWorkload, fixed: dict[str, Any]
 ) -> Iterator[tuple[ReplicaShape, int]]:
-    """(what an engine is built for, replicas), in a fixed order."""
+    """Yield (shape of a replica, number of replicas), in a fixed order."""
     values = choices(host, profile, workload)
     values |= {name: [fixed[name]] for name in values if name in fixed}
     quantized = [name for name in values["kv_cache"] if name in ("fp8", "int8")]
@@ -134,7 +137,7 @@ def too_big(candidate: Candidate) -> str:
 
 
 def too_slow(candidate: Candidate, workload: InferenceWorkload) -> str | None:
-    """Which limit of the request it exceeds."""
+    """Return in words which limit of the request the plan exceeds; None: none."""
     for name, milliseconds, limit in _latencies(candidate, workload):
         if limit is not None and milliseconds > limit:
             return f"{name} {milliseconds:,.1f} ms, over --max-{name.lower()}-ms {limit:g}"
@@ -150,11 +153,12 @@ def _latencies(candidate: Candidate, workload: InferenceWorkload) -> list[tuple[
 
 
 def _excess(candidate: Candidate, workload: InferenceWorkload) -> float:
-    """How many times over its limits, at the worst of them."""
+    """Return how many times over its limits the plan is, at the worst of them."""
     return max(milliseconds / limit for _, milliseconds, limit in _latencies(candidate, workload) if limit is not None)
 
 
 def _best_first(candidate: Candidate) -> tuple[Any, ...]:
-    """By throughput; alike, by latency, memory and name, so that the order never depends on how the space is walked."""
+    """Return the sort key: throughput, then latency, memory and name, so that the order never depends on the order of the space.
+    """
     service = candidate.service
     return -candidate.tokens_per_second, service.tpot or service.ttft, service.ttft, candidate.resident, candidate.plan.label()

@@ -1,5 +1,7 @@
-"""What one device does in a second: matrix products by size, memory, launches. Measured where the host was probed, else the
-datasheet's times the share that such parts reach."""
+"""Compute the rates of one device: matrix products by size, memory, launches.
+
+Rates are measured where the host was probed, else the datasheet's times the share that such parts reach.
+"""
 
 from __future__ import annotations
 
@@ -31,25 +33,29 @@ WEIGHT_READ_SHARE = 0.84
 # (LitGPT's Llama 2 7B at batch 1 on an A100: 32 ms for 32 layers).
 LAYER_SECONDS: dict[Execution, float] = {"graphs": 2.2e-5, "eager": 1.0e-3}
 CPU_DISPATCHES_PER_LAYER = 180.0  # eager modules and operators of a layer, over one bare operator
-CPU_GRAPH_SHARE = 0.3  # of them, what compiling leaves: COMPILED_KERNEL_SHARE of planning.cost.time
+CPU_GRAPH_SHARE = 0.3  # of these dispatches, those that compiling leaves: COMPILED_KERNEL_SHARE of planning.cost.time
 LOG_CENTRES = tuple(log(bound * 10**0.5) for bound in GEMM_CLASSES)  # of the classes, each a decade
 
 
 @dataclass(frozen=True)
 class DeviceRates:
-    """Of one device. ``efficiencies``: of ``matrix``, at the centres of GEMM_CLASSES; empty: the same at every size."""
+    """The rates of one device. ``efficiencies``: shares of ``matrix``, at the centres of GEMM_CLASSES; empty: the same at every
+    size."""
 
     matrix: float
     outside: float  # of products with embedding and head, which are not quantized
     attention: float
     memory: float
-    weights: float  # bytes of them a second, where few tokens use them
+    weights: float  # bytes of weights a second, where few tokens use them
     cache: float
     layer_seconds: float
     efficiencies: tuple[float, ...] = ()
 
     def efficiency(self, flops: float) -> float:
-        """Of one product, between the classes' centres on a logarithmic scale, so that more work never takes less time."""
+        """Return the efficiency of one product.
+
+        It lies between the classes' centres on a logarithmic scale, so that more work never takes less time.
+        """
         shares = self.efficiencies
         if not shares:
             return 1.0
@@ -64,7 +70,7 @@ class DeviceRates:
 
 
 def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision, execution: Execution) -> DeviceRates | None:
-    """None where the rate in this precision is unknown: such a plan cannot be ranked."""
+    """Return the device's rates; None where the rate in this precision is unknown: such a plan cannot be ranked."""
     beside: MatrixPrecision = weights if weights in ("fp32", "fp16") else beside_rounded(host)
     if computes == "bf16":
         computes = beside
@@ -72,7 +78,7 @@ def device_rates(host: Host, weights: WeightPrecision, computes: MatrixPrecision
 
 
 def beside_rounded(host: Host) -> Literal["bf16", "fp16", "fp32"]:
-    """What is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
+    """Return the precision that is computed in beside weights of fewer bits. CPUs without bf16 compute in fp32."""
     if host.supports("bf16") is not False:
         return "bf16"
     return "fp32" if host.device == "cpu" else "fp16"
@@ -88,7 +94,7 @@ def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision,
     if matrix is None or outside is None or bandwidth is None:
         return None
     shares = _shares(key)
-    if measured is not None:  # large products were measured: only what smaller ones lose beside them is left
+    if measured is not None:  # large products were measured, so only the loss of smaller ones counts
         shares = tuple(min(share / max(shares), 1.0) for share in shares) if shares else ()
         memory = bandwidth
     else:
@@ -107,7 +113,7 @@ def _accelerator(host: Host, computes: MatrixPrecision, beside: MatrixPrecision,
 
 
 def _shares(key: str) -> tuple[float, ...]:
-    """By class; where the largest was not measured, the one below stands for it."""
+    """Return the efficiencies by class. Where the largest was not measured, the one below stands for it."""
     known = GEMM_EFFICIENCY.get(key, ())
     shares: list[float] = []
     for share in known:

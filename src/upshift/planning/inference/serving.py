@@ -1,9 +1,9 @@
-"""A replica under load: from the time of single steps to time to first token, time per token and throughput.
+"""Predict a replica under load: from the time of single steps to time to first token, time per token and throughput.
 
 Batching is continuous: a request that ends makes room for the next, whose prompt is computed in chunks beside the decoding of
 the others. In the steady state each decoding step is followed by P = D I / (O - 1) prompt tokens in the mean (D sequences
-decode, prompts have I tokens, answers O), and Little's law ties the requests that are inside to throughput and latency:
-concurrency = requests/s x (time to first token + (O - 1) x time per token).
+decode, prompts have I tokens, answers O). Little's law ties the requests that are inside to throughput and latency: concurrency
+= requests/s x (time to first token + (O - 1) x time per token).
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ REQUEST_SECONDS = 7e-3
 
 @dataclass(frozen=True)
 class Service:
-    """Of one replica."""
+    """The latency (in seconds) and throughput of one replica."""
 
     ttft: float
     tpot: float | None
     requests_per_second: float
-    tokens_per_second: float  # generated; those of the sequences, where they are encoded
+    tokens_per_second: float  # generated tokens; when encoding, the tokens of the sequences
     step: StepTime  # the mean step's
 
 
 def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
-    """``concurrency`` requests are inside at any time; None where a link is unknown."""
+    """Return the service with ``concurrency`` requests inside at any time; None where a link is unknown."""
     if workload.task == "encode":
         return _encode(engine, workload, concurrency)
     if workload.decode_steps == 0:
@@ -47,7 +47,7 @@ def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_t
     idle = engine.step(0.0, decoding)
     if busy is None or idle is None:
         return None
-    share = min(needed / block, 1.0)  # of the steps, those with prompt tokens
+    share = min(needed / block, 1.0)  # share of the steps that have prompt tokens
     mean = share * busy.total + (1.0 - share) * idle.total
     rate = decoding / steps / mean
     load = min(share, MOST_LOADED)
@@ -59,7 +59,7 @@ def serve(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_t
 
 
 def _prefill_only(engine: Engine, workload: InferenceWorkload, concurrency: int, chunk_tokens: int) -> Service | None:
-    """One token a request: prompts fill steps, one behind the other."""
+    """Return the service of one token for each request: prompts fill steps, one behind the other."""
     tokens = concurrency * workload.prompt_length
     steps = ceil(tokens / chunk_tokens)
     step = engine.step(tokens / steps, 0.0, logits=concurrency / steps)
@@ -70,7 +70,7 @@ def _prefill_only(engine: Engine, workload: InferenceWorkload, concurrency: int,
 
 
 def _encode(engine: Engine, workload: InferenceWorkload, concurrency: int) -> Service | None:
-    """A batch at a time."""
+    """Return the service of encoding, one batch at a time."""
     step = engine.step(float(concurrency * workload.prompt_length), 0.0, logits=0.0)
     if step is None:
         return None

@@ -1,4 +1,4 @@
-"""The space of inference plans: what each field may be on a host, for a model, around what the user fixed."""
+"""Define the space of inference plans: what each field may be on a host, for a model, around what the user fixed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ DEGREES = ("tensor_parallel", "pipeline_parallel")
 
 
 def choices(host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, list[Any]]:
-    """The values that each field takes unasked; no list is empty."""
+    """Return the values that each field takes unasked; no list is empty."""
     legal = legal_values(host, profile, workload)
     if {"bf16", "fp16"} <= set(legal["weights"]):  # they cost the same
         legal["weights"].remove("fp16")
@@ -40,19 +40,19 @@ def legal_values(host: Host, profile: ModelProfile, workload: InferenceWorkload)
 
 
 def _legal_here(host: Host, workload: InferenceWorkload) -> dict[str, list[Any]]:
-    """Of the fields that do not ask the model."""
+    """Return the legal values of the fields that do not depend on the model."""
     return {"weights": _weights(host, workload), "kv_cache": _caches(host, workload), "execution": _executions(host)}
 
 
 def plain_cache(weights: WeightPrecision, host: Host) -> CachePrecision:
-    """What keys and values are computed in beside these weights."""
+    """Return the precision that keys and values are computed in beside these weights."""
     if weights in ("fp32", "bf16", "fp16"):
         return weights
     return beside_rounded(host)
 
 
 def chunks(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
-    """Chunks beyond all the prompts there are do nothing."""
+    """Return the numbers of prompt tokens of a step to look at. Chunks larger than all prompts together change nothing."""
     if "prefill_chunk_tokens" in fixed:
         return [fixed["prefill_chunk_tokens"]]
     most = workload.prompt_length * (workload.concurrency or MOST_SEQUENCES)
@@ -60,8 +60,11 @@ def chunks(workload: InferenceWorkload, fixed: dict[str, Any]) -> list[int]:
 
 
 def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | None, fixed: dict[str, Any]) -> list[int]:
-    """Sequences at once in one replica. Asked for: each has its share. Else powers of two, and what is between them, up to what
-    fits; the first that does not fit is left among them, so that it is seen why."""
+    """Return the numbers of sequences at once in one replica.
+
+    If the user asked for a number, each replica has its share. Else they are powers of two, and sizes between them, up to what
+    fits. The first that does not fit is left among them, so that its reason is shown.
+    """
     if "max_concurrency" in fixed:
         return [fixed["max_concurrency"]]
     if workload.concurrency is not None and workload.task == "generate":
@@ -76,15 +79,18 @@ def concurrencies(workload: InferenceWorkload, replicas: int, largest: int | Non
 
 
 def occupied(workload: InferenceWorkload, replicas: int, rows: int) -> float:
-    """The share of the replicas' rows that requests fill, where the workload says how many there are: some replicas have one
-    request less than the fullest, or none. Encoding, a replica takes its share of the batch in several steps."""
+    """Return the share of the replicas' rows that requests fill, where the workload says how many requests there are.
+
+    Some replicas have one request less than the fullest, or none. When encoding, a replica takes its share of the batch in
+    several steps.
+    """
     if workload.concurrency is None:
         return 1.0
     return workload.concurrency / (replicas * max(rows, ceil(workload.concurrency / replicas)))
 
 
 def layouts(host: Host, values: dict[str, list[Any]]) -> list[tuple[int, int, int]]:
-    """(tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
+    """Return (tensor-parallel degree, pipeline-parallel degree, replicas) that use every device."""
     found = []
     for tensor in values["tensor_parallel"]:
         for pipeline in values["pipeline_parallel"]:
@@ -104,8 +110,10 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
 
 
 def read_fixed(assignments: tuple[str, ...], host: Host, workload: InferenceWorkload) -> dict[str, Any]:
-    """``field=value`` pairs of --set, checked against the plan's fields, types, and what is legal here, as far as that can be
-    said before a model is traced."""
+    """Return the ``field=value`` pairs of --set, checked against the plan's fields and types.
+
+    They are also checked against what is legal here, as far as that is known before a model is traced.
+    """
     settable = [name for name in InferencePlan.model_fields if name not in FIXED_BY_REQUEST]
     fixed = read_assignments(assignments, settable, _parse_value)
     _check(fixed, _legal_here(host, workload), lambda name: _why_here(name, fixed[name], host, workload))
@@ -120,7 +128,7 @@ def _check(fixed: dict[str, Any], legal: dict[str, list[Any]], why: Callable[[st
 
 
 def parse_fixed(assignments: tuple[str, ...], host: Host, profile: ModelProfile, workload: InferenceWorkload) -> dict[str, Any]:
-    """As ``read_fixed``, and checked against what is legal for the model."""
+    """Return the pairs of ``read_fixed``, also checked against what is legal for the model."""
     fixed, legal = read_fixed(assignments, host, workload), legal_values(host, profile, workload)
     _check(fixed, legal, lambda name: _why_degree(name, profile))
     if not layouts(host, {name: [fixed[name]] if name in fixed else legal[name] for name in DEGREES}):
@@ -186,7 +194,7 @@ def _caches(host: Host, workload: InferenceWorkload) -> list[CachePrecision]:
 
 
 def _tensor_degrees(host: Host, profile: ModelProfile) -> list[int]:
-    """Inside a node: two exchanges a layer hide behind nothing."""
+    """Return the tensor-parallel degrees inside a node: two exchanges a layer hide behind nothing."""
     divisor = profile.tensor_parallel.divisor if profile.tensor_parallel is not None else 1
     return [degree for degree in divisors(max(host.gpus_per_node, 1)) if divisor % degree == 0]
 

@@ -1,4 +1,4 @@
-"""InferenceWorkload: what is asked of the model, and how fast."""
+"""Define the inference workload: the requests to the model, and how fast its answers must be."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class InferenceWorkload(Value):
 
     @property
     def longest(self) -> int:
-        """Tokens of a sequence when its last token is there."""
+        """Return the tokens of a sequence when its last token is there."""
         return self.prompt_length + self.output_length
 
     @property
     def decode_steps(self) -> int:
-        """Of a sequence: its first token comes from the prompt's own pass."""
+        """Return the decode steps of a sequence: its first token comes from the prompt's own pass."""
         return max(self.output_length - 1, 0)
