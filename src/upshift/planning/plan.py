@@ -145,7 +145,7 @@ class Plan(Value):
         return 2 if self.precision == "bf16-weights" else 4
 
     def label(self) -> str:
-        """Return one short line: ``bf16 · 4 x 2 · layer compile · adamw_torch_fused``."""
+        """Return one short line: ``bf16 · 4 x 2 · compile layer · adamw_torch_fused``."""
         parts = [self.precision, f"{self.per_device_train_batch_size} x {self.gradient_accumulation_steps}"]
         if self.num_processes > 1:
             ranks = f"{self.num_processes} ranks" if self.device != "cpu" else f"{self.num_processes} processes"
