@@ -56,7 +56,7 @@ class Watch:
 
     def __init__(self, plan: Plan, on_words: OnWords, output: Path | None = None) -> None:
         self.rank, self.size = rank_environment()
-        # The file belongs to the thread that makes this object and steps. It stays open: opening it takes 120 microseconds in a step.
+        # The file of the thread that makes this object and steps. It stays open: opening it takes 120 microseconds of a step.
         self._schedstat = SCHEDSTAT.open("rb", buffering=0) if plan.device == "cpu" and SCHEDSTAT.exists() else None
         self._on_words, self._output = on_words, output
         self._reported = 0  # the last step of which this rank left a report
