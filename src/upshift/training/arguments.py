@@ -12,7 +12,7 @@ LearningRateSchedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 
-SEEDS = 2**32  # what numpy's generators take, too
+SEEDS = 2**32  # numpy's generators take no larger seeds
 
 
 class Arguments(Value):

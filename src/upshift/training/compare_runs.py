@@ -46,8 +46,8 @@ class Comparison(Value):
     one: str
     other: str
     tolerance: float
-    first_step: int | None = None  # whose losses differ by more
-    first_checkpoint: int | None = None  # whose weights do
+    first_step: int | None = None  # the first whose losses differ by more
+    first_checkpoint: int | None = None  # the first whose weights differ by more
     tensors: tuple[Difference, ...] = ()  # there, the worst first
     findings: tuple[Finding, ...]
 

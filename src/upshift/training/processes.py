@@ -46,7 +46,7 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
         result = _run_rank(0, port, plan, work, request)
     except RuntimeError as error:
         failed = _wait(children, seconds=PATIENCE_SECONDS)
-        if failed and lost_another(error):  # who left no words was killed
+        if failed and lost_another(error):  # a rank that left no words was killed
             raise _ranks_failed(failed, plan) from error
         raise
     except BaseException:  # the others fail with this rank, whose words are the ones to show

@@ -28,8 +28,8 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    arrays: Mapping[str, NDArray[Any]]  # what the model is called with
-    sequence_ids: Ids  # which sequences it holds; empty for a stand-in that only keeps ranks in step
+    arrays: Mapping[str, NDArray[Any]]  # the model's keyword arguments
+    sequence_ids: Ids  # the sequences in it; empty for a stand-in that only keeps ranks in step
     num_label_tokens: int  # labels that count; causal-lm: after the shift that the model does
     num_tokens: int  # real tokens, without padding
     splits: bool = True  # False: its loss is not that of its parts

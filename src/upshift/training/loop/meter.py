@@ -88,7 +88,7 @@ class StepMeter:
         if self.device == "cpu":
             if platform.libc_ver()[0] == "glibc":
                 give_back_free_memory()
-            reset_resident_peak()  # what watching itself took is not the run's
+            reset_resident_peak()  # the memory of watching itself is not the run's
         return outcome
 
     @property

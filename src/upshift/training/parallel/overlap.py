@@ -65,7 +65,7 @@ class Overlap:
             if not is_out_of_memory(error):
                 raise
             self.agreement.ran_out(error, micro_batch)
-        self._missing = [0] * len(self._buckets)  # what has no gradient counts as zero
+        self._missing = [0] * len(self._buckets)  # a weight without a gradient counts as zero
         self._send()
         for work in self._works:
             work.wait()

@@ -77,7 +77,7 @@ class PipelineStage:
         self._shapes: list[tuple[int, ...]] = []
         self._received: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        self._dtype: torch.dtype | None = None  # of what is received, once known
+        self._dtype: torch.dtype | None = None  # of the received hidden states, once known
         self._told = False  # the next stage knows what it receives
         self._telling: dist.Work | None = None  # held while it is on its way: gloo drops what nobody holds
 

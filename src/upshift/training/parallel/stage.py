@@ -120,7 +120,7 @@ class Stage:
         self._forward = model.forward
         self._layers = self._cut(model, parts)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # that the first and the last stage have
+        self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # in the first and the last stage
 
     def _cut(self, model: nn.Module, parts: Parts) -> StageLayers:
         parent_path, _, name = parts.stack.rpartition(".")

@@ -100,7 +100,7 @@ def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
     name = optimizer_name(arguments)
     if not was_set(arguments, "optim") or name not in optimizers():
         return ()
-    alone: dict[str, Any] = {"precision": "fp32", "optim": name}  # what the answer depends on
+    alone: dict[str, Any] = {"precision": "fp32", "optim": name}  # the answer depends on these fields alone
     plan = Plan.model_construct(**alone)
     return plan.changes_mathematics
 

@@ -62,7 +62,7 @@ class Request:
     trial_seconds: float | None  # at most; None: by the length of the run
     device: str
     clips_gradients: bool
-    memory_limit_gib: float | None  # that the process, or the device, may hold; None: what is free
+    memory_limit_gib: float | None  # limit of the process, or the device; None: the free memory
     host: Host  # of all ranks
     reason_not: Callable[[Plan], str | None]  # why the model, or the Trainer, cannot run a plan
 

@@ -65,7 +65,7 @@ class PlainSaving(LibraryTrainer):
     - a callback has an on_save of its own, or push_to_hub is on: these read the files of the checkpoint;
     - a subclass saves something in a way of its own, which may read what training changes meanwhile;
     - save_only_model is on, because the files are for others to read; or enable_jit_checkpoint, which marks unfinished ones
-    itself;
+      itself;
     - host memory has no room for the copies beside what training has needed so far.
     """
 

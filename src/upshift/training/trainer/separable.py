@@ -79,7 +79,7 @@ class Split:
     drops_mask: bool = False  # on right padding, no mask is needed
     flattens: bool = False  # several sequences may share a row
     even: bool = False  # it was seen for rows with as many labels each, and nothing is known of others
-    ranges: Ranges = field(default_factory=dict)  # what was measured of each entry: rows beyond it keep their batch whole
+    ranges: Ranges = field(default_factory=dict)  # the measured range of each entry: a batch with a value beyond it stays whole
     reason: str = ""
     why_not_flat: str = "the loss of two rows end to end is not that of the two"
     isolation: Isolation | None = None  # None: nothing is known of the model's class
