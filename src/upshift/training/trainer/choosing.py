@@ -245,7 +245,7 @@ class Choosing(LibraryTrainer):
             *fixed_fields(self.args, num_layers=layers, optimizer_given=given),
             *layout_fields(self._upshift_requested_layout),
         )
-        named = {assignment.partition("=")[0] for assignment in self._upshift_fixed}  # fields fixed by hand win over those of the arguments
+        named = {assignment.partition("=")[0] for assignment in self._upshift_fixed}  # these win over the arguments
         fixed = [*(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named), *self._upshift_fixed]
         if self._upshift_loss_is_of_script:
             fixed.append("loss_chunk_tokens=0")
