@@ -1,1 +1,1 @@
-"""Executes a Plan: one loop for one CPU, one GPU and several processes."""
+"""Execute a Plan: one loop for one CPU, one GPU and several processes."""

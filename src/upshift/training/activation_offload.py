@@ -1,4 +1,4 @@
-"""Tensors that the forward pass keeps for the backward pass wait in host memory.
+"""Keep in host memory the tensors that the forward pass saves for the backward pass.
 
 torch.autograd.graph.save_on_cpu would send the weights too, which autograd keeps beside the activations.
 """

@@ -1,4 +1,4 @@
-"""What the user decides about a training run, by the names of transformers.TrainingArguments. The Plan decides the rest."""
+"""Define the user's choices for a training run, by the names of transformers.TrainingArguments. The Plan decides the rest."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LearningRateSchedule = Literal[
     "linear", "cosine", "cosine_with_restarts", "polynomial", "constant", "constant_with_warmup", "inverse_sqrt"
 ]
 
-SEEDS = 2**32  # what numpy's generators take, too
+SEEDS = 2**32  # numpy's generators take no larger seeds
 
 
 class Arguments(Value):
@@ -32,7 +32,7 @@ class Arguments(Value):
 
 
 class RunNumbers(Value):
-    """What a run takes beside them, as far as it is numbers."""
+    """The numbers that a run takes beside the arguments."""
 
     epochs: float = Field(1.0, gt=0)
     global_batch: int = Field(8, gt=0)

@@ -1,4 +1,4 @@
-"""Why a step ran out of memory: each part's predicted bytes beside those at the moment of the failure, and the culprit."""
+"""Explain why a step ran out of memory: each part's predicted bytes, its bytes at the moment of the failure, and the culprit."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ class Autopsy(Value):
     verdict: str
 
     def write(self, folder: Path) -> Path:
-        """One more line of the run's file."""
+        """Append one line to the run's file. Return the path of the file."""
         folder.mkdir(parents=True, exist_ok=True)
         path = folder / AUTOPSIES_NAME
         with path.open("a", encoding="utf-8") as file:
@@ -52,7 +52,7 @@ class Autopsy(Value):
 
 
 class Scene(Value):
-    """What the meters read while the failed step's tensors were still there."""
+    """The readings of the meters while the failed step's tensors were still there."""
 
     held: int
     tensors: int  # allocated on the device; on a CPU 0: its allocator keeps no count
@@ -82,7 +82,7 @@ def examine(
     smaller: tuple[int, ...],
     words: str,
 ) -> Autopsy:
-    """Call it before the model or the optimizer change."""
+    """Return the autopsy of a failed step. Call it before the model or the optimizer change."""
     gradients = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
     weights = sum(t.numel() * t.element_size() for t in (*model.parameters(), *model.buffers()))
     known = {"weights": weights, "gradients": gradients, "optimizer": tensor_bytes(optimizer) if optimizer else 0}
@@ -115,7 +115,7 @@ def _verdict(
     shape: tuple[int, ...],
     planned: tuple[int, ...],
 ) -> str:
-    """The first cause that is seen, the surest first."""
+    """Return the first cause that shows, the surest first."""
     tokens, planned_tokens = shape[0] * shape[-1], planned[0] * planned[-1]
     if planned[-1] > 1 and tokens > planned_tokens:
         return f"a micro-batch of {tokens:,} tokens came, and the longest of the sample made {planned_tokens:,}"
@@ -134,7 +134,7 @@ def _verdict(
 
 
 def as_lines(autopsy: Autopsy) -> list[str]:
-    """For the terminal."""
+    """Return the autopsy as lines for the terminal."""
     lines = [f"why: {autopsy.verdict}"]
     for part in autopsy.parts:
         predicted = "unknown" if part.predicted_gib is None else f"{part.predicted_gib:.2f}"

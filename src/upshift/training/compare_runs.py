@@ -1,6 +1,7 @@
-"""Two runs that should agree: what they were asked differently, the first step and the first tensors that differ.
+"""Compare two runs that should agree: their requests, the first step that differs, and the first tensors that differ.
 
-Runs of Upshift and of transformers' Trainer. Losses come from the newest checkpoint, weights from checkpoints of one step.
+The runs are of Upshift or of transformers' Trainer. Losses come from the newest checkpoint, weights from checkpoints of one
+step.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from upshift.units import format_count
 from upshift.value import Value
 
 RUN_NAMES = ("upshift_run.json", "trainer_state.json")
-IGNORED = {"tokens", "evaluations", "finished", "output", "id", "checksum"}  # that are no part of the request
+IGNORED = {"tokens", "evaluations", "finished", "output", "id", "checksum"}  # fields that are no part of the request
 SHOWN = 3  # tensors
 RELATIVE = {"fp32": 1e-5, "bf16": 1e-3, "fp16": 1e-3}  # of one loss, by the coarser precision of the two; else the last
 LOOSE = 5e-3
@@ -34,7 +35,7 @@ Part = tuple[Path, Piece | None]  # its file; where in the whole it belongs, Non
 
 
 class Difference(Value):
-    """Of one tensor: the largest distance of two numbers, over the largest number."""
+    """The difference of one tensor: the largest distance of two numbers, over the largest number."""
 
     name: str
     relative: float
@@ -45,8 +46,8 @@ class Comparison(Value):
     one: str
     other: str
     tolerance: float
-    first_step: int | None = None  # whose losses differ by more
-    first_checkpoint: int | None = None  # whose weights do
+    first_step: int | None = None  # the first whose losses differ by more
+    first_checkpoint: int | None = None  # the first whose weights differ by more
     tensors: tuple[Difference, ...] = ()  # there, the worst first
     findings: tuple[Finding, ...]
 
@@ -60,7 +61,7 @@ class Run:
 
 
 def compare_runs(one: Path, other: Path, *, tolerance: float | None = None) -> Comparison:
-    """``tolerance`` of a loss, relative; None: by the precisions of the two."""
+    """Compare two runs. ``tolerance`` is the relative one of a loss; None takes it from the precisions of the two."""
     if tolerance is not None and not 0 <= tolerance < math.inf:
         raise RequestError(f"tolerance {tolerance} is not possible; give 0 or more, such as 1e-5")
     pair = (read_run(one), read_run(other))
@@ -188,7 +189,7 @@ def _first_weights(one: Run, other: Run, limit: float) -> tuple[int | None, tupl
 
 
 def compare_weights(one: Path, other: Path) -> list[Difference]:
-    """Every tensor of two folders, in the order of names, numbers by value."""
+    """Return the difference of every tensor of two folders, in the order of names, with numbers compared by value."""
     places = [_places(folder) for folder in (one, other)]
     missing = sorted(places[0].keys() ^ places[1].keys())
     if missing:
@@ -205,12 +206,12 @@ def compare_weights(one: Path, other: Path) -> list[Difference]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Of a whole model, or of each rank its parts."""
+    """Return the weight files of a whole model, or of each rank's parts."""
     return sorted(path for path in folder.glob("*.safetensors") if path.name.startswith(("model", "adapter", OF_RANK)))
 
 
 def _places(folder: Path) -> dict[str, list[Part]]:
-    """By tensor."""
+    """Return the parts of each tensor by its name."""
     found: dict[str, list[Part]] = {}
     for path in _weight_files(folder):
         try:
@@ -228,7 +229,7 @@ def _places(folder: Path) -> dict[str, list[Part]]:
 
 
 def _pieces(weights: Path) -> Mapping[str, Piece]:
-    """Of the parts in a rank's file."""
+    """Return the pieces of the parts in a rank's file."""
     path = weights.with_name(weights.name.replace(OF_RANK, "pieces-", 1)).with_suffix(".json")
     return Pieces.from_file(path).tensors if path.is_file() else {}
 
@@ -251,7 +252,7 @@ def _by_number(name: str) -> list[tuple[int, str]]:
 
 
 def distance(one: float, other: float) -> float:
-    """Relative; NaN is at no distance from NaN."""
+    """Return the relative distance of two losses. NaN is at no distance from NaN."""
     if one != one and other != other:
         return 0.0
     return _finite(abs(one - other) / max(abs(one), abs(other), 1e-30))

@@ -1,6 +1,6 @@
-"""The demo's road: real text that every machine has, a tokenizer and a small model made on the spot, two runs, one page.
+"""Run the demo: real text that every machine has, a tokenizer and a small model made on the spot, two runs, one page.
 
-The plain default runs first, for a while; the chosen plan then runs for longer and is evaluated when it has seen the same
+The plain default runs first, for a while. The chosen plan then runs for longer, and is evaluated when it has seen the same
 number of tokens. Both follow one learning-rate schedule, so that their losses can be compared.
 """
 
@@ -34,7 +34,7 @@ PROMPT = "def read_text(path):\n"
 
 @dataclass(frozen=True)
 class Timing:
-    """Seconds of each part."""
+    """The seconds of each part."""
 
     trials: float = 60.0
     baseline: float = 60.0
@@ -59,7 +59,7 @@ class DemoResult:
 
 
 def write_corpus(folder: Path) -> list[str]:
-    """Copy the standard library's source, without its tests, into ``folder``; returns the texts."""
+    """Copy the standard library's source, without its tests, into ``folder``. Return the texts."""
     root = Path(sysconfig.get_paths()["stdlib"])
     files = [f for f in sorted(root.rglob("*.py")) if not set(LEFT_OUT) & set(f.relative_to(root).parts[:-1])]
     random.Random(0).shuffle(files)
@@ -77,7 +77,7 @@ def write_corpus(folder: Path) -> list[str]:
 
 
 def write_model(folder: Path, texts: list[str]) -> Any:
-    """A Llama-style config of about 10 M parameters and its tokenizer; returns the tokenizer."""
+    """Write a Llama-style config of about 10 M parameters and its tokenizer. Return the tokenizer."""
     sample, size = [], 0
     for text in texts:
         if size < TOKENIZER_BYTES:
@@ -125,7 +125,7 @@ def run_demo(prepared: Prepared, folder: Path, *, timing: Timing, on_baseline: O
 
 
 def generate(directory: Path) -> str:
-    """Load what was saved the way anyone would, and continue the prompt."""
+    """Load the saved model the way anyone would, and continue the prompt."""
     tokenizer = AutoTokenizer.from_pretrained(directory)
     model = AutoModelForCausalLM.from_pretrained(directory).train(False)
     inputs = tokenizer(PROMPT, return_tensors="pt")

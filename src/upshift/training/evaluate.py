@@ -1,4 +1,4 @@
-"""Held-out loss."""
+"""Compute the held-out loss."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ from upshift.training.prepare import computing, loss_of
 
 
 def evaluate(model: nn.Module, plan: Plan, batches: Iterable[GlobalBatch]) -> float:
-    """Mean loss over all label tokens of all ranks, dropout off; the model is left in training mode. Ranks of one replica count
-    the same labels, or each its own, and so does their sum; those that share sequences have their share of the mean, and of
-    pipeline stages the last one counts."""
+    """Return the mean loss over all label tokens of all ranks, with dropout off. The model is left in training mode.
+
+    Each rank adds its loss sum and its label count, and both are summed over ranks. Ranks of one replica count the same
+    labels, or each its own. Ranks that share sequences have their share of the mean. Of pipeline stages only the last one
+    counts.
+    """
     total, num_labels = 0.0, 0
     model.train(False)
     try:

@@ -1,4 +1,5 @@
-"""Matrix products of the layers in fp8, by torchao: weights stay as they are, operands are scaled and cast before each one."""
+"""Run matrix products of the layers in fp8, by torchao: weights stay as they are, operands are scaled and cast before each
+product."""
 
 from __future__ import annotations
 
@@ -11,9 +12,9 @@ FP8_MULTIPLE = 16  # both sides of an fp8 matrix product (torch._scaled_mm)
 
 
 def convert_to_fp8(model: nn.Module, *, emulate: bool) -> int:
-    """Convert in place every linear of the layers that fp8 products can hold; the head stays. Returns how many.
+    """Convert in place every linear of the layers that fp8 products can hold. The head stays. Return how many were converted.
 
-    ``emulate``: the casts are real and the products fp32, for devices without fp8.
+    ``emulate`` makes the casts real and the products fp32, for devices without fp8.
     """
     check_library("torchao", purpose="precision=fp8")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training

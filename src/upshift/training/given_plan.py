@@ -1,4 +1,4 @@
-"""A plan that is not to be made: a file's, or that of the checkpoint that a run goes on from."""
+"""Find a plan that exists already: in a file, or in the checkpoint from which a run goes on."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from upshift.training.checkpoint.state import SavedState
 
 
 def processes_asked_for(fixed: tuple[str, ...]) -> int | None:
-    """By ``--nproc`` or ``--set``."""
+    """Return the number of processes that ``--nproc`` or ``--set`` asks for, or None."""
     asked = next((text.partition("=")[2] for text in fixed if text.startswith("num_processes=")), "")
     return int(asked) if asked.isdecimal() else None
 
@@ -24,7 +24,10 @@ def processes_asked_for(fixed: tuple[str, ...]) -> int | None:
 def find_given_plan(
     plan_file: Path | None, resume_from: Path | None, fixed: tuple[str, ...], host: Host, source: Any
 ) -> Plan | None:
-    """That of a file, or of the checkpoint that is gone on from, where it was made for this machine; None: it is to be made."""
+    """Return the plan of a file, or of the checkpoint from which the run goes on, if it was made for this machine.
+
+    Return None if a plan is to be made.
+    """
     if plan_file is not None:
         return read_plan(plan_file, host=host, source=source)
     checkpoint = find_checkpoints(resume_from).newest if resume_from is not None and resume_from.is_dir() else None
@@ -35,7 +38,7 @@ def find_given_plan(
 
 
 def check_given_plan(plan: Plan, workload: Workload) -> None:
-    """Raises RequestError where it is not for what is asked."""
+    """Raise RequestError if a given plan does not fit the request."""
     for name, planned, asked in (
         ("--sequence-length", plan.sequence_length, workload.sequence_length),
         ("--global-batch", plan.global_batch, workload.global_batch),

@@ -1,7 +1,7 @@
-"""How the process's C allocator treats freed memory, and how much it may take.
+"""Control how the process's C allocator treats freed memory, and how much it may take.
 
-glibc gives blocks over 32 MiB straight back to the kernel and faults every page in anew at the next step; keeping them
-saves that (measured here: 5 to 15 % of a training step on CPU) and costs what fragmentation holds back.
+glibc gives blocks over 32 MiB straight back to the kernel and faults every page in anew at the next step. Keeping them saves
+that (measured here: 5 to 15 % of a training step on CPU) and costs what fragmentation holds back.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ USABLE_SHARE = 0.95  # of what is free at the start; beyond it an allocation fai
 
 
 def keep_freed_memory() -> None:
-    """Never map blocks one by one, never trim the heap. For the rest of the process's life."""
+    """Stop mapping blocks one by one and trimming the heap, for the rest of the process's life."""
     libc = ctypes.CDLL(ctypes.util.find_library("c"))
     for option, value in ((M_MMAP_MAX, 0), (M_TRIM_THRESHOLD, -1), (M_TOP_PAD, TOP_PAD_BYTES)):
         if libc.mallopt(option, value) != 1:
@@ -30,16 +30,16 @@ def keep_freed_memory() -> None:
 
 
 def give_back_free_memory() -> None:
-    """Once: pages of the heap that hold nothing go back to the kernel, also where freed memory is kept."""
+    """Return pages of the heap that hold nothing to the kernel once, also if freed memory is kept."""
     ctypes.CDLL(ctypes.util.find_library("c")).malloc_trim(0)
 
 
 class HeldMemory:
-    """Keeps a process near the memory that was predicted for it.
+    """A guard that keeps a process near the memory that was predicted for it.
 
-    Blocks whose sizes change from step to step leave holes in the heap, which hold memory though nothing is in them. They go back
-    to the system behind a step that left the process above ``limit_bytes``. Giving them back costs page faults in the next step,
-    so that it is done half as often each time it did not last until the next look.
+    Blocks whose sizes change from step to step leave holes in the heap, which hold memory though nothing is in them. After a
+    step that left the process above ``limit_bytes``, they go back to the system. Giving them back costs page faults in the
+    next step, so it is done half as often each time it did not last until the next look.
     """
 
     def __init__(self, limit_bytes: float | None, *, give_back: Callable[[], None] = give_back_free_memory) -> None:
@@ -62,7 +62,8 @@ class HeldMemory:
 
 @contextlib.contextmanager
 def limited_memory(num_processes: int = 1) -> Iterator[None]:
-    """While open, the allocator refuses before the system starts to kill: running out becomes an error that can be met."""
+    """Make the allocator refuse, while open, before the system starts to kill. Running out then becomes an error that can be
+    handled."""
     memory = psutil.Process().memory_info()
     used = getattr(memory, "data", memory.rss)  # RLIMIT_DATA counts what is mapped, touched or not
     limit = int(used + psutil.virtual_memory().available * USABLE_SHARE / num_processes)

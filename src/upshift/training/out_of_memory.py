@@ -1,4 +1,4 @@
-"""Running out of memory: how it is recognised, and how a micro-batch becomes two."""
+"""Recognize that memory ran out, and split a micro-batch into two."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ Result = TypeVar("Result")
 
 
 def find_out_of_memory(error: BaseException) -> BaseException | None:
-    """The allocator's refusal: the error, or what caused it; torch's pipelines wrap what fails in a stage. torch has no type for
-    that of the CPU's allocator; its words are fixed in c10/core/CPUAllocator.cpp."""
+    """Return the allocator's refusal, which is the error or its cause, or None. torch's pipelines wrap an error of a stage.
+
+    torch has no type for the refusal of the CPU's allocator. Its words are fixed in c10/core/CPUAllocator.cpp.
+    """
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, (MemoryError, torch.OutOfMemoryError)):
@@ -36,7 +38,10 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
-    """Two halves that hold the same labels: of its rows, or of one long row where a sequence begins. None: indivisible."""
+    """Return two halves that hold the same labels, or None if the micro-batch is indivisible.
+
+    Its rows are halved, or one long row is cut at the beginning of a sequence.
+    """
     if not micro_batch.splits:
         return None
     rows, width = micro_batch.shape
@@ -51,7 +56,7 @@ def halve(micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
 
 
 def _starts(position_ids: NDArray[np.int64] | None) -> NDArray[np.int64]:
-    """Where sequences after the first begin in a row of several."""
+    """Return the positions at which sequences after the first begin in a row of several."""
     if position_ids is None:
         return np.empty(0, np.int64)
     return np.flatnonzero(position_ids[0, 1:] == 0) + 1
@@ -72,20 +77,20 @@ def _part(micro_batch: MicroBatch, rows: slice, columns: slice) -> MicroBatch:
 
 
 def fewest_tokens(micro_batch: MicroBatch) -> MicroBatch:
-    """One short row of it, for its shapes alone."""
+    """Return one short row of a micro-batch, for its shapes alone."""
     few = _part(micro_batch, slice(0, 1), slice(0, FEW_TOKENS))
     return replace(few, num_tokens=0)
 
 
 def stand_in(micro_batch: MicroBatch) -> MicroBatch:
-    """A micro-batch without labels, for a rank that has fewer of them than others."""
+    """Return a micro-batch without labels, for a rank that has fewer of them than others."""
     few = fewest_tokens(micro_batch)
     labels = np.full_like(few.arrays["labels"], IGNORED)
     return replace(few, arrays={**few.arrays, "labels": labels}, num_label_tokens=0)
 
 
 class Agreed(MemoryError):
-    """All ranks know that one of them ran out of memory. ``final``: its micro-batch cannot be halved."""
+    """All ranks know that one of them ran out of memory. ``final`` says that its micro-batch cannot be halved."""
 
     def __init__(self, words: str, *, final: bool) -> None:
         super().__init__(words)
@@ -93,7 +98,8 @@ class Agreed(MemoryError):
 
 
 class Halving(Generic[Part]):
-    """Does the work of a step in parts; when memory runs out, again from the start in smaller parts, and so from then on.
+    """A loop that does the work of a step in parts. When memory runs out, it starts again in smaller parts, and keeps them
+    from then on.
 
     The weights have not moved, so the gradients of the global batch come out the same.
     """
@@ -108,8 +114,12 @@ class Halving(Generic[Part]):
         on_halved: Callable[[Part, Part, str], None],
         level: Callable[[list[Part]], list[Part]] = lambda parts: parts,
     ) -> None:
-        """``on_failure`` may look at memory as it failed; ``restart`` then drops what the try left. ``on_halved``: the largest
-        part before and after, the allocator's words. ``level``: halved parts as all ranks run them, as many on each."""
+        """Set the callbacks.
+
+        ``on_failure`` may look at memory as it failed. ``restart`` then drops what the try left. ``on_halved`` gets the
+        largest part before and after, and the allocator's words. ``level`` returns halved parts as all ranks run them, as many
+        on each.
+        """
         self.count = 0
         self._level = level
         self._halve, self._size, self._restart, self._on_halved = halve, size, restart, on_halved

@@ -1,7 +1,7 @@
-"""Ranks that share a model read their own parts of its files: the model is built and divided empty, then each part is filled.
+"""Read only a rank's own parts of a model's files: the model is built and divided empty, then each part is filled.
 
-A weight that is stored as it is used, or in another dtype, is sliced in the pages of its file, so that no other pages are read.
-What operations make of several stored tensors is made whole, one weight at a time, and sliced then.
+A weight that is stored as it is used, or in another dtype, is sliced in the pages of its file, so that no other pages are
+read. A weight that operations make of several stored tensors is made whole, one weight at a time, and then sliced.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from upshift.training.checkpoint.pieces import Piece, copy_shared, piece_of
 
 @dataclass(frozen=True)
 class Empty:
-    """A model without weights, buffers but for those of files as they are, and what fills it."""
+    """A model without weights, whose buffers are there except those that come from files, and its filling."""
 
     model: PreTrainedModel
     filling: Filling
 
 
 def reads_slices(source: ModelSource, plan: Plan) -> bool:
-    """Whether ranks have parts, of a model that comes from files as it is."""
+    """Return whether ranks have parts of a model that comes from files as it is."""
     layout = plan.layout
     shares = layout.gathers or layout.tensor_parallel > 1 or layout.pipeline_parallel > 1
     plain = source.adapter is None and source.quantized_from is None and "quantization_config" not in source.config
@@ -46,7 +46,10 @@ def reads_slices(source: ModelSource, plan: Plan) -> bool:
 def build_to_fill(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype
 ) -> Empty | None:
-    """None where files leave a weight to be initialized: that takes the whole model's random numbers."""
+    """Return the empty model, or None if files leave a weight to be initialized.
+
+    Initializing takes the whole model's random numbers.
+    """
     assert source.directory is not None
     checkpoint = find_checkpoint(source.directory)
     config.dtype = dtype
@@ -88,7 +91,7 @@ def _parameters_on_meta() -> Iterator[None]:
 
 @torch.no_grad()
 def fill(model: nn.Module, empty: Empty, plan: Plan) -> None:
-    """``model``: what the rank has of ``empty.model``, still without weights."""
+    """Fill ``model``, which is the rank's part of ``empty.model``, still without weights."""
     for part in parts_of(model):
         APPLY.of(part)(_made_on(plan.device))
     tied, targets = dict(empty.model.all_tied_weights_keys), dict[str, list[Tensor]]()

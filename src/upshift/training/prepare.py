@@ -1,5 +1,8 @@
-"""Turns a model into one that runs the way the plan says. One function, one order: what the rank has of it, attention, recompute,
-compile, and what ranks divide of all that (parallel/)."""
+"""Turn a model into one that runs the way the plan says.
+
+One function applies everything in one order: the rank's part, attention, recomputation, compilation, and what ranks divide of
+all that (parallel/).
+"""
 
 from __future__ import annotations
 
@@ -44,7 +47,7 @@ from upshift.training.weight_offload import load_elsewhere
 
 
 def set_process(plan: Plan) -> None:
-    """Choices that belong to the whole process; called before tensors exist."""
+    """Set the choices that belong to the whole process. Call it before tensors exist."""
     if plan.host_memory == "keep":
         keep_freed_memory()
     if plan.device == "cpu":
@@ -55,7 +58,7 @@ def set_process(plan: Plan) -> None:
 
 
 def check_weights(source: ModelSource) -> None:
-    """Raise RequestError where the files lack weights of the model, before anything slow starts. The headers are read, alone."""
+    """Raise RequestError if the files lack weights of the model, before anything slow starts. Only the headers are read."""
     stored = find_model(str(source.directory))
     if "quantization_config" in stored.config:  # in a form that transformers alone knows; it says what is missing
         return
@@ -65,7 +68,10 @@ def check_weights(source: ModelSource) -> None:
 
 
 def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: int) -> nn.Module:
-    """The trainable model in the plan's weight precision, on the host. What no file holds, such as a new adapter, is random."""
+    """Return the trainable model in the plan's weight precision, on the host.
+
+    Weights that no file holds, such as a new adapter, are random.
+    """
     dtype = _dtype_of(source, plan)
     config = read_config(source)
     model_class, _ = choose_class(config, source.reference)
@@ -89,8 +95,10 @@ def load_or_build(source: ModelSource, plan: Plan, *, from_config: bool, seed: i
 
 
 def load_shared(source: ModelSource, plan: Plan, place: Place, *, seed: int) -> tuple[nn.Module, int] | None:
-    """``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files, with the number
-    of parameters of the whole. None where the model is built whole."""
+    """Run ``load_or_build`` and ``prepare`` for a rank that has a part of the model and reads no more of the files.
+
+    Return the model and the number of parameters of the whole, or None if the model is built whole.
+    """
     if source.directory is None or not reads_slices(source, plan):
         return None
     torch.manual_seed(seed)
@@ -112,7 +120,10 @@ def _dtype_of(source: ModelSource, plan: Plan) -> torch.dtype:
 def _from_files(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """By transformers where weights are quantized: how codes and scales belong together is known to it and the method alone."""
+    """Load the model from files, by transformers if weights are quantized.
+
+    Only transformers and the method know how codes and scales belong together.
+    """
     if plan.weight_offload != "none":
         return load_elsewhere(source, config, model_class, plan, dtype=dtype)
     if source.quantized_from is None and "quantization_config" not in find_model(str(source.directory)).config:
@@ -127,7 +138,8 @@ def _from_files(
 
 
 def _quantizing(source: ModelSource) -> dict[str, Any]:
-    """For from_pretrained, where the weights of the directory are whole and are to be in 4 bits: it converts them one by one."""
+    """Return arguments that make from_pretrained convert the weights one by one, if the directory's are whole and are to be in
+    4 bits."""
     if source.quantized_from is None or "quantization_config" in find_model(str(source.directory)).config:
         return {}
     return {"quantization_config": BitsAndBytesConfig.from_dict(source.config["quantization_config"]), "device_map": {"": "cpu"}}
@@ -161,7 +173,7 @@ def prepare(model: nn.Module, plan: Plan, place: Place) -> nn.Module:
 
 
 def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
-    """What the whole model is saved as, without weights, by a rank that has a part of it."""
+    """Return the form in which the whole model is saved, without weights, on a rank that has a part of it."""
     if has_adapter(model):
         return model
     config = read_config(source)
@@ -175,7 +187,10 @@ def skeleton(model: nn.Module, source: ModelSource, plan: Plan) -> nn.Module:
 
 
 def compile_layers(model: nn.Module, plan: Plan) -> None:
-    """What other models of this process had compiled is dropped: torch compiles one function a few times only, then no more."""
+    """Compile the model by the plan. Drop first what other models of this process had compiled.
+
+    torch compiles one function a few times only, then no more.
+    """
     if plan.torch_compile != "off":
         torch.compiler.reset()
     if plan.torch_compile == "layer":
@@ -188,7 +203,7 @@ def compile_layers(model: nn.Module, plan: Plan) -> None:
 
 @contextmanager
 def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> Iterator[None]:
-    """While open, the model's loss is computed the way the plan says; smoothed, where it is in chunks."""
+    """Compute the model's loss the way the plan says while open. Labels are smoothed if the loss is computed in chunks."""
     every_token = plan.sequence_length * plan.per_device_train_batch_size if plan.layout.vocabulary_parallel else 0
     chunk_tokens = plan.loss_chunk_tokens or every_token
     if not chunk_tokens:
@@ -199,21 +214,27 @@ def computing(model: nn.Module, plan: Plan, *, label_smoothing: float = 0.0) -> 
 
 
 def autocast(plan: Plan) -> torch.autocast:
-    """For the forward pass only: the backward pass runs in the precisions that the forward pass chose. What ranks gather is in
-    the lower precision already (parallel/fully_shard.py), and so are weights beside master weights (parallel/zero1.py)."""
+    """Return autocast for the forward pass only: the backward pass runs in the precisions that the forward pass chose.
+
+    Weights that ranks gather are in the lower precision already (parallel/fully_shard.py), and so are weights beside master
+    weights (parallel/zero1.py).
+    """
     dtype = torch.float16 if plan.precision == "fp16" else torch.bfloat16
     return torch.autocast(plan.device, dtype=dtype, enabled=casts(plan))
 
 
 def casts(plan: Plan) -> bool:
-    """Whether weights are cast when they are used."""
+    """Return whether weights are cast when they are used."""
     return plan.precision in ("bf16", "fp16", "fp8") and not (plan.layout.gathers or plan.layout.master_weights)
 
 
 @contextmanager
 def losses_in_fp32(plan: Plan) -> Iterator[None]:
-    """As autocast has them: where it is off because weights are in 16 bits, some models take the loss of logits in 16 bits, which
-    is then known to three digits. What is computed in chunks is in fp32 already."""
+    """Compute losses in fp32 while open, as autocast does.
+
+    If autocast is off because weights are in 16 bits, some models take the loss of logits in 16 bits, which is then known to
+    three digits. A loss computed in chunks is in fp32 already.
+    """
     if plan.precision not in ("bf16", "fp16", "fp8") or casts(plan) or plan.loss_chunk_tokens:
         yield
         return
@@ -231,8 +252,11 @@ def losses_in_fp32(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def no_cache(model: nn.Module) -> Iterator[None]:
-    """While open, the model keeps no keys and values: in training they cost memory, and with them transformers looks for no texts
-    that share a row. It is said in the config, for a class may take it from there alone; afterwards the config is as it was."""
+    """Stop the model, while open, from keeping keys and values.
+
+    In training they cost memory, and with them transformers looks for no texts that share a row. The setting goes into the
+    config, because a class may take it from there alone. Afterwards the config is as it was.
+    """
     caching = forget_cache(model)
     try:
         yield
@@ -242,7 +266,7 @@ def no_cache(model: nn.Module) -> Iterator[None]:
 
 
 def loss_of(model: nn.Module, plan: Plan, micro_batch: MicroBatch) -> torch.Tensor:
-    """Mean loss of a micro-batch's labels; of any label, where it has none."""
+    """Return the mean loss of a micro-batch's labels, or of any label if it has none."""
     inputs = to_tensors(micro_batch, plan.device)
     if not micro_batch.num_label_tokens:
         inputs["labels"] = torch.zeros_like(inputs["labels"])  # a mean over no label is not a number, nor are its gradients

@@ -1,4 +1,4 @@
-"""Several processes on one host: starts the other ranks, joins them in a group, ends them together."""
+"""Start the other ranks on one host, join them in a group, and end them together."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ _rank_and_size: list[tuple[int, int]] = []  # set once in a forked rank, before 
 
 
 def rank_environment() -> tuple[int, int]:
-    """This process's rank and the number of ranks."""
+    """Return this process's rank and the number of ranks."""
     return _rank_and_size[0] if _rank_and_size else (0, 1)
 
 
 def join_processes(plan: Plan, work: Callable[[Request], Result], request: Request) -> Result:
-    """Run ``work(request)`` in ``plan.num_processes`` processes; returns rank 0's result.
+    """Run ``work(request)`` in ``plan.num_processes`` processes. Return rank 0's result.
 
     The other ranks are forked, so no thread pool may exist yet: call it before the first tensor operation.
     """
@@ -46,7 +46,7 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
         result = _run_rank(0, port, plan, work, request)
     except RuntimeError as error:
         failed = _wait(children, seconds=PATIENCE_SECONDS)
-        if failed and lost_another(error):  # who left no words was killed
+        if failed and lost_another(error):  # a rank that left no words was killed
             raise _ranks_failed(failed, plan) from error
         raise
     except BaseException:  # the others fail with this rank, whose words are the ones to show
@@ -59,7 +59,10 @@ def join_processes(plan: Plan, work: Callable[[Request], Result], request: Reque
 
 
 def _wait(children: list[int], *, seconds: float = math.inf) -> list[int]:
-    """The exit codes that are not 0, once all have ended; what has not by then waits for a rank that is gone, and is ended."""
+    """Return the exit codes that are not 0, once all children have ended.
+
+    A child that has not ended after ``seconds`` waits for a rank that is gone, and is killed.
+    """
     end, codes = time.monotonic() + seconds, []
     for child in children:
         while (ended := os.waitpid(child, os.WNOHANG if end < math.inf else 0))[0] == 0:
@@ -99,8 +102,11 @@ def _run_rank(rank: int, port: int, plan: Plan, work: Callable[[Request], Result
 
 @contextmanager
 def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
-    """In the group of the plan's ranks; ``meeting``: where they find each other, of ``init_process_group``. All leave together:
-    gloo's threads abort a process that ends while others still speak with it."""
+    """Join the group of the plan's ranks while open. ``meeting`` has the options of ``init_process_group`` by which ranks
+    meet.
+
+    All ranks leave together: gloo's threads abort a process that ends while others still speak with it.
+    """
     _rank_and_size[:] = [(rank, plan.num_processes)]
     backend = "nccl" if plan.device == "cuda" else "gloo"
     dist.init_process_group(backend, rank=rank, world_size=plan.num_processes, **meeting)
@@ -120,7 +126,7 @@ def joined(plan: Plan, rank: int, **meeting: Any) -> Iterator[None]:
 
 
 def lost_another(error: BaseException) -> bool:
-    """Whether a connection to another rank broke; torch's pipelines wrap what fails in a stage."""
+    """Return whether a connection to another rank broke. torch's pipelines wrap an error of a stage."""
     found: BaseException | None = error
     while found is not None:
         if isinstance(found, dist.DistBackendError) or (isinstance(found, RuntimeError) and "gloo" in str(found)):
@@ -130,9 +136,10 @@ def lost_another(error: BaseException) -> bool:
 
 
 def _raise_cause(error: Exception, rank: int, plan: Plan) -> None:
-    """A rank that fails says why in the store, before its connections close; one that only lost another raises those words.
+    """Write into the store why this rank fails, before its connections close. If it only lost another rank, raise that rank's
+    words.
 
-    Returns where they are this rank's own, or there are none: the other was killed, or was rank 0, which had the store.
+    Return if the words are this rank's own, or there are none: the other rank was killed, or was rank 0, which had the store.
     """
     with suppress(dist.DistError, MissingInternal):
         store = DEFAULT_STORE.get()()
@@ -155,7 +162,7 @@ def _cause(error: Exception, rank: int, plan: Plan) -> dict[str, Any]:
 
 
 def free_port() -> int:
-    """Of 127.0.0.1; nobody else is kept from taking it meanwhile."""
+    """Return a free port of 127.0.0.1. Another process may take it meanwhile."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -1,4 +1,5 @@
-"""Which of the ranked plans a model can run: its modules are asked, without weights, before a trial or a run starts."""
+"""Find out which of the ranked plans a model can run. Its modules are checked, without weights, before a trial or a run
+starts."""
 
 from __future__ import annotations
 
@@ -19,7 +20,10 @@ from upshift.training.parallel.rehearsal import Rehearsals
 
 
 def runnable(planning: Planning, source: ModelSource) -> Planning:
-    """With the plans that cannot run among the rejected. Raises RequestError where none can, with the reason of the best."""
+    """Return the planning with the plans that cannot run among the rejected.
+
+    Raise RequestError if no plan can run, with the reason of the best.
+    """
     ranking = planning.ranking
     if all(candidate.plan.layout == ALONE for candidate in ranking.candidates):
         return planning
@@ -32,7 +36,7 @@ def runnable(planning: Planning, source: ModelSource) -> Planning:
 
 
 def keep_runnable(planning: Planning, reason_not: Callable[[Plan], str | None]) -> Planning:
-    """``runnable``, by ``reason_not``: why a plan cannot run, or None."""
+    """Return the planning as ``runnable`` does, by ``reason_not``, which returns why a plan cannot run, or None."""
     ranking = planning.ranking
     reasons: dict[tuple[object, ...], str | None] = {}
 

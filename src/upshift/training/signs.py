@@ -1,4 +1,4 @@
-"""Feeds a run's steps to debugging/signs.py, and leaves what that finds for `upshift doctor RUN_DIR`."""
+"""Feed a run's steps to debugging/signs.py, and leave the findings for `upshift doctor RUN_DIR`."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ OnFinding = Callable[[Finding], None]
 
 
 def compiled_so_far() -> int:
-    """Frames that torch.compile has compiled in this process; 0 where it was not imported."""
+    """Return the number of frames that torch.compile has compiled in this process, and 0 if it was not imported."""
     utils = sys.modules.get("torch._dynamo.utils")
     return int(utils.counters["frames"]["ok"]) if utils is not None else 0
 
 
 def why_compiled() -> str | None:
-    """Torch's own reason for the newest recompilation."""
+    """Return torch's own reason for the newest recompilation, or None."""
     utils = sys.modules.get("torch._dynamo.utils")
     metrics = utils.get_compilation_metrics() if utils is not None else []
     reasons = [one.recompile_reason for one in metrics if one.recompile_reason]
@@ -40,7 +40,7 @@ def why_compiled() -> str | None:
 
 
 class RunSigns:
-    """Of one rank's run. ``fetching`` stands around the wait for a batch, ``over`` is called when a step is."""
+    """The signs of one rank's run. ``fetching`` surrounds the wait for a batch. ``begin`` is called when a step begins."""
 
     def __init__(self, output: Path, *, rank: int, device: str, data_fix: str, tell: OnFinding) -> None:
         self._output, self._rank, self._tell = output, rank, tell
@@ -56,7 +56,7 @@ class RunSigns:
 
     @property
     def attributes(self) -> bool:
-        """Whether ``by`` is to stand around everyone who runs."""
+        """Return whether ``by`` should surround everything that runs."""
         return self._growth is not None and self._left > 0
 
     def held(self) -> int:
@@ -82,7 +82,7 @@ class RunSigns:
         self._grew[name] = self._grew.get(name, 0) + self.held() - before
 
     def begin(self) -> float:
-        """A step begins, and the one before it is over; the time now."""
+        """Note that a step begins, and the one before it is over. Return the time now."""
         now = time.perf_counter()
         if self._start is not None:
             step = Step(now - self._start, self._waited, compiled_so_far(), self.held())

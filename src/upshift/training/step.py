@@ -1,4 +1,4 @@
-"""One optimizer step over one global batch."""
+"""Run one optimizer step over one global batch."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class StepOutcome:
 
 
 class Stepper:
-    """Holds what changes from step to step: weights, optimizer, schedule, loss scale."""
+    """The holder of what changes from step to step: weights, optimizer, schedule, loss scale."""
 
     def __init__(
         self, model: nn.Module, place: Place, arguments: Arguments, *,
@@ -81,8 +81,11 @@ class Stepper:
         )
 
     def _halve(self, micro_batch: MicroBatch) -> tuple[MicroBatch, MicroBatch] | None:
-        """None too where there is no going back: with the optimizer in the backward pass some weights may have moved, and ranks
-        that share a layer or a sequence wait for one that ran out, in the middle of it."""
+        """Return two halves, or None if the micro-batch is indivisible or there is no going back.
+
+        With the optimizer in the backward pass some weights may have moved. Ranks that share a layer or a sequence wait, in
+        the middle of it, for one that ran out of memory.
+        """
         if self.plan.optimizer_in_backward or (self.plan.layout.exchanges and self._pace is None):
             return None
         return halve(micro_batch)
@@ -94,7 +97,7 @@ class Stepper:
         return micro_batches + [stand_in(micro_batches[-1])] * missing
 
     def step(self, batch: GlobalBatch, *, watch: Watch = nullcontext) -> StepOutcome:
-        """Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout.
+        """Run one step. Gradients are those of the mean loss over all label tokens of the global batch, whatever the layout.
 
         ``watch`` opens a context around the first micro-batches, and one around the update.
         """
@@ -121,7 +124,7 @@ class Stepper:
         return self._halving.run(batch.micro_batches, work)
 
     def agree(self) -> None:
-        """After the last micro-batch. Raises on all ranks where one of those that wait for each other ran out of memory."""
+        """Agree on success after the last micro-batch. Raise on all ranks that wait for each other if one ran out of memory."""
         together = self._pace or self._overlap
         if together is not None:
             together.agree()
@@ -140,8 +143,11 @@ class Stepper:
             torch.cuda.empty_cache()
 
     def accumulate(self, micro_batch: MicroBatch, num_label_tokens: int, *, last: bool = True) -> torch.Tensor:
-        """Forward and backward of one micro-batch, the ``last`` of the step or not; returns its share of the global batch's mean
-        loss. A stand-in for one runs where other ranks exchange with this one meanwhile."""
+        """Run forward and backward of one micro-batch, the ``last`` of the step or not. Return its share of the global batch's
+        mean loss.
+
+        A stand-in for a micro-batch runs if other ranks exchange with this one meanwhile.
+        """
         if self._pipeline is not None:
             return self._pipeline.gradients([micro_batch], num_label_tokens, self.scaler.scale)
         if micro_batch.num_label_tokens == 0 and not (self.plan.layout.exchanges or self._overlap):

@@ -1,4 +1,4 @@
-"""Plans tried for real before a run: each in a process of its own, on the run's own data; what they said is remembered."""
+"""Try plans for real before a run, each in a process of its own, on the run's own data, and remember the results."""
 
 from __future__ import annotations
 
@@ -29,9 +29,12 @@ def try_plans(
     limit_bytes: float | None = None,
     fixed: tuple[str, ...] = (),
 ) -> Proof:
-    """The fastest of the plans tried within ``seconds``. ``path``: where the proof is kept. ``request``: a trial of the plain
-    default; the others differ in their plan. ``limit_bytes``: what the chosen plan may hold;
-    ``fixed``: which fields of it have which value, as the user set them. Raises JobFailed when none runs."""
+    """Return the proof with the fastest of the plans tried within ``seconds``. Raise JobFailed when none runs.
+
+    ``path`` is the file that keeps the proof. ``request`` is a trial of the plain default; the others differ in their plan.
+    ``limit_bytes`` is the memory that the chosen plan may hold. ``fixed`` has the fields of the plan, with values, that the
+    user set.
+    """
     chosen = parse_fixed(fixed, planning.host, planning.profile, planning.workload)
 
     def obeys(plan: Plan) -> bool:
@@ -57,7 +60,7 @@ def try_plans(
 
 
 def known_proof(planning: Planning, path: Path, *, tried: Callable[[Tried], None] = lambda tried: None) -> Proof | None:
-    """What earlier trials of the same job said; told again."""
+    """Return the proof of earlier trials of the same job, or None. Report each of its trials to ``tried`` again."""
     known = recall_proof(path, planning)
     for entry in known.tried if known is not None else ():
         tried(entry)

@@ -1,4 +1,4 @@
-"""A model whose frozen weights are read when they are needed, as a plan's ``weight_offload`` says: which modules' those are."""
+"""Load a model whose frozen weights are read when they are needed, and choose these modules by a plan's ``weight_offload``."""
 
 from __future__ import annotations
 
@@ -22,7 +22,10 @@ CONVERTED = "offload"  # the cache's folder of weights that are computed in anot
 def load_elsewhere(
     source: ModelSource, config: PretrainedConfig, model_class: type[PreTrainedModel], plan: Plan, *, dtype: torch.dtype
 ) -> PreTrainedModel:
-    """Raises RequestError for a model without an adapter around it: what is on the disk is never trained."""
+    """Load the model with its frozen weights elsewhere. Raise RequestError for a model without an adapter around it.
+
+    Weights on the disk are never trained.
+    """
     if source.adapter is None:
         raise RequestError(f"weight_offload={plan.weight_offload} is for frozen weights; add an adapter, such as --lora-rank 16")
     with torch.device("meta"):
@@ -32,7 +35,10 @@ def load_elsewhere(
 
 
 def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
-    """The layers are elsewhere, and an embedding on the disk where only rows of it are read; the rest is where it is computed."""
+    """Return the place of each module.
+
+    The layers are elsewhere, and so is an embedding on the disk if only rows of it are read. The rest is where it is computed.
+    """
     here, elsewhere = ("cpu" if plan.device == "cpu" else 0), ("disk" if plan.weight_offload == "disk" else "cpu")
     found: dict[str, str | int] = {"": here} | dict.fromkeys((path for path, _ in find_stacks(model)), elsewhere)
     embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -42,5 +48,5 @@ def device_map(model: PreTrainedModel, plan: Plan) -> dict[str, str | int]:
 
 
 def in_memory_bytes(model: nn.Module, *others: object) -> int:
-    """``tensor_bytes`` of a model and others; of weights on the disk only the buffers that they are read into."""
+    """Return ``tensor_bytes`` of a model and others. For weights on the disk only the buffers that they are read into count."""
     return tensor_bytes(model, *others) - mapped_bytes(model) + buffer_bytes(model)

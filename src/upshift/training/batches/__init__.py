@@ -1,1 +1,1 @@
-"""Which tokens each micro-batch holds, and how they lie in it."""
+"""Decide which tokens each micro-batch holds, and how they lie in it."""

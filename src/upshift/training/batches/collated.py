@@ -1,5 +1,7 @@
-"""Batches that a user's collator made, taken apart into rows and put together anew: trimmed, sorted, split, or laid end to
-end. The collator runs as it would without us, so what it draws at random is the same.
+"""Take batches that a user's collator made apart into rows, and put them together anew: trimmed, sorted, split, or laid end to
+end.
+
+The collator runs as it would without Upshift, so the random numbers that it draws are the same.
 """
 
 from __future__ import annotations
@@ -20,13 +22,13 @@ from upshift.training.data.columns import IGNORED
 Batch = Mapping[str, Any]
 PADDING = {"labels": IGNORED, "attention_mask": 0, "decoder_attention_mask": 0, "decoder_input_ids": 0, "input_ids": 0,
            "token_type_ids": 0, "position_ids": 0, "special_tokens_mask": 1}  # fmt: skip
-FLAT_KEYS = {"input_ids", "labels", "attention_mask"}  # what a row of several sequences is made of
+FLAT_KEYS = {"input_ids", "labels", "attention_mask"}  # the entries from which a row of several sequences is made
 Side = Literal["source", "target", "row"]
 
 
 @dataclass(frozen=True)
 class Anatomy:
-    """Which tensors of a batch hold one entry a token of the source, or of the target, or one entry a row."""
+    """The structure of a batch: which tensors hold one entry a token of the source, or of the target, or one entry a row."""
 
     num_rows: int
     width: int  # of the source; 1 where rows have no tokens
@@ -36,11 +38,11 @@ class Anatomy:
 
 
 class NotRows(ValueError):
-    """The batch is not made of rows that can be told apart; the words say why."""
+    """The batch is not made of rows that can be told apart. The message says why."""
 
 
 def find_anatomy(batch: Batch, *, encoder_decoder: bool) -> Anatomy:
-    """Raises NotRows naming the entry that belongs to no row."""
+    """Return the structure of a batch. Raise NotRows that names the entry that belongs to no row."""
     first = batch.get("input_ids", next(iter(batch.values()), None))
     if not isinstance(first, Tensor) or first.ndim == 0:
         raise NotRows("the collator gives no tensor with rows")
@@ -78,7 +80,10 @@ class CollatedRows:
     """All rows of one global batch, in the collator's order over its batches."""
 
     def __init__(self, batches: Sequence[Batch], *, encoder_decoder: bool, shifts_labels: bool) -> None:
-        """``shifts_labels``: the loss predicts the next token, so a row's first label never counts."""
+        """Take the batches apart.
+
+        ``shifts_labels`` says that the loss predicts the next token, so a row's first label never counts.
+        """
         self.batches = [{name: value for name, value in batch.items() if value is not None} for batch in batches]
         self.anatomies = [find_anatomy(batch, encoder_decoder=encoder_decoder) for batch in self.batches]
         self.places = [(number, row) for number, found in enumerate(self.anatomies) for row in range(found.num_rows)]
@@ -91,7 +96,7 @@ class CollatedRows:
 
     @cached_property
     def lengths(self) -> list[int]:
-        """Source tokens of each row; its whole width where no mask tells."""
+        """Return the source tokens of each row, or its whole width if no mask tells."""
         found: list[int] = []
         for batch, anatomy in zip(self.batches, self.anatomies, strict=True):
             known = anatomy.padding_side is not None
@@ -111,7 +116,7 @@ class CollatedRows:
 
     @cached_property
     def num_labels(self) -> list[int]:
-        """Labels that count, of each row."""
+        """Return the number of labels that count, of each row."""
         found: list[int] = []
         for batch in self.batches:
             labels = batch.get("labels")
@@ -124,8 +129,10 @@ class CollatedRows:
 
     @cached_property
     def label_values(self) -> list[set[tuple[str, int]]]:
-        """The different labels of each row that count, with the entry's name: of "labels"; where there are none, of all entries
-        with one integer a row."""
+        """Return the different labels of each row that count, with the entry's name.
+
+        They come from "labels", or without it from all entries with one integer a row.
+        """
         found: list[set[tuple[str, int]]] = []
         for batch in self.batches:
             names = ["labels"] if "labels" in batch else [name for name, value in batch.items() if value.ndim == 1]
@@ -136,7 +143,7 @@ class CollatedRows:
         return found
 
     def weights(self, *, by_labels: bool) -> list[tuple[float, int]]:
-        """Of each row: its share in the mean loss of its own batch, and what that batch's mean is divided by."""
+        """Return for each row its share in the mean loss of its own batch, and the divisor of that batch's mean."""
         units = self.num_labels if by_labels else [1] * len(self)
         totals = [0] * len(self.batches)
         for (number, _), count in zip(self.places, units, strict=True):
@@ -146,7 +153,7 @@ class CollatedRows:
 
     @property
     def can_mix(self) -> bool:
-        """Rows of several of the collator's batches may stand in one: what widens them is known to be padding."""
+        """Return whether rows of several of the collator's batches may stand in one: what widens them is known to be padding."""
         if len(self.batches) == 1:
             return True
         widened = [name for name, side in self.anatomies[0].sides.items() if side != "row"]
@@ -155,12 +162,13 @@ class CollatedRows:
 
     @property
     def can_flatten(self) -> bool:
-        """Whether rows can stand end to end: causal language modelling, padded on the right."""
+        """Return whether rows can stand end to end: causal language modelling, padded on the right."""
         known = self.shifts_labels and self.anatomies[0].sides.get("labels") == "source"
         return known and set(self.batches[0]) <= FLAT_KEYS and self.anatomies[0].padding_side == "right"
 
     def build(self, group: RowGroup, *, pad_multiple: int, drop_mask: bool = False) -> dict[str, Tensor]:
-        """The model's inputs for one micro-batch. ``drop_mask``: where only padding behind a causal row was masked."""
+        """Return the model's inputs for one micro-batch. ``drop_mask`` is for masks that hide only padding behind a causal
+        row."""
         if group.has_shared_rows:
             return self._flat(group)
         rows = [row[0] for row in group.rows]
@@ -182,7 +190,7 @@ class CollatedRows:
         return value[-width:] if left else value[:width]
 
     def _flat(self, group: RowGroup) -> dict[str, Tensor]:
-        """Each row's sequences end to end, positions anew for each: transformers masks between them by that."""
+        """Return each row's sequences end to end, with positions anew for each: by them transformers masks between sequences."""
         shape = (len(group.rows), group.width)
         # Padding is a text of its own, of a real token: the embedding of a padding token may have no finite gradient (fill.py).
         inputs = torch.full(shape, int(self.batches[0]["input_ids"][0, 0]))

@@ -1,4 +1,4 @@
-"""Which of a global batch's collated rows run together, by the plan; never which rows are in it."""
+"""Decide by the plan which of a global batch's collated rows run together. The rows of the global batch stay the same."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upshift.training.batches.layout import Layout, RowGroup, lay_out
 
 
 def cut_rows(rows: CollatedRows, plan: Plan, *, classes: Sequence[Sequence[int]], trims: bool) -> list[RowGroup]:
-    """Groups of rows, longest first. Rows of different ``classes`` stay apart."""
+    """Return groups of rows, longest first. Rows of different ``classes`` stay apart."""
     widths = [rows.anatomies[number].width for number, _ in rows.places]
     widest = max(widths)
     if not trims:  # the loss looks at padding: each row keeps the width it came with
@@ -35,7 +35,7 @@ def cut_rows(rows: CollatedRows, plan: Plan, *, classes: Sequence[Sequence[int]]
 
 
 def halve_group(group: RowGroup, rows: CollatedRows, plan: Plan) -> tuple[RowGroup, RowGroup] | None:
-    """Two groups with the same rows, or with the sequences of one long row. None: indivisible."""
+    """Return two groups with the same rows, or with the sequences of one long row. Return None if the group is indivisible."""
     if len(group.rows) > 1:
         middle = (len(group.rows) + 1) // 2
         return RowGroup(group.rows[:middle], group.width), RowGroup(group.rows[middle:], group.width)
@@ -48,7 +48,7 @@ def halve_group(group: RowGroup, rows: CollatedRows, plan: Plan) -> tuple[RowGro
 
 
 def micro_batch_of(rows: CollatedRows, group: RowGroup, *, plan: Plan, drops_mask: bool, by_rows: bool) -> MicroBatch:
-    """``by_rows``: the loss is a mean over rows, not over labels."""
+    """Return the micro-batch of a group. ``by_rows`` says that the loss is a mean over rows, not over labels."""
     inputs = rows.build(group, pad_multiple=plan.pad_multiple, drop_mask=drops_mask)
     members = [member for row in group.rows for member in row]
     return MicroBatch(

@@ -1,8 +1,8 @@
-"""One micro-batch as arrays: inputs, labels, and a mask or positions only where the model needs them.
+"""Fill one micro-batch as arrays: inputs, labels, and a mask or positions only where the model needs them.
 
-A packed row restarts position_ids at 0 for each sequence; a model that was seen to isolate them (models/isolation.py) builds
-the block-diagonal mask from that, provided that attention_mask is None and its config says use_cache=False. Padding in such a
-row is a sequence of its own.
+A packed row restarts position_ids at 0 for each sequence. A model whose isolation was tested (models/isolation.py) builds the
+block-diagonal mask from that, provided that attention_mask is None and its config says use_cache=False. Padding in such a row
+is a sequence of its own.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ Ids = NDArray[np.int64]
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class MicroBatch:
-    arrays: Mapping[str, NDArray[Any]]  # what the model is called with
-    sequence_ids: Ids  # which sequences it holds; empty for a stand-in that only keeps ranks in step
+    arrays: Mapping[str, NDArray[Any]]  # the model's keyword arguments
+    sequence_ids: Ids  # the sequences in it; empty for a stand-in that only keeps ranks in step
     num_label_tokens: int  # labels that count; causal-lm: after the shift that the model does
     num_tokens: int  # real tokens, without padding
     splits: bool = True  # False: its loss is not that of its parts
 
     @property
     def shape(self) -> tuple[int, int]:
-        """Rows and tokens a row; rows without tokens (images) count as one."""
+        """Return rows and tokens a row. Rows without tokens (images) count as one token."""
         ids = self.arrays.get("input_ids")
         return (ids.shape[0], ids.shape[1]) if ids is not None else (len(next(iter(self.arrays.values()))), 1)
 
@@ -47,7 +47,7 @@ class MicroBatch:
 
 
 def to_tensors(micro_batch: MicroBatch, device: torch.device | str | None = None) -> dict[str, torch.Tensor]:
-    """The model's keyword arguments; to a CUDA device through pinned memory, without waiting."""
+    """Return the model's keyword arguments. They go to a CUDA device through pinned memory, without waiting."""
     import torch
 
     tensors = {name: torch.from_numpy(array) for name, array in micro_batch.arrays.items()}
@@ -113,7 +113,8 @@ def _fill_causal(group: RowGroup, sequences: Sequences, layout: Layout) -> Micro
 
 
 def _fill_seq2seq(ids: Ids, lengths: Ids, sequences: Sequences, layout: Layout, objective: Objective) -> MicroBatch:
-    """First half in, second half as labels; the model builds decoder_input_ids from the labels."""
+    """Fill the first half of each sequence in as input, the second as labels. The model builds decoder_input_ids from the
+    labels."""
     first = lengths // 2
     widths = [round_up(int(part.max(initial=1)), layout.pad_multiple) for part in (first, lengths - first)]
     width, label_width = (min(w, sequences.sequence_length) for w in widths)
@@ -146,7 +147,8 @@ def _column(lengths: Ids) -> Any:
 
 
 def _mask(lengths: Ids, width: int) -> Ids | None:
-    """None without padding and for a stand-in: a row that masks everything makes NaN in some attention kernels."""
+    """Return the mask, or None without padding and for a stand-in: a row that masks everything makes NaN in some attention
+    kernels."""
     if not len(lengths) or int(lengths.min()) >= width:
         return None
     return (np.arange(width) < lengths[:, None]).astype(np.int64)

@@ -1,6 +1,6 @@
-"""How the sequences of one global batch are laid out in rows and micro-batches, and which rank computes which.
+"""Lay out the sequences of one global batch in rows and micro-batches, and decide which rank computes which.
 
-Decided by the plan. It never decides WHICH sequences are in the global batch, so every layout has the same loss and
+The plan decides this. It never decides WHICH sequences are in the global batch, so every layout has the same loss and
 gradient.
 """
 
@@ -20,7 +20,7 @@ Count = Annotated[int, Field(ge=1)]
 
 
 class Layout(Value):
-    """The plan's part of the data: everything here may change between two runs without changing what is learned."""
+    """The plan's part of the data. Everything here may change between two runs without changing what is learned."""
 
     micro_batch: Count  # rows per micro-batch
     packing: bool = False
@@ -42,7 +42,8 @@ class Layout(Value):
 
 
 class RowGroup(NamedTuple):
-    """One micro-batch before it is filled: the indices of each row's sequences. No rows: a stand-in without labels."""
+    """One micro-batch before it is filled: the indices of each row's sequences. A group without rows is a stand-in without
+    labels."""
 
     rows: tuple[tuple[int, ...], ...]
     width: int
@@ -57,7 +58,7 @@ class RowGroup(NamedTuple):
 
 
 def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> list[list[RowGroup]]:
-    """The row groups of every rank, longest first; each rank gets the same number."""
+    """Return the row groups of every rank, longest first. Each rank gets the same number."""
     if layout.flatten:
         return _deal(_flat_rows(lengths, layout, sequence_length), layout.world_size)
     if layout.packing:
@@ -87,7 +88,7 @@ def lay_out(lengths: Sequence[int], layout: Layout, *, sequence_length: int) -> 
 
 
 def _of_one_length(rows: list[tuple[int, ...]], lengths: Sequence[int]) -> list[list[tuple[int, ...]]]:
-    """Rows of one sequence each, sorted by length, parted where the length changes."""
+    """Return rows of one sequence each, sorted by length, parted where the length changes."""
     return [list(run) for _, run in groupby(rows, key=lambda row: lengths[row[0]])]
 
 
@@ -101,9 +102,10 @@ def _flat_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> 
 
 
 def _packed_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -> list[tuple[int, ...]]:
-    """Rows with one sequence first: they need no position_ids, so micro-batches of them take the plain causal kernels.
+    """Return packed rows, those with one sequence first: they need no position_ids, so their micro-batches take the plain
+    causal kernels.
 
-    What is left over of them joins the mixed rows, so that there are never more micro-batches than needed.
+    Left-over rows of one sequence join the mixed rows, so that there are never more micro-batches than needed.
     """
     rows = [tuple(row) for row in pack_rows(lengths, capacity=sequence_length)]
     single = [row for row in rows if len(row) == 1]
@@ -111,7 +113,10 @@ def _packed_rows(lengths: Sequence[int], layout: Layout, sequence_length: int) -
 
 
 def _deal(groups: list[RowGroup], world_size: int) -> list[list[RowGroup]]:
-    """Micro-batches that run together are of similar size, because ranks wait for each other; totals are balanced."""
+    """Deal the micro-batches to ranks.
+
+    Micro-batches that run together are of similar size, because ranks wait for each other. Totals are balanced.
+    """
     if world_size == 1:
         return [groups]
     groups = sorted(groups, key=lambda g: -g.num_padded_tokens)

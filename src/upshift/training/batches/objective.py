@@ -1,4 +1,4 @@
-"""What a sequence is trained to predict: which tokens go in, which are labels, and how many labels count.
+"""Define what a sequence is trained to predict: which tokens go in, which are labels, and how many labels count.
 
 Labels are -100 where nothing is predicted. Choices are drawn from (seed, epoch, sequence), never from the layout.
 """
@@ -44,7 +44,7 @@ class Objective(Value):
         return self
 
     def num_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64], *, seed: int, epoch: int) -> int:
-        """Labels that count: the divisor that makes a global batch's loss independent of its layout."""
+        """Return the labels that count: the divisor that makes a global batch's loss independent of its layout."""
         lengths = sequences.lengths[sequence_ids]
         if self.kind == "causal-lm" or sequences.labels is not None:
             return int(self.counted_labels(sequences, sequence_ids).sum())
@@ -57,7 +57,7 @@ class Objective(Value):
         return int(np.count_nonzero(self._chosen(tokens, bits)))
 
     def counted_labels(self, sequences: Sequences, sequence_ids: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many labels each sequence has where none are drawn; a causal model predicts no first token."""
+        """Return how many labels each sequence has if none are drawn. A causal model predicts no first token."""
         return sequences.num_labels(sequence_ids, first=1 if self.kind == "causal-lm" else 0)
 
     def mask_tokens(
@@ -69,7 +69,7 @@ class Objective(Value):
         seed: int,
         epoch: int,
     ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """(inputs, labels) of masked-lm for rows of one sequence each; `real` is False on padding."""
+        """Return inputs and labels of masked-lm for rows of one sequence each. `real` is False on padding."""
         assert self.mask_token_id is not None and self.vocab_size is not None
         keys = _sequence_keys(sequence_ids, seed=seed, epoch=epoch)
         bits = _token_bits(keys[:, None], np.arange(input_ids.shape[1])[None, :])
@@ -90,7 +90,7 @@ class Objective(Value):
 
 
 def objective_for(kind: Kind, tokenizer: Any | None, *, vocab_size: int) -> Objective:
-    """The objective with the tokenizer's own ids. Padding falls back to EOS, then 0: it never has a label."""
+    """Return the objective with the tokenizer's own ids. Padding falls back to EOS, then 0: it never has a label."""
     if tokenizer is None:
         return Objective(kind=kind, vocab_size=vocab_size)
     candidates = (tokenizer.pad_token_id, tokenizer.eos_token_id, 0)
@@ -113,7 +113,7 @@ def _token_bits(keys: NDArray[np.uint64], positions: NDArray[np.int64]) -> NDArr
 
 
 def _mix(bits: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """SplitMix64's finaliser (Steele, Lea, Flood 2014): a stateless random number per token, in vector operations."""
+    """Mix bits by SplitMix64's finaliser (Steele, Lea, Flood 2014): a stateless random number per token, in vector operations."""
     bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return bits ^ (bits >> np.uint64(31))

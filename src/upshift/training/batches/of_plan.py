@@ -1,4 +1,4 @@
-"""From a plan and a model to the layout and objective of its batches."""
+"""Derive the layout and the objective of batches from a plan and a model."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from upshift.training.batches.objective import Objective, objective_for
 
 
 def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layout:
-    """Of one of the ranks, or groups of ranks, with sequences of their own."""
+    """Return the layout for one of the ranks, or groups of ranks, with sequences of their own."""
     return Layout(
         micro_batch=plan.per_device_train_batch_size,
         packing=plan.packing,
@@ -29,7 +29,7 @@ def layout_for(plan: Plan, objective: Objective, *, data_rank: int = 0) -> Layou
 
 
 def objective_of(source: ModelSource, *, tokenizer: Any = None) -> Objective:
-    """Without a tokenizer (trials on synthetic tokens) a masked-lm masks with token 0."""
+    """Return the model's objective. Without a tokenizer (trials on synthetic tokens) a masked-lm masks with token 0."""
     config = read_config(source)
     _, kind = choose_class(config, source.reference)
     if kind not in ("causal-lm", "masked-lm", "seq2seq-lm"):

@@ -1,9 +1,8 @@
-"""The batches of a training run: which sequences are in global batch i is decided by (seed, epoch, i) alone, never by
-the plan.
+"""Make the batches of a training run. The sequences of global batch i depend on (seed, epoch, i) alone, never on the plan.
 
-So every plan trains on the same tokens in the same order and losses compare. An epoch is a new permutation of all
-sequences, each of them once; its last global batch has those that are left, and its loss is their mean, as in
-transformers' Trainer. Planning needs numpy, not torch.
+So every plan trains on the same tokens in the same order, and losses compare. An epoch is a new permutation of all sequences,
+each of them once. Its last global batch has those that are left, and its loss is their mean, as in transformers' Trainer.
+Planning needs numpy, not torch.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ LOOK_AHEAD_SEQUENCES = 2**14  # laying out so many takes about a tenth of a seco
 
 
 def batches_of_epoch(num_sequences: int, global_batch: int) -> int:
-    """Return the number of global batches in which every sequence is once; the last may be smaller."""
+    """Return the number of global batches in which every sequence is once. The last may be smaller."""
     return -(-num_sequences // global_batch)
 
 
@@ -38,7 +37,7 @@ def steps_of(epochs: float, *, num_sequences: int, global_batch: int) -> int:
 
 
 class Position(Value):
-    """Where in the data a run stands: the global batch that comes next. Stored in checkpoints."""
+    """The place of a run in the data: the global batch that comes next. Checkpoints store it."""
 
     epoch: Annotated[int, Field(ge=0)] = 0
     batch: Annotated[int, Field(ge=0)] = 0
@@ -56,7 +55,7 @@ class GlobalBatch:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class BatchSource:
-    """All that decides the batches of one rank."""
+    """All inputs that decide the batches of one rank."""
 
     sequences: Sequences
     global_batch: int  # sequences per optimizer step, over all ranks
@@ -79,12 +78,12 @@ class BatchSource:
         return batches_of_epoch(len(self.sequences), self.global_batch)
 
     def position_of_step(self, step: int) -> Position:
-        """The position before optimizer step `step`, counted from 0 over all epochs."""
+        """Return the position before optimizer step `step`, counted from 0 over all epochs."""
         epoch, batch = divmod(step, self.batches_per_epoch)
         return Position(epoch=epoch, batch=batch)
 
     def batches(self, position: Position | None = None) -> Iterator[GlobalBatch]:
-        """Endless, from `position` on; the caller decides when to stop."""
+        """Yield batches without end, from `position` on. The caller decides when to stop."""
         position = self._checked(position or Position())
         epoch, order = -1, np.empty(0, np.int64)
         while True:
@@ -94,7 +93,7 @@ class BatchSource:
             position = self._following(position)
 
     def sequence_ids(self, position: Position) -> NDArray[np.int64]:
-        """The sequences of one global batch, in the order of the epoch."""
+        """Return the sequences of one global batch, in the order of the epoch."""
         return self._members(self._checked(position), self._order(position.epoch))
 
     def _build(self, position: Position, order: NDArray[np.int64]) -> GlobalBatch:
@@ -160,7 +159,7 @@ def build_global_batch(
 def evaluation_batches(
     sequences: Sequences, *, global_batch: int, layout: Layout, objective: Objective | None = None, seed: int = 0
 ) -> Iterator[GlobalBatch]:
-    """Every sequence once, in order; the last global batch may be smaller."""
+    """Yield batches with every sequence once, in order. The last global batch may be smaller."""
     source = BatchSource(
         sequences=sequences,
         global_batch=min(global_batch, max(1, len(sequences))),
@@ -175,9 +174,9 @@ def evaluation_batches(
 
 @dataclass(frozen=True, kw_only=True)
 class Upcoming:
-    """What the next global batches of a run ask of its ranks, known from lengths alone."""
+    """The sizes of the next global batches of a run, known from lengths alone."""
 
-    steps: int  # that were looked at
+    steps: int  # how many were looked at
     longest_step: int  # of them, from 0: the one whose micro-batches hold most tokens at once
     longest_tokens: int  # of its largest micro-batch, padding included
     num_tokens: float  # of all ranks, without padding: mean of a step
@@ -209,7 +208,7 @@ def look_ahead(source: BatchSource, *, num_steps: int, first_step: int = 0) -> U
 
 
 def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, objective: Objective | None = None) -> MicroBatch:
-    """A full-length micro-batch of random tokens; with packing, each row holds two sequences."""
+    """Return a full-length micro-batch of random tokens. With packing, each row holds two sequences."""
     objective = objective or Objective()
     check_layout(layout, objective)
     tokens = np.random.default_rng(0).integers(0, vocab_size, layout.micro_batch * sequence_length).astype(np.int32)
@@ -223,7 +222,7 @@ def synthetic_batch(layout: Layout, *, sequence_length: int, vocab_size: int, ob
 
 
 def _row_groups(source: BatchSource, sequence_ids: NDArray[np.int64]) -> list[RowGroup]:
-    """This rank's row groups, holding ids of the whole corpus."""
+    """Return this rank's row groups, with ids of the whole corpus."""
     lengths = source.sequences.lengths[sequence_ids].tolist()
     groups = lay_out(lengths, source.layout, sequence_length=source.sequences.sequence_length)[source.layout.rank]
     ids = sequence_ids.tolist()

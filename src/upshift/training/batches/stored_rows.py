@@ -1,4 +1,4 @@
-"""Collated batches in a file, for trials: another process cuts the same rows by its plan."""
+"""Store collated batches in a file for trials: another process cuts the same rows by its plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ NAME = "rows.safetensors"
 
 
 class StoredRows(Value):
-    """How the rows of the file may be cut."""
+    """The ways in which the rows of the file may be cut."""
 
     encoder_decoder: bool
     shifts_labels: bool
@@ -55,7 +55,7 @@ def read_rows(path: Path) -> tuple[CollatedRows, StoredRows]:
 
 
 def cut_stored(rows: CollatedRows, how: StoredRows, plan: Plan, members: Sequence[int]) -> GlobalBatch:
-    """One global batch of some of the rows, cut by the plan."""
+    """Return one global batch of some of the rows, cut by the plan."""
     classes = [list(members)] if rows.can_mix else _by_batch(rows, members)
     groups = cut_rows(rows, plan, classes=classes, trims=how.trims)
     by_rows = how.unit == "rows"

@@ -1,5 +1,7 @@
-"""A peft adapter as a directory that peft reads: adapter_config.json, adapter_model.safetensors and a card. The weights of the
-model around which it is trained never change and are not in it."""
+"""Write and read a peft adapter as a directory that peft reads: adapter_config.json, adapter_model.safetensors and a card.
+
+The weights of the model around which the adapter is trained never change and are not in it.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ def has_adapter(model: nn.Module) -> bool:
 
 
 def saved_state(model: nn.Module) -> dict[str, Tensor]:
-    """What of a model is saved, by its own names: all of it; of one with an adapter what is not frozen."""
+    """Return the tensors of a model that are saved, by its own names: all of them, or those that are not frozen if it has an
+    adapter."""
     state: dict[str, Tensor] = model.state_dict()
     if not has_adapter(model):
         return state
@@ -33,12 +36,12 @@ def _name_and_beginnings(name: str) -> list[str]:
 
 
 def write_adapter(directory: Path, model: Any, weights: dict[str, Tensor]) -> None:
-    """``weights``: of ``saved_state``, or a copy of it."""
+    """Write the adapter. ``weights`` is the result of ``saved_state``, or a copy of it."""
     model.save_pretrained(directory, state_dict=weights, save_embedding_layers=False)
 
 
 def read_adapter(directory: Path, model: Any) -> None:
-    """Copies the weights into the adapter's own tensors, bit for bit. Raises RequestError if the adapter is another one."""
+    """Copy the weights into the adapter's own tensors, bit for bit. Raise RequestError if the adapter is another one."""
     from peft import set_peft_model_state_dict
 
     file, (name,) = directory / ADAPTER_WEIGHTS, model.peft_config

@@ -1,4 +1,4 @@
-"""Work that the training step does not wait for: one piece at a time, on a thread, its failure raised where it is noticed."""
+"""Do work on a thread that the training step does not wait for: one piece at a time. Its failure is raised when it is noticed."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ logger = logging.getLogger(__name__)
 
 
 class BackgroundWriter:
-    """At most one piece of work is under way. The interpreter does not exit before it is done."""
+    """A thread for at most one piece of work at a time. The interpreter does not exit before the work is done."""
 
     def __init__(self) -> None:
         self._thread: threading.Thread | None = None
         self._failure: Exception | None = None
 
     def start(self, work: Callable[[], None]) -> None:
-        """Returns at once, unless earlier work is still under way. Raises what that raised."""
+        """Start the work and return at once, after any earlier work has ended. Raise the error of the earlier work."""
         self.wait()
         # Not a daemon: an exiting interpreter joins it, so that a save that was begun is finished.
         self._thread = threading.Thread(target=self._run, args=(work,), name="upshift-save", daemon=False)
@@ -29,18 +29,18 @@ class BackgroundWriter:
 
     @property
     def has_failed(self) -> bool:
-        """Did work that is over fail, and has nobody been told?"""
+        """Return whether finished work failed, and the error was not raised yet."""
         return self._failure is not None and not self.is_working
 
     def check(self) -> bool:
-        """Is nothing under way? Raises what the finished work raised, once."""
+        """Return whether no work is under way. Raise the error of finished work, once."""
         if self.is_working:
             return False
         self.wait()
         return True
 
     def wait(self) -> None:
-        """Until nothing is under way. Raises what the work raised, once."""
+        """Wait until no work is under way. Raise the error of the work, once."""
         if self._thread is not None:
             self._thread.join()
             self._thread = None

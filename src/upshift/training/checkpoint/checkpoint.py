@@ -1,4 +1,5 @@
-"""Checkpoints: a run that stops at any moment, killed or out of disk, continues from the newest whole one bit for bit.
+"""Save and load checkpoints: a run that stops at any moment, killed or out of disk, continues from the newest whole one bit
+for bit.
 
 `checkpoint-<step>` is a Hugging Face directory (weights, or an adapter's; config, tokenizer) and also holds
 optimizer.safetensors, rng.safetensors and upshift_state.json. Nothing is pickled. One process saves; every process loads.
@@ -71,11 +72,11 @@ def save_checkpoint(
     keep: int = 2,
     writer: BackgroundWriter | None = None,
 ) -> Path:
-    """Writes `directory/checkpoint-<step>` and then removes the oldest, so that `keep` (at least 2) remain.
+    """Write `directory/checkpoint-<step>` and then remove the oldest, so that `keep` (at least 2) remain.
 
-    `rngs`: of all ranks in order, where there are several; otherwise this process's own. With a `writer` it returns when
-    weights and optimizer state are copied to host memory, where that has room; what fails later is raised by the writer.
-    Raises JobFailed, naming the checkpoint that is still loadable, when the disk is too full or a write fails.
+    `rngs` are those of all ranks in order, if there are several; otherwise this process's own are taken. With a `writer` the
+    function returns when weights and optimizer state are copied to host memory, if that has room. The writer raises what fails
+    later. Raise JobFailed, naming the checkpoint that is still loadable, when the disk is too full or a write fails.
     """
     if writer is not None:
         writer.wait()
@@ -117,10 +118,10 @@ def load_checkpoint(
     scaler: Restorable | None = None,
     rank: int = 0,
 ) -> TrainState:
-    """Restores everything in place from one checkpoint directory, random number generators last.
+    """Restore everything in place from one checkpoint directory, random number generators last.
 
-    A rank that did not exist when the checkpoint was saved gets a seed made of the run's seed, the step and the rank.
-    Raises RequestError when the checkpoint is not whole or is of another model or optimizer.
+    A rank that did not exist when the checkpoint was saved gets a seed made of the run's seed, the step and the rank. Raise
+    RequestError when the checkpoint is not whole or is of another model or optimizer.
     """
     saved = check_checkpoint(directory, contents=rank == 0)  # one rank reads the bytes for all
     if not isinstance(saved, SavedState):

@@ -1,4 +1,4 @@
-"""The SHA-256 of a checkpoint's files, so that bytes which changed at the same length are noticed. Needs no torch."""
+"""Compute the SHA-256 of a checkpoint's files, so that bytes which changed at the same length are noticed. Needs no torch."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ END = b"\n}"
 
 
 def checksums_of(directory: Path, names: Iterable[str]) -> dict[str, str]:
-    """Return the SHA-256 of each file by name. Raises OSError."""
+    """Return the SHA-256 of each file by name. Raise OSError if a file cannot be read."""
     return {name: checksum_of(directory / name) for name in names}
 
 
 def checksum_of(path: Path) -> str:
-    """Return the SHA-256 of a file's bytes. One process reads a file that stays as it is only once. Raises OSError."""
+    """Return the SHA-256 of a file's bytes. Raise OSError if it cannot be read.
+
+    A process reads a file that stays as it is only once.
+    """
     stat = path.stat()
     if time.time() - max(stat.st_mtime, stat.st_ctime) < SETTLED_SECONDS:
         return _read(path)
@@ -47,7 +50,7 @@ def sealed(document: str) -> str:
 
 
 def unsealed(content: bytes) -> bytes | None:
-    """Return the document that was sealed, or None where a byte of it has changed."""
+    """Return the document that was sealed, or None if a byte of it has changed."""
     seal = SEAL.search(content)
     if seal is None:
         return None

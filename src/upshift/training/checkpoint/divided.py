@@ -1,8 +1,10 @@
-"""A checkpoint of ranks that have the model in parts: each writes its own, and any number of ranks with any layout reads them.
+"""Write and read a checkpoint of ranks that have the model in parts: each writes its own, and any ranks with any layout read
+them.
 
-Beside what every checkpoint has, `checkpoint-<step>` holds of each rank `weights-<rank>.safetensors`,
-`optimizer-<rank>.safetensors` and `pieces-<rank>.json`, which says of each tensor where in the whole it belongs. What ranks
-have alike, the first of them writes. Tensors carry the names of the whole model, tied weights the one that they are saved under.
+Beside what every checkpoint has, `checkpoint-<step>` holds for each rank `weights-<rank>.safetensors`,
+`optimizer-<rank>.safetensors` and `pieces-<rank>.json`, which says for each tensor where in the whole it belongs. A part that
+several ranks have alike is written by the first of them. Tensors carry the names of the whole model. Tied weights carry the
+one name that they are saved under.
 """
 
 from __future__ import annotations
@@ -40,7 +42,7 @@ Here = dict[str, tuple[Piece, Tensor]]
 
 @dataclass(frozen=True)
 class Own:
-    """What this rank writes, by kind."""
+    """The parts that this rank writes, by kind."""
 
     rank: int
     found: dict[str, Here]
@@ -50,7 +52,7 @@ class Own:
         return sum(tensor.nbytes for here in self.found.values() for _, tensor in here.values())
 
     def copied(self) -> Own:
-        """In host memory, where training does not change it."""
+        """Return a copy in host memory, where training does not change it."""
         copies = HostCopies()
         found: dict[str, Here] = {}
         for kind, here in self.found.items():
@@ -70,7 +72,7 @@ class Own:
 
 
 def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: Plan, rank: int) -> Own:
-    """All ranks call it together. Without an optimizer: weights alone."""
+    """Return the parts that this rank writes. All ranks call it together. Without an optimizer these are weights alone."""
     here = {"weights": weights_here(model), "optimizer": {} if optimizer is None else dict(state_here(model, optimizer))}
     said = {(kind, name): piece for kind, found in here.items() for name, (piece, _) in found.items() if piece.numel}
     first: dict[tuple[str, str, str], int] = {}
@@ -85,7 +87,7 @@ def own_parts(model: nn.Module, optimizer: torch.optim.Optimizer | None, plan: P
 
 
 def whole_names(model: nn.Module) -> dict[Tensor, str]:
-    """Of this rank's parameters, as the whole model has them."""
+    """Return the names of this rank's parameters in the whole model."""
     found: dict[Tensor, str] = {}
     for part in parts_of(model):
         tied = tied_names(part)
@@ -95,7 +97,7 @@ def whole_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def weights_here(model: nn.Module) -> Here:
-    """What is saved of the model, parameters and buffers."""
+    """Return the saved parameters and buffers of the model."""
     found: Here = {}
     for part in parts_of(model):
         tied = tied_names(part)
@@ -107,7 +109,8 @@ def weights_here(model: nn.Module) -> Here:
 
 
 def state_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[tuple[str, tuple[Piece, Tensor]]]:
-    """Tensors of the optimizer's state by ``<parameter>.<state>``. Raises RequestError for what is not made of plain tensors."""
+    """Yield tensors of the optimizer state by ``<parameter>.<state>``. Raise RequestError for state that is not made of plain
+    tensors."""
     names = whole_names(model)
     for part, parameter, piece in _updated(optimizer):
         for key, value in optimizer.state.get(part, {}).items():
@@ -121,13 +124,13 @@ def state_here(model: nn.Module, optimizer: torch.optim.Optimizer) -> Iterator[t
 
 
 def updated_names(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[Tensor, str]:
-    """Of what the optimizer updates here, the names of the parameters that it is of."""
+    """Return, for each tensor that the optimizer updates here, the name of its parameter."""
     names = whole_names(model)
     return {part: names[parameter] for part, parameter in _parts(optimizer)}
 
 
 def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
-    """(what is updated here, the parameter that it is of)"""
+    """Yield each tensor that is updated here, with its parameter."""
     if isinstance(optimizer, OnParts):
         yield from optimizer.parts.items()
     elif isinstance(optimizer, OnHost):
@@ -137,7 +140,7 @@ def _parts(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor]]:
 
 
 def _updated(optimizer: torch.optim.Optimizer) -> Iterator[tuple[Tensor, Tensor, Piece]]:
-    """Likewise, and which part it is; not what is empty."""
+    """Yield each tensor that is updated here and not empty, with its parameter and its piece of it."""
     for part, parameter in _parts(optimizer):
         if part.numel():
             yield part, parameter, piece_of(parameter, rows=_rows(optimizer, parameter))
@@ -148,12 +151,12 @@ def _rows(optimizer: torch.optim.Optimizer, parameter: Tensor) -> Interval | Non
 
 
 def parts_of(model: nn.Module) -> list[nn.Module]:
-    """The stages of a pipeline's rank that has several, each named like the whole model."""
+    """Return the stages of a pipeline's rank that has several, each named like the whole model, or the model itself."""
     return list(model) if isinstance(model, nn.ModuleList) else [model]
 
 
 def tied_names(model: nn.Module) -> dict[str, str]:
-    """Of weights that are another one: the name that they are saved under."""
+    """Return, for each weight that is tied to another one, the name that it is saved under."""
     return dict(getattr(base_of(model), "all_tied_weights_keys", None) or {})
 
 
@@ -169,7 +172,7 @@ def is_divided(directory: Path) -> bool:
 
 
 def checksums_of_ranks(directory: Path) -> dict[str, str]:
-    """Of the files that ranks wrote and read themselves, by name."""
+    """Return the checksums, by name, of the files that ranks wrote and read themselves."""
     found: dict[str, str] = {}
     for path in sorted(directory.glob("pieces-*.json")):
         found |= Pieces.from_file(path).checksums
@@ -177,7 +180,7 @@ def checksums_of_ranks(directory: Path) -> dict[str, str]:
 
 
 def read_pieces(directory: Path) -> dict[str, Stored]:
-    """By kind and name, from the files of all ranks, or of a checkpoint that one process wrote whole."""
+    """Return stored tensors by kind and name, from the files of all ranks, or of a checkpoint that one process wrote whole."""
     found: dict[str, Stored] = {kind: {} for kind in KINDS}
     if not is_divided(directory):
         whole = {
@@ -198,8 +201,11 @@ def read_pieces(directory: Path) -> dict[str, Stored]:
 
 
 def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Path, *, rounds: bool = False) -> None:
-    """This rank's part of a tensor, from the parts that were saved. ``rounds``: to bf16, of fp32 weights that are kept beside it.
-    Raises RequestError where they are of another model or precision."""
+    """Fill this rank's part of a tensor from the parts that were saved.
+
+    ``rounds`` allows rounding to bf16, if fp32 weights are kept beside the tensor. Raise RequestError if the parts are of
+    another model or precision.
+    """
     copied = 0
     for other, source in stored.get(name, ()):
         found = read_tensor(source)
@@ -218,7 +224,7 @@ def fill(target: Tensor, piece: Piece, name: str, stored: Stored, directory: Pat
 def load_weights(
     directory: Path, model: nn.Module, stored: dict[str, Stored] | None = None, *, rounds: bool = False
 ) -> None:
-    """Of a checkpoint of any ranks, into what this rank has. ``rounds``: as of ``fill``."""
+    """Load weights from a checkpoint of any ranks into this rank's parts. ``rounds`` has the meaning that it has in ``fill``."""
     stored = stored or read_pieces(directory)
     ignored = set(NOT_SAVED.read(base_of(parts_of(model)[0])) or ())
     for name, (piece, tensor) in weights_here(model).items():
@@ -240,8 +246,11 @@ def load_parts(
     *,
     stored: dict[str, Stored] | None = None,
 ) -> None:
-    """Weights and optimizer state into this rank's parts. ``numbers``: of a parameter's state, what is no tensor. ``stored``: in
-    place of what ``read_pieces`` finds in the directory."""
+    """Load weights and optimizer state into this rank's parts.
+
+    ``numbers`` returns the values of a parameter's state that are no tensors. ``stored`` replaces the result of
+    ``read_pieces``.
+    """
     stored = stored or read_pieces(directory)
     masters = {part for part, parameter, _ in _updated(optimizer) if part.dtype != parameter.dtype}
     load_weights(directory, model, stored, rounds=bool(masters))

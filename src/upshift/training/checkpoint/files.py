@@ -1,7 +1,7 @@
-"""Checkpoint directories on disk: which are whole, how one is put in place, and what happens when the disk is full.
+"""Handle checkpoint directories on disk: find whole ones, put a new one in place, and report a full disk.
 
-A checkpoint is written as `checkpoint-<step>.tmp`, synced and renamed, so that at every moment each `checkpoint-<step>`
-is whole. `checkpoint-<step>.replaced` exists only while a checkpoint of the same step takes its place. Needs no torch.
+A checkpoint is written as `checkpoint-<step>.tmp`, synced and renamed, so that at every moment each `checkpoint-<step>` is
+whole. `checkpoint-<step>.replaced` exists only while a checkpoint of the same step takes its place. Needs no torch.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 CHECKPOINT = re.compile(r"checkpoint-(\d+)(\.replaced)?")
 TEMPORARY_CHECKPOINT = re.compile(r"checkpoint-\d+(\.replaced)?(\.removed)?\.tmp")
 LATEST_NAME = "latest"
-READ_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".model", ".txt", ".jinja", ".py")  # what may be read of a model
+READ_SUFFIXES = (".safetensors", ".json", ".bin", ".pt", ".pth", ".model", ".txt", ".jinja", ".py")  # files that a model may read
 MIN_KEPT = 2  # with one, a damaged newest checkpoint would leave nothing to resume from
 
 
@@ -43,9 +43,10 @@ class FoundCheckpoints:
 
 
 def newest_checkpoint(directory: Path) -> Path | None:
-    """The newest whole checkpoint in `directory`; logs a warning for each newer one that is damaged.
+    """Return the newest whole checkpoint in `directory`, or None. Log a warning for each newer one that is damaged.
 
-    Raises RequestError where there are checkpoints and all of them are damaged."""
+    Raise RequestError if there are checkpoints and all of them are damaged.
+    """
     found = find_checkpoints(directory)
     check_some_whole(found, directory)
     for path, reason in found.damaged:
@@ -56,7 +57,7 @@ def newest_checkpoint(directory: Path) -> Path | None:
 
 
 def check_some_whole(found: FoundCheckpoints, directory: Path) -> None:
-    """Raise RequestError where there are checkpoints and all of them are damaged: a run would begin again without a word."""
+    """Raise RequestError if there are checkpoints and all of them are damaged: a run would begin again without a word."""
     if found.newest is None and found.damaged:
         reasons = "; ".join(reason.partition("; ")[0] for _, reason in found.damaged)
         raise RequestError(
@@ -66,7 +67,10 @@ def check_some_whole(found: FoundCheckpoints, directory: Path) -> None:
 
 
 def find_checkpoints(directory: Path, *, contents: bool = True) -> FoundCheckpoints:
-    """``contents``: compare every byte with what was saved, by checksums; otherwise names, sizes and headers alone."""
+    """Return the newest whole checkpoint, and the damaged newer ones.
+
+    ``contents`` compares every byte with what was saved, by checksums. Otherwise names, sizes and headers alone are compared.
+    """
     damaged: list[tuple[Path, str]] = []
     for path in _candidates(directory):
         reason = _damage(path, contents=contents)
@@ -77,8 +81,10 @@ def find_checkpoints(directory: Path, *, contents: bool = True) -> FoundCheckpoi
 
 
 def check_checkpoint(directory: Path, *, contents: bool = True) -> Manifest:
-    """Its manifest, once every file is known to be there as it was written. Raises RequestError. ``contents``: compare every
-    byte, by checksums; otherwise names, sizes and headers alone."""
+    """Return the manifest of a checkpoint after checking that every file is as it was written. Raise RequestError if not.
+
+    ``contents`` compares every byte, by checksums. Otherwise names, sizes and headers alone are compared.
+    """
     saved = read_manifest(directory)
     for name, expected in saved.files.items():
         file = directory / name
@@ -109,7 +115,7 @@ def _check_bytes(file: Path, expected: str | None) -> None:
 
 
 def _check_own(directory: Path, saved: SavedState) -> None:
-    """The folder is named by its step, and nothing in it could be read in place of what was saved."""
+    """Raise RequestError if the folder is not named by its step, or has a file that could be read in place of what was saved."""
     if step_of(directory) not in (None, saved.train.step):
         raise RequestError(f"{directory} holds the state of step {saved.train.step}; resume from another checkpoint")
     others = (name for name in file_sizes(directory) if name not in saved.files and not name.startswith("."))
@@ -124,7 +130,7 @@ def step_of(path: Path) -> int | None:
 
 
 def _candidates(directory: Path) -> list[Path]:
-    """Newest first; a replaced one comes after the one that replaced it."""
+    """Return checkpoint directories, newest first. A replaced one comes after the one that replaced it."""
     if not directory.is_dir():
         return []
     found = [path for path in directory.iterdir() if CHECKPOINT.fullmatch(path.name) and path.is_dir()]
@@ -140,7 +146,7 @@ def _damage(path: Path, *, contents: bool = False) -> str | None:
 
 
 def check_room(directory: Path, *, name: str, need: int) -> None:
-    """Raises JobFailed when the disk has less than `need` bytes free."""
+    """Raise JobFailed when the disk has less than `need` bytes free."""
     free = shutil.disk_usage(directory).free
     if free < need:
         raise JobFailed(
@@ -155,8 +161,10 @@ def still_loadable(directory: Path) -> str:
 
 @contextmanager
 def writing(directory: Path, *, name: str, temporary: Path | None) -> Iterator[None]:
-    """While open, `temporary` is being written; any error removes it, and a failed write becomes JobFailed. None: others write
-    there, too."""
+    """Remove `temporary` on any error while open, and raise JobFailed for a failed write.
+
+    `temporary` is None if others write there, too.
+    """
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -178,7 +186,7 @@ def file_sizes(directory: Path) -> dict[str, int]:
 
 
 def sync_tree(directory: Path) -> None:
-    """Files, then the directories that name them: a rename must not reach the disk before the contents."""
+    """Sync files, then the directories that name them: a rename must not reach the disk before the contents."""
     # safetensors lets only the owner read its files, whatever the umask says.
     weights = list(directory.rglob("*.safetensors"))
     others = [path for path in directory.iterdir() if path.is_file() and path not in weights]
@@ -198,7 +206,7 @@ def _sync(path: Path) -> None:
 
 
 def remove_leftovers(directory: Path) -> None:
-    """What a killed process left half-written or half-deleted."""
+    """Remove checkpoints that a killed process left half-written or half-deleted."""
     for path in directory.iterdir():
         if TEMPORARY_CHECKPOINT.fullmatch(path.name):
             shutil.rmtree(path)
@@ -220,7 +228,7 @@ def put_in_place(temporary: Path, final: Path) -> None:
 
 
 def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
-    """Keeps `newest` and the newest whole ones before it, `keep` in all; later steps are not touched."""
+    """Keep `newest` and the newest whole ones before it, `keep` in all. Later steps are not touched."""
     step = step_of(newest)
     older = [path for path in _candidates(directory) if path != newest and (step_of(path) or 0) <= (step or 0)]
     kept = 1
@@ -232,7 +240,7 @@ def remove_older(directory: Path, *, newest: Path, keep: int) -> None:
 
 
 def remove_checkpoint(path: Path) -> None:
-    """Deletes a checkpoint under a name that never counts as one: a half-deleted directory is no candidate."""
+    """Delete a checkpoint under a name that never counts as one: a half-deleted directory is no candidate."""
     if path.exists():
         doomed = path.with_name(f"{path.name}.removed.tmp")
         path.rename(doomed)
@@ -244,7 +252,7 @@ def write_latest(directory: Path, name: str) -> None:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """The file holds the old text or the new one at every moment."""
+    """Replace a file's text. The file holds the old text or the new one at every moment."""
     temporary = path.with_name(f"{path.name}.tmp")
     temporary.write_text(text, encoding="utf-8")
     _sync(temporary)

@@ -1,8 +1,8 @@
-"""The model's part of a checkpoint, and the final model: plain Hugging Face directories, weights as safetensors; of a model with
-an adapter the adapter alone.
+"""Write and read the model's part of a checkpoint, and the final model: plain Hugging Face directories with safetensors
+weights.
 
-Checkpoints keep the model's own tensor names, so that weights go back in place one by one; the final model is in the
-format that the architecture is published in. Both are read by from_pretrained.
+Of a model with an adapter the adapter alone is written. Checkpoints keep the model's own tensor names, so that weights go back
+in place one by one. The final model is in the format that the architecture is published in. from_pretrained reads both.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from upshift.units import MIB
 
 MODEL_LIST_NAME = "upshift_model.json"  # the files of the final model, so that only those are ever replaced
 MODEL_TEMPORARY = "model.tmp"
-PARTS_TEMPORARY = "parts.tmp"  # of ranks, that the final model is put together from
+PARTS_TEMPORARY = "parts.tmp"  # the parts of ranks, from which the final model is put together
 MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host memory at once
 MARKS = ("config.json", ADAPTER_FILE)  # a directory without either is no model to any reader
 JSON_BYTES = MIB  # config, state and file headers
@@ -41,9 +41,9 @@ TOKENIZER_ENTRY_BYTES = 128
 def save_model(
     directory: Path, model: nn.Module, tokenizer: Any | None, *, weights: dict[str, Tensor] | None = None
 ) -> None:
-    """The final Hugging Face directory. Raises JobFailed when it cannot be written, RequestError over a user's file.
+    """Write the final Hugging Face directory. Raise JobFailed when it cannot be written, RequestError over a user's file.
 
-    ``weights``: of a model that has none itself. Files move into place one by one, the config last.
+    ``weights`` are given for a model that has none itself. Files move into place one by one, the config last.
     """
     directory.mkdir(parents=True, exist_ok=True)
     if weights is None:
@@ -76,8 +76,10 @@ def _move_into(directory: Path, temporary: Path) -> None:
 
 
 def model_files(directory: Path) -> list[str]:
-    """The files of the final model that save_model wrote, or was writing, into `directory`. Raises RequestError where the list of
-    them is damaged."""
+    """Return the files of the final model that save_model wrote, or was writing, into `directory`.
+
+    Raise RequestError if the list of them is damaged.
+    """
     path = directory / MODEL_LIST_NAME
     if not path.is_file():
         return []
@@ -100,7 +102,7 @@ def write_model(
     original_names: bool,
     weights: dict[str, Tensor] | None = None,
 ) -> None:
-    """`weights`: a copy of the model's saved_state, where the model trains on meanwhile."""
+    """Write the model and the tokenizer. `weights` is a copy of the model's saved_state, if the model trains on meanwhile."""
     if ADAPTER_LOADED.read(model, False):
         raise RequestError("a model with adapters cannot be saved whole; merge the adapters first")
     weights = saved_state(model) if weights is None else weights
@@ -113,7 +115,7 @@ def write_model(
 
 
 def write_weights(directory: Path, model: nn.Module, weights: dict[str, Tensor], *, original_names: bool) -> None:
-    """Also the configs. `weights`: the model's state_dict, or a copy of it."""
+    """Write the weights and the configs. `weights` is the model's state_dict, or a copy of it."""
     library_model: Any = model  # one of transformers'
     with _no_progress_bars():
         library_model.save_pretrained(
@@ -145,7 +147,7 @@ def _no_progress_bars() -> Iterator[None]:
 
 
 def model_bytes(model: nn.Module) -> int:
-    """Of the weights on disk: tied tensors once."""
+    """Return the bytes of the weights on disk. Tied tensors count once."""
     unique = {(tensor.data_ptr(), tensor.shape): tensor for tensor in saved_state(model).values()}
     return sum(tensor.numel() * tensor.element_size() for tensor in unique.values())
 
@@ -155,7 +157,7 @@ def extra_bytes(tokenizer: Any | None) -> int:
 
 
 def read_weights(directory: Path, model: nn.Module) -> None:
-    """Copies the weights into the model's own tensors, bit for bit. Raises RequestError if the model is another one."""
+    """Copy the weights into the model's own tensors, bit for bit. Raise RequestError if the model is another one."""
     if has_adapter(model):
         read_adapter(directory, model)
         return

@@ -1,7 +1,7 @@
-"""Saves and loads together, by ranks that have the model in parts (divided.py), and writes the whole model in the end.
+"""Save and load together, by ranks that have the model in parts (divided.py), and write the whole model in the end.
 
-All ranks call each function at the same point of their runs: what they agree on is exchanged there, by the thread that trains.
-The files are written on a thread of each rank, which exchanges nothing.
+All ranks call each function at the same point of their runs. The thread that trains exchanges there what they agree on. A
+thread of each rank writes the files, and exchanges nothing.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ ALIGNMENT = 64
 
 
 def shares(optimizer: torch.optim.Optimizer, place: Place) -> bool:
-    """Whether a rank has less than all."""
+    """Return whether a rank has less than the whole model and optimizer state."""
     return isinstance(optimizer, OnParts) or place.plan.layout.pipeline_parallel > 1
 
 
@@ -77,8 +77,11 @@ def save_parts(
     writer: BackgroundWriter,
     keep: int = 2,
 ) -> tuple[Path, Seal]:
-    """Returns when this rank's parts are copied to host memory, where that has room. ``Seal`` is for rank 0 to call when the
-    writers of all ranks are done: until then the checkpoint does not count. Raises JobFailed on all ranks."""
+    """Save this rank's parts. Return when they are copied to host memory, if that has room.
+
+    Rank 0 calls ``Seal`` when the writers of all ranks are done. Until then the checkpoint does not count. Raise JobFailed on
+    all ranks if one cannot write.
+    """
     final, temporary = directory / f"checkpoint-{state.step}", directory / f"checkpoint-{state.step}.tmp"
     own = own_parts(model, optimizer, place.plan, place.rank)
     saved_optimizer = described(model, optimizer, place)
@@ -113,12 +116,12 @@ def save_parts(
 
 
 def described(model: nn.Module, optimizer: torch.optim.Optimizer, place: Place) -> SavedOptimizer:
-    """The optimizers of all ranks as one, but for the tensors of their states."""
+    """Return the optimizers of all ranks as one, without the tensors of their states."""
     return _merged(gather(describe(optimizer, updated_names(model, optimizer)), place.plan))
 
 
 def make_shared(temporary: Path, need: int, name: str, place: Place) -> None:
-    """The directory that all ranks write to, by rank 0."""
+    """Make the directory that all ranks write to, on rank 0."""
     directory = temporary.parent
     with on_rank_0(place.plan), writing(directory, name=name, temporary=temporary):
         if place.rank == 0:
@@ -133,8 +136,11 @@ def make_shared(temporary: Path, need: int, name: str, place: Place) -> None:
 def load_shared(
     directory: Path, *, model: nn.Module, optimizer: torch.optim.Optimizer, scheduler: Any, scaler: Any, place: Place
 ) -> TrainState:
-    """This rank's parts, of a checkpoint that any number of ranks with any layout wrote. Random numbers go on where the same
-    layout goes on; else they are seeded by the run's seed, the step, and the rank. Raises RequestError."""
+    """Load this rank's parts from a checkpoint that any number of ranks with any layout wrote.
+
+    Random numbers go on if the same layout goes on. Otherwise they are seeded by the run's seed, the step, and the rank. Raise
+    RequestError if the checkpoint does not match this run.
+    """
     saved = check_checkpoint(directory, contents=place.rank == 0)  # one rank reads the bytes for all
     if not isinstance(saved, SavedState):
         raise RequestError(f"{directory} is of a Trainer; resume it with trainer.train(resume_from_checkpoint=True)")
@@ -162,8 +168,11 @@ def load_shared(
 
 
 def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton: Callable[[], Any], place: Place) -> None:
-    """The final Hugging Face directory. Each rank writes its parts; rank 0 puts them together in a file that is mapped: no rank
-    holds the whole model. ``skeleton``: the model without weights. Raises JobFailed on all ranks."""
+    """Write the final Hugging Face directory.
+
+    Each rank writes its parts. Rank 0 puts them together in a file that is mapped, so no rank holds the whole model.
+    ``skeleton`` makes the model without weights. Raise JobFailed on all ranks if one cannot write.
+    """
 
     def save(weights: dict[str, Tensor]) -> None:
         whole = skeleton()
@@ -173,7 +182,7 @@ def export(directory: Path, *, model: nn.Module, tokenizer: Any | None, skeleton
 
 
 def without_tied(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tensor]:
-    """Each weight under one of its names."""
+    """Return each weight under one of its names."""
     twice = {tied for tied, name in tied_names(model).items() if name in weights}
     return {name: weight for name, weight in weights.items() if name not in twice}
 
@@ -181,10 +190,10 @@ def without_tied(weights: dict[str, Tensor], model: nn.Module) -> dict[str, Tens
 def export_weights(
     directory: Path, *, model: nn.Module, tokenizer: Any | None, save: Callable[[dict[str, Tensor]], None], place: Place
 ) -> None:
-    """``save`` is called on rank 0 with the whole weights, in a file that is mapped."""
+    """Collect the whole weights in a file that is mapped, and call ``save`` with them on rank 0."""
     parts = directory / PARTS_TEMPORARY
     own = own_parts(model, None, place.plan, place.rank)
-    size = sum(gather(own.num_bytes, place.plan))  # thrice: in parts, put together, and as the model
+    size = sum(gather(own.num_bytes, place.plan))  # needed three times: in parts, put together, and as the model
     with on_rank_0(place.plan):
         if place.rank == 0:
             directory.mkdir(parents=True, exist_ok=True)
@@ -205,7 +214,7 @@ def export_weights(
 
 
 def _check_shared(temporary: Path) -> None:
-    """Rank 0 made it. Raises JobFailed."""
+    """Check that this rank sees the directory that rank 0 made. Raise JobFailed if not."""
     if not temporary.is_dir():
         raise JobFailed(
             f"{temporary.parent} on {socket.gethostname()} is not the one that rank 0 writes to; ranks that share a model save "
@@ -214,7 +223,7 @@ def _check_shared(temporary: Path) -> None:
 
 
 def _put_together(stored: Stored, directory: Path, file: Any) -> dict[str, Tensor]:
-    """Each tensor whole, in the pages of ``file``."""
+    """Return each tensor whole, in the pages of ``file``."""
     found = {name: (pieces[0][0].shape, dtype_of(pieces[0][1])) for name, pieces in stored.items()}
     sizes = {name: -(-dtype.itemsize * prod(shape) // ALIGNMENT) * ALIGNMENT for name, (shape, dtype) in found.items()}
     file.truncate(max(sum(sizes.values()), ALIGNMENT))
@@ -227,7 +236,7 @@ def _put_together(stored: Stored, directory: Path, file: Any) -> dict[str, Tenso
 
 
 def _merged(said: Sequence[SavedOptimizer]) -> SavedOptimizer:
-    """Of all ranks: a stage of a pipeline has its own parameters alone, in groups of the same options."""
+    """Merge the descriptions of all ranks. A stage of a pipeline has its own parameters alone, in groups of the same options."""
     groups: dict[str, SavedGroup] = {}
     for group in (group for one in said for group in one.groups):
         before = groups.get(repr(group.options))

@@ -1,8 +1,8 @@
-"""An optimizer's state as safetensors and JSON: tensors by `<parameter name>.<state key>`, no pickle.
+"""Write and read an optimizer's state as safetensors and JSON: tensors by `<parameter name>.<state key>`, no pickle.
 
-torch's own state_dict numbers the parameters and load_state_dict casts state to the parameter's dtype; here names
-decide and every bit is kept. Options that only say how a step is computed (fused, foreach ...) stay as the running
-optimizer has them, so a run may resume with another implementation of the same optimizer.
+torch's own state_dict numbers the parameters, and its load_state_dict casts state to the parameter's dtype. Here names decide,
+and every bit is kept. Options that only say how a step is computed (fused, foreach ...) stay as the running optimizer has
+them, so a run may resume with another implementation of the same optimizer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ REBUILDABLE = "torchao."  # the only package whose tensor classes a checkpoint m
 
 
 def plain_name(name: str) -> str:
-    """Without what torch.compile puts into names when it wraps a module instead of compiling it in place."""
+    """Return a name without the prefix that torch.compile adds when it wraps a module instead of compiling it in place."""
     return name.replace("_orig_mod.", "")
 
 
@@ -41,7 +41,7 @@ def parameter_names(model: nn.Module) -> dict[Tensor, str]:
 
 
 def names_of_updated(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[Tensor, str]:
-    """Of the tensors that the optimizer updates: the model's parameters, or what stands for them on the host."""
+    """Return the names of the tensors that the optimizer updates: the model's parameters, or their copies on the host."""
     names = parameter_names(model)
     return {copy: names[parameter] for copy, parameter in optimizer.copies.items()} if isinstance(optimizer, OnHost) else names
 
@@ -75,7 +75,8 @@ def write_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn
 
 
 def describe(optimizer: torch.optim.Optimizer, names: dict[Tensor, str]) -> SavedOptimizer:
-    """All of it but the tensors of its state. ``names``: of what it updates."""
+    """Return the description of an optimizer without the tensors of its state. ``names`` are those of the tensors that it
+    updates."""
     numbers = {
         names[part]: {key: encode(value) for key, value in state.items() if not isinstance(value, Tensor)}
         for part, state in optimizer.state.items()
@@ -92,7 +93,7 @@ def optimizer_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def _parts(value: Tensor) -> dict[str, Tensor]:
-    """The plain tensors that a state tensor consists of, where its class says so."""
+    """Return the plain tensors that a state tensor consists of, if its class names them, or the tensor itself."""
     if not hasattr(value, "__tensor_flatten__"):
         return {"": value}
     return {name: getattr(value, name) for name in value.__tensor_flatten__()[0]}
@@ -149,7 +150,7 @@ def _put_together(saved: SavedSubclass, parts: dict[str, Tensor]) -> Tensor:
 
 
 def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Restores state and options in place. Raises RequestError if the optimizer is not the one that was saved."""
+    """Restore state and options in place. Raise RequestError if the optimizer is not the one that was saved."""
     if saved.optimizer_class != class_name(optimizer):
         raise RequestError(
             f"{directory} was trained with {saved.optimizer_class}, this run uses {class_name(optimizer)}; "
@@ -170,7 +171,7 @@ def read_optimizer(directory: Path, saved: SavedOptimizer, optimizer: torch.opti
 def restore_options(
     directory: Path, saved: SavedOptimizer, optimizer: torch.optim.Optimizer, names: dict[Tensor, str], *, some: bool = False
 ) -> None:
-    """``some``: this rank has only some of the parameters that were saved."""
+    """Restore the options of each parameter group. ``some`` says that this rank has only some of the saved parameters."""
     found = []
     for group in optimizer.param_groups:
         own = {names[parameter] for parameter in group["params"]}
@@ -189,7 +190,7 @@ def restore_options(
 
 
 def _read_tensors(directory: Path, saved: SavedOptimizer) -> Iterator[tuple[str, str, Tensor]]:
-    """(parameter name, state key, tensor), one at a time, subclasses put together again."""
+    """Yield parameter name, state key and tensor, one at a time, with subclasses put together again."""
     partial: dict[str, dict[str, Tensor]] = {full_name: {} for full_name in saved.subclasses}
     for path in sorted(directory.glob("optimizer*.safetensors")):
         for stored in read_header(path).tensors:
@@ -205,7 +206,10 @@ def _read_tensors(directory: Path, saved: SavedOptimizer) -> Iterator[tuple[str,
 
 
 def placed(tensor: Tensor, key: str, parameter: Tensor, group: dict[str, Any]) -> Tensor:
-    """On the device where the optimizer looks for it: step counters are on the host unless a kernel reads them."""
+    """Return the tensor on the device where the optimizer looks for it.
+
+    Step counters are on the host unless a kernel reads them.
+    """
     if key == "step" and not (group.get("fused") or group.get("capturable")):
         return tensor
     if type(tensor) is Tensor and tensor.shape == parameter.shape:

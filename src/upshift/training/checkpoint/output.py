@@ -1,4 +1,4 @@
-"""May this output directory be written to? Only what Upshift wrote is ever deleted."""
+"""Check whether a run may write to an output directory. Only files that Upshift wrote are ever deleted."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from upshift.training.checkpoint.state import STATE_NAME
 
 
 def check_output_directory(path: Path, *, overwrite: bool, resume: bool, own_files: Collection[str] = ()) -> None:
-    """Makes `path` ready for a run. Raises RequestError if that would touch a file that Upshift did not write.
+    """Make `path` ready for a run. Raise RequestError if that would touch a file that Upshift did not write.
 
-    `own_files`: names that the caller itself writes there, such as a record; overwriting deletes them too.
+    `own_files` are names that the caller itself writes there, such as a record. Overwriting deletes them too.
     """
     if overwrite and resume:
         raise RequestError("--overwrite and --resume exclude each other; use one of them")

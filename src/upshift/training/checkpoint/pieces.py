@@ -1,7 +1,7 @@
-"""Which part of a tensor a rank has, and how parts of one layout become those of another.
+"""Describe the part of a tensor that a rank has, and turn parts of one layout into those of another.
 
-A part is, in every dimension, some intervals of the whole put behind each other: rows that fully_shard deals, columns of tensor
-parallelism, both halves of a packed weight.
+A part is, in every dimension, some intervals of the whole put behind each other: rows that fully_shard deals, columns of
+tensor parallelism, both halves of a packed weight.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Run = tuple[int, int, int]  # begin in one part, begin in another, length
 
 
 class Piece(Value):
-    """``kept``: of a dimension that is divided, the intervals; of any other all is there."""
+    """A part of a tensor. ``kept`` has the intervals of each dimension that is divided; all of any other dimension is there."""
 
     shape: tuple[int, ...]  # of the whole tensor
     kept: dict[int, tuple[Interval, ...]] = {}
@@ -38,14 +38,14 @@ class Piece(Value):
 
 
 class Pieces(Value):
-    """What the files of a rank hold."""
+    """The contents of the files of one rank."""
 
     tensors: dict[str, Piece]
     checksums: dict[str, str] = {}  # SHA-256 of the rank's own files by name
 
 
 def piece_of(tensor: Tensor, *, rows: Interval | None = None) -> Piece:
-    """What this rank has of a parameter, or of that only ``rows`` of its first dimension."""
+    """Return the piece of a parameter that this rank has. With ``rows``, return only these rows of its first dimension."""
     shape = tuple(tensor.shape)
     places: dict[int, Tensor] = {}
     if isinstance(tensor, DTensor):
@@ -68,7 +68,7 @@ def piece_of(tensor: Tensor, *, rows: Interval | None = None) -> Piece:
 
 
 def copy_shared(target: Tensor, own: Piece, source: Tensor, other: Piece) -> int:
-    """What both have, from ``source`` into ``target``; returns how many elements that was."""
+    """Copy the elements that both pieces have from ``source`` into ``target``. Return how many elements that was."""
     copied = 0
     runs = [list(_runs(own.of(dimension), other.of(dimension))) for dimension in range(len(own.shape))]
     for one in product(*runs):
@@ -93,7 +93,7 @@ def _runs(own: tuple[Interval, ...], other: tuple[Interval, ...]) -> Iterator[Ru
 
 
 def _intervals(places: Tensor) -> tuple[Interval, ...]:
-    """Of places in rising runs."""
+    """Return the intervals of places that come in rising runs."""
     if not places.numel():
         return ()
     breaks = (places.diff() != 1).nonzero().flatten() + 1

@@ -1,4 +1,4 @@
-"""The few torch values that stand among plain ones (a dtype, a size, a tensor learning rate) in JSON and back."""
+"""Convert the few torch values that stand among plain ones (a dtype, a size, a tensor learning rate) to JSON and back."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from torch import Tensor
 
 
 def encode(value: Any) -> Any:
-    """Raises TypeError for what would not come back as it was. Tuples come back as lists."""
+    """Return the value as plain JSON data. Raise TypeError for a value that would not come back as it was.
+
+    Tuples come back as lists.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
         return value
     if isinstance(value, torch.dtype):

@@ -1,6 +1,6 @@
-"""The random number generators of a process, out of safetensors and back in: dropout must continue as if never stopped.
+"""Write the random number generators of a process to safetensors and read them: dropout must continue as if never stopped.
 
-Torch's states are tensors; Python's and numpy's are JSON in the file's metadata. One entry per rank.
+Torch's states are tensors. Python's and numpy's are JSON in the file's metadata. There is one entry per rank.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class HostRng(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class RngState:
-    """Of one process. Picklable, so ranks can gather theirs to the one that saves."""
+    """The generators of one process. It is picklable, so ranks can gather theirs to the one that saves."""
 
     cpu: torch.Tensor
     cuda: torch.Tensor | None  # of the process's one device
@@ -47,7 +47,7 @@ def host_rng() -> HostRng:
 
 @contextmanager
 def undisturbed_rng() -> Iterator[None]:
-    """What is drawn inside is drawn again by what comes after."""
+    """Restore the host's generators on leaving: random numbers drawn inside are drawn again by later code."""
     before = host_rng()
     try:
         yield
@@ -100,7 +100,7 @@ def write_rngs(directory: Path, states: Sequence[RngState]) -> None:
 
 
 def read_rng(directory: Path, *, rank: int) -> RngState | None:
-    """None when the checkpoint was saved by fewer processes."""
+    """Return the random numbers of a rank, or None when the checkpoint was saved by fewer processes."""
     header = read_header(directory / RNG_NAME)
     return _read(header.by_name(), header.metadata, str(rank))
 

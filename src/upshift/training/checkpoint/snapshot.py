@@ -1,4 +1,4 @@
-"""Weights and optimizer state copied to host memory, so that training can go on while they are written."""
+"""Copy weights and optimizer state to host memory, so that training can go on while they are written."""
 
 from __future__ import annotations
 
@@ -20,7 +20,10 @@ USABLE_SHARE = 0.95  # of the free memory, as planning counts it
 
 
 def has_room(num_bytes: int) -> bool:
-    """May the host hold so much more? What this process has needed beyond what it holds now stays free for it."""
+    """Return whether the host has room for so many more bytes.
+
+    The memory that this process has needed beyond what it holds now stays free for it.
+    """
     limit = read_limits(Path("/")).free_memory_bytes
     available = int(psutil.virtual_memory().available)
     free = available if limit is None else min(available, limit)
@@ -29,7 +32,7 @@ def has_room(num_bytes: int) -> bool:
 
 
 class HostCopies:
-    """Copies tensors to host memory; what shared memory before shares it afterwards."""
+    """A copier of tensors to host memory. Tensors that share memory share it in the copies too."""
 
     def __init__(self) -> None:
         self._copies: dict[tuple[Any, ...], Tensor] = {}
@@ -43,7 +46,7 @@ class HostCopies:
         return self._copies[place]
 
     def _of_parts(self, tensor: Any) -> Tensor:
-        """Of a subclass that is made of plain tensors, such as torchao's 8-bit states."""
+        """Copy a subclass that is made of plain tensors, such as torchao's 8-bit states."""
         if not hasattr(tensor, "__tensor_flatten__"):
             copy: Tensor = tensor.detach().clone()
             return copy
@@ -58,20 +61,23 @@ def _is_mapped(tensor: Tensor) -> bool:
 
 
 def _mapped_copy(tensor: Tensor) -> Tensor:
-    """In memory of its own that goes back to the system with it: a heap that keeps what is freed would hold it for good."""
+    """Return a copy in memory of its own that goes back to the system with it.
+
+    A heap that keeps freed memory would hold it for good.
+    """
     mapping = mmap.mmap(-1, tensor.nbytes)
     copy = torch.frombuffer(mapping, dtype=torch.uint8).view(tensor.dtype).view(tensor.shape)
     return copy.copy_(tensor.detach())
 
 
 def copy_weights(model: nn.Module) -> dict[str, Tensor]:
-    """Of what is saved of the model."""
+    """Return copies of the saved tensors of the model."""
     copies = HostCopies()
     return {name: copies.of(tensor) for name, tensor in saved_state(model).items()}
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """An optimizer of the same class with copied state, for the same parameters. It can be written and nothing else."""
+    """Return an optimizer of the same class with copied state, for the same parameters. It can be written and nothing else."""
     copies = HostCopies()
 
     def copied(value: Any) -> Any:

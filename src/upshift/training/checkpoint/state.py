@@ -1,4 +1,4 @@
-"""What a checkpoint says in JSON: where the training stands, and all that is not a tensor."""
+"""Define the JSON of a checkpoint: where the training stands, and all that is not a tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ STATE_NAME = "upshift_state.json"
 
 
 class TrainState(Value):
-    """Where a training run stands, apart from tensors. Two runs with the same one continue the same way."""
+    """The progress of a training run, apart from tensors. Two runs with the same state continue the same way."""
 
     step: Annotated[int, Field(ge=0)]  # optimizer steps done
     position: Position  # of the next global batch
@@ -39,7 +39,7 @@ class SavedGroup(Value):
 
 
 class SavedSubclass(Value):
-    """How to rebuild a state tensor that consists of several plain ones."""
+    """The description by which to rebuild a state tensor that consists of several plain ones."""
 
     tensor_class: str
     parts: tuple[str, ...]
@@ -61,7 +61,7 @@ class Manifest(Value):
     checksums: dict[str, str] = Field(default_factory=dict)  # SHA-256 of every other file; filled in by write
 
     def write(self, directory: Path, *, known: Mapping[str, str] | None = None) -> None:
-        """``known``: checksums of files that somebody else has written and read."""
+        """Write the file. ``known`` has checksums of files that somebody else has written and read."""
         known = known or {}
         checksums = {**known, **checksums_of(directory, (name for name in self.files if name not in known))}
         # Not to_json: pydantic turns an infinity inside Any (ReduceLROnPlateau starts with one) into null.
@@ -87,7 +87,7 @@ class Manifest(Value):
 
 
 class SavedState(Manifest):
-    """Of a run of the training loop, which keeps there all that is not a tensor."""
+    """The manifest of a run of the training loop, which keeps there all that is not a tensor."""
 
     train: TrainState
     optimizer: SavedOptimizer
@@ -96,13 +96,13 @@ class SavedState(Manifest):
 
 
 class TrainerManifest(Manifest):
-    """Of a Trainer's checkpoint, which has a file for each of its parts."""
+    """The manifest of a Trainer's checkpoint, which has a file for each of its parts."""
 
     trainer: str  # the version of transformers
 
 
 def read_manifest(directory: Path) -> Manifest:
-    """Of either kind. Raises RequestError."""
+    """Return the manifest of either kind. Raise RequestError if it cannot be read."""
     try:
         of_trainer = "trainer" in json.loads((directory / STATE_NAME).read_bytes())
     except (OSError, UnicodeDecodeError, json.JSONDecodeError, TypeError, RecursionError):

@@ -1,1 +1,1 @@
-"""From a path to tokenized sequences."""
+"""Turn a path into tokenized sequences."""

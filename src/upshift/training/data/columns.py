@@ -23,7 +23,7 @@ TOKEN_COLUMN = "input_ids"
 LABELS = "labels"
 MASK = "attention_mask"
 IGNORED = -100
-OF_TOKENIZER = "special_tokens_mask"  # says what the tokenizer itself says of its special tokens
+OF_TOKENIZER = "special_tokens_mask"  # marks the special tokens, which the tokenizer itself knows
 SEGMENTS = "token_type_ids"  # all zero: one segment, as here
 CHAT_COLUMNS = frozenset((
     "messages", "conversations", "conversation", "dialog", "dialogue", "turns", "prompt", "completion", "response", "instruction",
@@ -32,7 +32,10 @@ CHAT_COLUMNS = frozenset((
 
 
 class TokenRow(NamedTuple):
-    """A document that is tokenized already. ``labels``: as many, -100 where nothing is learned; None: the ids themselves."""
+    """A document that is tokenized already.
+
+    ``labels`` has as many entries, -100 where nothing is learned. None means the ids themselves.
+    """
 
     ids: NDArray[Any]
     labels: NDArray[Any] | None = None
@@ -48,7 +51,10 @@ class Columns:
 
 
 def choose_column(columns: Collection[str], *, asked: str | None, empty: Collection[str] = (), origin: str) -> str:
-    """Return the column to train on. ``empty``: columns without a value. Raise RequestError where none is named or known."""
+    """Return the column to train on. Raise RequestError if none is named or known.
+
+    ``empty`` has the columns without a value.
+    """
     if asked is not None:
         if asked in columns:
             return asked
@@ -75,7 +81,7 @@ def columns_of(columns: Collection[str], name: str) -> Columns:
 
 
 def document_of(record: Mapping[str, Any], columns: Columns, place: str) -> str | TokenRow | None:
-    """Return a row's text or token ids, None where it is empty. Raise RequestError over anything else, naming its place."""
+    """Return a row's text or token ids, or None if it is empty. Raise RequestError over anything else, naming its place."""
     if columns.name not in record:
         raise RequestError(f"{place} has no column {columns.name!r}; {_named(record)}; give it, or leave the row out")
     value = record[columns.name]
@@ -114,7 +120,7 @@ def _token_row(ids: NDArray[Any], record: Mapping[str, Any], columns: Columns, p
 
 
 def _companion(record: Mapping[str, Any], name: str, expected: bool, ids: NDArray[Any], place: str) -> NDArray[Any] | None:
-    """Return a column with a number for each token. Raise RequestError where its length differs, or only some rows have it."""
+    """Return a column with a number for each token. Raise RequestError if its length differs, or only some rows have it."""
     if (name in record) != expected:
         there = "no" if expected else "a"
         others = "have one" if expected else "have none"
@@ -133,7 +139,7 @@ def _companion(record: Mapping[str, Any], name: str, expected: bool, ids: NDArra
 
 
 def _unmasked(mask: NDArray[Any], place: str) -> slice:
-    """Return where the mask is 1. Padding before and behind is left out; a gap within a text is refused."""
+    """Return the range where the mask is 1. Padding before and behind is left out; a gap within a text is refused."""
     if ((mask != 0) & (mask != 1)).any():
         raise RequestError(f"{place}: attention_mask holds {int(mask[(mask != 0) & (mask != 1)][0])}; it must be 0 or 1")
     ones = np.flatnonzero(mask)

@@ -1,8 +1,7 @@
-"""Read a training corpus from what people have: text files, JSON lines, CSV, Parquet, Arrow, or a directory saved by
-datasets. This is the one reader of every command that trains or plans on data.
+"""Read a training corpus from what people have: text files, JSON lines, CSV, Parquet, Arrow, or a directory saved by datasets.
 
-Decides what one document is: a text file, a JSON line, a table row. Documents are read while they are iterated and never
-all in memory. docs/data.md states the rules.
+This is the one reader of every command that trains or plans on data. It decides what one document is: a text file, a JSON
+line, a table row. Documents are read while they are iterated and never all in memory. docs/data.md states the rules.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from upshift.training.data.data_files import EVALUATION_SPLIT, SPLIT_WORDS, Kind
 from upshift.training.data.records import Row, is_number_list, read_arrow, read_csv, read_json, read_parquet, rows_of
 from upshift.value import Value
 
-PIECE_CHARACTERS = 2**18  # of a longer text file in memory at once
+PIECE_CHARACTERS = 2**18  # of a longer text file that are in memory at once
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError)  # by readers of compressed files, beside OSError
 
 
@@ -91,7 +90,7 @@ class Documents:
         self._say_left_out()
 
     def first(self) -> Document | None:
-        """Read the first document that is not empty. None: there is none."""
+        """Return the first document that is not empty, or None if there is none."""
         return next(iter(self), None)
 
     def _say_left_out(self) -> None:
@@ -104,7 +103,11 @@ class Documents:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Corpus:
-    """``evaluation``: the split that the data has for it; None: it has none, and documents of the training are held out."""
+    """A corpus of documents.
+
+    ``evaluation`` is the split that the data has for it. None means that it has none, and that documents of the training are
+    held out.
+    """
 
     origin: str
     documents: Documents
@@ -112,7 +115,7 @@ class Corpus:
     is_tokenized: bool
 
     def summary(self) -> CorpusSummary:
-        """Return the counts; the documents have been iterated."""
+        """Return the counts. The documents must have been iterated."""
         return CorpusSummary(
             origin=self.origin,
             num_documents=self.documents.num_documents,
@@ -123,9 +126,9 @@ class Corpus:
 
 
 def read_corpus(path: Path | str, *, text_column: str | None = None, pattern: str | None = None) -> Corpus:
-    """Find the documents under ``path`` and read the first. ``pattern``: a glob that selects the files of a folder of texts.
+    """Find the documents under ``path`` and read the first. ``pattern`` is a glob that selects the files of a folder of texts.
 
-    Raises RequestError here over data that is none, and while documents are iterated over a row that cannot be used.
+    Raise RequestError here over a path without data, and while documents are iterated over a row that cannot be used.
     """
     path = Path(path)
     if not path.exists():
@@ -183,7 +186,7 @@ def _texts(files: tuple[Path, ...], documents: Documents, *, is_alone: bool) -> 
 
 
 def _text_of(file: Path) -> str | TextFile | None:
-    """Return the text, or a TextFile where it is long, None where it is empty. Raise UnicodeDecodeError over other bytes."""
+    """Return the text, a TextFile if it is long, or None if it is empty. Raise UnicodeDecodeError over other bytes."""
     with _opened_text(file) as text:
         start = text.read(PIECE_CHARACTERS)
         piece, num_pieces, is_empty = start, 0, True
@@ -203,7 +206,7 @@ def _opened_text(file: Path) -> io.TextIOWrapper:
 
 
 class _Chooser:
-    """The columns that are read: chosen at the first row or schema, the same for all files."""
+    """A chooser of the columns that are read: chosen at the first row or schema, the same for all files."""
 
     def __init__(self, text_column: str | None) -> None:
         self._text_column = text_column
@@ -247,7 +250,7 @@ def _documents_of(rows: Iterator[Row], chooser: _Chooser) -> Iterator[tuple[str,
 
 
 def _saved(path: Path, text_column: str | None, pattern: str | None) -> tuple[Documents, Documents | None]:
-    """Return train and, where it is present, validation of a directory written by `save_to_disk`."""
+    """Return train and, if it is present, validation of a directory written by `save_to_disk`."""
     try:
         import datasets
     except ImportError:

@@ -66,7 +66,7 @@ def say_once(text: str) -> None:
 def find_data_files(path: Path, *, pattern: str | None) -> DataFiles:
     """Return the data files of a file or folder. Raise RequestError over a path without data.
 
-    ``pattern``: a glob that selects the files of a folder; they are read as texts.
+    ``pattern`` is a glob that selects the files of a folder; they are read as texts.
     """
     if path.is_file():
         kind = kind_of(path)
@@ -90,7 +90,7 @@ def kind_of(path: Path) -> Kind:
 
 
 def suffix_of(path: Path) -> str:
-    """Return the lower-case suffix that says what a file holds; that of a compression is left out."""
+    """Return the lower-case suffix that says what a file holds, without the suffix of a compression."""
     suffix = path.suffix.lower()
     return Path(path.stem).suffix.lower() if suffix in COMPRESSED else suffix
 
@@ -162,7 +162,10 @@ def _visible_files(folder: Path, pattern: str) -> list[Path]:
 
 
 def _text_files(folder: Path, files: Sequence[Path], declared: dict[str, list[Path]] | None) -> DataFiles:
-    """Splits are those of a folder of .txt files; in a folder of other texts, such as code, each file is a document."""
+    """Return the text files of a folder.
+
+    A folder of .txt files has splits. In a folder of other texts, such as code, each file is a document.
+    """
     suffixes = {file: {suffix_of(file), file.suffix.lower()} for file in files}
     readable = [file for file in files if kind_of(file) == "text" and not suffixes[file] & UNREADABLE.keys()]
     data = [file for file in readable if file.name not in NO_DATA]
@@ -194,7 +197,7 @@ def _say_left_out(folder: Path, files: Sequence[Path], reason: str) -> None:
 
 
 def _declared_splits(folder: Path, files: Sequence[Path]) -> dict[str, list[Path]] | None:
-    """Return the splits that the head of the folder's README.md names, as the Hub writes it. None: it names none."""
+    """Return the splits that the head of the folder's README.md names, as the Hub writes it, or None if it names none."""
     readme = folder / "README.md"
     if not readme.is_file():
         return None
@@ -250,6 +253,6 @@ def _patterns_of(data_files: Any) -> dict[str, list[str]]:
 
 
 def _matches(base: Path, patterns: Sequence[str]) -> set[Path]:
-    """Return the files that one of the globs matches; a last ``**`` stands for files at any depth."""
+    """Return the files that one of the globs matches. A last ``**`` stands for files at any depth."""
     globs = [f"{pattern}/*" if pattern.endswith("**") else pattern for pattern in patterns]
     return {file for pattern in globs for file in base.glob(pattern)}

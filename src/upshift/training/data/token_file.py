@@ -22,7 +22,7 @@ CHUNK = 2**18  # numbers that are written at once
 
 
 class TokenFile:
-    """A growing flat array of integers; uint16 becomes int32 at the first id that needs it."""
+    """A growing flat array of integers. uint16 becomes int32 at the first id that needs it."""
 
     def __init__(self, dtype: Any) -> None:
         self.length = 0
@@ -40,7 +40,7 @@ class TokenFile:
                 self._flush()
 
     def finish(self) -> NDArray[Any]:
-        """Return all numbers, read-only; nothing can be added any more."""
+        """Return all numbers, read-only. Nothing can be added any more."""
         self._flush()
         if self.length * self._dtype.itemsize <= IN_MEMORY_BYTES:
             self._file.seek(0)

@@ -1,9 +1,9 @@
-"""Text to tokens: train a small byte-level BPE, load a model's own tokenizer, and tokenize a corpus in parallel.
+"""Turn text into tokens: train a small byte-level BPE, load a model's own tokenizer, and tokenize a corpus in parallel.
 
-Decides what stands around a document: what the tokenizer itself adds (BOS, CLS .. SEP), then EOS when it has one and
-has not added it; of these, what the text begins or ends with already is not added again. Documents above 256 Ki
-characters are tokenized in pieces cut after a line break, because one text uses one core; a tokenizer that marks the
-start of a text may see one extra mark per piece. Token ids go to disk once they are many.
+This module decides what stands around a document: what the tokenizer itself adds (BOS, CLS .. SEP), then EOS when it has one
+and has not added it. Of these, what the text begins or ends with already is not added again. Documents above 256 Ki characters
+are tokenized in pieces cut after a line break, because one text uses one core. A tokenizer that marks the start of a text may
+see one extra mark per piece. Token ids go to disk once they are many.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ Progress = Callable[[int, int], None]  # (done_bytes, total_bytes)
 
 
 def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTokenizerFast:
-    """A GPT-2 style tokenizer. It may end up smaller than `vocab_size` on little text."""
+    """Return a GPT-2 style tokenizer. It may end up smaller than `vocab_size` on little text."""
     if vocab_size < MIN_BYTE_VOCABULARY:
         raise RequestError(f"vocab_size={vocab_size} is too few for byte-level BPE; use {MIN_BYTE_VOCABULARY} or more")
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
@@ -59,7 +59,7 @@ def train_byte_level_bpe(texts: Iterable[str], vocab_size: int) -> PreTrainedTok
 
 
 def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
-    """The tokenizer of a model directory or hub id. Code from the directory is never run."""
+    """Load the tokenizer of a model directory or hub id. Code from the directory is never run."""
     from transformers import AutoTokenizer
 
     try:
@@ -76,7 +76,7 @@ def load_tokenizer(model_dir: Path | str) -> PreTrainedTokenizerBase:
 def tokenize(
     documents: Iterable[Document], tokenizer: PreTrainedTokenizerBase | None, *, progress: Progress | None = None
 ) -> TokenizedCorpus:
-    """Return the token ids of documents; those that are tokenized already are taken as they are."""
+    """Return the token ids of documents. Documents that are tokenized already are taken as they are."""
     ids = TokenFile(np.uint16)
     labels: TokenFile | None = None
     offsets = array("q", [0])
@@ -139,7 +139,7 @@ def tokenize_corpus(
     sequence_length: int,
     progress: Progress | None = None,
 ) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
-    """Return (training, evaluation). Without an evaluation split the last documents are held out."""
+    """Return training and evaluation. Without an evaluation split the last documents are held out."""
     training = tokenize(corpus.documents, tokenizer, progress=progress)
     if corpus.evaluation is None:
         return hold_out_evaluation(training, sequence_length=sequence_length)
@@ -157,7 +157,7 @@ def _no_tokenizer(model_dir: Path | str, reason: str) -> RequestError:
 
 
 def _around(tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
-    """Ids before and after a document, found by encoding a letter with and without them."""
+    """Return the ids before and after a document, found by encoding a letter with and without them."""
     plain: list[int] = tokenizer("a", add_special_tokens=False)["input_ids"]
     full: list[int] = tokenizer("a")["input_ids"]
     starts = (i for i in range(len(full) - len(plain) + 1) if full[i : i + len(plain)] == plain)
@@ -177,7 +177,7 @@ class _Piece:
 
 
 def _pieces(document: str | TextFile) -> Iterator[_Piece]:
-    """Cut a document after line breaks, of a file without holding it in memory."""
+    """Yield a document in pieces that are cut after line breaks, without holding the text of a file in memory."""
     parts = iter([document]) if isinstance(document, str) else document.pieces()
     rest, is_first = "", True
     for part in parts:
@@ -191,7 +191,7 @@ def _pieces(document: str | TextFile) -> Iterator[_Piece]:
 
 
 class _Meter:
-    """Tells how many bytes are done: of texts in memory, or, of files, of about as many as the files have."""
+    """A meter of how many bytes are done: of texts in memory, or, of files, of about as many as the files have."""
 
     def __init__(self, documents: Iterable[Document], progress: Progress | None) -> None:
         self._progress = progress

@@ -1,8 +1,9 @@
-"""What one copy has to do with the others in each step: who takes part, whose part of the batch is whose, the sum of gradients.
+"""Coordinate one copy with the others in each step: which copies take part, which part of the batch each has, the sum of
+gradients.
 
-torchft's Manager and Lighthouse (https://github.com/meta-pytorch/torchft) agree on who is there before each step and on whether
-the step counts after it; what is exchanged is Upshift's. However many copies take part, gradients are those of the whole global
-batch, as every micro-batch is somebody's: deaths change the order of sums, and nothing else.
+torchft's Manager and Lighthouse (https://github.com/meta-pytorch/torchft) agree on which copies are there before each step,
+and after it on whether the step counts. The exchange of gradients is Upshift's. However many copies take part, gradients are
+those of the whole global batch, because some copy has each micro-batch: deaths change the order of sums, and nothing else.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def here_name(number: int | str) -> str:
 
 
 class Life(Value):
-    """What one process of a copy is asked for."""
+    """The request for one process of a copy."""
 
     folder: str  # with the job
     number: int  # of the copy
@@ -53,11 +54,15 @@ class Life(Value):
 
 
 class Again(Exception):
-    """Another copy was lost in this step, which is taken once more by those that are left."""
+    """Another copy was lost in this step. The copies that are left take the step once more."""
 
 
 class Copies:
-    """``number``: of this copy, from 0, the same over its lives. ``lighthouse``: where all meet. ``first``: of its lives."""
+    """One copy's connection to the others.
+
+    ``number`` is that of this copy, from 0, the same over its lives. All copies meet at ``lighthouse``. ``first`` says that
+    this is the first of its lives.
+    """
 
     def __init__(self, number: int, *, lighthouse: str, folder: Path, first: bool) -> None:
         self.number, self._lighthouse, self._folder, self.first = number, lighthouse, folder, first
@@ -66,7 +71,7 @@ class Copies:
         self._said = self._agreed = 0
 
     def open(self, *, device: str) -> None:
-        """From now on the others wait for this copy before a step."""
+        """Connect this copy. From now on the others wait for it before a step."""
         quiet_torchft()
         from torchft import Manager, ProcessGroupGloo, ProcessGroupNCCL
 
@@ -82,8 +87,11 @@ class Copies:
         )  # fmt: skip
 
     def join(self, trained: Trained, *, device: str) -> None:
-        """Once the model is there. One that comes back lets the others go on until then; at the start all wait for all: one
-        that went ahead alone, and died before another had taken what it has, would take its steps with it."""
+        """Join the other copies once the model is there.
+
+        A copy that comes back lets the others go on until then. At the start all wait for all: a copy that went ahead alone,
+        and died before another had taken its state, would take its steps with it.
+        """
         if self._manager is None:
             self.open(device=device)
         self._hand_over.trained, self._device = trained, device
@@ -98,21 +106,21 @@ class Copies:
 
     @property
     def leads(self) -> bool:
-        """Whether this copy speaks and writes for all; before they met copy 0 does."""
+        """Return whether this copy reports and writes for all. Before they met copy 0 does."""
         rank = self._manager.participating_rank()
         return self.first and self.number == 0 if rank is None else rank == 0
 
     def meet(self) -> None:
-        """Before a step. A copy that is behind has the others' weights, step and place in the data afterwards."""
+        """Meet the other copies before a step. A copy that is behind then has the others' weights, step and place in the data."""
         self._manager.start_quorum()
 
     def part(self, batch: GlobalBatch) -> GlobalBatch:
-        """This copy's micro-batches of the step."""
+        """Return the batch with this copy's micro-batches of the step."""
         rank = self._manager.participating_rank() or 0
         return replace(batch, micro_batches=batch.micro_batches[rank :: self._manager.num_participants()])
 
     def sum_up(self, parameters: Iterable[Tensor], loss: Tensor) -> None:
-        """Of all copies, in place. Raises Again on all that are left where one was lost."""
+        """Sum gradients and loss of all copies, in place. Raise Again on all that are left if one was lost."""
         gradients = [_gradient(parameter) for parameter in parameters if parameter.requires_grad]
         for bucket in _buckets(gradients):
             flat = torch.cat([gradient.reshape(-1) for gradient in bucket])
@@ -127,7 +135,8 @@ class Copies:
         self._agreed = int(said)
 
     def highest(self, number: int) -> int:
-        """Of what the copies gave before the last step that counted; what this one gives now is heard in the next."""
+        """Return the highest number that the copies gave before the last step that counted. This copy's number counts in the
+        next."""
         self._said = number
         return self._agreed
 
@@ -142,7 +151,7 @@ def _gradient(parameter: Tensor) -> Tensor:
 
 
 def _buckets(gradients: list[Tensor]) -> Iterator[list[Tensor]]:
-    """Of one dtype each."""
+    """Yield buckets of gradients, each of one dtype."""
     for dtype in {gradient.dtype: None for gradient in gradients}:
         bucket: list[Tensor] = []
         for gradient in (one for one in gradients if one.dtype == dtype):

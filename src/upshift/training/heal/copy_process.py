@@ -1,4 +1,4 @@
-"""One life of a copy, in a child of its fork server."""
+"""Run one life of a copy, in a child of its fork server."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""How a copy that comes back gets what the others have: one of them writes a checkpoint for it, which it loads.
+"""Hand the others' state to a copy that comes back: one of them writes a checkpoint for it, which it loads.
 
-torchft's own transports unpickle what a peer sends; a checkpoint of Upshift's is safetensors and JSON.
+torchft's own transports unpickle what a peer sends. A checkpoint of Upshift's is safetensors and JSON.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Trained(Protocol):
     def progress(self) -> Progressing: ...
 
     def write_to(self, folder: Path) -> None:
-        """A checkpoint of now, and what the run was until now."""
+        """Write a checkpoint of now, and the history of the run until now."""
 
     def read_from(self, folder: Path) -> None: ...
 
 
 class HandOver:
-    """torchft's CheckpointTransport (its checkpointing/transport.py): ``metadata`` of the giver says where the taker looks."""
+    """A CheckpointTransport of torchft (its checkpointing/transport.py). ``metadata`` of the giver says where the taker looks."""
 
     trained: Trained
 
@@ -54,11 +54,11 @@ class HandOver:
         unfinished.rename(self._folder)
 
     def disallow_checkpoint(self) -> None:
-        """At the end of the step, for which the taker has loaded it."""
+        """Remove the checkpoint at the end of the step, for which the taker has loaded it."""
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def recv_checkpoint(self, src_rank: int, metadata: str, step: int, timeout: timedelta) -> dict[str, Any]:
-        """Raises JobFailed where it does not come in time: the step does not count then, and is taken again."""
+        """Load the checkpoint. Raise JobFailed if it does not come in time: the step does not count then, and is taken again."""
         folder, end = Path(metadata), time.monotonic() + min(timeout.total_seconds(), PATIENCE_SECONDS)
         while not (folder / AGREED).exists():
             if time.monotonic() > end:
@@ -68,7 +68,7 @@ class HandOver:
         return {"user": {"default": {}}, "torchft": json.loads((folder / AGREED).read_bytes())}
 
     def take(self, state: dict[str, Any]) -> None:
-        """Nothing is left to load: it was read where it was received."""
+        """Do nothing: the state was read where it was received."""
 
     def shutdown(self, wait: bool = True) -> None:
         self.disallow_checkpoint()

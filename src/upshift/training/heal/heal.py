@@ -1,4 +1,4 @@
-"""A job as whole copies in processes of their own: one that is killed is started again, and the others go on meanwhile."""
+"""Run a job as whole copies in processes of their own: one that is killed is started again, and the others go on meanwhile."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ from upshift.training.loop.stop import StopRequest
 
 WORKER = "upshift.training.heal.copy_process"
 LOST_MS = 1000  # without a sign of life a copy counts as gone; it gives one each 100 ms
-JOINING_MS = 60_000  # those that are there wait so long for one that is, and has not come to the step
-MOST_IN_VAIN = 3  # a copy that so often in turn dies before a step with it has counted stays away
+JOINING_MS = 60_000  # the copies in a step wait so long for one that is alive and has not come to it
+MOST_IN_VAIN = 3  # a copy that dies so often in a row before a step with it has counted stays away
 
 
 def check_healing(plan: Plan) -> None:
-    """Raises RequestError where copies cannot heal each other, with what to do instead."""
+    """Raise RequestError if copies cannot heal each other, with what to do instead."""
     if importlib.util.find_spec("torchft") is None:
         raise RequestError("--heal needs torchft; pip install 'upshift[heal]'")
     if plan.num_processes < 2:
@@ -46,8 +46,10 @@ def check_healing(plan: Plan) -> None:
 
 
 def fixed_to_heal(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
-    """Assignments of ``--set`` that leave plans which can heal; what was asked for stays. Raises RequestError among ranks of a
-    launcher, which ends all of them when one dies."""
+    """Return assignments of ``--set`` that leave plans which can heal. The user's own assignments stay.
+
+    Raise RequestError among ranks of a launcher, which ends all of them when one dies.
+    """
     if launched:
         raise RequestError("--heal starts processes itself, and a launcher did here; use upshift train --nproc 2 --heal alone")
     asked = {text.partition("=")[0] for text in fixed}
@@ -56,8 +58,10 @@ def fixed_to_heal(fixed: tuple[str, ...], *, launched: bool) -> tuple[str, ...]:
 
 
 class Copy:
-    """One life after the other, each forked from a process that has imported everything: imports are most of what a start takes,
-    and what is imported is in memory once."""
+    """A copy that has one life after the other, each forked from a process that has imported everything.
+
+    Imports are most of the time of a start, and imported modules are in memory once.
+    """
 
     def __init__(
         self, number: int, folder: Path, lighthouse: str, told: Queue[tuple[Copy, Event | None]], stack: ExitStack
@@ -90,7 +94,7 @@ class Copy:
         self._server.interrupt()
 
     def came(self, step: int) -> None:
-        """With what the others have had since that step."""
+        """Note that the copy came back at a step, with what the others have had since that step."""
         self._came_at = step
 
     @property
@@ -98,13 +102,13 @@ class Copy:
         return not (self._folder / result_name(self.number)).exists()
 
     def may_come_again(self, step: int) -> bool:
-        """``step``: the last one that counted."""
+        """Return whether the copy may start again. ``step`` is the last one that counted."""
         took_part = self._came_at is not None and step > self._came_at
         self._in_vain = 0 if took_part else self._in_vain + 1
         return self._in_vain < MOST_IN_VAIN
 
     def result(self) -> Record:
-        """Raises what the copy failed with."""
+        """Return the copy's Record. Raise the error with which the copy failed."""
         return result_in(self._folder, 0, interrupted=False, name=result_name(self.number))
 
     def last_words(self) -> str:
@@ -116,7 +120,7 @@ class Copy:
 
 
 def run_healing(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
-    """Until all copies have ended. Raises JobFailed with the words of one that failed, or where none is left."""
+    """Run the copies until all have ended. Raise JobFailed with the words of one that failed, or if none is left."""
     quiet_torchft()
     from torchft.coordination import LighthouseServer
 
@@ -136,7 +140,7 @@ def run_healing(job: Job, data: TrainingData, on_event: OnEvent) -> Record:
 
 
 def _write_job(folder: Path, number: int, job: Job) -> None:
-    """Each has every micro-batch of the global batch, and computes those that fall to it."""
+    """Write a copy's job. Each copy has every micro-batch of the global batch, and computes those that fall to it."""
     plan, ranks = job.plan, job.plan.num_processes
     alone = plan.changed(num_processes=1, gradient_accumulation_steps=plan.gradient_accumulation_steps * ranks)
     (folder / job_name(number)).write_text(job.changed(plan=alone, whole_plan=plan, heal=False).to_json(), encoding="utf-8")

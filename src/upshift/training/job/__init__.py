@@ -1,1 +1,1 @@
-"""A run as a request, and the processes that carry it out."""
+"""Define a run as a request, and start the processes that carry it out."""

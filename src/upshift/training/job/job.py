@@ -1,4 +1,4 @@
-"""Runs one training job, from checked request to Record: in this process or in several. How to train is the loop's."""
+"""Run one training job, from checked request to Record, in this process or in several. The loop does the training."""
 
 from __future__ import annotations
 
@@ -50,9 +50,10 @@ def _ignore(event: Event) -> None:
 def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_process: bool = False) -> Record:
     """Train, save the final model into ``job.output``, and return the measured Record.
 
-    ``fresh_process``: in a process of its own, so that its memory is the job's alone and this process keeps its settings.
+    ``fresh_process`` runs the job in a process of its own, so that its memory is the job's alone and this process keeps its
+    settings.
 
-    Raises RequestError before anything is written, Interrupted after SIGINT or SIGTERM, JobFailed with what is safe.
+    Raise RequestError before anything is written, Interrupted after SIGINT or SIGTERM, and JobFailed with what is safe.
     """
     with claimed(Path(job.output)):
         job = open_job(job, data)
@@ -68,7 +69,7 @@ def run_job(job: Job, data: TrainingData, *, on_event: OnEvent = _ignore, fresh_
 
 
 def open_job(job: Job, data: TrainingData) -> Job:
-    """Make the checks of a job, then of its output directory. Return it as ``open_run`` does."""
+    """Make the checks of a job, then of its output directory. Return the job as ``open_run`` does."""
     check_job(job, data)
     check_output_directory(Path(job.output), overwrite=job.overwrite, resume=job.resume, own_files=OWN_FILES)
     return open_run(job, data.training)
@@ -79,7 +80,7 @@ def run_rank(job: Job, data: TrainingData, on_event: OnEvent, stop: StopRequest)
 
 
 def check_job(job: Job, data: TrainingData) -> None:
-    """All that can be known to be wrong before files are touched."""
+    """Raise RequestError for all that can be known to be wrong before files are touched."""
     if job.plan.mup_base:
         check_random(from_config=job.from_config)
     problem = cannot_run(job.plan)
@@ -141,7 +142,7 @@ def _details(job: Job, data: TrainingData, outcome: Outcome) -> dict[str, Any]:
 
 
 def thinned(samples: list[MemorySample]) -> list[MemorySample]:
-    """At most MAX_MEMORY_SAMPLES; of each stretch the highest, so that peaks stay."""
+    """Return at most MAX_MEMORY_SAMPLES samples, the highest of each stretch, so that peaks stay."""
     stretch = -(-len(samples) // MAX_MEMORY_SAMPLES) or 1
     return [
         max(samples[start : start + stretch], key=lambda sample: sample.resident) for start in range(0, len(samples), stretch)
@@ -149,7 +150,10 @@ def thinned(samples: list[MemorySample]) -> list[MemorySample]:
 
 
 def append_record(record: Record) -> None:
-    """To the local calibration, which holds no path of the user's. A cache that cannot be written fails no job."""
+    """Append the record to the local calibration, which holds no path of the user's.
+
+    A cache that cannot be written fails no job.
+    """
     path = read_settings().cache_dir / RECORDS_NAME
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""A run whose ranks a launcher started (torchrun, mpirun, srun): rank 0 reads the data, plans, and tells the others.
+"""Run a job whose ranks a launcher started (torchrun, mpirun, srun): rank 0 reads the data, plans, and tells the others.
 
-Hosts share the output directory: checkpoints are read by all, and the tokens are. Started again by the launcher, with as many
+Hosts share the output directory: all read the checkpoints and the tokens there. Started again by the launcher, with as many
 ranks as before or others, the run goes on from its newest checkpoint: the global batch and the order of the data stay, only
 the plan is made anew. Ranks that the global batch does not divide among wait, to take part when the launcher starts all again.
 """
@@ -42,13 +42,13 @@ MakeJob = Callable[[Host, int], tuple[Job, TrainingData]]  # of the hosts, with 
 
 
 def is_restart(ranks: Ranks, output: Path) -> bool:
-    """Whether the same launch began the run in ``output``: then it goes on, whatever was asked for at first."""
+    """Return whether the same launch began the run in ``output``. Then the run goes on, whatever the first request was."""
     path = output / SHARED_NAME / LAUNCH_NAME
     return ranks.launch is not None and path.exists() and json.loads(path.read_bytes()) == ranks.launch
 
 
 def run_launched(ranks: Ranks, *, make_job: MakeJob, global_batch: int, on_event: OnEvent) -> Record | None:
-    """On every rank; the Record is rank 0's. ``make_job`` is called there."""
+    """Run the job on every rank, and return the Record on rank 0. ``make_job`` is called there."""
     store = meet(ranks)
     host = _describe_host(store, ranks)
     if host is not None:
@@ -89,7 +89,7 @@ def _tell_job(store: Store, ranks: Ranks, make_job: MakeJob, global_batch: int) 
 
 
 def _told_job(store: Store) -> Job:
-    """An error has no words here: rank 0 says them."""
+    """Return the job from rank 0. An error is raised without words here: rank 0 prints them."""
     told = store.get("job")
     if "error" in (answer := json.loads(told)):
         raise getattr(errors, answer["error"])("")
@@ -97,7 +97,7 @@ def _told_job(store: Store) -> Job:
 
 
 def _describe_host(store: Store, ranks: Ranks) -> Host | None:
-    """On the first rank of each host: what is here, and the link to the others. None on the other ranks."""
+    """Return the host and its link to the others on the first rank of each host. Return None on the other ranks."""
     store.set(f"local/{ranks.rank}", str(ranks.local_rank))
     firsts = _firsts(store, ranks)
     if ranks.rank not in firsts:
@@ -116,7 +116,7 @@ def _firsts(store: Store, ranks: Ranks) -> list[int]:
 
 
 def _join_hosts(store: Store, ranks: Ranks, global_batch: int) -> tuple[Host, int]:
-    """The ranks' hosts as one Host, and how many processes the job may have there."""
+    """Return the ranks' hosts as one Host, and how many processes the job may have there."""
     hosts = [Host.from_json(store.get(f"host/{rank}"), origin=f"rank {rank}") for rank in _firsts(store, ranks)]
     joined_hosts = join_hosts(hosts, hosts[0].inter_node)
     if joined_hosts.gpus_per_node:

@@ -1,4 +1,4 @@
-"""Where the ranks that a launcher started find each other before there is a plan: a key-value store at MASTER_ADDR.
+"""Let the ranks that a launcher started meet before there is a plan: in a key-value store at MASTER_ADDR.
 
 torchrun keeps one store over restarts, and hosts that come or go do not change what it tells the ranks: old keys look like new
 ones. So ranks greet each other with fresh names first, and all later keys begin with rank 0's.
@@ -22,7 +22,7 @@ SECONDS_TO_PLAN = 24 * 3600.0
 
 
 def meet(ranks: Ranks) -> Store:
-    """A store of these ranks' own. All ranks call it."""
+    """Return a store of these ranks' own. All ranks call it."""
     if ranks.address is None or ranks.port is None:
         raise RequestError(
             f"this is rank {ranks.rank} of {ranks.size}, and nothing says where they meet; set MASTER_ADDR to the host of rank 0 "

@@ -1,4 +1,4 @@
-"""Job: everything a process needs to run one training, except the tokens. Round-trips through JSON."""
+"""Define Job: everything a process needs to run one training, except the tokens. It round-trips through JSON."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Job(Value):
 
     @property
     def recorded_plan(self) -> Plan:
-        """What the run is said to be of."""
+        """Return the plan that records of the run name."""
         return self.whole_plan or self.plan
 
     def source(self) -> ModelSource:

@@ -1,5 +1,7 @@
-"""Jobs one after the other, each in a process of its own that is forked from one which has imported everything: for many short
-ones, to which the seconds of importing would be most of their time."""
+"""Run jobs one after the other, each in a process that is forked from one which has imported everything.
+
+This is for many short jobs, for which the seconds of importing would be most of their time.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,7 @@ class JobServer:
         return self._server.runs
 
     def run(self, job: Job, data: TrainingData, on_event: OnEvent) -> Record:
-        """As ``run_job`` does. What ``on_event`` raises ends the job at its next event, and is raised."""
+        """Run a job as ``run_job`` does. An error of ``on_event`` ends the job at its next event, and is raised."""
         with claimed(Path(job.output)):
             return self._run(open_job(job, data), data, on_event)
 

@@ -1,4 +1,4 @@
-"""In a child of the fork server: one job, as it is written in a folder."""
+"""Run one job in a child of the fork server, as it is written in a folder."""
 
 from __future__ import annotations
 

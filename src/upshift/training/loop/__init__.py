@@ -1,1 +1,1 @@
-"""The one training loop and what it says on the way."""
+"""Run the one training loop, and report its events on the way."""

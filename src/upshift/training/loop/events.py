@@ -1,4 +1,4 @@
-"""What a running job tells: frozen values for one callback; as JSON lines where the job runs in other processes."""
+"""Define the events of a running job: frozen values for one callback, and JSON lines if the job runs in other processes."""
 
 from __future__ import annotations
 
@@ -35,7 +35,8 @@ class StepDone:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """A step ran out and was done again, to the same gradients, with smaller micro-batches; so are all after it."""
+    """A step ran out of memory and was done again, to the same gradients, with smaller micro-batches. So are all steps after
+    it."""
 
     step: int
     largest: tuple[int, ...]  # rows and tokens a row of the micro-batch that did not fit
@@ -46,7 +47,7 @@ class OutOfMemory:
 
 @dataclass(frozen=True)
 class Doubted:
-    """Before the first step: what will probably go wrong, and what to do instead."""
+    """A warning before the first step: what will probably go wrong, and what to do instead."""
 
     words: str
 
@@ -61,7 +62,7 @@ class Waited:
 
 @dataclass(frozen=True)
 class Healed:
-    """Of copies that heal each other: this one is here again, and has what the others have."""
+    """A copy that came back is healed: it has what the other copies have."""
 
     step: int
 
@@ -84,7 +85,7 @@ class Finished:
     step: int
     tokens: int
     seconds: float
-    reason: str  # finished, or the early end that was asked for: tokens, seconds
+    reason: str  # finished, or the requested early end: tokens, seconds
 
 
 Event = Started | Doubted | StepDone | OutOfMemory | Waited | Healed | Evaluated | Saved | Finished

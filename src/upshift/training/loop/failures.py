@@ -1,4 +1,4 @@
-"""Failures of a run in words that a user can act on."""
+"""Turn failures of a run into words that a user can act on."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upshift.training.out_of_memory import find_out_of_memory
 
 
 def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
-    """What will probably go wrong, and what to do instead."""
+    """Yield warnings before the first step: what will probably go wrong, and what to do instead."""
     found = examine_fp16(model) if plan.precision == "fp16" else None
     if found is not None:
         yield f"{found.what} ({found.cause}); upshift train ... --set precision=bf16, or --set precision=fp32"
@@ -26,7 +26,7 @@ def doubts(model: nn.Module, plan: Plan) -> Iterator[str]:
 
 @contextmanager
 def death_reported(output: Path, step: Callable[[], int], *, rank: int, ranks: int) -> Iterator[None]:
-    """A run that dies leaves a report for `upshift doctor`; what an earlier one left is gone."""
+    """Leave a report for `upshift doctor` if the run dies. Remove the report of an earlier run first."""
     forget(output, rank)
     try:
         yield

@@ -1,4 +1,4 @@
-"""The training loop. There is one; CPU, GPU, one process and several differ only by the Plan."""
+"""Run the training loop. There is one; CPU, GPU, one process and several differ only by the Plan."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ LOSS_STEPS = 10  # the loss of the Record is the mean of this many last steps
 
 @dataclass(frozen=True, kw_only=True)
 class Outcome:
-    """Of a run that ended as it should, on every rank; the numbers are the rank's own."""
+    """The result of a run that ended as it should, on every rank. The numbers are the rank's own."""
 
     reason: str  # finished, tokens or seconds
     measured: Numbers
@@ -74,8 +74,10 @@ class Outcome:
 
 
 def train(job: Job, data: TrainingData, *, on_event: OnEvent, stop: StopRequest, copies: Copies | None = None) -> Outcome:
-    """Run the job in this process, as one rank, or one of several ``copies``. Raises Interrupted after a checkpoint, JobFailed,
-    RequestError."""
+    """Run the job in this process, as one rank, or one of several ``copies``.
+
+    Raise Interrupted after a checkpoint, JobFailed if the run fails, and RequestError if the request cannot be met.
+    """
     (rank, ranks), recorder, output = rank_environment(), MemoryRecorder(), Path(job.output)
     with out_of_memory_in_words(output, rank=rank, ranks=ranks), recorder if rank == 0 else nullcontext():
         loop = TrainingLoop(job, data, rank=rank, on_event=on_event, stop=stop, recorder=recorder, copies=copies)
@@ -112,7 +114,7 @@ class TrainingLoop:
         self.signs = RunSigns(self.output, rank=rank, device=self.plan.device, data_fix=LOOP_DATA_FIX, tell=self._found)
 
     def _new_meter(self) -> StepMeter:
-        """It watches the step with the longest micro-batch of the first few."""
+        """Return a meter that watches the step with the longest micro-batch of the first few."""
         done, left = self.progress.step, self.arguments.max_steps - self.progress.step
         looked_at = min(left // 2, WATCHED_WITHIN) - NUM_WARMUP
         if looked_at < 1:
@@ -150,7 +152,7 @@ class TrainingLoop:
 
     @property
     def leads(self) -> bool:
-        """Whether this process speaks and writes for those that do the same."""
+        """Return whether this process reports and writes for all processes that do the same."""
         return self.rank == 0 if self.copies is None else self.copies.leads
 
     def run(self) -> Outcome:
@@ -234,7 +236,7 @@ class TrainingLoop:
             self._tell(OutOfMemory(autopsy.step, largest, smaller, autopsy.verdict, str(path)))
 
     def _reason_to_stop(self) -> str:
-        """The same on every rank: the clock and the signals of rank 0 decide."""
+        """Return the reason to stop, the same on every rank: the clock and the signals of rank 0 decide."""
         number = 0
         if self.job.stop_after_tokens and self.progress.tokens[-1] >= self.job.stop_after_tokens:
             number = 1
@@ -267,7 +269,7 @@ class TrainingLoop:
         raise Interrupted(f"{done}; checkpoint-{self.progress.step} is saved in {self.output}, continue with --resume")
 
     def _save(self) -> None:
-        """Waits for the copies only, where they have room."""
+        """Save a checkpoint. Wait only for the copies to host memory, if that has room."""
         if self.saved_step == self.progress.step or self._is_silent:
             return
         self.saves.finish()
@@ -280,7 +282,7 @@ class TrainingLoop:
 
     @property
     def _is_silent(self) -> bool:
-        """Of several copies, those that another one writes for."""
+        """Return whether another copy writes for this one."""
         return self.copies is not None and not self.leads
 
     def _save_model(self) -> None:

@@ -1,4 +1,4 @@
-"""What a training run measures of itself: step times, speed, and the memory of one early step."""
+"""Measure a training run: step times, speed, and the memory of one early step."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ WINDOW_STEPS = 20
 
 
 class StepMeter:
-    """Counts from this process's first step: a resumed run warms up again. ``longest_step``: which of its steps behind the
-    warm-up has the longest micro-batch, counted from 1."""
+    """A meter that counts from this process's first step: a resumed run warms up again.
+
+    ``longest_step`` is the number, from 1, of the step after the warm-up that has the longest micro-batch.
+    """
 
     def __init__(self, device: str, *, planned_steps: int, longest_step: int = NUM_WARMUP + 1) -> None:
         self.device = device
@@ -47,7 +49,7 @@ class StepMeter:
         reset_resident_peak()
 
     def begin(self) -> None:
-        """Before a step's batch is made."""
+        """Read the clocks before a step's batch is made."""
         self._before = read_moment()
 
     def step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
@@ -71,7 +73,7 @@ class StepMeter:
             self.steady.append((tokens, seconds))
 
     def _watched_step(self, stepper: Stepper, batch: GlobalBatch) -> StepOutcome:
-        """``Stepper.step`` under the allocator's meter; its events are kept in memory, so only a part is watched."""
+        """Run ``Stepper.step`` under the allocator's meter. Its events are kept in memory, so only a part is watched."""
         self._resident_peak = resident_peak_bytes()
         seen: list[AllocatedPeak] = []
 
@@ -86,7 +88,7 @@ class StepMeter:
         if self.device == "cpu":
             if platform.libc_ver()[0] == "glibc":
                 give_back_free_memory()
-            reset_resident_peak()  # what watching itself took is not the run's
+            reset_resident_peak()  # the memory of watching itself is not the run's
         return outcome
 
     @property
@@ -111,7 +113,7 @@ class StepMeter:
 
     @property
     def waited_share(self) -> float:
-        """Return how much of the steady steps' time went by waiting for a core that another program had."""
+        """Return the share of the steady steps' time that went by waiting for a core that another program had."""
         seconds = sum(seconds for _, seconds in self.steady)
         return self.waited_seconds / seconds if seconds else 0.0
 
@@ -123,7 +125,7 @@ class StepMeter:
         return max(self.first_seconds - spread.p50 / 1000, 0.0)
 
     def saving(self, *, begins: bool) -> None:
-        """The copies that a save writes from are not the step's; they leave with it."""
+        """Keep a save's copies out of the step's memory peak. The copies leave with the save."""
         if self.device == "cpu":
             if begins:
                 self._resident_peak = max(self._resident_peak, resident_peak_bytes())

@@ -1,4 +1,4 @@
-"""How far a run came: what stands in its checkpoints and in its file beside weights and optimizer states."""
+"""Track how far a run came: the contents of its checkpoints and of its file, beside weights and optimizer states."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from upshift.training.step import StepOutcome, Stepper
 
 
 class Progress:
-    """``tokens``: seen before each step, and until now."""
+    """The progress of a run. ``tokens`` has the tokens seen before each step, and until now."""
 
     def __init__(self, job: Job) -> None:
         self.job, self.output = job, Path(job.output)
@@ -48,7 +48,7 @@ class Progress:
         return named or crossed or (every > 0 and self.step % every == 0)
 
     def seconds_left(self, meter: StepMeter) -> float:
-        """Until the first of the ends that were asked for."""
+        """Return the seconds until the first of the requested ends."""
         steps = float(self.job.arguments.max_steps - self.step)
         if self.job.stop_after_tokens:
             steps = min(steps, (self.job.stop_after_tokens - self.tokens[-1]) * self.step / self.tokens[-1])
@@ -66,12 +66,13 @@ class Progress:
         )  # fmt: skip
 
     def write_run(self, folder: Path, *, finished: bool = False) -> None:
-        """Before each checkpoint: a run file may be ahead of the newest checkpoint, never behind."""
+        """Write the run file. This happens before each checkpoint: the file may be ahead of the newest checkpoint, never
+        behind."""
         changed = self.run.changed(tokens=tuple(self.tokens[1:]), evaluations=tuple(self.evaluations), finished=finished)
         changed.write(folder)
 
     def write_to(self, folder: Path, stepper: Stepper) -> None:
-        """All that another process needs to go on from here."""
+        """Write all that another process needs to go on from here."""
         save_checkpoint(
             folder, model=stepper.model, tokenizer=None, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
             scaler_state=stepper.scaler.state_dict() if stepper.scaler.is_enabled() else None, state=self.state,

@@ -1,4 +1,4 @@
-"""upshift_run.json, beside the checkpoints: what the run was asked for and how far it came. Decides what may resume."""
+"""Keep upshift_run.json, beside the checkpoints: the run's request and how far it came. Decide what may resume."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from upshift.training.job.request import Job
 from upshift.value import Value
 
 RUN_NAME = "upshift_run.json"
-SHARED_NAME = "upshift_shared"  # folder of what the ranks of a launcher read, until the run is finished
+SHARED_NAME = "upshift_shared"  # folder of the data that the ranks of a launcher read, until the run is finished
 OWN_FILES = (RUN_NAME, f"{RUN_NAME}.tmp", AUTOPSIES_NAME, SHARED_NAME, REPORT_FOLDER)
 _WHAT_TO_DO = (
     "copy it back from a backup, or train on from the weights of the newest checkpoint as a model, with another output directory"
@@ -46,7 +46,7 @@ class Run(Value):
 
     @classmethod
     def read(cls, directory: Path) -> Run:
-        """Raises RequestError, with what to do, where the file is not as it was written."""
+        """Read the file. Raise RequestError, with what to do, if it is not as it was written."""
         path = directory / RUN_NAME
         try:
             content = path.read_bytes()
@@ -58,7 +58,7 @@ class Run(Value):
         return cls.from_json(document, origin=str(path))
 
     def cut(self, step: int) -> Run:
-        """As it was after ``step``: the file may be ahead of the checkpoint."""
+        """Return the run as it was after ``step``: the file may be ahead of the checkpoint."""
         kept = tuple(entry for entry in self.evaluations if entry[0] <= step)
         return self.changed(tokens=self.tokens[:step], evaluations=kept, finished=False)
 
@@ -75,8 +75,10 @@ def new_run(job: Job, sequences: Sequences) -> Run:
 
 
 def open_run(job: Job, sequences: Sequences) -> Job:
-    """Write the file of a new run, or check that this job may resume the one in the output directory. Return the job with the
-    checkpoint that it goes on from: all processes take the same one."""
+    """Write the file of a new run, or check that this job may resume the one in the output directory.
+
+    Return the job with the checkpoint that it goes on from: all processes take the same one.
+    """
     directory, run = Path(job.output), new_run(job, sequences)
     before = Run.read(directory) if (directory / RUN_NAME).exists() else None
     checkpoint = newest_checkpoint(directory) if job.resume else None
@@ -103,13 +105,16 @@ def open_run(job: Job, sequences: Sequences) -> Job:
 
 
 def check_run_file(directory: Path) -> None:
-    """Raise RequestError, before anything slow, where the file of a run that is to go on is damaged."""
+    """Raise RequestError, before anything slow, if the file of a run that is to go on is damaged."""
     if (directory / RUN_NAME).exists():
         Run.read(directory)
 
 
 def _check_same(before: Run, run: Run, directory: Path) -> None:
-    """Another plan may go on with a run; other data, another model or other mathematics may not."""
+    """Raise RequestError if the run differs from the one before.
+
+    Another plan may go on with a run. Other data, another model or other mathematics may not.
+    """
     names = ("global_batch", "sequence_length", "model", "data")
     pairs = [(name, getattr(before, name), getattr(run, name)) for name in names]
     pairs += [(name, value, getattr(run.arguments, name)) for name, value in before.arguments if name not in CHANGEABLE]

@@ -1,4 +1,4 @@
-"""A run's checkpoints, written while it goes on: when one is under way, when it is whole, and when it failed."""
+"""Write a run's checkpoints while it goes on, and note when one is under way, whole, or failed."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ from upshift.training.step import Stepper
 
 
 class Saves:
-    """On every rank. Where each has all, rank 0 writes; where ranks share, each writes its parts, and rank 0 seals them. What
-    fails on one of them is raised on all."""
+    """The saves of a run, on every rank.
+
+    If each rank has all, rank 0 writes. If ranks share, each writes its parts, and rank 0 seals them. A failure on one rank is
+    raised on all.
+    """
 
     def __init__(self, place: Place, stepper: Stepper, *, keep: int, meter: StepMeter, on_saved: OnEvent) -> None:
         self.place, self.plan, self.stepper = place, place.plan, stepper
@@ -35,7 +38,7 @@ class Saves:
         return self._writer.has_failed
 
     def save(self, output: Path, state: TrainState, tokenizer: Any | None) -> None:
-        """Returns when training may go on. All ranks call it together, after ``finish``."""
+        """Start a save, and return when training may go on. All ranks call it together, after ``finish``."""
         stepper = self.stepper
         options: dict[str, Any] = dict(
             model=stepper.model, tokenizer=tokenizer, optimizer=stepper.optimizer, scheduler_state=stepper.schedule_state(),
@@ -52,7 +55,7 @@ class Saves:
                 self._under_way = Saved(str(save_checkpoint(output, **options)), state.step)
 
     def notice(self) -> None:
-        """The event of a checkpoint is sent when it is whole. Where ranks share, all call it together."""
+        """Send the event of a checkpoint when it is whole. If ranks share, all call it together."""
         if self._under_way is None:
             return
         waits = self._writer.is_working or self._writer.has_failed
@@ -69,13 +72,13 @@ class Saves:
         self.on_saved(said)
 
     def finish(self) -> None:
-        """Until nothing is under way. Raises JobFailed where it could not be written."""
+        """Wait until no save is under way. Raise JobFailed if the checkpoint could not be written."""
         with together(self.plan) if self._seal is not None else on_rank_0(self.plan):
             self._writer.wait()
         self.notice()
 
     def save_model(self, output: Path, source: Any, tokenizer: Any | None) -> None:
-        """The final model. All ranks call it together."""
+        """Save the final model. All ranks call it together."""
         model = self.stepper.model
         if self._shares:
             bare = partial(skeleton, model, source, self.plan)
@@ -87,7 +90,7 @@ class Saves:
 
 
 def load(checkpoint: Path, stepper: Stepper, place: Place) -> TrainState:
-    """All ranks call it."""
+    """Load a checkpoint into the stepper. All ranks call it."""
     into: dict[str, Any] = {
         "model": stepper.model, "optimizer": stepper.optimizer, "scheduler": stepper.schedule, "scaler": stepper.scaler,
     }  # fmt: skip

@@ -1,4 +1,4 @@
-"""SIGINT and SIGTERM become a request to stop after the current step; the next signal does what it did before."""
+"""Turn SIGINT and SIGTERM into a request to stop after the current step. The next signal does what it did before."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ NOTICE = b"\nstopping after this step; press Ctrl-C again to end at once\n"
 
 
 class StopRequest:
-    """A context. Outside the main thread it does nothing: only there does Python let handlers be installed."""
+    """A context that catches the signals. Outside the main thread it does nothing: only there does Python let handlers be
+    installed."""
 
     def __init__(self, *, notice: bool = True, on_request: Callable[[], None] | None = None) -> None:
         self.requested = False

@@ -1,1 +1,1 @@
-"""The plan's optimizer: built, combined, rounded, run in the backward pass or on the host."""
+"""Make the plan's optimizer: build it, combine it, round it, or run it in the backward pass or on the host."""

@@ -1,4 +1,4 @@
-"""Builds the plan's optimizer."""
+"""Build the plan's optimizer."""
 
 from __future__ import annotations
 
@@ -27,10 +27,11 @@ Groups = list[dict[str, Any]]
 def build_optimizer(
     model: nn.Module, plan: Plan, arguments: Arguments, *, division: Division | None = None
 ) -> torch.optim.Optimizer:
-    """As transformers.Trainer builds the one of that name; muon, which it does not have, takes AdamW's learning rate.
+    """Build the optimizer as transformers.Trainer builds the one of that name. muon, which it lacks, takes AdamW's learning
+    rate.
 
-    No weight decay on biases and norms (vectors). ``division``: how ranks divide the parameters; this one updates its parts.
-    Raises MissingExtra where the optimizer's library is not installed.
+    Biases and norms (vectors) have no weight decay. ``division`` says how ranks divide the parameters; this optimizer updates
+    this rank's parts. Raise MissingExtra if the optimizer's library is not installed.
     """
 
     def build(groups: Groups) -> torch.optim.Optimizer:
@@ -56,7 +57,7 @@ def parameter_groups(model: nn.Module, plan: Plan, arguments: Arguments) -> Grou
 
 
 def _builder(plan: Plan, arguments: Arguments, *, device: str) -> Callable[[Groups], torch.optim.Optimizer]:
-    """What makes the optimizer from its groups, for parameters on ``device``."""
+    """Return a function that makes the optimizer from its groups, for parameters on ``device``."""
     lr = arguments.learning_rate
     adam: dict[str, Any] = {"lr": lr, "betas": (arguments.adam_beta1, arguments.adam_beta2), "eps": arguments.adam_epsilon}
     options: dict[str, Any] = {**read_optim_args(plan.optim, plan.optim_args)}

@@ -1,4 +1,4 @@
-"""What every optimizer of torch does with the closure that its step may be given."""
+"""Evaluate the closure that an optimizer's step may be given, as every optimizer of torch does."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ Closure = Callable[[], Any]
 
 
 def evaluate_closure(closure: Closure | None) -> Any:
-    """The closure's loss, computed with gradients although the step runs without; None where there is no closure."""
+    """Return the closure's loss, computed with gradients although the step runs without. Return None if there is no closure."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -1,4 +1,4 @@
-"""Updates each parameter in the backward pass as soon as its gradient is whole, and frees the gradient at once."""
+"""Update each parameter in the backward pass as soon as its gradient is whole, and free the gradient at once."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from torch.utils.hooks import RemovableHandle
 
 
 def update_in_backward(optimizer: torch.optim.Optimizer) -> list[RemovableHandle]:
-    """From now on, and until the handles are removed, ``backward()`` updates every parameter of ``optimizer``, whose groups and
-    state stay those of one optimizer.
+    """Make ``backward()`` update every parameter of ``optimizer``, from now on and until the returned handles are removed.
 
-    A parameter must get its whole gradient in one backward pass.
+    Groups and state stay those of one optimizer. A parameter must get its whole gradient in one backward pass.
     """
     return [
         parameter.register_post_accumulate_grad_hook(_updater(optimizer, number))

@@ -1,4 +1,5 @@
-"""Muon for the layers' matrices and fused AdamW for everything else, as one optimizer with one state and one list of groups."""
+"""Combine Muon for the layers' matrices and fused AdamW for everything else into one optimizer with one state and one list of
+groups."""
 
 from __future__ import annotations
 
@@ -13,7 +14,7 @@ from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
 def split_for_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Each group as one for Muon, the matrices of the layers that are no embeddings, and one for AdamW."""
+    """Return each group as one for Muon, the matrices of the layers that are no embeddings, and one for AdamW."""
     layers = [layer for _, stack in find_stacks(model) for layer in stack]
     tables = {module.weight for module in model.modules() if isinstance(module, nn.Embedding)}
     hidden = {p for layer in layers for p in layer.parameters() if p.ndim == 2 and p not in tables}
@@ -27,7 +28,7 @@ def split_for_muon(model: nn.Module, groups: list[dict[str, Any]]) -> list[dict[
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """``groups`` say by ``muon`` which of the two updates them.
+    """An optimizer whose groups say by ``muon`` which of the two updates them.
 
     Updates of both are of the same size for a learning rate: Muon's are scaled by 0.2 * sqrt(largest side), so that AdamW's
     learning rate and weight decay are kept. See Liu et al., Muon is Scalable for LLM Training, 2025, section 2.2.

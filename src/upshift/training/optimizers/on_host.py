@@ -1,7 +1,7 @@
-"""Keeps an optimizer's state and its update on the host: gradients go there, updated weights come back.
+"""Keep an optimizer's state and its update on the host: gradients go there, updated weights come back.
 
-torchao's CPUOffloadOptimizer copies each gradient as it is born and so cannot clip, and gives every parameter a group of
-its own; this one moves them when the step is asked for, and its state is saved like that of the optimizer inside.
+torchao's CPUOffloadOptimizer copies each gradient as it is born and so cannot clip, and gives every parameter a group of its
+own. This optimizer moves gradients in its step, and its state is saved like that of the optimizer inside.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
 class OnHost(torch.optim.Optimizer):
-    """``groups`` hold the parameters on the device; ``build`` makes the optimizer of their copies on the host."""
+    """An optimizer on the host. ``groups`` hold the parameters on the device; ``build`` makes the optimizer of their copies on
+    the host."""
 
     def __init__(self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer]) -> None:
         super().__init__(groups, {})

@@ -1,7 +1,8 @@
-"""Runs an optimizer on this rank's parts of parameters that ranks have divided among them, as plain tensors.
+"""Run an optimizer on this rank's parts of parameters that ranks have divided among them, as plain tensors.
 
 An update that works element by element is the same on a part. Plain tensors spare each update the dispatch of DTensors, which
-also refuses lists of tensors that are divided in different ways. The state is of parts: ``parts`` says of what.
+also refuses lists of tensors that are divided in different ways. The optimizer state belongs to parts, and ``parts`` maps each
+to its parameter.
 """
 
 from __future__ import annotations
@@ -16,29 +17,30 @@ from upshift.training.optimizers.closure import Closure, evaluate_closure
 
 
 class Division(Protocol):
-    """How parameters are divided."""
+    """A description of how parameters are divided."""
 
     def part(self, parameter: Tensor) -> Tensor:
-        """What this rank updates of it: the same memory, or an fp32 copy; it may be empty. Asked once."""
+        """Return the part of the parameter that this rank updates: the same memory, or an fp32 copy. It may be empty. Called
+        once."""
 
     def rows(self, parameter: Tensor) -> tuple[int, int] | None:
-        """Which rows of what this rank has of the parameter that part is; None: all."""
+        """Return which rows of this rank's tensor of the parameter the part has. None means all."""
 
     def gradient(self, parameter: Tensor) -> Tensor | None:
-        """Of that part, summed over ranks."""
+        """Return the gradient of that part, summed over ranks."""
 
     def along(self, parameter: Tensor) -> Any:
-        """Over which ranks it is divided (parallel/gradients.py)."""
+        """Return over which ranks the parameter is divided (parallel/gradients.py)."""
 
     def publish(self, parts: dict[Tensor, Tensor]) -> None:
-        """Updated parts, by their parameter: whoever computes with the parameter gets them."""
+        """Give updated parts, by their parameter, to all ranks that compute with the parameter."""
 
     def forget(self) -> None:
-        """All gradients."""
+        """Forget all gradients."""
 
 
 class OnParts(torch.optim.Optimizer):
-    """``groups`` hold the parameters; ``build`` makes the optimizer of their parts."""
+    """An optimizer of parts. ``groups`` hold the parameters; ``build`` makes the optimizer of their parts."""
 
     def __init__(
         self, groups: list[dict[str, Any]], build: Callable[[list[dict[str, Any]]], torch.optim.Optimizer], division: Division
@@ -56,7 +58,7 @@ class OnParts(torch.optim.Optimizer):
         return part
 
     def take_gradients(self) -> None:
-        """Of the parts, before they are unscaled, clipped and used."""
+        """Take the gradients of the parts, before they are unscaled, clipped and used."""
         for part, parameter in self.parts.items():
             part.grad = self.division.gradient(parameter)
 

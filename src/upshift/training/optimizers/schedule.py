@@ -1,7 +1,7 @@
-"""Learning-rate schedules by their names in transformers: the same factors, without the imports of its Trainer.
+"""Compute learning-rate schedules by their names in transformers: the same factors, without the imports of its Trainer.
 
-transformers.get_scheduler imports peft and bitsandbytes where they are installed: 0.75 s and 74 MiB of every training process.
-test_optimizers holds every step of each schedule against it.
+transformers.get_scheduler imports peft and bitsandbytes if they are installed: 0.75 s and 74 MiB of every training process.
+test_optimizers checks every step of each schedule against it.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ USUAL_TIMESCALE = 10_000  # steps, of inverse_sqrt without warm-up
 
 
 def build_schedule(optimizer: torch.optim.Optimizer, arguments: Arguments) -> LambdaLR:
-    """Return the schedule of a run. Raises RequestError for a learning rate below the last one of its schedule."""
+    """Return the schedule of a run. Raise RequestError for a learning rate below the last one of its schedule."""
     check_schedule(arguments)
     name = arguments.lr_scheduler_type
     # A partial's state is empty: what a checkpoint keeps of a schedule is its step.
@@ -36,7 +36,7 @@ def check_schedule(arguments: Arguments) -> None:
 
 
 def factor(step: int, *, name: LearningRateSchedule, arguments: Arguments) -> float:
-    """Of the learning rate, at a step that is counted from 0."""
+    """Return the factor of the learning rate at a step that is counted from 0."""
     warmup = 0 if name == "constant" else arguments.warmup_steps
     if step < warmup:
         return step / warmup
@@ -59,7 +59,7 @@ def _cosine(done: float) -> float:
 
 
 def _cosine_with_restarts(done: float) -> float:
-    """Of one cycle."""
+    """Return the factor for a schedule of one cycle."""
     return 0.0 if done >= 1.0 else max(0.0, 0.5 * (1.0 + math.cos(math.pi * (done % 1.0))))
 
 

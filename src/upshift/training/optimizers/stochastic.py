@@ -1,11 +1,12 @@
-"""AdamW for bf16 weights without an fp32 copy: computed in fp32, rounded to bf16 up or down with the odds of the distance.
+"""Update bf16 weights by AdamW without an fp32 copy: computed in fp32, rounded to bf16 up or down with the odds of the
+distance.
 
-Rounding to the nearest bf16 value loses every update below 1/512 of its weight, and the second moment, which changes by
-1/1000 a step, would never fall. Rounded stochastically both follow fp32 in expectation. See Zamirai et al., Revisiting
-BFloat16 Training, 2020. The first moment changes by a tenth a step and is rounded to the nearest.
+Rounding to the nearest bf16 value loses every update below 1/512 of its weight, and the second moment, which changes by 1/1000
+a step, would never fall. Rounded stochastically both follow fp32 in expectation. See Zamirai et al., Revisiting BFloat16
+Training, 2020. The first moment changes by a tenth a step and is rounded to the nearest.
 
-The random bits depend on the seed, the step and the parameter alone: every process rounds alike, a resumed run goes on
-bit for bit, and dropout's random numbers are not touched.
+The random bits depend on the seed, the step and the parameter alone: every process rounds alike, a resumed run goes on bit for
+bit, and dropout's random numbers are not touched.
 """
 
 from __future__ import annotations
@@ -20,11 +21,11 @@ from torch.optim.adamw import adamw
 from upshift.planning.cost.optimizer import STOCHASTIC_CHUNK
 from upshift.training.optimizers.closure import Closure, evaluate_closure
 
-LOW_HALF, HIGH_HALF = 0xFFFF, -0x10000  # of an fp32 number's bits: what bf16 drops, and what it keeps
+LOW_HALF, HIGH_HALF = 0xFFFF, -0x10000  # the bits of an fp32 number that bf16 drops, and those that it keeps
 
 
 class StochasticAdamW(torch.optim.Optimizer):
-    """Parameters that are not bf16 are updated in place by the same kernel, without rounding."""
+    """AdamW with stochastic rounding. The same kernel updates parameters that are not bf16 in place, without rounding."""
 
     def __init__(self, params: Any, *, lr: float, betas: tuple[float, float], eps: float, seed: int) -> None:
         super().__init__(params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": 0.0})
@@ -64,7 +65,7 @@ class StochasticAdamW(torch.optim.Optimizer):
 
 
 def _adamw(tensors: list[Tensor], step: int, group: dict[str, Any]) -> None:
-    """torch's fused kernel on one parameter, gradient, first and second moment."""
+    """Run torch's fused kernel on one parameter, gradient, first and second moment."""
     before = torch.tensor(float(step - 1), device=tensors[0].device)
     weights, gradients, firsts, seconds = ([tensor] for tensor in tensors)
     beta1, beta2 = group["betas"]
@@ -75,14 +76,16 @@ def _adamw(tensors: list[Tensor], step: int, group: dict[str, Any]) -> None:
 
 
 def _random_bits(like: Tensor, generator: torch.Generator) -> Tensor:
-    """32 random bits for each element: the halves round two numbers."""
+    """Return 32 random bits for each element: the halves round two numbers."""
     pairs = torch.empty((like.numel() + 1) // 2, dtype=torch.int64, device=like.device)
     return pairs.random_(-(2**63), None, generator=generator).view(torch.int32)[: like.numel()]
 
 
 def _rounded(full: Tensor, bits: Tensor) -> Tensor:
-    """``full``, changed in place to a value that bf16 holds, by the low 16 of ``bits``: adding them carries into what bf16
-    keeps with the odds of what it drops."""
+    """Return ``full``, changed in place to a value that bf16 holds, by the low 16 of ``bits``.
+
+    Adding the bits carries into the half that bf16 keeps with the odds of the half that it drops.
+    """
     as_bits = full.view(torch.int32)
     as_bits.add_(bits & LOW_HALF).bitwise_and_(HIGH_HALF)
     return full

@@ -1,1 +1,1 @@
-"""Ranks that share a model: where each stands, what it has of the model, and what the ranks do together."""
+"""Let ranks share a model: their places, their parts of the model, and their common operations."""

@@ -1,4 +1,4 @@
-"""Ranks that wait for each other within a step: when one of them ran out of memory, all know at its end."""
+"""Tell all ranks that wait for each other within a step, at its end, that one of them ran out of memory."""
 
 from __future__ import annotations
 
@@ -14,8 +14,11 @@ WENT_WELL, RAN_OUT, INDIVISIBLE = range(3)
 
 class Agreement:
     def __init__(self, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve) -> None:
-        """``on_failure`` may look at memory, as it was then on this rank, or is now where another one failed. ``halve``: a part
-        of the step's work, None where it is indivisible."""
+        """Prepare the agreement of the ranks.
+
+        ``on_failure`` may look at memory: as it was then on this rank, or as it is now if another rank failed. ``halve``
+        divides a part of the step's work, and returns None if the part is indivisible.
+        """
         self.place, self._on_failure, self._halve = place, on_failure, halve
         self.words: str | None = None  # the allocator's, when this rank ran out in this step
         self._outcome = WENT_WELL
@@ -26,7 +29,7 @@ class Agreement:
         self._on_failure()
 
     def agree(self) -> None:
-        """Raises Agreed on all ranks where one of them ran out."""
+        """Raise Agreed on all ranks if one of them ran out of memory."""
         worst = highest(self._outcome, self.place.plan)
         words, self.words, self._outcome = self.words, None, WENT_WELL
         if worst != WENT_WELL:

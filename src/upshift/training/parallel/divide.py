@@ -1,7 +1,7 @@
-"""Makes a model one rank's: in which order the ways to share a model are applied, before it is set up to run.
+"""Cut a model down to one rank's part: apply the ways to share a model in order, before it is set up to run.
 
-By depth first, then within layers; what data-parallel ranks divide comes last of all (fully_shard.py), when layers recompute and
-are compiled already (prepare.py).
+The model is divided by depth first, then within layers. Data-parallel ranks divide last of all (fully_shard.py), when layers
+recompute and are compiled already (prepare.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from upshift.training.parallel.tensor import divide_tensors
 
 
 def divide(model: nn.Module, place: Place) -> nn.Module:
-    """What this rank has of ``model``, which every rank built alike. Raises RequestError for what cannot be shared so."""
+    """Return this rank's part of ``model``, which every rank built alike. Raise RequestError if it cannot be shared so."""
     problem = cannot_run(place.plan, model)
     if problem is not None:
         raise RequestError(problem)

@@ -1,4 +1,4 @@
-"""A rank's part of a weight: it keeps memory for the part alone."""
+"""Keep memory for a rank's part of a weight alone."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from torch.distributed.tensor import DTensor
 
 
 def of_its_size(parameter: nn.Parameter | None) -> nn.Parameter:
-    """``parameter`` itself, or a copy where its part is a view of the whole weight, which it would keep."""
+    """Return ``parameter`` itself, or a copy if its part is a view of the whole weight, which the part would keep."""
     assert parameter is not None
     if not isinstance(parameter, DTensor):
         return parameter

@@ -1,9 +1,8 @@
-"""What ranks of a group exchange of an activation, and of its gradient on the way back.
+"""Exchange an activation among the ranks of a group, and its gradient on the way back.
 
 Ranks of tensor parallelism meet where they begin to share a layer's matrices, and where they end to (Shoeybi et al. 2019,
-section 3); with sequence parallelism, to gather the tokens and to sum and share them again (Korthikanti et al. 2022, section
-4.2).
-Nothing is written over: what recomputation keeps of a product is what the product was.
+section 3). With sequence parallelism they gather the tokens there, and sum and share them again (Korthikanti et al. 2022,
+section 4.2). Nothing is written over: recomputation must keep the product as it was.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ _ops = COLLECTIVES.get()  # a namespace of torch.ops, which is never missing; it
 
 
 class Exchanged(torch.autograd.Function):
-    """``there`` on the way forward, ``back`` on the gradient's."""
+    """An exchange that calls ``there`` on the tensor going forward, and ``back`` on its gradient."""
 
     @staticmethod
     def forward(context: Any, tensor: torch.Tensor, group: dist.ProcessGroup, there: Way, back: Way) -> torch.Tensor:
@@ -44,20 +43,20 @@ def summed(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
 
 
 def gathered(tensor: torch.Tensor, group: dist.ProcessGroup, dimension: int = TOKENS) -> torch.Tensor:
-    """Every rank's part, in the order of ranks."""
+    """Return every rank's part, in the order of ranks."""
     parts = _ops.wait_tensor(_ops.all_gather_into_tensor(tensor.contiguous(), group.size(), group.group_name))
     return torch.cat(parts.chunk(group.size()), dimension)
 
 
 def sum_shared(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's tokens of the sum."""
+    """Return this rank's tokens of the sum."""
     parts = torch.cat(tensor.chunk(group.size(), TOKENS))
     result: torch.Tensor = _ops.wait_tensor(_ops.reduce_scatter_tensor(parts, "sum", group.size(), group.group_name))
     return result
 
 
 def own(tensor: torch.Tensor, group: dist.ProcessGroup) -> torch.Tensor:
-    """This rank's tokens, of a tensor that all have."""
+    """Return this rank's tokens of a tensor that all ranks have."""
     return tensor.chunk(group.size(), TOKENS)[group.rank()].contiguous()
 
 

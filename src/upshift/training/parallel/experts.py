@@ -1,9 +1,9 @@
-"""Expert parallelism: every rank has some experts of each layer whole, and tokens go to the ranks that have theirs.
+"""Divide experts among ranks: every rank has some experts of each layer whole, and tokens go to the ranks of their experts.
 
-By the model's declared plan and transformers' all-to-all (transformers.distributed.expert_parallel). Data-parallel ranks share
-the experts, each with sequences of its own; with tensor parallelism all ranks of their tensor-parallel groups do, and each of
-these sends its part of the tokens. An expert's gradient is of the tokens of all these ranks: only ranks that have the same
-experts (``place.experts["replicas"]``) sum it.
+This follows the model's declared plan and transformers' all-to-all (transformers.distributed.expert_parallel). Data-parallel
+ranks share the experts, each with sequences of its own. With tensor parallelism all ranks of their tensor-parallel groups
+share the experts, and each of these sends its part of the tokens. An expert's gradient comes from the tokens of all these
+ranks, so only ranks that have the same experts (``place.experts["replicas"]``) sum it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,10 @@ INSTEAD = "use fully_shard=weights, which divides all weights among all ranks, o
 
 
 def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
-    """Why ranks cannot share this model's experts as the plan says, and the next best; it may be on the meta device."""
+    """Return why ranks cannot share this model's experts as the plan says, and the next best, or None.
+
+    The model may be on the meta device.
+    """
     layout = plan.layout
     if layout.expert_parallel == 1:
         return None
@@ -47,7 +50,7 @@ def reason_not_experts(model: nn.Module, plan: Plan) -> str | None:
 
 
 def divide_experts(model: nn.Module, place: Place) -> None:
-    """In place: this rank's experts of every layer, and the exchange of tokens around them."""
+    """Divide the experts in place: keep this rank's experts of every layer, and exchange tokens around them."""
     if place.experts is None or place.mesh is None:
         return
     base = base_of(model)
@@ -61,7 +64,7 @@ def divide_experts(model: nn.Module, place: Place) -> None:
 
 
 def expert_modules(model: nn.Module, place: Place) -> list[nn.Module]:
-    """Those of which this rank has its own experts alone: empty where ranks share none."""
+    """Return the modules of which this rank has its own experts alone. The list is empty if ranks share none."""
     if place.experts is None:
         return []
     bases = [base_of(module) for module in modules_of(model)]

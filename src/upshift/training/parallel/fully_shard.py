@@ -1,7 +1,7 @@
-"""ZeRO 2 and 3 by torch's fully_shard: data-parallel ranks divide weights, gradients and the optimizer's state, layer by layer.
+"""Run ZeRO 2 and 3 by torch's fully_shard: data-parallel ranks divide weights, gradients and optimizer state, layer by layer.
 
 Gradients are summed, not averaged: each rank has its share of the mean loss of the global batch. fp32 weights are gathered in
-the precision that the plan computes in, so that nothing is cast in the layers, and gradients are summed in fp32.
+the precision that the plan computes in, so that nothing is cast in the layers. Gradients are summed in fp32.
 """
 
 from __future__ import annotations
@@ -21,7 +21,10 @@ COMPUTED_IN = {"bf16": torch.bfloat16, "fp8": torch.bfloat16, "fp16": torch.floa
 
 
 def shard_weights(model: nn.Module, place: Place) -> None:
-    """In place, and onto the plan's device. Weights become DTensors; outside of a pass each rank has its rows of them."""
+    """Shard the weights in place, and move them onto the plan's device.
+
+    Weights become DTensors. Outside of a pass each rank has its rows of them.
+    """
     plan = place.plan
     mesh, policy = place.sharing, policy_of(plan)
     keeps = plan.layout.fully_shard == "gradients"
@@ -48,8 +51,11 @@ def sharded_modules(model: nn.Module) -> Iterator[FSDPModule]:
 
 
 def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
-    """Before a micro-batch, whether it is the last one of the step: only then are gradients summed over replicas, and only then
-    do ranks that keep whole weights through the backward pass let go of them."""
+    """Tell fully_shard before a micro-batch whether it is the last one of the step.
+
+    Only then are gradients summed over replicas. Only then do ranks that keep whole weights through the backward pass let go
+    of them.
+    """
     if not isinstance(model, FSDPModule):
         return
     model.set_requires_all_reduce(last)
@@ -58,6 +64,6 @@ def announce(model: nn.Module, plan: Plan, *, last: bool) -> None:
 
 
 def let_go(model: nn.Module) -> None:
-    """Of weights that are whole after a pass without a backward pass."""
+    """Drop weights that are whole after a pass without a backward pass."""
     for module in sharded_modules(model):
         module.reshard()

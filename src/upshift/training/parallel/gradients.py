@@ -1,6 +1,7 @@
-"""What ranks do with gradients between the last backward pass and the update: their sum, their norm, clipping.
+"""Sum the ranks' gradients between the last backward pass and the update, compute their norm, and clip them.
 
-Each rank has its share of the gradient of the global batch's mean loss, so sums need no division. fully_shard has summed its own.
+Each rank has its share of the gradient of the global batch's mean loss, so sums need no division. fully_shard has summed its
+own gradients.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ Spread = tuple[tuple[DeviceMesh, int], ...]  # dimensions of meshes along which 
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
-    """This rank's part."""
+    """Return this rank's part."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def sum_over(tensor: torch.Tensor, place: Place, names: Iterable[str]) -> None:
-    """In place, over dimensions of the mesh."""
+    """Sum a tensor in place over dimensions of the mesh."""
     if place.mesh is None:
         return
     for name in names:
@@ -41,12 +42,15 @@ def sum_over(tensor: torch.Tensor, place: Place, names: Iterable[str]) -> None:
 
 
 def sum_loss(total: torch.Tensor, place: Place) -> None:
-    """Of the whole job, from each rank's share. Tensor-parallel ranks have the same one; stages without a loss have zero."""
+    """Sum the loss of the whole job in place from each rank's share.
+
+    Tensor-parallel ranks have the same share. Stages without a loss have zero.
+    """
     sum_over(total, place, ("pipeline", *SAME_WEIGHTS))
 
 
 def born(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
-    """This rank's part of every gradient, zeros where this rank's micro-batches did not use a weight."""
+    """Return this rank's part of every gradient, zeros if this rank's micro-batches did not use a weight."""
     found = []
     for parameter in parameters:
         if parameter.requires_grad:
@@ -57,7 +61,10 @@ def born(parameters: Iterable[nn.Parameter]) -> list[torch.Tensor]:
 
 
 def sum_gradients(model: nn.Module, place: Place) -> None:
-    """Over the ranks that have the same weights: an expert's gradient is of the tokens of all that share experts already."""
+    """Sum gradients over the ranks that have the same weights.
+
+    An expert's gradient comes already from the tokens of all ranks that share experts.
+    """
     experts = [parameter for module in expert_modules(model, place) for parameter in module.parameters()]
     apart = set(map(id, experts))
     shared = born(parameter for parameter in model.parameters() if id(parameter) not in apart)
@@ -78,7 +85,7 @@ def sum_flat(gradients: list[torch.Tensor], sum_up: Callable[[torch.Tensor], obj
 def buckets(
     tensors: Iterable[tuple[Key, torch.Tensor]], *, elements: int = BUCKET_ELEMENTS
 ) -> Iterator[list[tuple[Key, torch.Tensor]]]:
-    """Of one dtype each."""
+    """Yield buckets of tensors, each of one dtype."""
     opened: dict[torch.dtype, list[tuple[Key, torch.Tensor]]] = defaultdict(list)
     for key, tensor in tensors:
         bucket = opened[tensor.dtype]
@@ -89,8 +96,8 @@ def buckets(
 
 
 def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float) -> float:
-    """Scales this rank's parts of the gradients, whose ``norm`` is that of all ranks' parts, to at most ``max_norm``; returns
-    what it was."""
+    """Scale this rank's parts of the gradients so that ``norm``, over all ranks' parts, is at most ``max_norm``. Return the
+    norm before."""
     factor = torch.clamp(max_norm / (norm + 1e-6), max=1.0)  # as torch's clip_grad_norm_ does
     for gradient in gradients:
         gradient.mul_(factor.to(gradient.dtype))
@@ -98,7 +105,8 @@ def clip(gradients: Iterable[torch.Tensor], norm: torch.Tensor, max_norm: float)
 
 
 def total_norm(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place) -> torch.Tensor:
-    """What ranks have in parts is summed over them, what they all have counts once."""
+    """Return the norm of all gradients. Parts are summed over the ranks that divide a tensor; a tensor that all ranks have
+    counts once."""
     parts: dict[Spread, list[torch.Tensor]] = defaultdict(list)
     for gradient, along in gradients:
         parts[along].append(gradient)
@@ -113,7 +121,7 @@ def total_norm(gradients: Iterable[tuple[torch.Tensor, Spread]], place: Place) -
 
 
 def spread(tensor: torch.Tensor) -> Spread:
-    """Of a parameter or a gradient."""
+    """Return the mesh dimensions along which ranks have different parts of a parameter or a gradient."""
     if not isinstance(tensor, DTensor):
         return ()
     if any(isinstance(placement, Partial) for placement in tensor.placements):

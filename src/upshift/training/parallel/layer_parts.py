@@ -1,6 +1,6 @@
-"""The parts of a layer whose matrices ranks share: its attention, its feed-forward network.
+"""Handle the parts of a layer whose matrices ranks share: its attention, and its feed-forward network.
 
-A part with plain styles alone is entered once, however many matrices read its input, and left where its last matrix ends;
+A part with plain styles alone is entered once, however many matrices read its input, and left where its last matrix ends.
 transformers would sum the gradient of the input for every matrix. Other parts run as transformers has them.
 """
 
@@ -20,12 +20,12 @@ from upshift.training.parallel.exchanged import Exchanged, Way, gathered, own, s
 from upshift.training.parallel.regathered import Regathered
 
 PLAIN = ("colwise", "rowwise", "replicated_with_grad_allreduce")
-_IN_PART = re.compile(r"((.*?\.\d+)\.[^.]+)\.")  # what a layer, known by its number, calls the part
+_IN_PART = re.compile(r"((.*?\.\d+)\.[^.]+)\.")  # the name of the part in its layer, which has a number
 
 
 @dataclass(frozen=True)
 class Part:
-    """``plain``: every weight in it is of a module with a plain style."""
+    """A part of a layer. ``plain`` says that every weight in it belongs to a module with a plain style."""
 
     layer: str
     module: nn.Module
@@ -39,7 +39,7 @@ def find_parts(model: nn.Module, styles: dict[str, str]) -> dict[str, Part]:
 
 
 def part_of(name: str, parts: dict[str, Part]) -> Part | None:
-    """The one that a module or weight is inside of."""
+    """Return the part that contains a module or weight, or None."""
     match = _IN_PART.match(name)
     return parts.get(match[1]) if match else None
 
@@ -51,8 +51,11 @@ def _is_plain(name: str, part: nn.Module, styles: dict[str, str]) -> bool:
 
 
 def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: bool) -> None:
-    """What all ranks have enters a plain part as it is, and its gradient is summed; shared tokens are gathered, and their
-    gradient is summed and shared. Another part gives each rank the whole gradient, and a result that is whole."""
+    """Exchange the input of a part.
+
+    The input of a plain part enters as it is, and its gradient is summed. If ranks share tokens, the tokens are gathered, and
+    their gradient is summed and shared. Any other part gives each rank the whole gradient, and a result that is whole.
+    """
     there: Way = gathered if sequence else same
     back: Way = (sum_shared if sequence else summed) if plain else own
 
@@ -68,7 +71,7 @@ def enter(part: nn.Module, group: dist.ProcessGroup, *, plain: bool, sequence: b
 
 
 def _share_result(group: dist.ProcessGroup) -> Callable[..., Any]:
-    """Some feed-forward networks return [batch x tokens, hidden]."""
+    """Return a hook that keeps this rank's tokens of a result. Some feed-forward networks return [batch x tokens, hidden]."""
 
     def leave(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         result = output[0] if isinstance(output, tuple) else output
@@ -81,8 +84,10 @@ def _share_result(group: dist.ProcessGroup) -> Callable[..., Any]:
 
 
 def enter_and_let_go(layer: nn.Module, part: nn.Module, group: dist.ProcessGroup) -> None:
-    """``enter`` for a plain part and shared tokens, where a rank keeps its own alone of what was gathered. A recomputed layer
-    keeps nothing anyway."""
+    """Exchange the input of a plain part with shared tokens as ``enter`` does, but keep only the rank's own tokens of it.
+
+    A recomputed layer keeps nothing anyway.
+    """
     run = part.forward
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -107,7 +112,8 @@ def _hidden(args: Any, kwargs: Any) -> torch.Tensor:
 def _given(
     args: Any, kwargs: Any, instead: dict[torch.Tensor, torch.Tensor], group: dist.ProcessGroup, *, plain: bool
 ) -> tuple[Any, Any]:
-    """Each rank of a plain part has a term of the gradient of whatever enters it."""
+    """Return the arguments with replaced tensors. Each rank of a plain part has a term of the gradient of every tensor that
+    enters it."""
 
     def moved(tensor: torch.Tensor) -> torch.Tensor:
         if tensor in instead:
@@ -121,13 +127,14 @@ def _given(
 
 
 def _as_read(hidden: torch.Tensor) -> torch.Tensor:
-    """In the dtype that autocast gives every matrix of a plain part: fewer bytes are exchanged, and kept once."""
+    """Return the input in the dtype that autocast gives every matrix of a plain part: fewer bytes are exchanged, and kept
+    once."""
     device = hidden.device.type
     return hidden.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else hidden
 
 
 def leaving(group: dist.ProcessGroup, there: Way, back: Way) -> Callable[..., Any]:
-    """A hook on the output of a layer or of a part: hidden states, or several things of which they are the first."""
+    """Return a hook on the output of a layer or a part: hidden states, or several values with the hidden states first."""
 
     def leave(module: nn.Module, args: Any, output: Any) -> Any:
         if isinstance(output, tuple):

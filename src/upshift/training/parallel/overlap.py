@@ -1,6 +1,6 @@
-"""Plain data parallelism on devices: gradients are summed over ranks while the backward pass makes those of earlier layers.
+"""Sum gradients over plain data-parallel ranks on devices while the backward pass makes those of earlier layers.
 
-They live in flat buckets, those of the last layers first, and each is summed when it is whole (Li et al. 2020, PyTorch
+Gradients live in flat buckets, the last layers first. Each bucket is summed when it is whole (Li et al. 2020, PyTorch
 Distributed, section 3.2.3). On CPUs the sum waits for the end (gradients.py): the cores that would do it compute.
 """
 
@@ -30,8 +30,10 @@ def overlaps(plan: Plan) -> bool:
 
 
 class Overlap:
-    """``run`` and ``agree`` as of KeepPace: a rank that runs out of memory while others sum takes part with what it has, and all
-    do the step again."""
+    """A step with overlapped sums. ``run`` and ``agree`` work as in KeepPace.
+
+    A rank that runs out of memory while others sum takes part with the gradients it has, and all ranks do the step again.
+    """
 
     def __init__(
         self, model: nn.Module, place: Place, *, on_failure: Callable[[], None], halve: Callable[[Any], object] = halve
@@ -63,7 +65,7 @@ class Overlap:
             if not is_out_of_memory(error):
                 raise
             self.agreement.ran_out(error, micro_batch)
-        self._missing = [0] * len(self._buckets)  # what has no gradient counts as zero
+        self._missing = [0] * len(self._buckets)  # a weight without a gradient counts as zero
         self._send()
         for work in self._works:
             work.wait()
@@ -74,7 +76,7 @@ class Overlap:
         self.agreement.agree()
 
     def forget(self) -> None:
-        """With the gradients, once they are used or dropped."""
+        """Forget the buckets together with the gradients, once these are used or dropped."""
         self._flat, self.summed = [], False
 
     def _make_gradients(self) -> None:
@@ -91,7 +93,7 @@ class Overlap:
             self._send()
 
     def _send(self) -> None:
-        """In the same order on all ranks."""
+        """Start the sums of whole buckets, in the same order on all ranks."""
         assert self._missing is not None
         while len(self._works) < len(self._flat) and not self._missing[len(self._works)]:
             self._works.append(dist.all_reduce(self._flat[len(self._works)], group=self.group, async_op=True))

@@ -1,7 +1,8 @@
-"""Weights that every rank of tensor parallelism has whole, while its gradient is of its own heads or its own tokens alone.
+"""Sum the gradients of weights that every rank of tensor parallelism has whole, while each gradient covers only own heads or
+tokens.
 
-A module names them in ``partial_parameters``. They are summed once a step: a sum after every micro-batch would add up what was
-summed before.
+A module names such weights in ``partial_parameters``. They are summed once a step: a sum after every micro-batch would add up
+what was summed before.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ NAMES = "partial_parameters"
 
 
 def mark_partial(module: nn.Module, names: Iterable[str] | None = None) -> None:
-    """All parameters of its own, or those of these names. By name, as fully_shard makes other parameters of them."""
+    """Mark all parameters of a module, or those of these names. Marks are by name, because fully_shard replaces the
+    parameters."""
     own = tuple(name for name, _ in module.named_parameters(recurse=False)) if names is None else tuple(names)
     setattr(module, NAMES, (*getattr(module, NAMES, ()), *own))
 
@@ -28,8 +30,11 @@ def mark_partial(module: nn.Module, names: Iterable[str] | None = None) -> None:
 def sum_partial_gradients(
     model: nn.Module, place: Place, gradient_of: Callable[[nn.Parameter], torch.Tensor] | None = None
 ) -> None:
-    """After the last backward pass of a step, before gradients are clipped; every rank calls it. Where this rank has none, as
-    no token of its own reached the weight, it counts as zero. ``gradient_of``: where they are, if not in ``grad``."""
+    """Sum the partial gradients after the last backward pass of a step, before gradients are clipped. Every rank calls it.
+
+    A rank without a gradient, because no token of its own reached the weight, counts as zero. ``gradient_of`` returns the
+    gradients if they are not in ``grad``.
+    """
     if place.mesh is None or place.plan.layout.tensor_parallel == 1:
         return
     gradients = [(gradient_of or _gradient)(parameter) for parameter in partial_parameters(model)]

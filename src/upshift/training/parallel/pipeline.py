@@ -1,7 +1,8 @@
-"""Runs the micro-batches of a step through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
+"""Run the micro-batches of a step through the stages of a pipeline, by the schedules of torch.distributed.pipelining.
 
-Torch's own stages receive every micro-batch in one shape; here each has its own, as batches of mixed lengths have. All ranks of
-a pipeline read the same micro-batches, so they know the shapes; the dtype of hidden states goes before the first of them.
+Torch's own stages receive every micro-batch in one shape. Here each has its own shape, as batches of mixed lengths have. All
+ranks of a pipeline read the same micro-batches, so they know the shapes. The dtype of hidden states is sent before the first
+of them.
 """
 
 from __future__ import annotations
@@ -30,13 +31,13 @@ Scale = Callable[[torch.Tensor], torch.Tensor]
 
 
 class OneForwardOneBackward(Schedule1F1B):
-    """Torch's, which refuses fewer micro-batches than stages although its order serves them."""
+    """Torch's 1F1B schedule without its check, which refuses fewer micro-batches than stages although the order serves them."""
 
     def __init__(self, stage: PipelineStage, micro_batches: int, **options: Any) -> None:
         PIPELINE_SCHEDULE.get().__init__(self, stage, micro_batches, **options)
 
     def _get_pipeline_order(self) -> None:
-        """For drawings alone."""
+        """Do nothing: torch uses this order for drawings alone."""
 
 
 SCHEDULES: dict[str, Any] = {
@@ -49,7 +50,7 @@ OF_ONE_STAGE = ("gpipe", "1f1b")  # the others take a list of stages
 
 
 class PipelineStage:
-    """A stage of torch's schedules that makes room for hidden states when they come: over torch's own base (make_stage)."""
+    """A stage of torch's schedules that makes room for hidden states when they come, over torch's own base (make_stage)."""
 
     # Attributes of the base.
     submod: nn.Module
@@ -76,12 +77,12 @@ class PipelineStage:
         self._shapes: list[tuple[int, ...]] = []
         self._received: dict[int, torch.Tensor] = {}
         self._gradients: dict[int, torch.Tensor] = {}
-        self._dtype: torch.dtype | None = None  # of what is received, once known
+        self._dtype: torch.dtype | None = None  # of the received hidden states, once known
         self._told = False  # the next stage knows what it receives
         self._telling: dist.Work | None = None  # held while it is on its way: gloo drops what nobody holds
 
     def expect(self, shapes: list[tuple[int, int]], *, has_backward: bool) -> None:
-        """Rows, and tokens a row, of the micro-batches to come."""
+        """Prepare for micro-batches of these shapes: rows, and tokens a row."""
         self.clear_runtime_states()
         self.chunks, self.has_backward = len(shapes), has_backward
         layout = self._plan.layout
@@ -89,7 +90,7 @@ class PipelineStage:
         self._shapes = [self.own.hidden_shape(rows, width) for (rows, _), width in zip(shapes, widths, strict=True)]
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Loss in the last stage, hidden states in the others."""
+        """Return the loss in the last stage, and hidden states in the others."""
         if not self.is_first:
             self.own.received = args[0]
         if not self.is_last:
@@ -145,7 +146,7 @@ class PipelineStage:
         return (self._gradients.pop(bwd_chunk_id),)
 
     def settle(self) -> None:
-        """After a run."""
+        """Wait after a run until the dtype is sent."""
         if self._telling is not None:
             self._telling.wait()
             self._telling = None
@@ -155,10 +156,10 @@ class PipelineStage:
             super().perform_reduce_grad(grad_scale_factor)  # type: ignore[misc]  # the base's
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """Nothing is the same for every micro-batch: see ``expect``."""
+        """Do nothing: micro-batches differ in shape (see ``expect``)."""
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> None:
-        """As above."""
+        """Do nothing: micro-batches differ in shape (see ``expect``)."""
 
     def _create_grad_recv_info(self, act_send_info: dict[int, Any]) -> tuple[Any, ...]:
         return ()
@@ -170,7 +171,7 @@ def make_stage(module: nn.Module, plan: Plan) -> Any:
 
 @contextlib.contextmanager
 def own_words() -> Iterator[None]:
-    """Torch puts what a stage raised behind an error of its own, with every tensor's shape."""
+    """Raise the error of a stage itself. Torch would put it behind an error of its own, with every tensor's shape."""
     try:
         yield
     except RuntimeError as error:
@@ -183,7 +184,7 @@ class Pipeline:
     """The stages of this rank, run together with those of the other ranks of its pipeline."""
 
     def __init__(self, model: nn.Module, plan: Plan) -> None:
-        """``model``: of ``stage_of``, and prepared."""
+        """Make the stages of ``model``, which comes from ``stage_of`` and is prepared."""
         self.plan, self.modules = plan, modules_of(model)
         self.stages = [make_stage(module, plan) for module in self.modules]
         self.has_loss = self.stages[-1].is_last
@@ -194,14 +195,16 @@ class Pipeline:
     def gradients(
         self, micro_batches: Sequence[MicroBatch], num_label_tokens: int, scale: Scale = lambda loss: loss
     ) -> torch.Tensor:
-        """Forward and backward of all; returns their share of the global batch's mean loss, which is the last stage's to know:
-        zero in the others. ``scale``: what is done to a loss before its backward pass."""
+        """Run forward and backward passes of all micro-batches. Return their share of the global batch's mean loss.
+
+        Only the last stage knows the loss; the others return zero. ``scale`` is applied to a loss before its backward pass.
+        """
         self._scale = scale
         self._run(micro_batches, num_label_tokens, has_backward=True)
         return self._total
 
     def losses(self, micro_batches: Sequence[MicroBatch]) -> torch.Tensor:
-        """The sum over labels of their losses; zero but in the last stage."""
+        """Return the sum of the losses over labels. It is zero except in the last stage."""
         with torch.no_grad():
             self._run(micro_batches, 1, has_backward=False)
         return self._total
@@ -229,7 +232,10 @@ class Pipeline:
             yield
 
     def _taken(self, micro_batches: Sequence[MicroBatch]) -> list[MicroBatch]:
-        """Schedules of several stages take micro-batches in rounds of one size: the smallest one fills up, and counts nothing."""
+        """Return the micro-batches, filled up to whole rounds with the smallest one, which then counts nothing.
+
+        Schedules of several stages take micro-batches in rounds of one size.
+        """
         taken = list(micro_batches)
         if self.plan.layout.pipeline_schedule not in OF_ONE_STAGE:
             filling = replace(min(taken, key=lambda micro_batch: micro_batch.num_padded_tokens), num_label_tokens=0)
@@ -251,7 +257,8 @@ class Pipeline:
 
 
 def _labelled(micro_batch: MicroBatch) -> MicroBatch:
-    """One without labels keeps ranks in step: its loss counts nothing, but must be a number."""
+    """Return the micro-batch, with labels if it has none. It keeps ranks in step: its loss counts nothing, but must be a
+    number."""
     if micro_batch.num_label_tokens:
         return micro_batch
     labels = micro_batch.arrays["labels"]

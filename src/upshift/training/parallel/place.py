@@ -1,7 +1,8 @@
-"""This rank's place in the layout of a plan, and the groups of ranks that it works with.
+"""Find this rank's place in the layout of a plan, and the groups of ranks that it works with.
 
-Ranks of a tensor-parallel group are neighbours, then those of context, of data and of pipeline parallelism (planning/layout.py).
-Ranks of data and context parallelism have the same weights: gradients are summed over them, and fully_shard divides among them.
+Ranks of a tensor-parallel group are neighbours, then those of context, of data and of pipeline parallelism
+(planning/layout.py). Ranks of data and context parallelism have the same weights: gradients are summed over them, and
+fully_shard divides among them.
 """
 
 from __future__ import annotations
@@ -16,8 +17,11 @@ from upshift.planning.plan import Plan
 
 @dataclass(frozen=True)
 class Place:
-    """``mesh``: pipeline x replicas x shard x tensor, None with one process; ranks of shard divide what fully_shard says, and
-    ranks of replicas and shard together have gradients of the same weights."""
+    """A rank's place in the layout of a plan.
+
+    ``mesh`` is pipeline x replicas x shard x tensor, and None with one process. Ranks of shard divide what fully_shard says.
+    Ranks of replicas and shard together have gradients of the same weights.
+    """
 
     plan: Plan
     rank: int = 0
@@ -35,25 +39,26 @@ class Place:
 
     @property
     def data_rank(self) -> int:
-        """Which part of the global batch is this rank's; ranks of ``plan.data_parallel``."""
+        """Return the number of this rank's part of the global batch, below ``plan.data_parallel``."""
         layout = self.plan.layout
         return self.rank // (layout.tensor_parallel * layout.context_parallel) % self.plan.data_parallel
 
     @property
     def stage(self) -> int:
-        """Of pipeline parallelism."""
+        """Return the number of this rank's stage of pipeline parallelism."""
         return self.rank // (self.plan.num_processes // self.plan.layout.pipeline_parallel)
 
     @property
     def sharing(self) -> DeviceMesh | None:
-        """What fully_shard is given: ranks that divide the weights, or replicas x those."""
+        """Return the mesh for fully_shard: ranks that divide the weights, or replicas x those ranks."""
         if self.mesh is None:
             return None
         return self.mesh["replicas", "shard"] if self.mesh["replicas"].size() > 1 else self.mesh["shard"]
 
 
 def find_place(plan: Plan) -> Place:
-    """Of this process, in the default group of ``plan.num_processes`` ranks; every rank calls it, as groups are made."""
+    """Return the place of this process in the default group of ``plan.num_processes`` ranks. Every rank calls it, as groups
+    are made."""
     if plan.num_processes == 1:
         return Place(plan)
     layout = plan.layout

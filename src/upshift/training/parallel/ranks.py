@@ -1,4 +1,4 @@
-"""What all ranks agree on; with one process, nothing is asked."""
+"""Let all ranks agree on a value or a failure. With one process, nothing is exchanged."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ def highest(number: int, plan: Plan) -> int:
 
 
 def slowest(seconds: float, plan: Plan) -> float:
-    """The largest of all ranks'."""
+    """Return the largest seconds of all ranks."""
     found = torch.tensor(seconds, device=plan.device, dtype=torch.float64)
     dist.all_reduce(found, op=dist.ReduceOp.MAX)
     return float(found)
 
 
 def gather(value: T, plan: Plan) -> list[T]:
-    """Of all ranks, in order."""
+    """Return the values of all ranks, in order."""
     if plan.num_processes == 1:
         return [value]
     gathered: list[Any] = [None] * plan.num_processes
@@ -41,7 +41,7 @@ def gather(value: T, plan: Plan) -> list[T]:
 
 @contextmanager
 def on_rank_0(plan: Plan) -> Iterator[None]:
-    """Around work of rank 0 that the others wait for: when it fails, all of them fail, with its words."""
+    """Surround work of rank 0 that the others wait for. If it fails, all ranks raise the error with its words."""
     failure: Exception | None = None
     try:
         yield
@@ -58,11 +58,11 @@ def on_rank_0(plan: Plan) -> Iterator[None]:
 
 @contextmanager
 def together(plan: Plan) -> Iterator[None]:
-    """Around work of all ranks: when one fails, all of them fail, with its words."""
+    """Surround work of all ranks. If one rank fails, all ranks raise the error with its words."""
     failure: Exception | None = None
     try:
         yield
-    except Exception as error:  # likewise
+    except Exception as error:  # whatever it is, the others must hear of it
         failure = error
     said = gather(_words(failure), plan)
     if failure is None and any(said):

@@ -1,4 +1,4 @@
-"""Which layouts cannot run, in words, with what to use instead: of any model, and of this one."""
+"""Say in words which layouts cannot run, for any model and for this one, with what to use instead."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE_MATRICES = ("muon", "adafactor")  # an update looks at rows and columns to
 
 
 def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
-    """Why, or None. Without ``model``, before it is loaded: what no model could run."""
+    """Return why a plan cannot run, or None. Without ``model``, before it is loaded, check what no model could run."""
     if plan.layout == ALONE:
         return None
     problem = _impossible(plan) or _missing_exchange()
@@ -31,7 +31,7 @@ def cannot_run(plan: Plan, model: nn.Module | None = None) -> str | None:
 
 
 def _missing_exchange() -> str | None:
-    """Return what torch's version has not, of the operators that ranks exchange tensors by."""
+    """Return which operator for exchanges torch's version lacks, or None."""
     try:
         for operation in EXCHANGES:
             operation.get()
@@ -75,7 +75,7 @@ def _impossible(plan: Plan) -> str | None:
 
 
 def reason_not_sharded(model: nn.Module, plan: Plan) -> str | None:
-    """Why ranks cannot divide this model's weights."""
+    """Return why ranks cannot divide this model's weights, or None."""
     if plan.layout.gathers and any(not parameter.is_floating_point() for parameter in model.parameters()):
         return (
             f"fully_shard={plan.layout.fully_shard} gathers weights to compute with, and some of this model are quantized; "

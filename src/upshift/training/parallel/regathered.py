@@ -1,5 +1,7 @@
-"""A tensor that ranks gathered, and of which each keeps its own tokens alone until the backward pass, where it is gathered again
-(Korthikanti et al. 2022, section 4.2.2): once, however many matrices read it."""
+"""Keep only a rank's own tokens of a gathered tensor until the backward pass, and gather it again there.
+
+The tensor is gathered again once, however many matrices read it (Korthikanti et al. 2022, section 4.2.2).
+"""
 
 from __future__ import annotations
 
@@ -14,13 +16,13 @@ from upshift.training.parallel.exchanged import gathered
 
 @dataclass(frozen=True)
 class Kept:
-    """In the place of the whole tensor, or of a view of all of it."""
+    """A placeholder for the whole tensor, or for a view of all of it."""
 
     shape: torch.Size
 
 
 class Regathered:
-    """``pack`` and ``unpack`` are for torch's saved_tensors_hooks, while what reads ``whole`` runs."""
+    """A pair of hooks, ``pack`` and ``unpack``, for torch's saved_tensors_hooks while a function that reads ``whole`` runs."""
 
     def __init__(self, own: torch.Tensor, whole: torch.Tensor, group: dist.ProcessGroup) -> None:
         self._own, self._group = own.detach(), group

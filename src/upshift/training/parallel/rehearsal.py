@@ -1,8 +1,8 @@
-"""One rank's first forward pass, before any rank is there: on fake tensors, in a world that answers every exchange at once.
+"""Run one rank's first forward pass before any rank is there: on fake tensors, in a world that answers every exchange at once.
 
-A plan that a model declares may not fit its modules: a view with the number of heads of the whole model, features that meet in
-a part of a layer which the plan divides differently. Names say nothing of that; running the divided layers does. A layer of each
-kind runs, and memory is not asked for.
+A plan that a model declares may not fit its modules: a view may have the number of heads of the whole model, or features may
+meet in a part of a layer which the plan divides differently. Names do not show this; running the divided layers does. A layer
+of each kind runs, and no memory is needed.
 """
 
 from __future__ import annotations
@@ -34,15 +34,18 @@ WORDS = 160  # of torch's
 
 
 class Rehearsals:
-    """Of one model, each kind of division once."""
+    """The results of rehearsing one model: each kind of division runs once."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
         self._problems: dict[Layout, str | None] = {}
 
     def reason_not(self, plan: Plan) -> str | None:
-        """Why the layers of the model do not run as ranks of tensor parallelism divide them, or None: also where they do not run
-        on fake tensors undivided, which says nothing, and where this process is a rank already."""
+        """Return why the layers of the model do not run as ranks of tensor parallelism divide them, or None.
+
+        Return None also if the undivided layers do not run on fake tensors, which says nothing, and if this process is a rank
+        already.
+        """
         degree = plan.layout.tensor_parallel
         if degree == 1 or dist.is_initialized():
             return None
@@ -88,7 +91,7 @@ def _fake_world(size: int) -> Iterator[None]:
 
 @contextmanager
 def _without_traceback() -> Iterator[None]:
-    """Of an operator that refuses the shapes: what it says is enough."""
+    """Silence torch's log of an operator that refuses the shapes: the error's own words are enough."""
     logger = logging.getLogger("torch._subclasses.fake_tensor")
     level = logger.level
     logger.setLevel(logging.CRITICAL)
@@ -100,7 +103,7 @@ def _without_traceback() -> Iterator[None]:
 
 @contextmanager
 def _meshes_are_real() -> Iterator[None]:
-    """They count ranks in tensors, whose numbers a fake tensor has not."""
+    """Run methods of meshes outside of fake tensors: they count ranks in tensors, and a fake tensor has no numbers."""
 
     def outside(name: str) -> object:
         own = getattr(DeviceMesh, name)

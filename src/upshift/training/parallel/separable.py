@@ -1,7 +1,7 @@
-"""Whether a model comes apart between any two of its layers, and which modules stand before and after them.
+"""Find out whether a model comes apart between any two of its layers, and which modules stand before and after them.
 
-Found by running it once, on a few tokens, with one of its layers: nothing but hidden states may go from layer to layer that
-weights before them had a part in.
+The model runs once, on a few tokens, with one of its layers. Only hidden states may depend on earlier weights and go from
+layer to layer.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ INSTEAD = "use fully_shard=weights, or tensor_parallel, in place of pipeline_par
 
 @dataclass
 class Parts:
-    """``before`` the layers, with the shape of what each makes, and ``after`` them: paths of modules that have weights."""
+    """The paths of modules that have weights ``before`` the layers, with the shape of each output, and ``after`` them."""
 
     stack: str
     before: dict[str, Callable[[int, int], tuple[int, ...]]] = field(default_factory=dict)
@@ -35,14 +35,14 @@ class Parts:
     hidden_shape: Callable[[int, int], tuple[int, ...]] = lambda rows, width: (rows, width)
 
     def tied(self, model: nn.Module) -> list[nn.Parameter]:
-        """Weights that modules before and after the layers share, in the order of the model."""
+        """Return weights that modules before and after the layers share, in the order of the model."""
         after = {id(parameter) for path in self.after for parameter in model.get_submodule(path).parameters()}
         before = [parameter for path in self.before for parameter in model.get_submodule(path).parameters()]
         return [parameter for parameter in before if id(parameter) in after]
 
 
 def find_parts(model: nn.Module) -> Parts:
-    """Of a model with one stack of layers. Raises RequestError where it does not come apart."""
+    """Return the parts of a model with one stack of layers. Raise RequestError if it does not come apart."""
     ((stack, layers),) = find_stacks(model)
     parts = Parts(stack)
     siblings = _siblings(model, stack)
@@ -73,7 +73,7 @@ def find_parts(model: nn.Module) -> Parts:
 
 
 def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
-    """Modules with weights beside the stack and beside those that hold it, by path."""
+    """Return modules with weights beside the stack and beside the modules that hold it, by path."""
     found: dict[str, nn.Module] = {}
     path, module = "", model
     for name in stack.split("."):
@@ -89,7 +89,8 @@ def _siblings(model: nn.Module, stack: str) -> dict[str, nn.Module]:
 
 @contextmanager
 def _one_layer(model: nn.Module, stack: str, layers: nn.ModuleList, called: list[str]) -> Iterator[list[torch.Tensor]]:
-    """While open, the first layer runs, and every other one returns what it returned. Yields where its input will be."""
+    """Run the first layer while open, and return its output from every other layer. Yield the list that its input will be put
+    into."""
     hidden: list[torch.Tensor] = []
     returned: list[Any] = []
 
@@ -121,13 +122,13 @@ def _run(model: nn.Module) -> None:
     ids = torch.zeros((ROWS, WIDTH), dtype=torch.long, device=device)
     extra = {"use_cache": False} if "use_cache" in inspect.signature(model.forward).parameters else {}
     devices = [device] if device.type == "cuda" else []
-    masks = fake_masks(masked=False) if device.type == "meta" else nullcontext()  # else they are looked at
+    masks = fake_masks(masked=False) if device.type == "meta" else nullcontext()  # on the meta device their values cannot be read
     with torch.random.fork_rng(devices=devices), torch.enable_grad(), masks:
         model(input_ids=ids, labels=ids, **extra)
 
 
 def _shape(made: Any, what: str, stack: str) -> Callable[[int, int], tuple[int, ...]]:
-    """The shape of ``made``, for any rows and tokens a row."""
+    """Return a function for the shape of ``made`` with any number of rows and tokens a row."""
     if not isinstance(made, torch.Tensor):
         raise RequestError(f"{what} makes more than one tensor for {stack}; {INSTEAD}")
     dimensions = tuple(made.shape)

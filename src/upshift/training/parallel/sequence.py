@@ -1,8 +1,9 @@
-"""Sequence parallelism: between the matrices that ranks of tensor parallelism share, each rank has its own tokens.
+"""Give each rank its own tokens between the matrices that ranks of tensor parallelism share (sequence parallelism).
 
-The unmodified model sees whole sequences; from its first layer on each rank has its part of the tokens, which a part of a layer
-gathers (layer_parts.py), and after the last layer all have all again (Korthikanti et al. 2022, section 4.2). What reads every
-token by itself (norms, sums, dropout) works on the rank's own, so its weights get a part of their gradient.
+The unmodified model sees whole sequences. From its first layer on each rank has its part of the tokens, which a part of a
+layer gathers (layer_parts.py). After the last layer all ranks have all tokens again (Korthikanti et al. 2022, section 4.2).
+Modules that read every token by itself (norms, sums, dropout) work on the rank's own tokens, so their weights get a part of
+their gradient.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ Stacks = list[nn.ModuleList]
 
 
 def reason_not_sequence(model: nn.Module, plan: Plan, parts: dict[str, Part]) -> str | None:
-    """Why the tokens cannot be shared between the matrices of this model, and the next best."""
+    """Return why the tokens cannot be shared between the matrices of this model, and the next best, or None."""
     degree, instead = plan.layout.tensor_parallel, "use sequence_parallel=False"
     tokens = plan.sequence_length // plan.layout.context_parallel
     if tokens % degree or plan.pad_multiple % degree:
@@ -38,13 +39,13 @@ def reason_not_sequence(model: nn.Module, plan: Plan, parts: dict[str, Part]) ->
 
 
 def stacks_of(model: nn.Module, parts: dict[str, Part]) -> Stacks:
-    """Every list of layers in which a part's layer stands."""
+    """Return every list of layers that holds the layer of a part."""
     names = dict.fromkeys(part.layer.rpartition(".")[0] for part in parts.values())
     return [stack for stack in map(model.get_submodule, names) if isinstance(stack, nn.ModuleList)]
 
 
 def share_tokens(model: nn.Module, parts: dict[str, Part], group: dist.ProcessGroup) -> None:
-    """Hooks on the first and the last layer of every stack, and around what a layer does not do token by token."""
+    """Add hooks to the first and the last layer of every stack, and around modules of a layer that do not work token by token."""
     known = {id(part.module) for part in parts.values()}
     for stack in stacks_of(model, parts):
         for layer in stack:
@@ -62,7 +63,10 @@ def share_tokens(model: nn.Module, parts: dict[str, Part], group: dist.ProcessGr
 
 
 def _by_token(child: nn.Module) -> bool:
-    """Norms and scales have a number for every feature; what mixes tokens, and what has matrices, has more."""
+    """Return whether a module works token by token.
+
+    Norms and scales have a number for every feature. Modules that mix tokens, or have matrices, have more.
+    """
     return all(parameter.ndim <= 1 for parameter in child.parameters())
 
 

@@ -1,9 +1,9 @@
-"""One pipeline stage of an unmodified model: which modules it keeps, and how the model's own forward pass runs them alone.
+"""Make one pipeline stage of an unmodified model: keep its modules, and run them alone in the model's own forward pass.
 
-A stage is the whole model with some of its layers. What comes before the layers stays in the first stage, what comes after in
-the last: both are found by running the model once, on a few tokens, with one of its layers. Names of weights are the whole
-model's. In later stages the first layer is given the hidden states that were received, in place of those that the model's
-forward pass made of nothing; in all but the last the forward pass ends after the last layer.
+A stage is the whole model with some of its layers. Modules before the layers stay in the first stage, modules after them in
+the last. Both are found by running the model once, on a few tokens, with one of its layers. Names of weights are the whole
+model's. In later stages the first layer gets the hidden states that were received, in place of those that the model's forward
+pass made of nothing. In all but the last stage the forward pass ends after the last layer.
 """
 
 from __future__ import annotations
@@ -31,14 +31,15 @@ Shape = Callable[[int, int], tuple[int, ...]]  # of hidden states, from rows and
 
 
 class Ended(Exception):
-    """The last layer of a stage has run: the rest of the forward pass is another stage's."""
+    """The last layer of a stage has run. The rest of the forward pass belongs to another stage."""
 
     def __init__(self, hidden: torch.Tensor) -> None:
         self.hidden = hidden
 
 
 class StageLayers(nn.ModuleList):
-    """Layers of one stage under their numbers in the whole model; while a stage runs, in wrappers around hidden states."""
+    """Layers of one stage under their numbers in the whole model. While a stage runs, they are in wrappers around hidden
+    states."""
 
     is_stack = True  # of one layer too
 
@@ -59,7 +60,7 @@ class StageLayers(nn.ModuleList):
 
 
 class PartOfConfig:
-    """A config with lists of one entry a layer cut down to those of some layers."""
+    """A config whose lists of one entry a layer are cut down to those of some layers."""
 
     def __init__(self, whole: Any, lists: dict[str, Any]) -> None:
         self.__dict__.update(lists, whole=whole)
@@ -71,7 +72,7 @@ class PartOfConfig:
 
 
 class Absent(nn.Module):
-    """Stands where a module of the first stage was, and makes nothing, of the shape that was made there."""
+    """A stand-in for a module of the first stage. It returns zeros of the shape that the module made."""
 
     stage: Stage
 
@@ -108,7 +109,7 @@ class Bound:
 
 
 class Stage:
-    """What one of ``count`` stages is, and the hidden states that its next forward pass is given."""
+    """One of ``count`` stages, and the hidden states for its next forward pass."""
 
     def __init__(self, model: nn.Module, parts: Parts, index: int, count: int, group: dist.ProcessGroup) -> None:
         self.index, self.count, self.group, self.hidden_shape = index, count, group, parts.hidden_shape
@@ -119,7 +120,7 @@ class Stage:
         self._forward = model.forward
         self._layers = self._cut(model, parts)
         names = {id(parameter): name for name, parameter in model.named_parameters()}
-        self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # that the first and the last stage have
+        self.shared = [names[id(weight)] for weight in tied if id(weight) in names]  # in the first and the last stage
 
     def _cut(self, model: nn.Module, parts: Parts) -> StageLayers:
         parent_path, _, name = parts.stack.rpartition(".")
@@ -148,12 +149,12 @@ class Stage:
         return len(self._layers)
 
     def enter(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """The first layer's arguments, with the hidden states that were received."""
+        """Return the first layer's arguments, with the hidden states that were received."""
         received, self.received = self.received, None
         return ((received, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": received})
 
     def forward(self, **inputs: Any) -> Any:
-        """The model's own output in the last stage, hidden states in all others."""
+        """Return the model's own output in the last stage, and hidden states in all others."""
         last = len(self._layers) - 1
         self.rows_and_width = tuple(inputs["input_ids"].shape)
         self._layers.wrap = lambda number, layer: Bound(
@@ -175,9 +176,9 @@ class Stages(nn.ModuleList):
 
 
 def stage_of(model: nn.Module, place: Place) -> nn.Module:
-    """The rank's stage of ``model``, cut out in place, or its ``Stages``; the whole model where there is no pipeline.
+    """Return the rank's stage of ``model``, cut out in place, or its ``Stages``, or the whole model if there is no pipeline.
 
-    Each has its ``Stage`` as ``pipeline_stage``. Raises RequestError for a model that does not come apart.
+    Each has its ``Stage`` as ``pipeline_stage``. Raise RequestError for a model that does not come apart.
     """
     layout = place.plan.layout
     ranks = layout.pipeline_parallel
@@ -192,7 +193,7 @@ def stage_of(model: nn.Module, place: Place) -> nn.Module:
 
 
 def _to_run(model: Any) -> Any:
-    """Itself; of one whose weights are not read yet, the same with its buffers on the meta device too."""
+    """Return the model itself. If its weights are not read yet, return the same model with its buffers on the meta device too."""
     if not next(model.parameters()).is_meta:
         return model
     with torch.device("meta"):
@@ -200,12 +201,12 @@ def _to_run(model: Any) -> Any:
 
 
 def modules_of(model: nn.Module) -> list[nn.Module]:
-    """What of ``model`` runs as a model of its own: each stage of a rank, or all of it."""
+    """Return the modules of ``model`` that run as models of their own: each stage of a rank, or all of it."""
     return list(model) if isinstance(model, Stages) else [model]
 
 
 def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
-    """Of so many ``layers`` of the whole model, those that fall to each of these stages: a rank has its part, its first ones."""
+    """Return how many of the first ``layers`` layers fall to each of these stages. A rank has its share, in its first stages."""
     stages = [getattr(module, "pipeline_stage", None) for module in modules]
     if stages[0] is None:
         return [layers]
@@ -218,7 +219,10 @@ def layers_of_stages(layers: int, modules: list[nn.Module]) -> list[int]:
 
 
 def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
-    """What no running can change: why the model's layers cannot be shared by depth as the plan says, and the next best."""
+    """Return why the model's layers cannot be shared by depth as the plan says, and the next best, or None.
+
+    These reasons are known without running the model.
+    """
     layout = plan.layout
     if layout.pipeline_parallel == 1:
         return None
@@ -242,7 +246,7 @@ def reason_not_pipeline(model: nn.Module, plan: Plan) -> str | None:
 
 
 def as_stage(model: nn.Module, stage: Stage) -> nn.Module:
-    """``model``, which was cut to ``stage``."""
+    """Return ``model``, which was cut to ``stage``, set up to run as this stage."""
     model.forward = functools.update_wrapper(functools.partial(stage.forward), model.forward)
     model.pipeline_stage = stage  # type: ignore[assignment]
     return model
@@ -254,7 +258,7 @@ def _replace(model: nn.Module, path: str, module: nn.Module | None) -> None:
 
 
 def _with_own_path(model: nn.Module, path: str) -> nn.Module:
-    """A copy of the modules from ``model`` down to ``path``, whose other children are the same."""
+    """Return a copy of the modules from ``model`` down to ``path``, whose other children are the same."""
     own = copy.copy(model)
     own.__dict__.update({key: copy.copy(value) for key, value in vars(model).items() if isinstance(value, dict)})
     name, _, rest = path.partition(".")

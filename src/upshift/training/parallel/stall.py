@@ -1,4 +1,4 @@
-"""What ranks say of themselves, read together: who waits for whom since when, and who is slower than the rest. In words."""
+"""Read together what all ranks report, and say in words which ranks wait for which since when, and which rank is slower."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Waiting(Value):
 
 
 class Pulse(Value):
-    """Of one rank. Seconds are counted by its own clock, as clocks of hosts differ."""
+    """The report of one rank. It counts seconds by its own clock, as clocks of hosts differ."""
 
     rank: int
     beat: int  # grows while the process runs
@@ -39,9 +39,10 @@ class Pulse(Value):
 
 
 def stalled(pulses: list[Pulse], silent: Mapping[int, float], *, patience: float) -> str | None:
-    """None while no rank waits in one collective, or says nothing, for longer than ``patience`` seconds, or one still moves.
+    """Return in words that ranks are stalled, or None.
 
-    ``silent``: ranks that have said nothing for so many seconds, and what they said before does not count.
+    Return None unless a rank waits in one collective, or is silent, for longer than ``patience`` seconds. Return None also
+    while one rank still moves. ``silent`` holds the seconds of ranks that report nothing; their earlier reports do not count.
     """
     speaking = [pulse for pulse in pulses if pulse.rank not in silent]
     waiting = [pulse for pulse in speaking if pulse.waiting is not None]
@@ -71,7 +72,7 @@ def stalled(pulses: list[Pulse], silent: Mapping[int, float], *, patience: float
 
 
 def straggler(pulses: list[Pulse]) -> tuple[int, str] | None:
-    """The rank whose own work takes longest, where the others wait for it."""
+    """Return the rank whose own work takes longest, with words, if the others wait for it."""
     own = {pulse.rank: pulse.own_seconds for pulse in pulses if pulse.own_seconds is not None}
     if len(own) < 2:
         return None

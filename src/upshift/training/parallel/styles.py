@@ -1,6 +1,6 @@
-"""What a module with its part of a weight computes, for the plain styles of transformers' tensor-parallel plans.
+"""Compute a module's output from its part of a weight, for the plain styles of transformers' tensor-parallel plans.
 
-The weight is a DTensor, so that fully_shard and checkpoints know all of it; the module's own forward pass runs on this rank's
+The weight is a DTensor, so that fully_shard and checkpoints know all of it. The module's own forward pass runs on this rank's
 part, as a plain tensor.
 """
 
@@ -38,7 +38,7 @@ def local_weights(module: nn.Module, *, without_bias: bool = False) -> Iterator[
 
 
 def columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
-    """Rows of the weight: this rank's part of the output."""
+    """Return a forward pass with rows of the weight: it gives this rank's part of the output."""
     run = module.forward
 
     def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
@@ -50,7 +50,10 @@ def columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
 
 
 def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
-    """Columns of the weight: a term of the sum over ranks, of which each then has all or, of shared tokens, its own."""
+    """Return a forward pass with columns of the weight: it gives a term of the sum over ranks.
+
+    Each rank then has all of the sum or, if ranks share tokens, its own tokens of it.
+    """
     run, group = module.forward, mesh.get_group()
     there, back = (sum_shared, gathered) if sequence else (summed, same)
     if sequence:
@@ -69,7 +72,7 @@ def rows(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
 
 
 def entered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
-    """In a part that is not entered as one (layer_parts.py)."""
+    """Return a forward pass for columns in a part that is not entered as one (layer_parts.py)."""
     run, group = columns(module, mesh, sequence=sequence), mesh.get_group()
     return lambda hidden: run(Exchanged.apply(hidden, group, same, summed))  # type: ignore[no-untyped-call]
 
@@ -85,7 +88,7 @@ def gathered_columns(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> 
 
 
 def words(module: nn.Module, mesh: DeviceMesh, *, sequence: bool) -> Forward:
-    """An embedding: rows of zeros for the words of others, then the sum."""
+    """Return a forward pass of an embedding: rows of zeros for the words of other ranks, then the sum."""
     embedding: Any = module  # an nn.Embedding, or a class of the model's with the same attributes
     run, group, count = module.forward, mesh.get_group(), len(embedding.weight.to_local())
     first = mesh.get_local_rank() * count

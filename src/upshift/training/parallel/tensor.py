@@ -1,8 +1,8 @@
-"""Tensor parallelism: ranks share the matrices of every layer, as the model's own plan declares.
+"""Share the matrices of every layer among ranks (tensor parallelism), as the model's own plan declares.
 
-The plan names modules and styles (transformers.distributed.tensor_parallel), and weights are divided as transformers does it,
-into DTensors. Parts of layers with plain styles alone, embedding and head run by styles.py; whatever else a plan names runs as
-transformers has it.
+The plan names modules and styles (transformers.distributed.tensor_parallel). Weights are divided as transformers does it, into
+DTensors. Parts of layers with plain styles alone, embedding and head run by styles.py. Everything else that a plan names runs
+as transformers has it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,10 @@ PARTIAL = "replicated_with_grad_allreduce"  # transformers sums what was accumul
 
 
 def reason_not_tensor(model: nn.Module, plan: Plan) -> str | None:
-    """Why ranks cannot share this model's matrices as the plan says, and the next best; the model may be on the meta device."""
+    """Return why ranks cannot share this model's matrices as the plan says, and the next best, or None.
+
+    The model may be on the meta device.
+    """
     degree = plan.layout.tensor_parallel
     if degree == 1:
         return None
@@ -54,8 +57,11 @@ def reason_not_tensor(model: nn.Module, plan: Plan) -> str | None:
 
 
 def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
-    """Every module and weight that the ranks share, to its style. Experts that are shared whole have a plan of their own; a
-    tied weight is divided where all that have it are, and none of it is in another pipeline stage."""
+    """Return the style of every module and weight that the ranks share.
+
+    Experts that are shared whole have a plan of their own. A tied weight is divided if all its owners are, and none of them is
+    in another pipeline stage.
+    """
     found = _of_vocabulary(model, plan) | EXPAND_PLAN.of(model)(model.tp_plan)
     if plan.layout.expert_parallel > 1:
         experts = tuple(f"{name}." for name in EXPAND_PLAN.of(model)(model.ep_plan))
@@ -75,7 +81,7 @@ def planned(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
 
 
 def _of_vocabulary(model: PreTrainedModel, plan: Plan) -> dict[str, str]:
-    """Embedding and head, which not every plan names, where ranks are to have words of their own."""
+    """Return styles of embedding and head, which not every plan names, if each rank is to have words of its own."""
     if not plan.layout.vocabulary_parallel:
         return {}
     styles = {id(model.get_input_embeddings()): "embedding_rowwise", id(model.get_output_embeddings()): "colwise_gather_output"}
@@ -94,7 +100,7 @@ def _why_not_vocabulary(model: PreTrainedModel, degree: int) -> str | None:
 
 
 def divide_tensors(model: nn.Module, place: Place) -> None:
-    """In place: this rank's part of every divided weight, and the exchanges around them."""
+    """Divide the model in place: keep this rank's part of every divided weight, and exchange tensors around them."""
     if place.mesh is None or place.plan.layout.tensor_parallel == 1:
         return
     base, mesh, sequence = base_of(model), place.mesh["tensor"], place.plan.layout.sequence_parallel

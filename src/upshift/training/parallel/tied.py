@@ -1,7 +1,7 @@
-"""Weights that the first and the last pipeline stage both have, such as an embedding that is the head too.
+"""Keep weights equal that the first and the last pipeline stage both have, such as an embedding that is the head too.
 
-Both get the same gradient, the sum of the two, so both stay the same; in the norm of all gradients it counts once. An update that
-rounds at random draws other numbers in each stage: then the last one takes the first one's weights.
+Both stages get the same gradient, the sum of the two, so both weights stay the same. In the norm of all gradients it counts
+once. An update that rounds at random draws other numbers in each stage, so the last stage then takes the first one's weights.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from upshift.training.parallel.stage import Stage, modules_of
 
 
 def copies_in(model: nn.Module) -> set[nn.Parameter]:
-    """Weights of the last stage that the first has too."""
+    """Return weights of the last stage that the first has too."""
     return {weight for stage, weight in _shared(model) if stage.is_last}
 
 
 def sum_tied(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tensor | None]) -> None:
-    """In place, ``gradient_of`` each of them, between the first stage and the last: what this rank has of it."""
+    """Sum each gradient from ``gradient_of`` in place between the first stage and the last: this rank's part of it."""
     for stage, weight in _shared(model):
         own = gradient_of(weight)
         if own is None or not own.numel():
@@ -38,7 +38,7 @@ def sum_tied(model: nn.Module, gradient_of: Callable[[nn.Parameter], torch.Tenso
 
 @torch.no_grad()
 def agree_on_tied(model: nn.Module) -> None:
-    """After an update that rounds at random."""
+    """Copy the first stage's weights to the last, after an update that rounds at random."""
     for stage, weight in _shared(model):
         own = local(weight)
         whole = own.contiguous()
@@ -50,12 +50,12 @@ def agree_on_tied(model: nn.Module) -> None:
 
 
 def _peer(stage: Stage) -> int:
-    """The rank of the other one."""
+    """Return the rank of the other stage."""
     return dist.get_global_rank(stage.group, 0 if stage.is_last else dist.get_world_size(stage.group) - 1)
 
 
 def _shared(model: nn.Module) -> list[tuple[Stage, nn.Parameter]]:
-    """Trained ones, in an order that both stages have."""
+    """Return trained weights that both stages have, in an order that is the same in both."""
     modules = [module for module in modules_of(model) if hasattr(module, "pipeline_stage")]
     stages: list[tuple[nn.Module, Any]] = [(module, module.pipeline_stage) for module in modules]
     found = [(stage, module.get_parameter(name)) for module, stage in stages for name in stage.shared]

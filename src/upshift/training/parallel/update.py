@@ -1,4 +1,4 @@
-"""Which parts of the model's weights this rank updates, and the way there: from the last backward pass to clipped gradients."""
+"""Find the parts of the model's weights that this rank updates, and take gradients from the last backward pass to clipping."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from upshift.training.parallel.zero1 import DividedUpdate
 
 
 class DividedWeights:
-    """A Division (optimizers/on_parts.py) of weights that are DTensors, or whole on every rank: what is here is updated here."""
+    """A Division (optimizers/on_parts.py) of weights that are DTensors, or whole on every rank: each rank updates what it has."""
 
     def part(self, parameter: Tensor) -> Tensor:
         return local(parameter.detach())
@@ -41,15 +41,17 @@ class DividedWeights:
 
 
 def division_of(model: nn.Module, place: Place) -> Division | None:
-    """None where each rank updates all that it has, as one process does."""
+    """Return the division of the update, or None if each rank updates all that it has, as one process does."""
     if place.plan.layout.fully_shard == "optimizer":
         return DividedUpdate(model, place)
     return DividedWeights() if any(isinstance(parameter, DTensor) for parameter in model.parameters()) else None
 
 
 def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, *, summed: bool) -> None:
-    """What the optimizer's parameters have for gradients is the job's from here on. ``summed``: over the ranks with the same
-    weights it is already."""
+    """Give the optimizer's parameters the gradients of the whole job.
+
+    ``summed`` says that they are summed already over the ranks with the same weights.
+    """
     division = optimizer.division if isinstance(optimizer, OnParts) else None
 
     def gradient_of(parameter: Tensor) -> Tensor | None:
@@ -68,7 +70,7 @@ def sum_up(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, *, 
 
 
 def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, max_norm: float) -> float:
-    """The norm before clipping."""
+    """Clip the gradients. Return the norm before clipping."""
     if not isinstance(optimizer, OnParts) and place.plan.layout.pipeline_parallel == 1:
         return float(torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm))
     copies = copies_in(model)
@@ -78,7 +80,7 @@ def clip_all(optimizer: torch.optim.Optimizer, model: nn.Module, place: Place, m
 
 
 def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[tuple[Tensor, Spread, Tensor]]:
-    """This rank's part, over which ranks it is divided, and of which parameter it is."""
+    """Yield this rank's part of each gradient, the ranks that divide it, and its parameter."""
     if isinstance(optimizer, OnParts):
         for part, parameter in optimizer.parts.items():
             if part.grad is not None:
@@ -90,7 +92,7 @@ def _gradients(optimizer: torch.optim.Optimizer, model: nn.Module) -> Iterator[t
 
 
 def agree_on_overflow(scaler: torch.amp.GradScaler, optimizer: torch.optim.Optimizer, place: Place) -> None:
-    """After ``unscale_``: when one rank's part overflowed, all skip the update (as torch's ShardedGradScaler does)."""
+    """Skip the update on all ranks if one rank's part overflowed, after ``unscale_`` (as torch's ShardedGradScaler does)."""
     if place.mesh is not None and scaler.is_enabled():
         for found in SCALER_STATES.of(scaler)[id(optimizer)]["found_inf_per_device"].values():
             dist.all_reduce(found, op=dist.ReduceOp.MAX)

@@ -1,10 +1,10 @@
-"""A thread of every rank that says in the job's store what the rank does, and one that reads it when nothing moves.
+"""Report in the job's store, from a thread of every rank, what the rank does, and read the reports when nothing moves.
 
-While steps follow each other a rank says a line every few seconds, and nothing is looked up. A rank that has been in one step for
-longer than ``PATIENCE`` says which collective it waits in, by the record that torch keeps of the last ones (its flight recorder).
-Rank 0 reads what all say, and the others whether rank 0 speaks. Who waits in a step for a rank that has said nothing for
-``ENDS_AFTER`` ends its process, and so do all: a launcher can then start again without the host that is gone, for which gloo
-alone would wait half an hour.
+While steps follow each other a rank writes a line every few seconds, and nothing is looked up. A rank that has been in one
+step for longer than ``PATIENCE`` reports which collective it waits in, by the record that torch keeps of the last ones (its
+flight recorder). Rank 0 reads all reports, and the others read whether rank 0 reports. A rank that waits in a step for a rank
+that has been silent for ``ENDS_AFTER`` ends its process, and so do all: a launcher can then start again without the host that
+is gone, for which gloo alone would wait half an hour.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ OnWords = Callable[[int, str], None]  # the step, and what is said of it
 
 
 class Watch:
-    """Of one rank among several. ``step()`` stands around each step."""
+    """The watch of one rank among several. ``step()`` surrounds each step."""
 
     def __init__(self, plan: Plan, on_words: OnWords, output: Path | None = None) -> None:
         self.rank, self.size = rank_environment()
-        # Of the thread that makes this, and steps. Kept open: opening it takes 120 microseconds between the products of a step.
+        # The file of the thread that makes this object and steps. It stays open: opening it takes 120 microseconds of a step.
         self._schedstat = SCHEDSTAT.open("rb", buffering=0) if plan.device == "cpu" and SCHEDSTAT.exists() else None
         self._on_words, self._output = on_words, output
         self._reported = 0  # the last step of which this rank left a report
@@ -92,7 +92,7 @@ class Watch:
         self._state = (number, False, end)
 
     def _busy(self) -> float:
-        """Seconds that this thread, which computes and waits, had work: the time it slept is the others'."""
+        """Return the seconds that this thread, which computes and waits, had work. The time it slept belongs to the others."""
         if self._schedstat is None:
             return 0.0
         on_core, queued, _ = os.pread(self._schedstat.fileno(), 128, 0).split()
@@ -112,7 +112,10 @@ class Watch:
                 self._answered = time.monotonic()
 
     def _guard(self) -> None:
-        """The store's own time limits are its server's: who asks a stopped one waits for ever."""
+        """Leave the job if the store does not answer.
+
+        The store's own time limits are kept by its server: a request to a stopped server waits for ever.
+        """
         while not self._ends.wait(PERIOD):
             (step, in_step, since), now = self._state, time.monotonic()
             silence = now - self._answered
@@ -165,7 +168,7 @@ class Watch:
                 self._report("slow", mine.step, found[1], None)
 
     def _listen(self, mine: Pulse) -> None:
-        """Of a rank that is not 0, when it is late: whether rank 0 speaks, or has said why all end."""
+        """Check, on a late rank other than 0, whether rank 0 reports, or has written why all end."""
         if not mine.in_step or mine.seconds <= self.patience + 2 * PERIOD:
             return
         if self._store.check([GONE]):
@@ -179,7 +182,7 @@ class Watch:
             self._leave(mine.step, f"rank 0 says nothing since {format_seconds(silence)}")
 
     def _leave(self, step: int, words: str) -> None:
-        """With the process, in whatever its main thread waits."""
+        """End the process, whatever its main thread waits for."""
         words = f"{words}: its process is stopped, or its host is gone; this one ends"
         self._report("died", step, words, None)
         logger.error("rank %s, step %s: %s", self.rank, step, words)
@@ -191,7 +194,7 @@ class Watch:
             self._on_words(step, words)
 
     def _report(self, kind: str, step: int, words: str, waiting: Waiting | None) -> None:
-        """For `upshift doctor`: where every thread of this rank is."""
+        """Write a report for `upshift doctor`: where every thread of this rank is."""
         if self._output is None:
             return
         where = None if waiting is None else f"{waiting.name} {waiting.number} of group {waiting.group}"
@@ -199,7 +202,7 @@ class Watch:
         report.write(self._output)
 
     def _line(self) -> str | None:
-        """Of this package, the innermost that the main thread is in."""
+        """Return the innermost line of this package that the main thread is in."""
         frame = sys._current_frames().get(self._main)
         while frame is not None and not Path(frame.f_code.co_filename).is_relative_to(PACKAGE):
             frame = frame.f_back
@@ -212,7 +215,7 @@ class Watch:
 def watching(
     plan: Plan, on_words: OnWords, output: Path | None = None
 ) -> Iterator[Callable[[int], AbstractContextManager[None]]]:
-    """What stands around each step; with one process, nothing. ``output``: the folder that reports are left in."""
+    """Yield a context manager for each step; with one process it does nothing. ``output`` is the folder for reports."""
     if plan.num_processes == 1:
         yield lambda step: nullcontext()
         return
@@ -227,7 +230,8 @@ def watching(
 
 
 def _own_connection() -> Store:
-    """To the job's store: on the first one the main thread may wait, and whoever else asks then waits with it."""
+    """Return a connection of its own to the job's store. The main thread may wait on the first one, and any other caller with
+    it."""
     store = DEFAULT_STORE.get()()
     while isinstance(store, PrefixStore):
         store = store.underlying_store
@@ -237,7 +241,7 @@ def _own_connection() -> Store:
 
 
 def active_collective() -> Waiting | None:
-    """The oldest of this process that has begun and not ended."""
+    """Return the oldest collective of this process that has begun and not ended, or None."""
     try:
         library = FLIGHT_RECORDER.get()
     except MissingInternal:

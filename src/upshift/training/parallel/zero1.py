@@ -1,8 +1,8 @@
-"""ZeRO 1: every rank has all weights and gradients, and updates its rows of each weight. Gradients are reduced and scattered to
-the ranks that update them, updated weights gathered (Rajbhandari et al. 2020, section 5).
+"""Run ZeRO 1: every rank has all weights and gradients, and updates its rows of each weight.
 
-Rows are those that fully_shard would give the rank: ceil(rows / ranks) each, the last ranks fewer or none. Experts that ranks
-share are updated where they are, all of each.
+Gradients are reduced and scattered to the ranks that update them, and updated weights are gathered (Rajbhandari et al. 2020,
+section 5). Rows are those that fully_shard would give the rank: ceil(rows / ranks) each, the last ranks fewer or none. Experts
+that ranks share are updated where they are, all of each.
 """
 
 from __future__ import annotations
@@ -20,8 +20,10 @@ collectives = COLLECTIVES.get()  # a namespace of torch.ops, which is never miss
 
 
 class DividedUpdate:
-    """A Division (optimizers/on_parts.py) of all trained parameters. ``master_weights``: parts are fp32 copies, and the model is
-    bf16 from here on, but for the sums of its gradients."""
+    """A Division (optimizers/on_parts.py) of all trained parameters.
+
+    With ``master_weights`` parts are fp32 copies, and the model is bf16 from here on, except for the sums of its gradients.
+    """
 
     def __init__(self, model: nn.Module, place: Place) -> None:
         assert place.mesh is not None
@@ -45,7 +47,7 @@ class DividedUpdate:
                 parameter.register_post_accumulate_grad_hook(self._add)
 
     def _own(self, whole: Tensor) -> Tensor:
-        """This rank's rows."""
+        """Return this rank's rows."""
         begin, end = self._rows_of(whole)
         return _rows(whole)[begin:end]
 
@@ -71,7 +73,7 @@ class DividedUpdate:
         return self._parts[parameter]
 
     def whole_gradient(self, parameter: Tensor) -> Tensor:
-        """This rank's own, of all of the parameter."""
+        """Return this rank's own gradient of the whole parameter."""
         if self.masters:
             if parameter not in self._sums:
                 self._sums[parameter] = torch.zeros_like(local(parameter.data), dtype=torch.float32)
@@ -81,7 +83,7 @@ class DividedUpdate:
         return local(parameter.grad)
 
     def reduce(self) -> None:
-        """Gradients, bucket by bucket; the whole ones go."""
+        """Reduce gradients bucket by bucket, and drop the whole ones."""
         wholes = {parameter: self.whole_gradient(parameter) for parameter in self.trained}
         self.forget()
         for parameter in self.trained:
@@ -110,7 +112,7 @@ class DividedUpdate:
         return own if parameter in self._experts else (*own, (self.place.mesh["shard"], 0))
 
     def publish(self, parts: dict[Tensor, Tensor]) -> None:
-        """Into the weights of all ranks."""
+        """Copy the updated parts into the weights of all ranks."""
         for parameter in self._experts:
             if self.masters:
                 local(parameter.data).copy_(parts[parameter])
@@ -128,7 +130,7 @@ class DividedUpdate:
         self._sums.clear()
 
     def _padded(self, whole: Tensor) -> int:
-        """Elements of a rank's part, had all ranks as many rows."""
+        """Return the elements of a rank's part if all ranks had as many rows."""
         rows = _rows(whole)
         return -(-len(rows) // self.ranks) * rows[:1].numel()
 

@@ -1,1 +1,1 @@
-"""`upshift profile`: where the steps of a run went, against what the planner says they cost."""
+"""Measure for `upshift profile` where the steps of a run went, beside the planner's costs for them."""

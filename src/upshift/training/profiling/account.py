@@ -1,8 +1,8 @@
-"""Every nanosecond of the profiled steps of one rank goes to one kind of work: by operator on a CPU, by kernel on a device.
+"""Assign every nanosecond of one rank's profiled steps to one kind of work: by operator on a CPU, by kernel on a device.
 
-Of nested operators the innermost has the time. Time in which no operator runs is the host's (Python, autograd, queueing); where
-a collective is under way meanwhile, it is communication. What recording itself takes is taken off each operator alike, so that
-the kinds sum to the step as it is without the profiler.
+Of nested operators the innermost has the time. Time in which no operator runs is the host's (Python, autograd, queueing). If a
+collective is under way meanwhile, it is communication. The time that recording itself takes is taken off each operator alike,
+so that the kinds sum to the step as it is without the profiler.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _KERNELS_OF_PRODUCTS = ("gemm", "cutlass", "nvjet", "wgmma", "cublas", "Cijk_", 
 
 
 class Span(NamedTuple):
-    """An operator, or a range that was marked, on one thread; a kernel on a device. Nanoseconds."""
+    """An operator, or a range that was marked, on one thread, or a kernel on a device. Times are in nanoseconds."""
 
     name: str
     start: int
@@ -46,13 +46,13 @@ class Span(NamedTuple):
 
 class Account(NamedTuple):
     seconds: dict[str, float]  # by kind, of all steps together
-    head: dict[str, float]  # what of HEAD is products, attention and elementwise
+    head: dict[str, float]  # the parts of HEAD that are products, attention and elementwise
     spans: dict[str, int]  # how many operators, by kind
     operators: dict[str, tuple[float, int]]  # seconds of their own, and calls, by name
 
 
 def kind_of(name: str) -> str:
-    """Of an operator's own time."""
+    """Return the kind of an operator's own time."""
     if any(word in name for word in _COMMUNICATION):
         return COMMUNICATION
     if any(word in name for word in _ATTENTION):
@@ -67,7 +67,7 @@ def kind_of(name: str) -> str:
 
 
 def kind_of_kernel(name: str) -> str:
-    """Of a kernel on a device."""
+    """Return the kind of a kernel on a device."""
     if any(word in name for word in _COMMUNICATION):
         return COMMUNICATION
     if any(word in name.lower() for word in ("flash", "fmha", "attention")):
@@ -78,7 +78,7 @@ def kind_of_kernel(name: str) -> str:
 
 
 class Collectives:
-    """When some exchange was under way."""
+    """The times in which some exchange was under way."""
 
     def __init__(self, spans: Iterable[Span]) -> None:
         self._merged = merged(spans)
@@ -94,7 +94,7 @@ class Collectives:
 
 
 def merged(spans: Iterable[Span]) -> list[tuple[int, int]]:
-    """As intervals that do not touch."""
+    """Return the spans as intervals that do not touch."""
     found: list[tuple[int, int]] = []
     for span in sorted(spans, key=lambda span: span.start):
         if found and span.start <= found[-1][1]:
@@ -106,12 +106,12 @@ def merged(spans: Iterable[Span]) -> list[tuple[int, int]]:
 
 class _Open(NamedTuple):
     span: Span
-    kind: str | None  # of all that is inside; None: each operator's own
+    kind: str | None  # the kind of everything inside; None: each operator has its own
     in_head: bool
 
 
 class HostTime:
-    """Of the thread that computes. ``spans``: its own, nested; ``exchanges``: of any thread."""
+    """The time of the thread that computes. ``spans`` are its own, nested; ``exchanges`` are those of any thread."""
 
     def __init__(self, spans: list[Span], exchanges: list[Span]) -> None:
         self._spans = sorted(spans, key=lambda span: (span.start, -span.end))
@@ -123,7 +123,7 @@ class HostTime:
         self._head_sequences: set[int] = set()
 
     def account(self) -> Account:
-        """Only what is inside of a STEP_RANGE counts."""
+        """Return the account of the time. Only time inside a STEP_RANGE counts."""
         stack: list[_Open] = []
         now = 0
         for span in self._spans:
@@ -156,7 +156,7 @@ class HostTime:
         return opened.kind or kind_of(opened.span.name)
 
     def _until(self, stack: list[_Open], end: int, now: int) -> int:
-        """The time from ``now`` to ``end`` is that of the innermost."""
+        """Give the time from ``now`` to ``end`` to the innermost span."""
         if not stack or stack[0].span.name != STEP_RANGE or end <= now:
             return max(end, now)
         inner, start = stack[-1], max(now, stack[0].span.start)
@@ -176,7 +176,10 @@ class HostTime:
 
 
 def device_time(kernels: list[Span], updates: list[Span], steps: list[Span]) -> Account:
-    """Of a device: kernels by kind, exchanges only while nothing else runs. ``updates``, ``steps``: ranges on the device."""
+    """Return the account of a device: kernels by kind, exchanges only while nothing else runs.
+
+    ``updates`` and ``steps`` are ranges on the device.
+    """
     busy = Collectives(span for span in kernels if kind_of_kernel(span.name) != COMMUNICATION)
     together = Collectives(kernels)
     updating = Collectives(updates)
@@ -201,13 +204,16 @@ def device_time(kernels: list[Span], updates: list[Span], steps: list[Span]) -> 
 
 
 def recording_seconds(account: Account, *, profiled: float, plain: float) -> float:
-    """Of one operator; where steps under the profiler took longer than that explains, the machine was busier then."""
+    """Return the seconds that recording one operator takes.
+
+    If steps under the profiler took longer than that explains, the machine was busier then.
+    """
     operators = sum(account.spans.values())
     return min(max(profiled - plain, 0.0) / operators, RECORDING_SECONDS) if operators else 0.0
 
 
 def without_recording(account: Account, *, profiled: float, plain: float) -> dict[str, float]:
-    """Seconds by kind that sum to ``plain``, the same steps without the profiler."""
+    """Return seconds by kind that sum to ``plain``, the same steps without the profiler."""
     each = recording_seconds(account, profiled=profiled, plain=plain)
     left = {kind: max(value - each * account.spans.get(kind, 0), 0.0) for kind, value in account.seconds.items()}
     between = min(max(sum(left.values()) - plain, 0.0), left.get(IDLE, 0.0) / 2)  # recording takes time around operators, too

@@ -1,4 +1,4 @@
-"""Allocated bytes of a step, by phase, from what the allocator told the profiler."""
+"""Compute the allocated bytes of a step, by phase, from the allocator's events in the profiler."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ MEMORY_EVENT = "[memory]"
 
 
 def phases_of(events: list[Any]) -> dict[str, int]:
-    """The highest above what there was at first, in each phase. ``events``: the profiler's, of one step."""
+    """Return the most bytes above those at the start, in each phase. ``events`` are the profiler's, of one step."""
 
     def within(names: str) -> Collectives:
         found = [event for event in events if event.name().startswith(names)]

@@ -1,4 +1,4 @@
-"""What one rank measured of its steps, as it is written beside its trace."""
+"""Define the measurements of one rank's steps, as they are written beside its trace."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What `upshift profile` answers: the step by kind of work against its roofline, memory by phase, and what would help."""
+"""Define the report of `upshift profile`: the step by kind of work beside its roofline, memory by phase, and what would help."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def mean_kinds(ranks: tuple[RankProfile, ...]) -> dict[str, float]:
 
 
 def kinds_of(ranks: tuple[RankProfile, ...], roofline: dict[str, float]) -> tuple[Kind, ...]:
-    """``roofline``: seconds of a step, by kind."""
+    """Return the kinds of work. ``roofline`` has the seconds of a step, by kind."""
     found = []
     step = sum(rank.step_ms for rank in ranks) / len(ranks)
     for kind, ms in mean_kinds(ranks).items():
@@ -71,7 +71,7 @@ def kinds_of(ranks: tuple[RankProfile, ...], roofline: dict[str, float]) -> tupl
 
 
 def binding(kinds: tuple[Kind, ...]) -> tuple[str, str]:
-    """The kind that takes most, and what it is held up by, in words."""
+    """Return the kind that takes most, and what it is held up by, in words."""
     largest = max(kinds, key=lambda kind: kind.ms)
     words = f"{largest.share:.0%} of the step"
     if largest.times_roofline is not None:

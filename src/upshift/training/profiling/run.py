@@ -1,4 +1,4 @@
-"""Profiles what ``upshift train`` would run: a few steps of the same data, plan and loop, and what the planner makes of them."""
+"""Profile what ``upshift train`` would run: a few steps of the same data, plan and loop, and the planner's view of them."""
 
 from __future__ import annotations
 
@@ -50,8 +50,15 @@ def profile(
     watcher: Watcher | None = None,
     **request: Any,
 ) -> ProfileReport:
-    """``arguments`` and ``request``: as of ``upshift.training.run.train``. ``steps``: measured before the profiler runs.
-    ``resume_from``: the output folder of a run, for its plan. ``output``: where traces and the report go."""
+    """Profile a run, and return the report.
+
+    Args:
+        output: the folder for traces and the report.
+        steps: the steps that are measured before the profiler runs.
+        resume_from: the output folder of a run, for its plan.
+        arguments: as in ``upshift.training.run.train``.
+        request: as in ``upshift.training.run.train``.
+    """
     if read_ranks() is not None:
         raise RequestError("profile starts its own processes: leave the launcher out and give --nproc N to train")
     watcher, given = watcher or Watcher(), dict(arguments)
@@ -76,7 +83,7 @@ def profile(
 
 
 def _empty(output: Path) -> None:
-    """Of what an earlier profile left; anything else is a folder of somebody's."""
+    """Remove the files of an earlier profile. Raise RequestError for any other file: the folder is somebody's."""
     own = {REPORT_FILE, RUN_NAME, REPORT_FOLDER, LOCK_NAME}
     parts = [name.partition("{}") for name in (RANK_FILE, TRACE_FILE)]
     for path in output.iterdir() if output.is_dir() else ():
@@ -129,7 +136,7 @@ def _can_run(prepared: Prepared, planning: Planning, candidate: Candidate, plan:
 
 
 def _memory(prepared: Prepared, ranks: tuple[RankProfile, ...]) -> tuple[PhaseMemory, ...]:
-    """Of the rank that holds most, as the prediction is."""
+    """Return the memory of the rank that holds most, as the prediction does."""
     predicted = {phase: sum(parts.values()) for phase, parts in prepared.predicted.memory.items()}
     predicted["step"] = max((predicted[phase] for phase in PHASES if phase in predicted), default=0.0)
     phases = [*ranks[0].memory_gib]

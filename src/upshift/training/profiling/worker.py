@@ -1,4 +1,4 @@
-"""In the process of a job: its first steps, measured plainly, then under torch's profiler; nothing is saved."""
+"""Measure a job's first steps in its process, plainly and then under torch's profiler. Nothing is saved."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ NUM_OPERATORS = 12
 
 
 class ProfiledLoop(TrainingLoop):
-    """Steps as the loop's own, from the same batches."""
+    """A loop whose steps are the training loop's own, from the same batches."""
 
     def profile(self) -> RankProfile:
         self._tell(Started(self.progress.step, self.arguments.max_steps, 0, self.num_parameters, self.plan.label(), None))
@@ -110,7 +110,7 @@ class ProfiledLoop(TrainingLoop):
                 torch.cuda.synchronize()
 
     def _memory(self, batches: Iterator[GlobalBatch]) -> dict[str, float]:
-        """One step under the allocator's meter, which is slow: it is not among those that are timed."""
+        """Run one step under the allocator's meter, which is slow: this step is not among those that are timed."""
         before = in_memory_bytes(self.stepper.model, self.stepper.optimizer)
         if self.plan.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
@@ -121,7 +121,10 @@ class ProfiledLoop(TrainingLoop):
         return {name: gib(before + size) for name, size in phases_of(_events(profiler)).items()}
 
     def _marks_head(self) -> bool:
-        """A stage of a pipeline has no whole forward pass, and a compiled one has no hooks inside."""
+        """Return whether the head can be marked.
+
+        A stage of a pipeline has no whole forward pass, and a compiled one has no hooks inside.
+        """
         return self.plan.layout.pipeline_parallel == 1 and self.plan.torch_compile != "model"
 
 
@@ -147,13 +150,13 @@ def _span(event: Any) -> Span:
 
 
 def _head(account: Account, kinds: dict[str, float]) -> dict[str, float]:
-    """Of a step, in ms; in proportion to what was recorded."""
+    """Return the head's ms of a step by kind, in proportion to what was recorded."""
     whole, corrected = sum(account.head.values()), kinds.get("head and loss", 0.0)
     return {kind: 1000 * seconds / whole * corrected / PROFILED for kind, seconds in account.head.items()} if whole else {}
 
 
 def _operators(account: Account, each: float, *, on_device: bool) -> tuple[Operator, ...]:
-    """``each``: seconds that recording one takes."""
+    """Return the operators that take most. ``each`` is the seconds that recording one takes."""
     kind = kind_of_kernel if on_device else kind_of
     own = {name: (max(seconds - each * calls, 0.0), calls) for name, (seconds, calls) in account.operators.items()}
     largest = sorted(own.items(), key=lambda item: -item[1][0])[:NUM_OPERATORS]
@@ -165,7 +168,7 @@ def _operators(account: Account, each: float, *, on_device: bool) -> tuple[Opera
 
 @contextmanager
 def _marked_head(model: nn.Module, marks: bool) -> Iterator[None]:
-    """From the end of the model without its head to the end of the whole."""
+    """Mark the time from the end of the model without its head to the end of the whole."""
     whole = base_of(model)
     body = getattr(whole, "base_model", whole)
     if not marks or body is whole:

@@ -1,1 +1,1 @@
-"""``upshift.Trainer``: the arguments and behaviour of transformers.Trainer, steps by the plan."""
+"""Provide ``upshift.Trainer``: the arguments and behaviour of transformers.Trainer, with steps computed by the plan."""

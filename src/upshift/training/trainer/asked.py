@@ -1,4 +1,4 @@
-"""What the user set by hand in TrainingArguments, as fixed fields of the plan."""
+"""Translate what the user set by hand in TrainingArguments into fixed fields of the plan."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ OWN_LOOP_OPTIMIZERS = ("lomo", "adalomo")  # they update inside the backward pas
 
 
 class Ours(list[Any]):
-    """The options of ``debug`` without underflow_overflow, which was among them."""
+    """A list with the options of ``debug`` after underflow_overflow was taken out of them."""
 
 
 def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> tuple[str, ...]:
-    """``field=value`` for the planner. ``optimizer_given``: an optimizer or its class came through Trainer's arguments."""
+    """Return ``field=value`` assignments for the planner.
+
+    ``optimizer_given`` says that an optimizer or its class came through Trainer's arguments.
+    """
     fixed = {"num_processes": str(arguments.world_size), "weight_offload": "none", **dict.fromkeys(ONLY_WHEN_ASKED, "False")}
     if arguments.bf16 or arguments.fp16:
         fixed["precision"] = "bf16" if arguments.bf16 else "fp16"
@@ -41,7 +44,7 @@ def fixed_fields(arguments: Any, *, num_layers: int, optimizer_given: bool) -> t
 
 
 def check_fixed(fixed: tuple[str, ...], arguments: Any, *, device: str, optimizer_given: bool) -> None:
-    """Raises RequestError for a field, as "field=value", that the Trainer cannot honour beside the user's arguments."""
+    """Raise RequestError for a field, as "field=value", that the Trainer cannot honour beside the user's arguments."""
     for assignment in fixed:
         name, _, value = assignment.partition("=")
         if name == "num_processes":
@@ -75,7 +78,7 @@ def check_limits(*, memory_limit_gib: float | None, trial_seconds: float | None)
 
 
 def fields_of(plan: Plan) -> tuple[str, ...]:
-    """What a given plan asks for that is only taken when asked for."""
+    """Return, as "field=value", the fields of a given plan that the Trainer uses only when somebody asks for them."""
     switched = (f"{name}=True" for name in ONLY_WHEN_ASKED if getattr(plan, name))
     return (f"weight_offload={plan.weight_offload}", f"mup_base={plan.mup_base}", *switched)
 
@@ -93,11 +96,11 @@ def optimizer_name(arguments: Any) -> str:
 
 
 def allowed_by_hand(arguments: Any) -> tuple[str, ...]:
-    """Changes of the mathematics that the user asked for by naming an optimizer."""
+    """Return the changes of the mathematics that the user asked for by naming an optimizer."""
     name = optimizer_name(arguments)
     if not was_set(arguments, "optim") or name not in optimizers():
         return ()
-    alone: dict[str, Any] = {"precision": "fp32", "optim": name}  # what the answer depends on
+    alone: dict[str, Any] = {"precision": "fp32", "optim": name}  # the answer depends on these fields alone
     plan = Plan.model_construct(**alone)
     return plan.changes_mathematics
 
@@ -108,7 +111,7 @@ def recomputes(arguments: Any) -> bool:
 
 
 def check_devices(arguments: Any) -> None:
-    """Raises RequestError where one process would train on several devices."""
+    """Raise RequestError if one process would train on several devices."""
     if arguments.n_gpu > 1:
         raise RequestError(
             f"{arguments.n_gpu} GPUs are visible to one process: start one for each (torchrun --nproc-per-node {arguments.n_gpu} "

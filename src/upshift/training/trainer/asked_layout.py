@@ -1,4 +1,4 @@
-"""What the launcher and the user's arguments say of several processes: which ranks there are, and how they share the model."""
+"""Read from the launcher and the user's arguments which ranks there are, and how they share the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upshift.planning.layout import Layout
 from upshift.planning.plan import ALONE, Plan
 from upshift.settings import read_ranks
 
-# Of fsdp_config. What else is set there says how accelerate's own wrapper works, and is refused.
+# Fields of fsdp_config. All others control accelerate's own wrapper, so take_fsdp refuses them.
 HONOURED_OF_FSDP = ("reshard_after_forward", "version", "auto_wrap_policy", "transformer_layer_cls_to_wrap", "min_num_params",
                     "state_dict_type", "cpu_ram_efficient_loading", "sync_module_states", "use_orig_params", "forward_prefetch",
                     "backward_prefetch", "limit_all_gathers")  # fmt: skip
@@ -18,8 +18,11 @@ KEEPS_WEIGHTS = (False, "false", "SHARD_GRAD_OP")  # values of reshard_after_for
 
 
 def join_ranks(arguments: Any) -> None:
-    """Where a launcher started several processes without a GPU, transformers sees each alone unless it is told use_cpu; it would
-    train as many copies."""
+    """Set use_cpu if a launcher started several processes without a GPU.
+
+    Without use_cpu, transformers sees each process alone and would train as many copies. Raise RequestError if transformers
+    still sees another number of ranks.
+    """
     ranks = read_ranks()
     if ranks is None or ranks.size == 1 or arguments.world_size > 1 or arguments.device.type != "cpu":
         return
@@ -33,13 +36,16 @@ def join_ranks(arguments: Any) -> None:
 
 
 def local_ranks() -> int:
-    """Of this host."""
+    """Return the number of ranks on this host."""
     ranks = read_ranks()
     return ranks.local_size if ranks is not None else 1
 
 
 def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
-    """(the arguments without fsdp, for which accelerate would wrap the model, the layout asked for). Raises RequestError."""
+    """Return the arguments without fsdp, and the layout that fsdp asked for.
+
+    With fsdp set, accelerate would wrap the model. Raise RequestError for options that cannot be honoured.
+    """
     if not arguments.fsdp:
         return arguments, ALONE
     config = dict(arguments.fsdp_config or {})
@@ -59,13 +65,13 @@ def take_fsdp(arguments: Any) -> tuple[Any, Layout]:
 
 
 def layout_fields(layout: Layout) -> tuple[str, ...]:
-    """``field=value`` for the planner."""
+    """Return ``field=value`` assignments for the planner."""
     fields = ("fully_shard", "shard_size")
     return tuple(f"{name}={getattr(layout, name)}" for name in fields if getattr(layout, name) != getattr(ALONE, name))
 
 
 def not_in_trainer(plan: Plan, *, optimizer_given: bool, averages: bool) -> str | None:
-    """Why the Trainer does not run a layout, or None. ``averages``: labels are counted over all ranks."""
+    """Return why the Trainer does not run a layout, or None. ``averages`` says that labels are counted over all ranks."""
     layout = plan.layout
     if layout.pipeline_parallel > 1:
         return "pipeline_parallel has logits in its last stage alone, and a Trainer wants them; use upshift train, or fully_shard"

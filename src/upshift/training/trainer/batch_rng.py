@@ -1,9 +1,9 @@
-"""The random numbers of batches that are made before they are trained on.
+"""Restore the random numbers of batches that are made before they are trained on.
 
-accelerate's data loader is one batch ahead, so at a checkpoint one batch is made already, with random numbers drawn
-before the last step. A resumed run collates it again with the same numbers, and then goes on with those of the checkpoint;
-transformers restores the generators only after that batch and the next one. Random numbers that a dataset itself draws
-when it is asked for a sample are not drawn again the same way.
+accelerate's data loader is one batch ahead. At a checkpoint one batch is therefore made already, with random numbers drawn
+before the last step. A resumed run collates this batch again with the same numbers, and then goes on with the numbers of the
+checkpoint. transformers restores the generators only after that batch and the next one. Random numbers that a dataset itself
+draws when it returns a sample are not drawn again the same way.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from upshift.training.trainer.library_files import SavedRng
 
 
 class BatchRng:
-    """Watches one data loader that makes its batches in this process."""
+    """A watcher of one data loader that makes its batches in this process."""
 
     def __init__(self) -> None:
         self._iterator: Any = None
@@ -37,7 +37,7 @@ class BatchRng:
             one.collate_fn = collate
 
     def next_batches(self, iterator: Iterator[Any]) -> None:
-        """Before batches are taken from an iterator over the loader."""
+        """Note the iterator over the loader before batches are taken from it."""
         if iterator is not self._iterator:
             self._iterator, self._ahead = iterator, 0
 
@@ -46,15 +46,18 @@ class BatchRng:
 
     @property
     def ahead(self) -> HostRng | None:
-        """Before collating the batch that is made and not handed out; None: there is none, or other processes make them."""
+        """Return the state before collating the batch that is made and not handed out.
+
+        Return None if there is no such batch, or if other processes make the batches.
+        """
         return self._before if self._ahead == 1 else None
 
     def resume(self, state: SavedRng, device: torch.device) -> None:
-        """The next batch is made with the random numbers of `state.before_batch`; then the generators go on from `state`."""
+        """Make the next batch with the random numbers of `state.before_batch`; then let the generators go on from `state`."""
         self._again = (state, device) if state.before_batch is not None else None
 
     def resumed(self) -> bool:
-        """Has the batch of `resume` come, with what follows it? From now on no batch is made again."""
+        """Return whether the batch of `resume` was made and the generators restored. From now on no batch is made again."""
         restored, self._again, self._restored = self._restored, None, False
         return restored
 

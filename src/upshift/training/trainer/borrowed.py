@@ -1,4 +1,4 @@
-"""Functions of transformers that run as they are, but for one name."""
+"""Run functions of transformers as they are, except for one global name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,10 @@ from typing import Any
 
 
 def with_global(function: Callable[..., Any], name: str, value: Any) -> Callable[..., Any]:
-    """The same function, reading another value for one global of its module, which stays as it is.
+    """Return a copy of the function that reads another value for one global of its module. The module stays as it is.
 
-    A copy of its text would age with every version of transformers; a change of the module would reach other trainers.
+    A copy of the function's text would age with every version of transformers. A change of the module would reach other
+    trainers.
     """
     namespace = {**function.__globals__, name: value}
     copy = types.FunctionType(function.__code__, namespace, function.__name__, function.__defaults__, function.__closure__)

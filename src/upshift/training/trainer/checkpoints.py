@@ -1,4 +1,4 @@
-"""Checkpoints of a Trainer: resuming from the newest whole one, to the bit, and from those of transformers.Trainer."""
+"""Resume a Trainer from the newest whole checkpoint, to the bit, and from checkpoints of transformers.Trainer."""
 
 from __future__ import annotations
 
@@ -39,21 +39,23 @@ logger = logging.getLogger(__name__)
 
 
 class PlainCheckpoints(PlainSaving):
-    """For a subclass of transformers.Trainer: PlainSaving says how checkpoints are saved, and either library goes on from both.
+    """A mix-in that resumes a subclass of transformers.Trainer. PlainSaving says how checkpoints are saved. Either library
+    goes on from the checkpoints of both.
 
-    Resuming restores weights, optimizer, schedule, scaler and random numbers bit for bit, and also what a data collator
-    drew for the batch that was made ahead; data loader workers draw anew. `resume_from_checkpoint=True` takes the newest
-    whole checkpoint. Raises RequestError for a checkpoint that is not whole, and for files that need code to be unpickled.
+    Resuming restores weights, optimizer state, schedule, scaler and random numbers bit for bit. It also restores what a data
+    collator drew for the batch that was made ahead. Data loader workers draw anew. `resume_from_checkpoint=True` takes the
+    newest whole checkpoint. Resuming raises RequestError for a checkpoint that is not whole, and for files that need code to
+    be unpickled.
     """
 
     def train(self: Any, resume_from_checkpoint: str | bool | None = None, *args: Any, **options: Any) -> Any:
-        """As transformers.Trainer.train."""
+        """Train as transformers.Trainer.train does."""
         if resume_from_checkpoint is True:
             resume_from_checkpoint = str(newest_resumable(Path(self.args.output_dir)))
         return super().train(resume_from_checkpoint, *args, **options)
 
     def _tune_save_checkpoint(self: Any, checkpoint_dir: str) -> None:
-        """What Ray keeps of a trial, for it or another one to go on from."""
+        """Write the checkpoint of a trial that Ray keeps. This trial or another one can go on from it."""
         run_dir = Path(checkpoint_dir)
         final = run_dir / f"checkpoint-{self.state.global_step}"
         temporary = final.with_name(f"{final.name}.tmp")
@@ -113,13 +115,13 @@ class PlainCheckpoints(PlainSaving):
         return read_rng(directory, rank=self._upshift_rng_rank(), world_size=self.args.world_size)
 
     def _upshift_rng_rank(self: Any) -> int:
-        """Whose random numbers this rank draws: ranks that share every layer's matrices drop out the same."""
+        """Return the rank whose random numbers this rank draws: ranks of tensor parallelism must drop out the same elements."""
         place = getattr(self, "_upshift_place", None)
         degree = place.plan.layout.tensor_parallel if place is not None else 1
         return int(self.args.process_index) // degree * degree
 
     def _upshift_is_divided_checkpoint(self: Any, directory: Path) -> bool:
-        """Whether a checkpoint, or this rank, has the model in parts."""
+        """Return whether a checkpoint, or this rank, has the model in parts."""
         return is_divided(directory) or self._upshift_has_parts()
 
     def _load_best_model(self: Any) -> None:
@@ -146,7 +148,7 @@ class PlainCheckpoints(PlainSaving):
     def get_batch_samples(
         self: Any, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], torch.Tensor | int | None]:
-        """As transformers.Trainer.get_batch_samples."""
+        """Return the batches and their number of items as transformers.Trainer.get_batch_samples does."""
         self._upshift_batch_rng.next_batches(epoch_iterator)
         batches, num_items = super().get_batch_samples(epoch_iterator, num_batches, device)
         self._upshift_batch_rng.handed_out(len(batches))

@@ -1,6 +1,5 @@
-"""The Trainer's plan: from the live model, the user's arguments and a sample of the data. Where a plan cannot be made, the
-user's own settings run, for a stated reason.
-"""
+"""Choose the Trainer's plan from the live model, the user's arguments and a sample of the data. If no plan can be made, run
+the user's own settings and state the reason."""
 
 from __future__ import annotations
 
@@ -38,8 +37,8 @@ from upshift.training.trainer.separable import Split
 from upshift.training.trials import known_proof, try_plans
 from upshift.units import GIB
 
-TRIAL_SHARE = 0.05  # of the run's predicted time may go into trials, of a long run
-LONG_RUN_SHARE = 0.02  # where that is more than the usual minute
+TRIAL_SHARE = 0.05  # share of the run's predicted time that trials may take
+LONG_RUN_SHARE = 0.02  # share of a long run, if that is more than the usual minute
 USUAL_TRIAL_SECONDS, LONGEST_TRIAL_SECONDS = 60.0, 300.0
 MIN_TRIAL_SECONDS = 8.0  # the plain default and one more
 WORTH_WORKERS = 0.01  # of a step
@@ -49,7 +48,7 @@ SHORT_RUN_SECONDS = 30.0  # tracing a model takes about as long
 
 @dataclass(frozen=True)
 class Request:
-    """What a plan is asked for."""
+    """The inputs from which ``choose`` makes a plan."""
 
     model: nn.Module
     sample: Sample
@@ -63,14 +62,14 @@ class Request:
     trial_seconds: float | None  # at most; None: by the length of the run
     device: str
     clips_gradients: bool
-    memory_limit_gib: float | None  # that the process, or the device, may hold; None: what is free
+    memory_limit_gib: float | None  # limit of the process, or the device; None: the free memory
     host: Host  # of all ranks
     reason_not: Callable[[Plan], str | None]  # why the model, or the Trainer, cannot run a plan
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``planning`` is None where the user's own settings run, for ``reason``."""
+    """The plan that runs. ``planning`` is None if the user's own settings run, for ``reason``."""
 
     plan: Plan
     reason: str = ""
@@ -87,7 +86,7 @@ class Choice:
 
     @property
     def free_bytes(self) -> float | None:
-        """Memory that was free on the device when the plan was made."""
+        """Return the bytes of memory that were free on the device when the plan was made, or None if unknown."""
         host = self.planning.host if self.planning else None
         if host is None:
             return None
@@ -96,8 +95,10 @@ class Choice:
 
 
 def correct(choice: Choice, *, rows: int) -> Choice:
-    """After a step ran out: the plan with smaller micro-batches, and in the cache, so that the next run starts with it no
-    more."""
+    """Return the choice with smaller micro-batches after a step ran out of memory.
+
+    Remove the old plan from the cache, so that the next run does not start with it.
+    """
     batch, held = choice.plan.per_device_train_batch_size, choice.plan.global_batch
     smaller = next((size for size in range(min(rows, batch), 0, -1) if held % size == 0), 1)
     if choice.proof_file is not None:
@@ -116,7 +117,7 @@ def plain_plan(
     num_processes: int = 1,
     layout: Layout = ALONE,
 ) -> Plan:
-    """The user's own settings: nothing is cut, nothing is changed."""
+    """Return a plan of the user's own settings: no batch is cut, and nothing is changed."""
     return Plan(
         device="cuda" if device == "cuda" else "cpu",
         host=host.fingerprint,
@@ -131,7 +132,7 @@ def plain_plan(
 
 
 def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried: None) -> Choice:
-    """Raises RequestError where the model cannot be planned for, NothingFits where no plan fits."""
+    """Return the plan to run. Raise RequestError if the model cannot be planned for, and NothingFits if no plan fits."""
     lengths = histogram(request.rows)
     source = source_of(request.model)
     allow = check_allow(request.allow)
@@ -162,7 +163,8 @@ def choose(request: Request, *, on_trial: Callable[[Tried], None] = lambda tried
 
 
 def isolated(split: Split, model: nn.Module) -> Split:
-    """Return ``split`` without what the model's architecture was not seen to allow: its own weights may hide what leaks."""
+    """Return ``split`` without what the test of the model's architecture does not allow: the model's own weights may hide what
+    leaks."""
     try:
         isolation = isolation_of(source_of(model))
     except RequestError as problem:
@@ -183,7 +185,7 @@ def check_given(plan: Plan, split: Split) -> None:
 
 
 def limited(host: Host, memory_limit_gib: float | None) -> Host:
-    """The host as if no more memory were free."""
+    """Return the host with at most this much free memory."""
     if memory_limit_gib is None:
         return host
     name = "gpu" if host.gpu else "cpu"
@@ -244,7 +246,7 @@ def _stored(request: Request) -> StoredRows:
 
 
 def count_workers(drawing: float, step: float, *, device: str, cores: int) -> tuple[int, str]:
-    """How many processes draw batches, and why. ``drawing``, ``step``: seconds of one global batch."""
+    """Return how many processes draw batches, and why. ``drawing`` and ``step`` are seconds for one global batch."""
     share = drawing / step
     told = f"drawing a global batch takes {1000 * drawing:.1f} ms, {share:.1%} of a step"
     if device == "cpu":

@@ -1,4 +1,4 @@
-"""How ``upshift.Trainer`` comes to its plan: from the user's arguments, the live model and a sample of the data."""
+"""Collect the user's arguments, the live model and a sample of the data, from which ``upshift.Trainer`` chooses its plan."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ STEP_OVER_FORWARD = 3.0  # GUIDES H20: the backward pass has twice the FLOPs of 
 
 
 class Choosing(LibraryTrainer):
-    """Mixed into transformers' Trainer classes below ``PlannedTraining``, which sets what the user asked for."""
+    """A mix-in of transformers' Trainer classes, below ``PlannedTraining``, which sets the options of the user."""
 
     args: Any
     data_collator: Any
@@ -84,8 +84,11 @@ class Choosing(LibraryTrainer):
         def _upshift_steps_by_batch(self) -> bool: ...
 
     def _upshift_choose(self) -> tuple[Choice, Split]:
-        """The plan, and how the loss splits. Raises RequestError for what the user asked of the plan, NothingFits. Once ranks
-        have their parts of the model, what was chosen stays."""
+        """Return the plan, and how the loss splits.
+
+        Once ranks have their parts of the model, the first choice stays. Raise RequestError if the user's options for the plan
+        cannot be met, and NothingFits if no plan fits.
+        """
         if self._upshift_last_choice is None or not self._upshift_is_divided:
             if self.args.world_size > 1:
                 chosen = chosen_by_rank_0(self._upshift_choose_on_this_rank)
@@ -163,7 +166,7 @@ class Choosing(LibraryTrainer):
         return sample.rows(num_batches, encoder_decoder=decoder, shifts_labels=shifts)
 
     def _upshift_measure_split(self, sample: Sample, rows: CollatedRows, total_steps: int) -> tuple[Split, float]:
-        """(how the loss splits, seconds of one row's forward pass). ``rows``: of the whole sample."""
+        """Return how the loss splits, and the seconds of one row's forward pass. ``rows`` are those of the whole sample."""
         first = self._upshift_collated_rows(sample, self.args.gradient_accumulation_steps)
         counts = "labels" in sample.batches[0] and (self.model_accepts_loss_kwargs or self.compute_loss_func is not None)
         times: list[float] = []
@@ -207,7 +210,7 @@ class Choosing(LibraryTrainer):
 
     @contextmanager
     def _upshift_at_step(self, step: int, total_steps: int) -> Iterator[None]:
-        """A loss may read from ``self.state`` how far the training is."""
+        """Set ``self.state`` to a step while open: a loss may read there how far the training is."""
         before, self.state = self.state, copy.copy(self.state)
         self.state.global_step, self.state.max_steps = step, total_steps
         self.state.epoch = self.args.num_train_epochs * step / max(total_steps, 1)
@@ -218,7 +221,7 @@ class Choosing(LibraryTrainer):
 
     @contextmanager
     def _upshift_without_logging(self) -> Iterator[None]:
-        """A loss that is measured is not of the training: neither its log nor callbacks hear of it."""
+        """Disable ``log`` while open: a loss that is only measured reaches neither the log nor callbacks."""
         own = vars(self).get("log")
         self.log = lambda *arguments, **named: None  # type: ignore[method-assign]
         try:
@@ -242,7 +245,7 @@ class Choosing(LibraryTrainer):
             *fixed_fields(self.args, num_layers=layers, optimizer_given=given),
             *layout_fields(self._upshift_requested_layout),
         )
-        named = {assignment.partition("=")[0] for assignment in self._upshift_fixed}  # what is fixed by hand stands for itself
+        named = {assignment.partition("=")[0] for assignment in self._upshift_fixed}  # these win over the arguments
         fixed = [*(assignment for assignment in by_arguments if assignment.partition("=")[0] not in named), *self._upshift_fixed]
         if self._upshift_loss_is_of_script:
             fixed.append("loss_chunk_tokens=0")
@@ -252,7 +255,10 @@ class Choosing(LibraryTrainer):
         return tuple(fixed)
 
     def _upshift_host(self, *, probe: bool) -> Host:
-        """Of all ranks. Those of other hosts are as many, and alike (transformers' own ranks say no more)."""
+        """Return the host of all ranks.
+
+        Other hosts are assumed to have as many ranks and the same devices (transformers' own ranks say no more).
+        """
         host, world, here = find_host(None, probe=probe), self.args.world_size, local_ranks()
         if world == 1:
             return host.one_device()
@@ -261,7 +267,7 @@ class Choosing(LibraryTrainer):
         return host.changed(num_nodes=world // here) if world > here else host
 
     def _upshift_reason_not(self, plan: Plan) -> str | None:
-        """Why this model, or the Trainer, cannot run a plan."""
+        """Return why this model, or the Trainer, cannot run a plan, or None."""
         if plan.num_processes != self.args.world_size:
             return f"the plan is for num_processes={plan.num_processes}, and {self.args.world_size} are here; plan again for them"
         averages = bool(self.args.average_tokens_across_devices)
@@ -270,7 +276,7 @@ class Choosing(LibraryTrainer):
 
     @property
     def _upshift_optimizer_is_given(self) -> bool:
-        """By the script, and not made in an earlier training."""
+        """Return whether the script gave the optimizer, which an earlier training did not make."""
         return self._upshift_last_choice is None and (self.optimizer is not None or self.optimizer_cls_and_kwargs is not None)
 
     @property
@@ -287,7 +293,7 @@ class Choosing(LibraryTrainer):
 
     @property
     def _upshift_loss_is_of_library(self) -> bool:
-        """Whether it is code of transformers: means over labels."""
+        """Return whether code of transformers computes the loss: means over labels."""
         base = base_of(self.model)
         function = LOSS_FUNCTION.read(base)  # one that the user set
         codes = (type(base), function) if function is not None else (type(base),)
@@ -297,5 +303,5 @@ class Choosing(LibraryTrainer):
 
     @property
     def _upshift_loss_is_of_script(self) -> bool:
-        """Whether the user's code computes the loss, which may look at the logits."""
+        """Return whether the user's code computes the loss, which may look at the logits."""
         return type(self).compute_loss is not self._upshift_library_class.compute_loss or self.compute_loss_func is not None

@@ -1,4 +1,4 @@
-"""A decision that rank 0 makes for all."""
+"""Let rank 0 make a decision for all ranks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,10 @@ T = TypeVar("T")
 
 
 def chosen_by_rank_0(choose: Callable[[], T]) -> T:
-    """All ranks call it. Raises on each what ``choose`` raised; random numbers stay those of all ranks."""
+    """Return what ``choose`` returns on rank 0. All ranks call this function together.
+
+    Raise on each rank the error that ``choose`` raised. Random numbers stay the same on all ranks.
+    """
     said: list[Any] = [None]
     if dist.get_rank() == 0:
         try:

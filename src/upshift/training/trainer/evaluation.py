@@ -1,6 +1,6 @@
-"""Evaluation and prediction of a transformers.Trainer whose outputs need not fit into memory.
+"""Evaluate and predict with a transformers.Trainer whose outputs need not fit into memory.
 
-The loop is transformers' own; only the container in which it collects losses, outputs, labels and inputs is another one.
+The loop is transformers' own. Only the container in which it collects losses, outputs, labels and inputs is another one.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ CONTAINER = "EvalLoopContainer"  # the name by which transformers' loop makes it
 
 
 class StreamedEvaluation(LibraryTrainer):
-    """For a subclass of transformers.Trainer: outputs beyond 32 MiB go to disk, and arrive as memory-mapped arrays.
+    """A mix-in for a subclass of transformers.Trainer. Outputs beyond 32 MiB go to disk, and arrive as memory-mapped arrays.
 
-    evaluate, predict and compute_metrics see the values, types and shapes that transformers gives; arrays that were on
-    disk are numpy.memmap, which may be written to. Raises JobFailed when the disk is full, RequestError when the outputs
-    of two batches cannot be one array.
+    evaluate, predict and compute_metrics see the values, types and shapes that transformers gives. Arrays that were on disk
+    are numpy.memmap, which may be written to. The loop raises JobFailed when the disk is full, and RequestError when the
+    outputs of two batches cannot be one array.
     """
 
     args: Any
@@ -41,7 +41,7 @@ class StreamedEvaluation(LibraryTrainer):
         ignore_keys: list[str] | None = None,
         metric_key_prefix: str = "eval",
     ) -> EvalLoopOutput:
-        """As transformers.Trainer.evaluation_loop."""
+        """Evaluate as transformers.Trainer.evaluation_loop does."""
         spool = Spool(spool_directory(Path(self.args.output_dir)), HELD_BYTES)
 
         def container(do_nested_concat: bool = True, padding_index: int = -100) -> Outputs:
@@ -53,7 +53,7 @@ class StreamedEvaluation(LibraryTrainer):
         return output
 
     def _upshift_predict_in_step(self) -> AbstractContextManager[None]:
-        """Open around a loop; of a Trainer of several ranks."""
+        """Return a context that is open around a loop. A Trainer of several ranks overrides it."""
         return nullcontext()
 
 
@@ -106,7 +106,7 @@ class Outputs:
 
 
 def _take_apart(tree: Any, leaves: list[torch.Tensor]) -> Any:
-    """Appends the tensors of nested lists, tuples and mappings to `leaves`; the structure that held them."""
+    """Append the tensors of nested lists, tuples and mappings to `leaves`. Return the structure that held them."""
     if isinstance(tree, torch.Tensor):
         leaves.append(tree)
         return torch.Tensor

@@ -1,7 +1,6 @@
-"""What becomes of every field of transformers.TrainingArguments: honoured, planned where left unset, or refused when set.
+"""Say what becomes of every field of transformers.TrainingArguments: honoured, planned if left unset, or refused when set.
 
-docs/training_arguments.md is written from this table by docs/write_tables.py; a test compares both with the installed
-transformers.
+docs/write_tables.py writes docs/training_arguments.md from this table. A test compares both with the installed transformers.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ FIELDS: dict[str, Field] = {
 
 
 def was_set(arguments: Any, name: str) -> bool:
-    """Whether a field differs from its default: what TrainingArguments can tell of the user's hand."""
+    """Return whether a field differs from its default, which is all that TrainingArguments can tell of what the user set."""
     field = next((field for field in dataclasses.fields(arguments) if field.name == name), None)
     if field is None or not field.init:
         return False
@@ -104,12 +103,12 @@ def was_set(arguments: Any, name: str) -> bool:
 
 
 def _is_nothing(value: Any) -> bool:
-    """0 is a number that somebody gave, and no absence."""
+    """Return whether a value means that nothing was set. 0 is a number that somebody gave."""
     return value is None or value is False or (isinstance(value, str | list | tuple | dict) and not value)
 
 
 def refuse_unsupported(arguments: Any) -> None:
-    """Raises RequestError naming the first argument that cannot be honoured."""
+    """Raise RequestError that names the first argument that cannot be honoured."""
     for field in dataclasses.fields(arguments):
         known = FIELDS.get(field.name)
         if (
@@ -132,7 +131,7 @@ def _in_one_line(value: Any) -> str:
 
 
 def _is_made_by_default(arguments: Any, name: str) -> bool:
-    """Whether TrainingArguments itself makes this value of a default."""
+    """Return whether TrainingArguments itself makes this value from its defaults."""
     from transformers import TrainingArguments
 
     defaults = TrainingArguments(arguments.output_dir, use_cpu=arguments.use_cpu)
@@ -140,14 +139,14 @@ def _is_made_by_default(arguments: Any, name: str) -> bool:
 
 
 def is_core(name: str) -> bool:
-    """Whether a field is of TrainingArguments itself: a script's own subclass may add others, which are its own."""
+    """Return whether TrainingArguments itself has this field. A script's subclass may add fields of its own."""
     from transformers import TrainingArguments
 
     return name in {field.name for field in dataclasses.fields(TrainingArguments)}
 
 
 def markdown() -> str:
-    """docs/training_arguments.md."""
+    """Return the text of docs/training_arguments.md."""
     order = {"planned": 0, "refused": 1, "honoured": 2}
     rows = sorted(FIELDS.items(), key=lambda entry: (order[entry[1].treatment], entry[0]))
     lines = [

@@ -1,6 +1,7 @@
-"""The class that mix-ins of ``upshift.Trainer`` are written for: transformers.Trainer for type checkers, nothing at run time.
+"""Define the base class of the mix-ins of ``upshift.Trainer``: transformers.Trainer for type checkers, ``object`` at run time.
 
-At run time each mix-in stands before transformers' class, one of two, in the bases of ``upshift.Trainer`` or ``Seq2SeqTrainer``.
+At run time each mix-in stands before transformers' class, one of two, in the bases of ``upshift.Trainer`` or
+``Seq2SeqTrainer``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The files that transformers.Trainer reads when it resumes: optimizer.pt, scheduler.pt, scaler.pt and rng_state.pth.
+"""Read and write the files from which transformers.Trainer resumes: optimizer.pt, scheduler.pt, scaler.pt and rng_state.pth.
 
-Both libraries write and read them, so a run may go on with the other one. They are torch's own format and hold tensors, numbers
-and containers; torch reads them with ``weights_only=True``, which runs no code that a file names. optimizer_parameters.json
-stands beside optimizer.pt where this library wrote it, and says which parameter each number means.
+Both libraries write and read them, so a run may go on with the other one. They are torch's own format and hold tensors,
+numbers and containers. torch reads them with ``weights_only=True``, which runs no code that a file names. If this library
+wrote optimizer.pt, optimizer_parameters.json stands beside it and says which parameter each number means.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OptimizerNames(Value):
 
 @dataclass(frozen=True)
 class OptimizerCopy:
-    """What is written of an optimizer: its state_dict, and the names of its parameters."""
+    """The parts of an optimizer that a checkpoint holds: its state_dict, and the names of its parameters."""
 
     state: dict[str, Any]
     names: OptimizerNames
@@ -58,7 +58,7 @@ def optimizer_names(optimizer: torch.optim.Optimizer, model: nn.Module) -> Optim
 
 
 def copy_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module, *, to_host: bool) -> OptimizerCopy:
-    """``to_host``: training goes on while it is written."""
+    """Return the optimizer's state and names. ``to_host`` copies the tensors, because training goes on while they are written."""
     state = optimizer.state_dict()
     return OptimizerCopy(_copied(state, HostCopies()) if to_host else state, optimizer_names(optimizer, model))
 
@@ -74,7 +74,7 @@ def _copied(value: Any, copies: HostCopies) -> Any:
 
 
 def write_optimizer(directory: Path, optimizer: OptimizerCopy) -> None:
-    """Raises RequestError where the state holds objects that torch would have to unpickle."""
+    """Write the optimizer's state and names. Raise RequestError if the state holds objects that torch would have to unpickle."""
     path = directory / OPTIMIZER_FILE
     write_file(path, optimizer.state)
     (directory / OPTIMIZER_NAMES_FILE).write_text(optimizer.names.to_json(), encoding="utf-8")
@@ -88,7 +88,7 @@ def write_optimizer(directory: Path, optimizer: OptimizerCopy) -> None:
 
 @dataclass(frozen=True)
 class _Match:
-    """One parameter group of the running optimizer beside what was saved of it."""
+    """One parameter group of the running optimizer, together with the group that was saved."""
 
     group: dict[str, Any]
     saved: dict[str, Any]
@@ -124,7 +124,7 @@ def read_optimizer(directory: Path, optimizer: torch.optim.Optimizer, model: nn.
 
 
 def _match_groups(directory: Path, groups: list[Any], optimizer: torch.optim.Optimizer, model: nn.Module) -> list[_Match]:
-    """By the names of parameters; by their places in a file of transformers, which has no names."""
+    """Match groups by the names of parameters, or by their places if the file has no names, as transformers writes it."""
     names = _read_names(directory)
     if names is None:
         sizes = [len(group["params"]) for group in groups]
@@ -166,7 +166,7 @@ def _read_names(directory: Path) -> OptimizerNames | None:
 
 
 def _restore_options(directory: Path, match: _Match, kind: str) -> None:
-    """Learning rate, betas and the rest; how a step is computed stays as the running optimizer has it."""
+    """Restore the learning rate, betas and other options. How a step is computed stays as the running optimizer has it."""
     ignored = {"params", *IMPLEMENTATION_OPTIONS}
     saved = {key: value for key, value in match.saved.items() if key not in ignored}
     missing = match.group.keys() - saved.keys() - ignored
@@ -184,7 +184,7 @@ def _restore_options(directory: Path, match: _Match, kind: str) -> None:
 
 
 def _check_shapes(path: Path, parameter: Tensor, state: Mapping[str, Any]) -> None:
-    """Without names, parameters are told apart by their places alone."""
+    """Raise RequestError if a state has another shape than its parameter. Without names, only places tell parameters apart."""
     for key, value in state.items():
         whole = isinstance(value, Tensor) and type(value) is Tensor and value.ndim == parameter.ndim > 0
         if key in WHOLE_STATES and whole and value.shape != parameter.shape:
@@ -195,8 +195,11 @@ def _check_shapes(path: Path, parameter: Tensor, state: Mapping[str, Any]) -> No
 
 
 def by_names(directory: Path, groups: tuple[tuple[str, ...], ...], kind: str) -> tuple[SavedOptimizer, dict[str, Tensor]]:
-    """Return the optimizer's state in the form of ranks that have parts: by the names of parameters. ``groups``: the names of the
-    running optimizer's parameters, which stand in this order in a file of transformers. ``kind``: its class."""
+    """Return the optimizer's state by the names of parameters, which is the form of ranks that have parts.
+
+    ``groups`` are the names of the running optimizer's parameters, in the order of a file of transformers. ``kind`` is the
+    optimizer's class.
+    """
     saved = read_file(directory / OPTIMIZER_FILE)
     names = _read_names(directory) or OptimizerNames(optimizer_class=kind, groups=groups)
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in names.groups]:
@@ -225,7 +228,8 @@ def by_names(directory: Path, groups: tuple[tuple[str, ...], ...], kind: str) ->
 
 
 def check_plain(holder: Any) -> None:
-    """Raise RequestError, naming what is no number, string, container or tensor in the state_dict of a schedule or a scaler."""
+    """Raise RequestError if the state_dict of a schedule or a scaler holds something else than numbers, strings, containers
+    and tensors. The error names it."""
     try:
         to_json(holder.state_dict(), type(holder).__name__)
     except NotPlain as error:
@@ -233,7 +237,8 @@ def check_plain(holder: Any) -> None:
 
 
 def write_state(path: Path, holder: Any) -> None:
-    """Write the state_dict of a schedule or a scaler. What torch does not read back as plain data is JSON beside the file."""
+    """Write the state_dict of a schedule or a scaler. If torch does not read it back as plain data, write JSON beside the
+    file."""
     check_plain(holder)
     state = holder.state_dict()
     write_file(path, state)
@@ -245,7 +250,7 @@ def write_state(path: Path, holder: Any) -> None:
 
 
 def read_state(path: Path, holder: Any) -> None:
-    """Do nothing where there is no such file."""
+    """Load the state into a schedule or a scaler. Do nothing if there is no such file."""
     text = path.with_suffix(".json")
     if text.is_file():
         holder.load_state_dict(from_json(json.loads(text.read_bytes())))
@@ -258,7 +263,8 @@ def rng_file(directory: Path, rank: int, world_size: int) -> Path:
 
 
 def capture_rng(device: torch.device, before_batch: HostRng | None) -> dict[str, Any]:
-    """The state of all generators in transformers' form. ``before_batch``: where making the next batch began."""
+    """Return the state of all generators in transformers' form. ``before_batch`` is the state when making the next batch
+    began."""
     state: dict[str, Any] = _as_saved(host_rng())
     if device.type == "cuda":
         state["cuda"] = torch.cuda.get_rng_state(device)
@@ -288,7 +294,7 @@ class SavedRng:
 
 
 def read_rng(directory: Path, *, rank: int, world_size: int) -> SavedRng | None:
-    """Return None when the checkpoint has no random numbers of this rank."""
+    """Return the saved random numbers, or None if the checkpoint has none for this rank."""
     paths = [rng_file(directory, rank, count) for count in (world_size, 1 if world_size > 1 else 2)]
     if rank > 0:
         paths = paths[:1]
@@ -309,7 +315,7 @@ def _host_rng(saved: Mapping[str, Any]) -> HostRng:
 
 
 def write_file(path: Path, value: Any) -> None:
-    """Raise OSError where the file cannot be written, for which torch has a RuntimeError."""
+    """Write a value with torch. Raise OSError, in place of torch's RuntimeError, if the file cannot be written."""
     try:
         with path.open("wb") as file:
             torch.save(value, file)
@@ -319,7 +325,7 @@ def write_file(path: Path, value: Any) -> None:
 
 
 def read_file(path: Path) -> Any:
-    """Raise RequestError for a file that is damaged, or that names code which would have to run."""
+    """Return the value of a file. Raise RequestError if the file is damaged, or names code which would have to run."""
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
     except (OSError, RuntimeError, EOFError, pickle.UnpicklingError) as error:

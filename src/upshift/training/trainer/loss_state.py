@@ -1,8 +1,8 @@
-"""What a script's loss, data set and collator keep between calls: found, compared and put back.
+"""Find, compare and restore what a script's loss, data set and collator keep between calls.
 
 A loss that counts its calls, or moves an average on, gives other values when a batch is computed in parts. Looking at the loss
-and at the data must leave no trace in the training. What is looked at: attributes, objects and functions of the script that they
-lead to, buffers of modules, and generators of random numbers.
+and at the data must leave no trace in the training. The search covers attributes, objects and functions of the script that
+they lead to, buffers of modules, and generators of random numbers.
 """
 
 from __future__ import annotations
@@ -36,11 +36,13 @@ def is_of_library(kind: type) -> bool:
 
 
 class KeptState:
-    """All that some objects and functions keep at one moment."""
+    """A record of all that some objects and functions keep at one moment."""
 
     def __init__(self, *, without: frozenset[str] = frozenset(), **roots: Any) -> None:
-        """``roots``: by the names to tell them by. Their attributes are looked at, of whatever class they are, but those of
-        ``without``."""
+        """Record the state of ``roots``, which are given by name.
+
+        All attributes of a root are recorded, whatever its class, except those named in ``without``.
+        """
         self._seen: set[int] = set()
         self._kept: list[tuple[str, Callable[[], bool], Callable[[], None]]] = []  # name, has it changed, put it back
         self._alive: list[Any] = []  # an id is one object's while that lives
@@ -55,7 +57,7 @@ class KeptState:
                     self._visit(name, value, 1)
 
     def changed(self) -> str | None:
-        """Return the name of what is not as it was, or None."""
+        """Return the name of something that has changed, or None."""
         return next((name for name, has_changed, _ in self._kept if has_changed()), None)
 
     def restore(self) -> None:
@@ -72,7 +74,7 @@ class KeptState:
             self._visit(part_name, part, depth + 1)
 
     def _parts(self, name: str, value: Any) -> Iterator[tuple[str, Any]]:
-        """Keep one value; yield what it leads to."""
+        """Keep one value. Yield the values that it leads to."""
         if isinstance(value, Tensor):
             self._keep_tensor(name, value)
         elif isinstance(value, dict) and len(value) <= MOST_ITEMS:

@@ -1,4 +1,4 @@
-"""The weights of a Trainer's checkpoint, written and read through the model's own methods, as transformers does."""
+"""Write and read the weights of a Trainer's checkpoint through the model's own methods, as transformers does."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def has_own_format(model: nn.Module) -> bool:
 
 
 def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor] | None, *, original_names: bool) -> None:
-    """Write the model as a Hugging Face directory where it has one. ``weights``: a copy of its state_dict, or None."""
+    """Write the model, as a Hugging Face directory if its class has one. ``weights`` is a copy of its state_dict, or None."""
     if isinstance(model, PreTrainedModel):
         if has_own_format(model):
             model.save_pretrained(directory, state_dict=weights, is_main_process=True)
@@ -45,7 +45,7 @@ def write_trained(directory: Path, model: nn.Module, weights: dict[str, Tensor] 
 
 
 def read_trained(directory: Path, model: nn.Module) -> None:
-    """Load the weights by the model's load_state_dict. Raise RequestError if they are another model's."""
+    """Load the weights by the model's load_state_dict. Raise RequestError if they belong to another model."""
     stored = find_safetensors(directory).tensors
     names = {plain_name(name): name for name in model.state_dict()}
     if not has_own_format(model):
@@ -73,7 +73,7 @@ def _check_stored(directory: Path, stored: Mapping[str, StoredTensor], model: nn
 
 
 def names_not_stored(stored: Any, model: nn.Module) -> list[str]:
-    """Return the model's weights that are not among the stored names, and not tied to one that is."""
+    """Return the names of the model's weights that are not stored, and not tied to a stored weight."""
     targets = {plain_name(name): tensor for name, tensor in model.state_dict().items()}
     filled = {(tensor.data_ptr(), tensor.shape) for name, tensor in targets.items() if name in stored}
     patterns = [re.compile(pattern) for pattern in NOT_SAVED.read(model) or ()]
@@ -87,8 +87,10 @@ def names_not_stored(stored: Any, model: nn.Module) -> list[str]:
 
 
 def read_published_names(directory: Path, model: nn.Module) -> bool:
-    """Load weights whose names are those of the published format, which transformers' checkpoints have. Return False if there is
-    nothing to translate. Raise RequestError where they do not become this model."""
+    """Load weights that have the names of the published format, as transformers' checkpoints do.
+
+    Return False if there is nothing to translate. Raise RequestError if the weights do not fit this model.
+    """
     if not isinstance(model, PreTrainedModel) or has_own_format(model) or not any(directory.glob("*.safetensors")):
         return False
     stored = find_safetensors(directory).tensors

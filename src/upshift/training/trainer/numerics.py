@@ -1,4 +1,4 @@
-"""What the Trainer does about numbers: ``debug="underflow_overflow"``, and a word before the first step of fp16."""
+"""Watch the Trainer's numbers: run ``debug="underflow_overflow"``, and warn before the first step of fp16."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ OPTION = "underflow_overflow"
 
 @contextmanager
 def without_their_own(arguments: Any) -> Iterator[None]:
-    """transformers' ``train`` attaches its own class by the option, before there is a plan: it does not see it meanwhile."""
+    """Hide the option underflow_overflow while open.
+
+    transformers' ``train`` would attach its own class by this option, before there is a plan.
+    """
     asked = arguments.debug
     arguments.debug = Ours(option for option in asked if option != OPTION) if OPTION in asked else asked
     try:

@@ -1,4 +1,4 @@
-"""The state of schedulers, of whatever class, in JSON and back: the containers of Python and numbers, no objects."""
+"""Convert the state of schedulers of any class to JSON and back: the containers of Python and numbers, no objects."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-KIND = "is"  # the key that marks what JSON has no word for
+KIND = "is"  # the key that marks a type that JSON does not have
 CONTAINERS: dict[str, type] = {"tuple": tuple, "set": set, "frozenset": frozenset}
 MAPPINGS: dict[str, type] = {"dict": dict, "Counter": Counter, "OrderedDict": OrderedDict}
 
 
 class NotPlain(Exception):
-    """What cannot be written, and where it stands."""
+    """An object that cannot be written, and its place in the state."""
 
 
 def to_json(value: Any, where: str) -> Any:
-    """Raises NotPlain, which names the place from `where` on."""
+    """Return the value as plain JSON data. Raise NotPlain, which names the place from `where` on."""
     if value is None or type(value) in (bool, int, float, str):
         return value
     if type(value) is list:

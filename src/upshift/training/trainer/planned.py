@@ -1,7 +1,7 @@
-"""The training half of ``upshift.Trainer``: a plan before the first step, and every step by it.
+"""Make a plan before the first step of ``upshift.Trainer``, and compute every step by it.
 
-Mixed into transformers' Trainer classes, before them. What a user's subclass overrides stays in charge: its own
-``training_step`` is called, and its ``compute_loss`` is measured like any other loss before a batch is cut.
+These classes are mixed into transformers' Trainer classes, before them. Methods that a user's subclass overrides stay in
+charge: its own ``training_step`` is called, and its ``compute_loss`` is measured like any other loss before a batch is cut.
 """
 
 from __future__ import annotations
@@ -55,10 +55,16 @@ SHARED_ARGUMENTS = ("learning_rate", "weight_decay", "adam_beta1", "adam_beta2",
 
 
 class PlannedTraining(NotedSteps, Choosing, SharedTraining):
-    """``plan``: run this one. ``fixed``: fields of the plan, as "field=value". ``allow``: changes of the mathematics that the
-    plan may make. ``trial_seconds``: at most so long, and 5 % of the run, goes into trying plans (0: none are
-    tried); None: a minute, or 2 % of a run for which that is more, five minutes at most.
-    ``memory_limit_gib``: what the process (on a GPU: the device) may hold; None: all that is free."""
+    """The training half of ``upshift.Trainer``.
+
+    Args:
+        plan: the plan to run.
+        fixed: fields of the plan, as "field=value".
+        allow: changes of the mathematics that the plan may make.
+        trial_seconds: the most seconds that trials of plans take (0: no trials), and never more than 5 % of the run. None: a
+            minute, or 2 % of the run if that is more, five minutes at most.
+        memory_limit_gib: the memory that the process (on a GPU: the device) may hold. None: all that is free.
+    """
 
     def __init__(
         self,
@@ -122,7 +128,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         return output
 
     def training_step(self, model: nn.Module, inputs: Any, num_items_in_batch: Any = None) -> Tensor:
-        """Collects the batches of one optimizer step and computes them with the last."""
+        """Collect the batches of one optimizer step, and compute all of them when the last one comes."""
         if self._upshift_batch_step is None:
             return super().training_step(model, inputs, num_items_in_batch)
         self._upshift_waiting_batches.append(inputs)
@@ -147,8 +153,10 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         super()._maybe_log_save_evaluate(*arguments, **named)
 
     def _upshift_finish_broken_step(self) -> None:
-        """Compute batches that wait for others after a callback has ended the epoch between them: transformers has computed each
-        when it came, so their gradients count in the next step."""
+        """Compute the batches that still wait for others after a callback ended the epoch.
+
+        transformers has computed each batch when it came, so their gradients count in the next step.
+        """
         batches, self._upshift_waiting_batches = self._upshift_waiting_batches, []
         for batch in batches:
             loss = super().training_step(self.model_wrapped, batch, self._upshift_waiting_items)
@@ -156,13 +164,16 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
 
     @property
     def _upshift_steps_by_batch(self) -> bool:
-        """Whether the user's training_step finds the gradients that transformers' would: where it is called for each of several
-        batches, and among several ranks, where it may go backward itself, or twice."""
+        """Return whether the user's training_step must find gradients batch by batch, as in transformers.
+
+        This holds if it is called for each of several batches. It also holds among several ranks, where it may go backward
+        itself, or twice.
+        """
         is_own = getattr(self.training_step, "__func__", None) is not PlannedTraining.training_step
         return is_own and (self.args.gradient_accumulation_steps > 1 or self._upshift_has_ranks)
 
     def _upshift_is_scaled(self, num_items: Any) -> bool:
-        """transformers' own rule (Trainer.training_step)."""
+        """Return whether the loss is normalized over the whole step, by transformers' own rule (Trainer.training_step)."""
         said = getattr(self, "loss_is_scaled_for_ga", None)
         if said is not None:
             return bool(said)
@@ -179,7 +190,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
 
     @contextlib.contextmanager
     def _upshift_as_planned(self, plan: Plan) -> Iterator[None]:
-        """The model, the process and the optimizer as the plan says; the process's settings come back afterwards."""
+        """Set up the model, the process and the optimizer by the plan. Restore the process's settings afterwards."""
         if self.upshift_choice is None or self.upshift_choice.planning is None and self._upshift_given_plan is None:
             self._upshift_divide_model(plan)
             self._upshift_shard_model()
@@ -212,7 +223,8 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
                 recompute_layers(self.model, 0)
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
-        """As transformers.Trainer.create_optimizer; by our own hand where the plan has one that transformers has not."""
+        """Create the optimizer as transformers.Trainer.create_optimizer does. Build it here if transformers lacks the plan's
+        optimizer."""
         plan = self.upshift_choice.plan if self.upshift_choice is not None else None
         library_optimizers: Any = type(self.args.optim)  # an enum
         own = plan is not None and (plan.optim not in {*library_optimizers} or rounds_stochastically(plan) or plan.optim_offload)
@@ -274,7 +286,10 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         )
 
     def _upshift_loss_of(self, inputs: Any, num_items: Any) -> Tensor:
-        """``compute_loss``; but transformers smooths labels over logits, which a chunked head never has: it smooths itself."""
+        """Return the loss of ``compute_loss``.
+
+        transformers smooths labels over logits, which a chunked head never has. Such a head smooths labels itself.
+        """
         inputs, model = self._prepare_inputs(inputs), self.model_wrapped
         assert self.upshift_choice is not None
         offloading = activations_on_host(model) if self.upshift_choice.plan.activation_offload else contextlib.nullcontext()
@@ -297,7 +312,7 @@ class PlannedTraining(NotedSteps, Choosing, SharedTraining):
         self._upshift_memory_scene = read_scene(torch.device(self.args.device).type)
 
     def _upshift_forget_gradients(self) -> None:
-        """Those of parts, which the model does not know of."""
+        """Drop the gradients of this rank's parts, which the model does not know of."""
         if isinstance(self._upshift_plain_optimizer(), OnParts):
             self._upshift_plain_optimizer().zero_grad()
         if self._upshift_batch_step is not None:

@@ -1,4 +1,4 @@
-"""What the Trainer says of its plan, on standard error: the script's own output stays its own."""
+"""Print the Trainer's plan on standard error, because standard output belongs to the script."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upshift.units import gib
 
 
 def report(choice: Choice) -> list[str]:
-    """The plan, what it is expected to do against the plain default, and why."""
+    """Return lines that show the plan, its expected speed beside the plain default, and the reasons."""
     if choice.planning is None or choice.candidate is None:
         return [f"your own settings run: {choice.reason}"]
     planning, candidate = choice.planning, choice.candidate

@@ -1,4 +1,4 @@
-"""A few batches of the user's own data, drawn before training without disturbing it."""
+"""Draw a few batches of the user's own data before training without disturbing it."""
 
 from __future__ import annotations
 
@@ -30,17 +30,19 @@ class Sample:
     seconds_per_batch: float
 
     def rows(self, num_batches: int, *, encoder_decoder: bool, shifts_labels: bool) -> CollatedRows:
-        """Of its first batches. Raises NotRows."""
+        """Return the rows of the first ``num_batches`` batches. Raise NotRows if they are not made of rows."""
         return CollatedRows(self.batches[:num_batches], encoder_decoder=encoder_decoder, shifts_labels=shifts_labels)
 
 
 class NoSample(ValueError):
-    """The data cannot be looked at, or not without using it up; the words say why."""
+    """The data cannot be looked at, or not without using it up. The message says why."""
 
 
 def draw_sample(loader: Any, *, accumulation: int) -> Sample:
-    """From ``trainer.get_train_dataloader()``. Raises NoSample for data that can be read once only, and for batches that are not
-    made of examples and a collator."""
+    """Return a sample of ``trainer.get_train_dataloader()``.
+
+    Raise NoSample for data that can be read once only, and for batches that are not made of examples and a collator.
+    """
     dataset, collate = getattr(loader, "dataset", None), getattr(loader, "collate_fn", None)
     batch_size, sampler = getattr(loader, "batch_size", None), getattr(loader, "batch_sampler", None)
     if dataset is None or collate is None or batch_size is sampler is None:
@@ -80,6 +82,6 @@ def _examples(dataset: Any, count: int) -> Iterator[Any]:
 
 
 def histogram(rows: CollatedRows) -> LengthHistogram:
-    """Lengths of the longer side of each row; the sequence length is the longest, rounded up."""
+    """Return the lengths of the longer side of each row. The sequence length is the longest, rounded up."""
     lengths = [max(pair) for pair in zip(rows.lengths, rows.target_lengths, strict=True)]
     return histogram_of(np.array(lengths), round_up(max(*lengths, WIDTH_MULTIPLE), WIDTH_MULTIPLE))

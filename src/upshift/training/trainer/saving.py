@@ -1,8 +1,8 @@
-"""How the Trainer saves: a checkpoint is whole or absent, and written while training goes on.
+"""Save checkpoints of the Trainer while training goes on. A checkpoint is whole or absent.
 
 `checkpoint-<step>` holds what transformers puts there, and transformers can go on from it (library_files.py). Three files are
-different: training_args.json in place of a pickle; optimizer_parameters.json, with the names of what the optimizer updates; and
-last upshift_state.json, which lists all files. No file needs code to be unpickled.
+different: training_args.json replaces a pickle; optimizer_parameters.json has the names of what the optimizer updates; and
+upshift_state.json, written last, lists all files. No file needs code to be unpickled.
 """
 
 from __future__ import annotations
@@ -59,12 +59,13 @@ OURS = ("upshift", "transformers")  # packages whose savers are known to leave o
 class PlainSaving(LibraryTrainer):
     """The saving half of PlainCheckpoints.
 
-    Training waits for copying weights and optimizer state to host memory; a thread writes the copies, one checkpoint at a
-    time. What fails there is raised at the next step, or where training ends. It waits for the finished files where
+    Training waits while weights and optimizer state are copied to host memory. A thread writes the copies, one checkpoint at a
+    time. An error there is raised at the next step, or at the end of training. Training waits for the finished files if
 
     - a callback has an on_save of its own, or push_to_hub is on: these read the files of the checkpoint;
     - a subclass saves something in a way of its own, which may read what training changes meanwhile;
-    - save_only_model is on: the files are for others to read; or enable_jit_checkpoint, which marks unfinished ones itself;
+    - save_only_model is on, because the files are for others to read; or enable_jit_checkpoint, which marks unfinished ones
+      itself;
     - host memory has no room for the copies beside what training has needed so far.
     """
 
@@ -75,7 +76,11 @@ class PlainSaving(LibraryTrainer):
         self._upshift_unfinished_checkpoint: Path | None = None  # being written
 
     def _save_checkpoint(self: Any, model: nn.Module, trial: Any) -> None:
-        """Raises JobFailed, naming the checkpoint that is still loadable, when this one or the one before cannot be written."""
+        """Save a checkpoint.
+
+        Raise JobFailed if this checkpoint or the one before cannot be written. The error names the checkpoint that is still
+        loadable.
+        """
         self._upshift_writer.wait()
         if self.hp_search_backend is None and trial is None:
             self.store_flos()
@@ -105,12 +110,12 @@ class PlainSaving(LibraryTrainer):
             self._push_from_checkpoint(str(final))
 
     def _upshift_has_parts(self: Any) -> bool:
-        """Whether this rank has less than all."""
+        """Return whether this rank has less than the whole model and optimizer state."""
         place = getattr(self, "_upshift_place", None)
         return place is not None and (place.plan.layout.exchanges or isinstance(self._upshift_plain_optimizer(), OnParts))
 
     def _upshift_save_together(self: Any, run_dir: Path, temporary: Path, final: Path) -> None:
-        """While training waits."""
+        """Save the parts of all ranks while training waits."""
         if self.args.save_only_model:
             raise RequestError("save_only_model has whole models, and ranks have parts here; leave it out, or use save_model")
         finish = partial(
@@ -185,7 +190,7 @@ class PlainSaving(LibraryTrainer):
                 self.state.best_model_checkpoint = str(best)
 
     def _upshift_save_trainer_state(self: Any, directory: Path) -> None:
-        """The file of transformers, with the states of callbacks as it keeps them."""
+        """Write the state file of transformers, with the states of callbacks as transformers keeps them."""
         kept = self.state.stateful_callbacks
         for one in [*self.callback_handler.callbacks, self.control]:
             if isinstance(one, ExportableState):
@@ -208,7 +213,7 @@ class PlainSaving(LibraryTrainer):
             write_state(Path(output_dir) / SCALER_FILE, scaler)
 
     def _save_rng_state(self: Any, output_dir: str) -> None:
-        """Of all processes, which come here together."""
+        """Write the random numbers of all processes, which call this together."""
         states: list[Any] = [capture_rng(self.args.device, self._upshift_batch_rng.ahead)]
         if self.args.world_size > 1:
             own, states = states[0], [None] * self.args.world_size
@@ -218,7 +223,7 @@ class PlainSaving(LibraryTrainer):
                 write_file(rng_file(Path(output_dir), rank, self.args.world_size), state)
 
     def save_model(self: Any, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """As transformers.Trainer.save_model, after the checkpoint that is being written."""
+        """Save the model as transformers.Trainer.save_model does, after the checkpoint that is being written."""
         self._upshift_writer.wait()
         if not self._upshift_has_parts():
             super().save_model(output_dir, _internal_call=_internal_call)
@@ -238,7 +243,8 @@ class PlainSaving(LibraryTrainer):
             self.push_to_hub(commit_message="Model save", revision=self.args.hub_revision)
 
     def _save(self: Any, output_dir: str | None = None, state_dict: dict[str, Any] | None = None) -> None:
-        """Weights as safetensors, configuration, processing class and training_args.json. Raises JobFailed."""
+        """Write weights as safetensors, configuration, processing class and training_args.json. Raise JobFailed if a write
+        fails."""
         if not self.args.should_save:
             return
         directory = Path(output_dir if output_dir is not None else self.args.output_dir)
@@ -264,7 +270,7 @@ class PlainSaving(LibraryTrainer):
         write_arguments(directory, self.args)
 
     def _push_from_checkpoint(self: Any, checkpoint_folder: str) -> None:
-        """transformers pickles the arguments here; JSON takes their place."""
+        """Push a checkpoint with the arguments as JSON, which transformers would pickle here."""
         writer = SimpleNamespace(save=lambda arguments, path: write_arguments(Path(path).parent, arguments))
         with_global(PUSH_CHECKPOINT.of(Trainer), "torch", writer)(self, checkpoint_folder)
 
@@ -275,7 +281,7 @@ class PlainSaving(LibraryTrainer):
         return prepared
 
     def _upshift_check_savable(self: Any) -> None:
-        """Raises RequestError for what could not be saved, as far as it is known before the first step."""
+        """Raise RequestError if a checkpoint could not be saved, as far as this is known before the first step."""
         for what, enabled in (("DeepSpeed", self.is_deepspeed_enabled), ("FSDP", self.is_fsdp_enabled)):
             if enabled:
                 raise RequestError(f"checkpoints hold whole models and {what} splits them; set save_strategy='no'")
@@ -300,11 +306,11 @@ class PlainSaving(LibraryTrainer):
         return model
 
     def _upshift_plain_optimizer(self: Any) -> torch.optim.Optimizer:
-        """Without accelerate's wrapper."""
+        """Return the optimizer without accelerate's wrapper."""
         optimizer: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
         return optimizer
 
     def _upshift_is_saved_whole(self: Any) -> bool:
-        """Not so where there are adapters: they are saved alone."""
+        """Return whether the whole model is saved. Of a model with adapters, only the adapters are saved."""
         model = self._upshift_plain_model()
         return not hasattr(model, "peft_config") and not ADAPTER_LOADED.read(model, False)

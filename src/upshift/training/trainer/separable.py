@@ -1,10 +1,10 @@
-"""How a loss splits over the rows of a batch, measured on rows of the user's own: never assumed from a name.
+"""Measure on rows of the user's own how a loss splits over the rows of a batch. Never assume it from a name.
 
-Trainer's loss may be the model's, a function of the user's, or an overridden ``compute_loss``; it may divide by
-``num_items_in_batch``, by the labels of its batch, or by its rows; it may weigh classes; and a contrastive loss or batch
-normalization does not split at all. Before a batch is cut another way than the user's, its loss and its gradient must be seen to
-come out the same, for rows that differ in what the loss may look at. Of a loss that is the script's own more is measured: a whole
-batch of the script's size, every label, later steps, and training mode; and it may keep no state and draw no random numbers.
+Trainer's loss may be the model's, a function of the user's, or an overridden ``compute_loss``. It may divide by
+``num_items_in_batch``, by the labels of its batch, or by its rows. It may weigh classes. A contrastive loss or batch
+normalization does not split at all. Before a batch is cut another way than the user's, its loss and its gradient must come out
+the same, for rows that differ in what the loss may look at. More is measured if the loss is the script's own: a whole batch of
+the script's size, every label, later steps, and training mode. Such a loss may keep no state and draw no random numbers.
 """
 
 from __future__ import annotations
@@ -50,12 +50,13 @@ READ_AS_TEXT = frozenset(
 
 
 class Unsplittable(Exception):
-    """What is known of the loss only after measuring, in words."""
+    """The loss does not split, which is known only after measuring. The message says why."""
 
 
 @dataclass(frozen=True)
 class LossProbes:
-    """One loss in several ways. Each is called with the inputs and num_items_in_batch, and leaves the generators as they were."""
+    """One loss, computed in several ways. Each is called with the inputs and num_items_in_batch, and leaves the generators as
+    they were."""
 
     loss: LossOf
     gradient: LossOf
@@ -67,22 +68,25 @@ class LossProbes:
 
 @dataclass(frozen=True)
 class Split:
-    """``unit``: the loss of a batch is the sum of its parts' (divided by num_items_in_batch), or their mean weighted by labels or
-    rows. None: it does not split, for ``reason``."""
+    """How a loss splits over the rows of a batch.
+
+    ``unit`` says how the loss of a batch follows from the losses of its parts: as their sum ("items", divided by
+    num_items_in_batch), or as their mean weighted by labels or rows. None means that the loss does not split, for ``reason``.
+    """
 
     unit: Unit | None
     trims: bool = False  # padding may be cut off
     drops_mask: bool = False  # on right padding, no mask is needed
     flattens: bool = False  # several sequences may share a row
     even: bool = False  # it was seen for rows with as many labels each, and nothing is known of others
-    ranges: Ranges = field(default_factory=dict)  # what was measured of each entry: rows beyond it keep their batch whole
+    ranges: Ranges = field(default_factory=dict)  # the measured range of each entry: a batch with a value beyond it stays whole
     reason: str = ""
     why_not_flat: str = "the loss of two rows end to end is not that of the two"
     isolation: Isolation | None = None  # None: nothing is known of the model's class
 
 
 def has_batch_statistics(model: nn.Module) -> str | None:
-    """The first module that computes over the rows of a batch, by its name."""
+    """Return the name of the first module that computes over the rows of a batch, or None."""
     for name, module in model.named_modules():
         if isinstance(module, BATCH_NORMS) and module.track_running_stats:
             return str(name)
@@ -90,7 +94,7 @@ def has_batch_statistics(model: nn.Module) -> str | None:
 
 
 def measure_split(rows: CollatedRows, probes: LossProbes, *, model: nn.Module, num_first: int) -> Split:
-    """``num_first``: rows of the first global batch."""
+    """Return how the loss splits. ``num_first`` is the number of rows of the first global batch."""
     statistics = has_batch_statistics(model)
     if statistics:
         return Split(None, reason=f"{statistics} computes over the rows of a batch")
@@ -141,7 +145,8 @@ def _measure(rows: CollatedRows, probes: LossProbes, pairs: list[Members]) -> Sp
 
 
 def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, unit: Unit) -> None:
-    """A part of the loss that is detached, or a small one, shows in the gradient alone. Raise Unsplittable."""
+    """Raise Unsplittable if the gradient does not split: a part of the loss that is detached, or small, shows in the gradient
+    alone."""
     for gradient_of_rows in filter(None, (probes.gradient, probes.larger_gradient)):
         gradient = _Probe(rows, gradient_of_rows, probes.counts_items, TOLERANCE)
         together, apart = gradient.together(members), gradient.apart(members, unit)
@@ -151,7 +156,7 @@ def _check_gradient(rows: CollatedRows, probes: LossProbes, members: Members, un
 
 
 def _check_own(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: list[Members], unit: Unit) -> None:
-    """All that a loss of the script's may look at. Raise Unsplittable."""
+    """Check everything that a loss of the script's own may look at. Raise Unsplittable."""
     whole = tuple(row for row, (number, _) in enumerate(rows.places) if number == 0)[:MOST_TOGETHER]
     if not probe.agrees(probe.together(whole), probe.apart(whole, unit)):
         raise Unsplittable(f"the loss of {len(whole)} rows is not made of the losses of each")
@@ -165,7 +170,7 @@ def _check_own(rows: CollatedRows, probes: LossProbes, probe: _Probe, pairs: lis
 
 
 def _check_labels(rows: CollatedRows, probe: _Probe, pair: Members, unit: Unit) -> None:
-    """Every label between the lowest and the highest, put into rows in place of their own. Raise Unsplittable."""
+    """Check every label between the lowest and the highest, put into rows in place of their own. Raise Unsplittable."""
     labels = rows.batches[0].get("labels")
     if labels is None or labels.is_floating_point():
         return
@@ -193,9 +198,12 @@ def _may_pair(rows: CollatedRows, row: int, other: int) -> bool:
 
 
 def _choose_pairs(rows: CollatedRows, num_first: int, *, is_known: bool) -> list[Members]:
-    """Two short rows of the first global batch, of different length and with labels where there are such; and the first of them
-    beside others of the sample: with another number of labels, without labels, with other labels, and with the lowest and highest
-    of every other entry."""
+    """Return pairs of rows to compare.
+
+    The first pair is two short rows of the first global batch, of different length and with labels if there are such. The
+    other pairs have its first row beside others of the sample: with another number of labels, without labels, with other
+    labels, and with the lowest and highest of every other entry.
+    """
     mixing = [row for row, (number, _) in enumerate(rows.places) if number == 0 or rows.can_mix]
     mixing.sort(key=lambda row: rows.lengths[row])
     labelled = [row for row in mixing if rows.num_labels[row]]
@@ -220,8 +228,10 @@ def _choose_pairs(rows: CollatedRows, num_first: int, *, is_known: bool) -> list
 
 
 def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
-    """One number a row of each entry that may weigh it: the number itself, or the sum of a row of several. Not what a model reads
-    as text, nor labels with a class for each token or row."""
+    """Return one number a row for each entry that may weigh it: the number itself, or the sum of a row of several.
+
+    Entries that a model reads as text are left out, as are labels with a class for each token or row.
+    """
     found: dict[str, list[float]] = {}
     for name, value in rows.batches[0].items():
         is_class = name == "labels" and not value.is_floating_point()
@@ -232,7 +242,7 @@ def entry_values(rows: CollatedRows) -> dict[str, list[float]]:
 
 
 def entry_ranges(rows: CollatedRows) -> dict[str, tuple[float, float]]:
-    """The lowest and the highest of ``entry_values``, and of labels that count."""
+    """Return the lowest and the highest of ``entry_values``, and of labels that count."""
     found = {name: (min(values), max(values)) for name, values in entry_values(rows).items()}
     labels = [batch["labels"] for batch in rows.batches if "labels" in batch]
     if labels and not labels[0].is_floating_point():
@@ -243,7 +253,7 @@ def entry_ranges(rows: CollatedRows) -> dict[str, tuple[float, float]]:
 
 
 def is_within(rows: CollatedRows, ranges: Ranges) -> bool:
-    """Return whether a batch has nothing that was not measured."""
+    """Return whether all entries of a batch lie within the measured ranges."""
     if not ranges:
         return True
     here = entry_ranges(rows)
@@ -256,12 +266,15 @@ class _Probe:
         self._measured: dict[tuple[Any, ...], Measured] = {}
 
     def together(self, members: Members, *, times: int = 1, labels: Members = ()) -> Measured:
-        """``times``: of the number of labels, which is told instead. ``labels``: those of the last row, in place of its own."""
+        """Return the loss of rows in one batch.
+
+        ``times`` multiplies the number of labels that the loss is told. ``labels`` replace the labels of the last row.
+        """
         items = self._items(members)
         return self._loss(members, self._width(members), None if items is None else times * items, labels=labels)
 
     def units(self, pairs: list[Members]) -> list[Unit]:
-        """By what the loss of two rows is divided: the rules that give it from the losses of each."""
+        """Return the rules that give the loss of two rows from the losses of each, by what the loss is divided."""
         by_items = self.counts_items and self.agrees(self.together(pairs[0]) / 2, self.together(pairs[0], times=2))
         units: list[Unit] = ["items"] if by_items else ["labels", "rows"]
         for pair in pairs:
@@ -270,15 +283,17 @@ class _Probe:
         return units
 
     def are_alike(self, pairs: list[Members]) -> bool:
-        """Whether a mean of the losses would be the same with any weights."""
+        """Return whether a mean of the losses would be the same with any weights."""
         labelled = [pair for pair in pairs if self.rows.num_labels[pair[1]]]
         return all(self.agrees(*(self._loss((row,), self._width(pair), self._items(pair)) for row in pair)) for pair in labelled)
 
     def apart(
         self, members: Members, unit: Unit, *, trim: bool = False, drop_mask: bool = False, extra: int = 0, labels: Members = ()
     ) -> Measured:
-        """The loss of the rows from the losses of each alone; a row without labels is left out, as it is in training.
-        ``extra``: columns of padding that stay."""
+        """Return the loss of the rows from the losses of each alone. A row without labels is left out, as it is in training.
+
+        ``extra`` is the number of columns of padding that stay.
+        """
         counts = [self.rows.num_labels[row] if unit == "labels" else 1 for row in members]
         shares = [1.0 if unit == "items" else count / sum(counts) for count in counts]
         total: Measured = 0.0
@@ -291,7 +306,7 @@ class _Probe:
         return total
 
     def flat(self, pair: Members) -> Measured:
-        """Both in one row. A mean over its labels is the mean over both rows' labels."""
+        """Return the loss of both rows end to end in one row. A mean over its labels is the mean over both rows' labels."""
         width = sum(self.rows.lengths[row] for row in pair) + 1
         return self.loss_of(self.rows.build(RowGroup((pair,), width), pad_multiple=1), self._items(pair))
 
@@ -300,7 +315,7 @@ class _Probe:
         return difference <= self.tolerance * max(size, 1e-3)
 
     def holds(self, loss: Measured, other: Callable[[], Measured]) -> bool:
-        """Whether another way to compute it works, and agrees."""
+        """Return whether another way to compute the loss works, and agrees."""
         try:
             return self.agrees(loss, other())
         except Exception as error:  # the user's loss may look at what is left out there
@@ -330,7 +345,7 @@ def _size(value: Measured) -> float:
 
 
 def _relabelled(labels: Tensor, values: Sequence[int], *, shifts: bool) -> Tensor:
-    """The labels of the last row that count, replaced."""
+    """Return the labels with those of the last row that count replaced by ``values``."""
     labels = labels.clone()
     row = labels[-1:].view(-1)
     counted = row != IGNORED
@@ -343,7 +358,7 @@ def _relabelled(labels: Tensor, values: Sequence[int], *, shifts: bool) -> Tenso
 
 
 def evaluating_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
-    """``compute`` in evaluation mode, without gradients, the random numbers left as they were."""
+    """Return ``compute`` in evaluation mode, without gradients. It leaves the random numbers as they were."""
 
     def loss_of(inputs: Inputs, items: int | None) -> float:
         with _mode(model, training=()), torch.no_grad(), undisturbed_rng():
@@ -353,8 +368,11 @@ def evaluating_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Te
 
 
 def training_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor]) -> LossOf:
-    """``compute`` with the script's own modules in training mode, and those of libraries, which drop out, in evaluation mode.
-    Raise Unsplittable where it draws random numbers: parts of a batch draw others than the whole."""
+    """Return ``compute`` with the script's own modules in training mode.
+
+    Modules of libraries, which drop out, are in evaluation mode. The returned function raises Unsplittable if the loss draws
+    random numbers: parts of a batch draw others than the whole.
+    """
     own = [module for module in model.modules() if module is model or not is_of_library(type(module))]
 
     def loss_of(inputs: Inputs, items: int | None) -> float:
@@ -369,7 +387,7 @@ def training_loss(model: nn.Module, compute: Callable[[Inputs, int | None], Tens
 
 
 def _small_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Of all layers."""
+    """Return the smallest trained parameters of all layers, up to GRADIENT_ELEMENTS elements."""
     chosen: list[nn.Parameter] = []
     for parameter in sorted((one for one in model.parameters() if one.requires_grad), key=lambda one: one.numel()):
         if not chosen or sum(one.numel() for one in chosen) + parameter.numel() <= GRADIENT_ELEMENTS:
@@ -392,8 +410,10 @@ def _scaled(parameters: Sequence[nn.Parameter], factor: float) -> Iterator[None]
 
 
 def gradient_of(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor], *, scale: float = 1.0) -> LossOf:
-    """The gradient in evaluation mode, of small parameters of all layers, as one vector on the host. ``scale``: of these
-    parameters, while it is computed."""
+    """Return a function for the gradient of small parameters of all layers, in evaluation mode, as one vector on the host.
+
+    ``scale`` multiplies these parameters while the gradient is computed.
+    """
     parameters = _small_parameters(model)
 
     def gradient(inputs: Inputs, items: int | None) -> Tensor:
@@ -409,7 +429,7 @@ def gradient_of(model: nn.Module, compute: Callable[[Inputs, int | None], Tensor
 
 @contextmanager
 def exact_products() -> Iterator[None]:
-    """fp32 products in fp32 while losses are compared, whatever TrainingArguments(tf32=...) has set."""
+    """Compute fp32 products in fp32 while losses are compared, whatever TrainingArguments(tf32=...) has set."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision("highest")
     try:
@@ -420,7 +440,7 @@ def exact_products() -> Iterator[None]:
 
 @contextmanager
 def _mode(model: nn.Module, *, training: Sequence[nn.Module]) -> Iterator[None]:
-    """Evaluation mode for all modules but ``training``; each has its own mode again afterwards."""
+    """Set evaluation mode for all modules but ``training``. Restore each module's own mode afterwards."""
     before = [(module, module.training) for module in model.modules()]
     model.train(False)
     for module in training:

@@ -1,7 +1,8 @@
-"""Checkpoints and the final model of a Trainer whose ranks have the model in parts: each writes and reads its own.
+"""Write and read checkpoints and the final model of a Trainer whose ranks have the model in parts.
 
-A checkpoint has the parts in place of whole files (checkpoint/divided.py), and all else that a Trainer's has. It goes on with any
-number of ranks in any layout, one process included. All ranks call these functions together.
+Each rank writes and reads its own parts. A checkpoint has the parts in place of whole files (checkpoint/divided.py), and all
+else that a Trainer's has. A run goes on from it with any number of ranks in any layout, one process included. All ranks call
+these functions together.
 """
 
 from __future__ import annotations
@@ -45,7 +46,10 @@ def write_shared(
     seal: Callable[[], None],
     place: Place,
 ) -> None:
-    """``rest`` is called on all ranks, ``seal`` then on rank 0. Raises JobFailed on all where one could not write."""
+    """Write a checkpoint in parts. ``rest`` is called on all ranks, then ``seal`` on rank 0.
+
+    Raise JobFailed on all ranks if one could not write.
+    """
     plan, name = place.plan, temporary.stem
     own = own_parts(model, optimizer, plan, place.rank)
     saved = described(model, optimizer, place)
@@ -62,7 +66,8 @@ def write_shared(
 
 
 def read_into_parts(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Read a checkpoint that one process wrote whole, or transformers, into this rank's parts. Raise RequestError."""
+    """Read a checkpoint that one process or transformers wrote whole into this rank's parts. Raise RequestError if it does not
+    match."""
     names = updated_names(model, optimizer)
     groups = tuple(tuple(names[part] for part in group["params"]) for group in optimizer.param_groups)
     saved, tensors = by_names(directory, groups, class_name(optimizer))
@@ -75,7 +80,10 @@ def read_into_parts(directory: Path, model: nn.Module, optimizer: torch.optim.Op
 
 
 def read_shared(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
-    """Weights and the optimizer's state, of a checkpoint of any ranks, into this rank's parts. Raises RequestError."""
+    """Read weights and optimizer state from a checkpoint of any ranks into this rank's parts.
+
+    Raise RequestError if they do not match this run.
+    """
     saved = read_saved_optimizer(directory)
     assert saved is not None  # the caller looked
     _read_parts(directory, saved, model, optimizer, None)
@@ -96,7 +104,7 @@ def _read_parts(
 
 
 def export_trained(directory: Path, *, model: nn.Module, model_class: Any, tokenizer: Any | None, place: Place) -> None:
-    """The whole model, by rank 0, as one process saves it. ``model_class``: before fully_shard made its own of it."""
+    """Write the whole model from rank 0, as one process saves it. ``model_class`` is the class before fully_shard replaced it."""
 
     def save(weights: dict[str, Tensor]) -> None:
         weights = without_tied(weights, model)
@@ -109,7 +117,7 @@ def export_trained(directory: Path, *, model: nn.Module, model_class: Any, token
 
 
 def _bare(model: Any, model_class: Any) -> Any:
-    """The model without weights."""
+    """Return the model without weights."""
     with torch.device("meta"):
         bare: Any = build_model(model.config, model_class, dtype=next(model.parameters()).dtype)
     bare.generation_config = getattr(model, "generation_config", None)

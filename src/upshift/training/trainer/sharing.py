@@ -1,7 +1,7 @@
-"""The Trainer as one of several ranks: the model as the plan's layout shares it, in place of accelerate's wrappers.
+"""Make the Trainer one of several ranks that share the model by the plan's layout, in place of accelerate's wrappers.
 
-transformers gives each rank its batches, gathers what evaluation returns, and logs once; here is what a layout changes of that:
-who has which part of a weight, of which the optimizer updates its own, and the norm of all ranks' gradients.
+transformers gives each rank its batches, gathers what evaluation returns, and logs once. This module does what a layout
+changes: which rank has which part of a weight, which parts each optimizer updates, and the norm of all ranks' gradients.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from upshift.training.trainer.step_of_ranks import gathered_objects, on_host
 
 
 class SharedTraining(LibraryTrainer):
-    """Mixed into transformers' Trainer classes below ``PlannedTraining``."""
+    """A mix-in of transformers' Trainer classes, below ``PlannedTraining``."""
 
     args: Any
     model: Any
@@ -64,7 +64,7 @@ class SharedTraining(LibraryTrainer):
             self.accelerator.prepare_model = partial(self._upshift_prepare_model_alone, self.accelerator.prepare_model)
 
     def _upshift_prepare_model_alone(self, prepare: Any, model: nn.Module, *arguments: Any, **named: Any) -> Any:
-        """Autocast and compilation; DistributedDataParallel where the script's own training_step goes backward."""
+        """Prepare autocast and compilation. Add DistributedDataParallel if the script's own training_step goes backward."""
         plain = not self._upshift_steps_by_batch or isinstance(model, FSDPModule)
         return prepare(model, *arguments, **{"evaluation_mode": plain, **named})
 
@@ -76,11 +76,11 @@ class SharedTraining(LibraryTrainer):
 
     @property
     def _upshift_is_divided(self) -> bool:
-        """Whether the model is not what the script made any more."""
+        """Return whether ranks have divided the model, so that it is no longer what the script made."""
         return self._upshift_place is not None and self._upshift_place.plan.layout.exchanges
 
     def _upshift_divide_model(self, plan: Plan) -> None:
-        """Before layers recompute and are compiled. All ranks call it; once, as there is no way back."""
+        """Divide the model before layers recompute and are compiled. All ranks call it once, because there is no way back."""
         if self._upshift_place is not None and self._upshift_place.plan.layout == plan.layout:
             self._upshift_place = Place(
                 plan,
@@ -96,7 +96,7 @@ class SharedTraining(LibraryTrainer):
             divide(self.model, self._upshift_place)
 
     def _upshift_shard_model(self) -> None:
-        """After it."""
+        """Shard the weights after layers recompute and are compiled."""
         place = self._upshift_place
         if place is None or not place.plan.layout.gathers or isinstance(self.model, FSDPModule):
             return
@@ -109,7 +109,7 @@ class SharedTraining(LibraryTrainer):
             FSDP_MANAGED.put(self.model, True)  # transformers then generates as many tokens on every rank
 
     def _upshift_broadcast_statistics(self) -> None:
-        """Rank 0's running means and variances, as DistributedDataParallel sends them at each step."""
+        """Broadcast rank 0's running means and variances, as DistributedDataParallel does at each step."""
         if self._upshift_has_ranks and self.args.ddp_broadcast_buffers is not False and has_batch_statistics(self.model):
             for buffer in self.model.buffers():
                 dist.broadcast(buffer, 0)
@@ -124,7 +124,7 @@ class SharedTraining(LibraryTrainer):
         )
 
     def _upshift_optimizer_of_parts(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        """The same optimizer of this rank's parts, where it has no more."""
+        """Return the same optimizer over this rank's parts, if the rank has only parts."""
         division = None if isinstance(optimizer, OnParts) else self._upshift_division()
         if division is None:
             return optimizer
@@ -159,7 +159,7 @@ class SharedTraining(LibraryTrainer):
 
     @contextlib.contextmanager
     def _upshift_predict_in_step(self) -> Iterator[None]:
-        """While open, ranks that share every layer's matrices predict the batches of all of them, one after the other."""
+        """Let ranks of tensor parallelism predict the batches of all of them, one after the other, while open."""
         place = self._upshift_place
         shares = place is not None and place.plan.layout.tensor_parallel > 1
         if place is not None and shares:

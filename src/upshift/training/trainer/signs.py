@@ -1,4 +1,4 @@
-"""What ``upshift.Trainer`` notes of its steps: the wait for batches, graphs compiled again, memory that callbacks keep."""
+"""Note in the steps of ``upshift.Trainer`` the wait for batches, recompiled graphs, and memory that callbacks keep."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from upshift.training.trainer.report import tell
 
 
 class Fetched:
-    """The Trainer's iterator over batches; the wait for each is noted."""
+    """The Trainer's iterator over batches, which notes the wait for each batch."""
 
     def __init__(self, batches: Iterator[Any], signs: RunSigns) -> None:
         self.batches, self._signs = batches, signs
@@ -32,7 +32,7 @@ class Fetched:
 
 
 class NotedSteps(LibraryTrainer):
-    """Mixed into transformers' Trainer classes."""
+    """A mix-in of transformers' Trainer classes that notes signs of trouble in steps."""
 
     args: Any
     callback_handler: Any
@@ -77,7 +77,7 @@ class NotedSteps(LibraryTrainer):
                 setattr(callback, event, _noted(getattr(callback, event), signs, type(callback).__name__))
 
     def _upshift_untime_callbacks(self) -> None:
-        """What stands in the instance goes; the class's own is there again."""
+        """Remove the timed methods from each callback instance, so that the methods of its class are used again."""
         for callback in self._upshift_timed_callbacks:
             for event in [name for name, value in vars(callback).items() if getattr(value, "notes_memory", False)]:
                 delattr(callback, event)

@@ -1,7 +1,7 @@
-"""Arrays that arrive batch by batch and may be larger than memory: held up to a limit, then in files without a name.
+"""Hold arrays that arrive batch by batch and may be larger than memory: in memory up to a limit, then in files without a name.
 
-A file without a name takes disk space only while an array, or this process, holds it: nothing is left behind, whatever
-ends the process.
+A file without a name takes disk space only while an array, or this process, holds it. Nothing is left behind, whatever ends
+the process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ IN_MEMORY_SYSTEMS = frozenset({"tmpfs", "ramfs"})  # a file there takes memory
 
 
 def spool_directory(output_dir: Path) -> Path:
-    """The system's temporary directory; if that is memory, the nearest existing directory above `output_dir`."""
+    """Return the system's temporary directory. If that is memory, return the nearest existing directory above `output_dir`."""
     temporary = Path(tempfile.gettempdir()).resolve()
     mounts = {Path(part.mountpoint): part.fstype for part in psutil.disk_partitions(all=True)}
     kind = next((mounts[place] for place in (temporary, *temporary.parents) if place in mounts), "")
@@ -55,7 +55,7 @@ class Spool:
 
 
 class Column:
-    """Tensors of any device in, one numpy array (or one a piece) out."""
+    """A column takes tensors of any device and returns one numpy array (or one a piece)."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
@@ -66,7 +66,7 @@ class Column:
         self.held_bytes = 0
 
     def add(self, tensor: Tensor) -> int:
-        """The number of the piece."""
+        """Append a tensor. Return the number of the piece."""
         tensor = _owning(tensor.detach())
         self._shapes.append(tuple(tensor.shape))
         self._dtypes.append(tensor.dtype)
@@ -79,14 +79,14 @@ class Column:
         self._held = [tensor.cpu() for tensor in self._held]
 
     def spill(self) -> None:
-        """What is held goes to the column's file. Raises JobFailed when the disk is full."""
+        """Write the held tensors to the column's file. Raise JobFailed when the disk is full."""
         self._file = self._file or SpoolFile(self._spool.directory)
         for tensor in self._held:
             self._file.append(numpy_array(tensor))
         self._held, self.held_bytes = [], 0
 
     def pieces(self) -> list[np.ndarray]:
-        """One array for each tensor, in order; those of one column share its file."""
+        """Return one array for each tensor, in order. The arrays of one column share its file."""
         if self._file is None:
             return [numpy_array(tensor) for tensor in self._held]
         self.spill()
@@ -98,7 +98,7 @@ class Column:
         return views
 
     def whole(self, padding: int) -> np.ndarray:
-        """All pieces along the first dimension, the second as wide as the widest, filled up with `padding`."""
+        """Return all pieces along the first dimension. The second is as wide as the widest, filled up with `padding`."""
         if len(self._shapes) == 1:
             return self.pieces()[0]
         shape, dtype = self._together()
@@ -119,7 +119,7 @@ class Column:
         return file
 
     def _together(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
-        """Shape and type of the whole, by the rules of transformers' nested_concat."""
+        """Return the shape and type of the whole array, by the rules of transformers' nested_concat."""
         first, dtype = list(_at_least_1d(self._shapes[0])), self._dtypes[0]
         for shape, kind in zip(self._shapes[1:], self._dtypes[1:], strict=True):
             other = _at_least_1d(shape)
@@ -137,7 +137,7 @@ class Column:
 
 
 class SpoolFile:
-    """Arrays one after the other in a file that has no name."""
+    """A file without a name that holds arrays one after the other."""
 
     def __init__(self, directory: Path) -> None:
         self._directory, self._size = directory, 0
@@ -155,7 +155,7 @@ class SpoolFile:
         self._file.seek(0)
 
     def read(self, shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray:
-        """The next array."""
+        """Return the next array."""
         array = np.empty(shape, dtype)
         data = array.reshape(-1).view(np.uint8).data
         while data:
@@ -163,7 +163,8 @@ class SpoolFile:
         return array
 
     def mapped(self) -> np.ndarray:
-        """The bytes of the file, writable. They outlive this object; the disk space is freed with the last array on them."""
+        """Return the bytes of the file, writable. They outlive this object. The disk space is freed with the last array on
+        them."""
         if self._size == 0:  # nothing to map
             return np.empty(0, np.uint8)
         return np.memmap(self._file, np.uint8, "r+", shape=(self._size,))
@@ -191,7 +192,7 @@ def numpy_dtype(dtype: torch.dtype) -> np.dtype[Any]:
 
 
 def _owning(tensor: Tensor) -> Tensor:
-    """A view would keep all of the tensor that it looks at."""
+    """Return a tensor that owns its memory: a view would keep all of the tensor that it looks at."""
     return tensor if tensor.nbytes == tensor.untyped_storage().nbytes() else tensor.clone()
 
 
@@ -200,7 +201,7 @@ def _at_least_1d(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rows(part: np.ndarray, shape: tuple[int, ...], dtype: np.dtype[Any], padding: int) -> np.ndarray:
-    """`part` as rows of an array of this shape and type."""
+    """Return `part` as rows of an array of this shape and type."""
     part = np.atleast_1d(part)
     if part.shape[1:] == shape[1:]:
         return part.astype(dtype, copy=False)

@@ -1,4 +1,4 @@
-"""One optimizer step's gradients for the Trainer: the user's batches, cut and computed by the plan, never out of memory."""
+"""Compute one optimizer step's gradients for the Trainer: cut the user's batches by the plan, and recover from out of memory."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ Shape = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Part:
-    """What is computed at once: a whole batch of the collator's, or rows. ``stands_in``: little of it, which counts nothing."""
+    """Rows, or a whole batch of the collator's, that are computed at once. ``stands_in`` marks a small part with weight zero."""
 
     batch: int | None
     group: RowGroup
@@ -56,10 +56,10 @@ class BatchStep:
     zero_gradients: Callable[[], None]  # instead of none
 
     def run(self, batches: list[Batch], num_items: Any, *, scaled: bool) -> Tensor:
-        """Sums the gradients of the global batch; returns its loss as transformers.Trainer would report it.
+        """Sum the gradients of the global batch. Return its loss as transformers.Trainer would report it.
 
-        ``scaled``: transformers holds the loss to be normalized over the whole step, and does not divide it by the number of
-        batches. Raises JobFailed where the loss is not finite, before any weight has moved.
+        ``scaled`` says that transformers takes the loss as normalized over the whole step, and does not divide it by the
+        number of batches. Raise JobFailed if the loss is not finite, before any weight has moved.
         """
         batches = self.ranks.union(batches)
         rows = self._rows(batches)
@@ -123,7 +123,7 @@ class BatchStep:
         return [Part(None, group) for group in groups if self._counts(group, rows)]
 
     def _classes(self, rows: CollatedRows, weights: list[tuple[float, int]]) -> list[list[int]]:
-        """Rows that may share a part: those whose labels weigh the same in the loss of the global batch."""
+        """Return groups of rows that may share a part: rows whose labels weigh the same in the loss of the global batch."""
         found: dict[Any, list[int]] = {}
         for row, (number, _) in enumerate(rows.places):
             weight = 0 if self.split.unit == "items" else weights[row][1]
@@ -131,7 +131,7 @@ class BatchStep:
         return list(found.values())
 
     def _counts(self, group: RowGroup, rows: CollatedRows) -> bool:
-        """Whether there is a label in it: a mean over no labels is not a number."""
+        """Return whether the group has a label: a mean over no labels is not a number."""
         return any(rows.num_labels[member] for row in group.rows for member in row)
 
     def _whole(self, batches: list[Batch], part: Part) -> Any:
@@ -146,7 +146,7 @@ class BatchStep:
         return dict(rows.build(part.group, pad_multiple=self.plan.pad_multiple, drop_mask=drop_mask))
 
     def _share(self, part: Part, weights: list[tuple[float, int]]) -> float:
-        """Of a part's own loss in the sum of its batches' losses."""
+        """Return the weight of a part's own loss in the sum of its batches' losses."""
         if self.split.unit == "items":
             return 1.0
         return sum(weights[member][0] for row in part.group.rows for member in row)
@@ -164,7 +164,7 @@ def check_finite(loss: float) -> None:
 
 
 def remembered_random_numbers(device: str) -> Callable[[], None]:
-    """What brings torch's generators back to where they are now: a step that is done again draws the same dropout."""
+    """Return a function that restores the present state of torch's generators: a repeated step then draws the same dropout."""
     host = torch.get_rng_state()
     own = torch.cuda.get_rng_state() if device == "cuda" else None
 
@@ -177,7 +177,8 @@ def remembered_random_numbers(device: str) -> Callable[[], None]:
 
 
 def fewest_rows(pair: Pair) -> Pair:
-    """One row of it, for its shapes alone. It has labels: a mean over none is not a number, nor are its gradients."""
+    """Return one row of a part, for its shapes alone. The row has labels: a mean over none is not a number, nor are its
+    gradients."""
     part, rows = pair
     if part.batch is not None or rows is None:
         return Part(part.batch, part.group, stands_in=True), rows
@@ -188,7 +189,7 @@ def fewest_rows(pair: Pair) -> Pair:
 
 
 def _labelled_row(labels: Any) -> int:
-    """Where rows have several."""
+    """Return the row with the most labels, if rows have several labels, and 0 otherwise."""
     if not isinstance(labels, Tensor) or labels.ndim < 2:
         return 0
     return int((labels != IGNORED).flatten(1).sum(1).argmax())

@@ -1,7 +1,7 @@
-"""How the ranks of a plan compute the batches of one optimizer step of the Trainer together.
+"""Compute the batches of one optimizer step of the Trainer together with the other ranks of a plan.
 
-Each rank's data loader gives it batches of its own, as transformers has it, and the job's gradient is the mean over ranks of the
-gradients of their losses. Ranks that share every layer's matrices compute the batches of all of them together.
+Each rank's data loader gives it batches of its own, as transformers has it. The job's gradient is the mean over ranks of the
+gradients of their losses. Ranks of tensor parallelism compute the batches of all of them together.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from upshift.training.parallel.ranks import highest
 
 
 class StepOfRanks:
-    """With one process, nothing is asked and nothing is sent."""
+    """One rank's side of a step. With one process, nothing is exchanged."""
 
     def __init__(
         self,
@@ -34,7 +34,10 @@ class StepOfRanks:
         halve: Callable[[Any], object],
         fewest: Callable[[Any], Any],
     ) -> None:
-        """``halve``, ``fewest``: of what is computed at once; ``on_failure``: before anything of it is dropped."""
+        """Prepare the exchange of a step. ``halve`` and ``fewest`` take what is computed at once.
+
+        ``on_failure`` is called before anything of it is dropped.
+        """
         self.place, self.plan = place, place.plan
         same: dict[str, Any] = {"on_failure": on_failure, "halve": halve}
         self._together: KeepPace | Overlap | None = None
@@ -45,28 +48,32 @@ class StepOfRanks:
 
     @property
     def can_halve(self) -> bool:
-        """Not where ranks wait for one that ran out in the middle of a layer."""
+        """Return whether a part may be halved. It may not if ranks wait for one that ran out of memory in the middle of a
+        layer."""
         return self._together is not None or not self.plan.layout.exchanges
 
     @property
     def summed(self) -> bool:
-        """Whether gradients are those of all ranks with the same weights when the last backward pass has ended."""
+        """Return whether gradients are summed over all ranks with the same weights when the last backward pass has ended."""
         return self.plan.layout.gathers or (isinstance(self._together, Overlap) and self._together.summed)
 
     def union(self, batches: list[Batch]) -> list[Batch]:
-        """Of the ranks that compute the same."""
+        """Return the batches of all ranks that compute the same."""
         ranks = self.plan.layout.ranks_per_replica
         if ranks == 1:
             return batches
         return [batch for own in gathered_objects([on_host(batch) for batch in batches], self.place) for batch in own]
 
     def share(self, *, scaled: bool) -> float:
-        """Of a rank's loss in the job's. ``scaled``: it was divided by what all ranks have; else the mean over the batches of
-        ``union`` is taken."""
+        """Return the weight of a rank's loss in the job's loss.
+
+        ``scaled`` says that the loss was divided by the count of all ranks. Otherwise the mean over the batches of ``union``
+        is taken.
+        """
         return 1.0 / (self.plan.num_processes if scaled else self.plan.data_parallel)
 
     def fill_up(self, parts: list[Any], stand_in: Callable[[Any], Any]) -> list[Any]:
-        """As many parts as other ranks have, where ranks wait for each other in each."""
+        """Return as many parts as other ranks have, if ranks wait for each other in each part."""
         if not self.plan.layout.exchanges:
             return parts
         if not parts:
@@ -77,12 +84,12 @@ class StepOfRanks:
         return compute(part) if self._together is None else self._together.run(part, compute, last=last)
 
     def run_nothing(self) -> Tensor:
-        """Of a rank without parts, while others sum gradients with it."""
+        """Return a zero loss for a rank without parts, while others sum gradients with it."""
         none = torch.zeros((), device=self.plan.device)
         return self._together.run(None, lambda part: none, last=True) if isinstance(self._together, Overlap) else none
 
     def agree(self) -> None:
-        """After the last part. Raises Agreed on all ranks where one of those that wait for each other ran out of memory."""
+        """Agree on success after the last part. Raise Agreed on all ranks that wait for each other if one ran out of memory."""
         if self._together is not None:
             self._together.agree()
 
@@ -91,18 +98,18 @@ class StepOfRanks:
             self._together.forget()
 
     def of_job(self, total: Tensor) -> float:
-        """The loss of the whole step, from each rank's share: the same on all."""
+        """Return the loss of the whole step from each rank's share. It is the same on all ranks."""
         whole = total.detach().clone()
         sum_loss(whole, self.place)
         return float(whole)
 
     def told(self, total: Tensor) -> Tensor:
-        """What transformers is told: it takes the mean over ranks."""
+        """Return the loss that transformers gets, which takes the mean over ranks."""
         return total * self.plan.data_parallel
 
 
 def gathered_objects(own: Any, place: Place) -> list[Any]:
-    """Of the ranks that share every layer's matrices, in their order."""
+    """Return the objects of the ranks of tensor parallelism, in their order."""
     assert place.mesh is not None
     group = place.mesh.get_group("tensor")
     found: list[Any] = [None] * group.size()

@@ -1,6 +1,6 @@
-"""``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``: change one import, and each step runs the way a plan says.
+"""Provide ``upshift.Trainer`` and ``upshift.Seq2SeqTrainer``: change one import, and each step runs the way a plan says.
 
-What transformers.Trainer promises (callbacks, logs, schedules, samplers, metrics) is its own code. Replaced are: how a
+What transformers.Trainer promises (callbacks, logs, schedules, samplers, metrics) is its own code. Upshift replaces how a
 global batch is cut and computed, what evaluation holds in memory, and what a checkpoint is made of.
 """
 
@@ -30,7 +30,8 @@ if find_spec("accelerate") is None:
 
 
 class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Trainer):
-    """transformers.Trainer with ``plan``, ``fixed``, ``allow`` and ``trial_seconds`` besides (see PlannedTraining)."""
+    """transformers.Trainer with ``plan``, ``fixed``, ``allow``, ``trial_seconds`` and ``memory_limit_gib`` besides (see
+    PlannedTraining)."""
 
     _upshift_library_class = transformers.Trainer
 
@@ -67,7 +68,7 @@ class Trainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformer
 
 
 class Seq2SeqTrainer(PlannedTraining, StreamedEvaluation, PlainCheckpoints, transformers.Seq2SeqTrainer):
-    """transformers.Seq2SeqTrainer in the same way: evaluation by generation."""
+    """transformers.Seq2SeqTrainer with the same additions: it evaluates by generation."""
 
     _upshift_library_class = transformers.Seq2SeqTrainer
 

@@ -1,4 +1,4 @@
-"""The files of a Trainer's checkpoint besides tensors, and what may not be among them."""
+"""Write and check the files of a Trainer's checkpoint besides tensors, and refuse what may not be among them."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ WEIGHTS = frozenset(
         "adapter_model.safetensors", PICKLED_ADAPTER,
     }
 )  # fmt: skip
-NOT_WRITTEN = "not_written"  # the arguments that JSON has no word for
+NOT_WRITTEN = "not_written"  # the key for arguments that JSON cannot hold
 
 
 def write_arguments(directory: Path, arguments: Any) -> None:
-    """TrainingArguments as JSON. Tokens are left out as transformers does; objects are named under "not_written"."""
+    """Write TrainingArguments as JSON. Tokens are left out as transformers does; objects are named under "not_written"."""
     written: dict[str, Any] = {}
     objects: dict[str, str] = {}
     for name, value in arguments.to_dict().items():
@@ -61,7 +61,7 @@ def write_arguments(directory: Path, arguments: Any) -> None:
 
 
 def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
-    """Of a checkpoint that ranks wrote in parts. None: it is of a model only."""
+    """Return the optimizer state of a checkpoint that ranks wrote in parts, or None if the checkpoint has a model only."""
     path = directory / PARTS_OPTIMIZER_NAME
     if not path.is_file():
         return None
@@ -73,7 +73,7 @@ def read_saved_optimizer(directory: Path) -> SavedOptimizer | None:
 
 
 def check_optimizer(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Raises RequestError if the optimizer could not be saved, as far as can be known before its first step."""
+    """Raise RequestError if the optimizer could not be saved, as far as can be known before its first step."""
     known = set(model.parameters())
     kind = type(optimizer).__name__
     for number, group in enumerate(optimizer.param_groups):
@@ -158,7 +158,7 @@ def newest_resumable(directory: Path) -> Path:
 
 
 def rotate(directory: Path, *, newest: Path, best: str | None, limit: int | None) -> None:
-    """Keeps `limit` checkpoints (None or 0: all), always `newest` and `best`; which go first is as in transformers."""
+    """Keep `limit` checkpoints (None or 0: all), always `newest` and `best`. The order of removal is that of transformers."""
     if not limit or limit < 0:
         return
     found = [Path(path) for path in sort_checkpoints(str(directory), use_mtime=True)]
@@ -171,7 +171,7 @@ def rotate(directory: Path, *, newest: Path, best: str | None, limit: int | None
 
 @contextmanager
 def writing_model(directory: Path) -> Iterator[None]:
-    """A failed write becomes JobFailed."""
+    """Raise JobFailed if a write fails while open."""
     try:
         yield
     except (OSError, SafetensorError) as error:
