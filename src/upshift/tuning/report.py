@@ -1,4 +1,4 @@
-"""A study, drawn, as one HTML file: history, parallel coordinates, importances, Pareto front, and every trial."""
+"""Draw a study as one HTML file: history, parallel coordinates, importances, Pareto front, and every trial."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def study_page_html(result: Found) -> str:
 
 
 def _tiles(result: Found) -> list[Tile]:
-    """Return the best results, and what the last call, which drew the page, took."""
+    """Return the best results, and the time and cost of the last call, which drew the page."""
     tiles = [Tile(name, number(value), "best trial") for name, value in (result.best[0].values or {}).items()]
     tiles.append(Tile("time", format_seconds(result.seconds), "of this call"))
     if result.cost is not None:

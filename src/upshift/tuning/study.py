@@ -1,8 +1,7 @@
-"""A study: trials that Optuna proposes, run and kept in a storage that outlives this process and may be shared with others.
+"""Run a study: trials that Optuna proposes, kept in a storage that outlives this process and may be shared with others.
 
-Which values to try next, and which trials to end early, is Optuna's. That none is started in vain, that a failed one is a row
-with its reason, and that a study goes on after SIGKILL, is decided here.
-"""
+Optuna decides which values to try next, and which trials to end early. This module makes sure that no trial is started in
+vain, that a failed trial is a row with its reason, and that a study goes on after SIGKILL."""
 
 from __future__ import annotations
 
@@ -43,8 +42,10 @@ def open_study(
     *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int,
     identity: dict[str, Any], evaluations: int = EVALUATIONS,
 ) -> optuna.Study:  # fmt: skip
-    """The study of that name, made where there is none. ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or
-    the path of a journal; None: SQLite in the folder. ``identity``: what its trials share; another one is refused."""
+    """Return the study of that name, or make it.
+
+    ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or the path of a journal; None: SQLite in the folder.
+    ``identity``: settings that all its trials share. A study with other settings is refused."""
     ends_early = make_pruner(pruner, evaluations)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with without_warnings():
@@ -57,7 +58,7 @@ def open_study(
 
 
 def check_identity(study: optuna.Study, identity: dict[str, Any], *, other: str) -> None:
-    """Raises RequestError where its trials are of something else, and so no better or worse than those to come."""
+    """Raise RequestError if a study's trials are of something else, so that their values cannot be compared with those to come."""
     written = json.loads(json.dumps(identity, default=str))
     known = study.user_attrs.get(IDENTITY)
     if known is None:
@@ -74,8 +75,9 @@ def run_study(
     catch: tuple[type[Exception], ...] = (),
     on_end: Callable[[optuna.trial.FrozenTrial], None] = lambda trial: None,
 ) -> None:  # fmt: skip
-    """Until the study has so many trials, those of earlier and of other processes counted, or the time is up.
-    Raises JobFailed where not one of them gave a result."""
+    """Run trials until the study has so many, or the time is up. Trials of earlier and of other processes count.
+
+    Raise JobFailed if not one of them gave a result."""
 
     def objective(trial: optuna.Trial) -> Sequence[float]:
         return _judged(study, trial, run_trial, catch)
@@ -107,19 +109,19 @@ def run_study(
 
 
 def count(study: optuna.Study) -> int:
-    """Trials that came to an end; one whose process was killed is run again, and counts once."""
+    """Return the number of trials that came to an end. A trial whose process was killed is run again, and counts once."""
     return sum(trial.state.is_finished() and not was_killed(trial) for trial in study.get_trials(deepcopy=False))
 
 
 def num_running(study: optuna.Study) -> int:
-    """Trials of all processes; where a dead one is not noticed, in a journal, none is waited for."""
+    """Return the running trials of all processes. In a journal, which does not notice dead ones, return 0 and wait for none."""
     if not HEARTBEAT.get()(STUDY_STORAGE.of(study)):
         return 0
     return len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
 
 def was_killed(trial: optuna.trial.FrozenTrial) -> bool:
-    """With its process: it could not say why it failed."""
+    """Return whether a trial was killed with its process: it could not say why it failed."""
     return trial.state is TrialState.FAIL and REASON not in trial.user_attrs
 
 
@@ -149,7 +151,9 @@ def _judged(
 
 
 def _checked(values: Sequence[float], wanted: int) -> Sequence[float]:
-    """Optuna lets a trial of other values fail without an error, which nobody could tell from a killed one."""
+    """Return the values, or raise JobFailed.
+
+    Optuna lets a trial with other values fail without an error, so that it would look like a killed one."""
     if len(values) != wanted:
         raise JobFailed(f"its objective gave {len(values)} values, and the study has {wanted} directions")
     if any(math.isnan(value) for value in values):
@@ -158,7 +162,7 @@ def _checked(values: Sequence[float], wanted: int) -> Sequence[float]:
 
 
 def reason_of(trial: optuna.trial.FrozenTrial) -> str:
-    """Why it has no result; empty where it has."""
+    """Return why a trial has no result, or an empty text if it has one."""
     if trial.state is TrialState.COMPLETE:
         return ""
     if was_killed(trial):
