@@ -1,9 +1,9 @@
-"""How much of a timing was spent waiting for a core that another program had.
+"""Measure how much of a timing was spent waiting for a core that another program had.
 
 Linux says for every thread how long it was ready to run and did not (run_delay, in /proc/PID/task/TID/schedstat; see
 Documentation/scheduler/sched-stats.rst of the kernel). That holds inside containers, where the load of the whole host says
-little. Two programs on the two threads of one core slow each other down without waiting: for these, what the other programs
-computed on this process's processors is read from /proc/stat.
+little. Two programs on the two threads of one core slow each other down without waiting. For this case /proc/stat tells what
+the other programs computed on this process's processors.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ GUEST_FIELDS = 8  # the fields from here on are counted in the first two already
 
 @dataclass(frozen=True)
 class Moment:
-    """Readings at one time. None: the system does not say."""
+    """The readings at one time. None: the system does not say."""
 
     seconds: float
     own_cpu_seconds: float
@@ -35,7 +35,7 @@ class Moment:
 
 @dataclass(frozen=True)
 class Timing:
-    """Work that was timed. ``waited``: seconds of it in which its most delayed thread was ready and had no core."""
+    """The times of some work. ``waited``: seconds of it in which its most delayed thread was ready and had no core."""
 
     seconds: float
     cpu_seconds: float
@@ -58,7 +58,7 @@ def read_moment() -> Moment:
 
 
 class LoadMeter:
-    """Times work, and what other programs took from it. ``read``: for tests."""
+    """A meter that times work, and the load by other programs meanwhile. ``read``: for tests."""
 
     def __init__(self, read: Callable[[], Moment] = read_moment) -> None:
         self._read = read

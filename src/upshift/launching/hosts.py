@@ -1,6 +1,7 @@
 """Run torchrun on each of the named hosts, here by a shell, elsewhere by ssh. Stop all together, and report which hosts failed.
 
-Paths are the same on all hosts: the interpreter, the folder, the model, the data. Nothing is copied."""
+Paths are the same on all hosts: the interpreter, the folder, the model, the data. Nothing is copied.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Write objects of Kubeflow: a PyTorchJob (training operator), which may be elastic, or a TrainJob (trainer v2), of a fixed size.
 
-YAML is written as text, for its comments; every value in it is JSON, which YAML reads as it is."""
+YAML is written as text, for its comments; every value in it is JSON, which YAML reads as it is.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Write a script that starts the ranks by Open MPI's mpirun, which binds each to its cores.
 
-There are no restarts: mpirun ends all ranks with the first that dies."""
+There are no restarts: mpirun ends all ranks with the first that dies.
+"""
 
 from __future__ import annotations
 

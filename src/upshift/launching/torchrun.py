@@ -1,7 +1,8 @@
 """Write the lines of a shell that start the ranks of one host with torchrun, which starts them again when one dies.
 
 If the number of ranks is not given, the host finds it: one for each GPU, or one for each NUMA node, so that a rank computes
-where its memory is. A rank takes its share of the cores itself (hardware/binding.py): torchrun binds to GPUs only."""
+where its memory is. A rank takes its share of the cores itself (hardware/binding.py): torchrun binds to GPUs only.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +50,8 @@ def of_host(launch: Launch, number: int) -> str:
     """Return the script of host ``number`` of the named ones. The first host holds the store where they meet.
 
     ``is_host`` and ``local-addr`` are said, not guessed: torchrun compares names, and machines made from one image share
-    theirs."""
+    theirs.
+    """
     host, first = launch.hosts[number], launch.hosts[0]
     meeting = (
         f"--nnodes={launch.nodes}", "--rdzv-backend=c10d", f"--rdzv-id={launch.name}",

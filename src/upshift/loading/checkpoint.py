@@ -43,7 +43,8 @@ def find_checkpoint(folder: Path) -> Checkpoint:
 def find_safetensors(folder: Path) -> Checkpoint:
     """Return the folder's safetensors files as transformers chooses them: one file before shards. Only headers are read.
 
-    Raise RequestError naming the first file or tensor that is missing, damaged, or not where the index says."""
+    Raise RequestError naming the first file or tensor that is missing, damaged, or not where the index says.
+    """
     if isfile(folder / WEIGHTS) or not isfile(folder / INDEX):
         if not isfile(folder / WEIGHTS) and (pickles := pickles_in(folder)):
             raise RequestError(f"{folder} has {pickles} and no {WEIGHTS}; write it once as safetensors: upshift shard")
@@ -107,7 +108,8 @@ def inside(folder: Path, name: str) -> Path:
     """Return a file that an index, or a link, names. Raise RequestError if the file lies outside the folder.
 
     The hub's cache keeps its files beside the folder: models--<name>/snapshots/<revision>/<file> is a link to
-    models--<name>/blobs/<hash>, which may be a link to blobs/<part>/<hash>, where files that models share are kept."""
+    models--<name>/blobs/<hash>, which may be a link to blobs/<part>/<hash>, where files that models share are kept.
+    """
     path = PurePosixPath(name)
     if path.is_absolute() or ".." in path.parts or path.suffix not in SUFFIXES or not name.isprintable():
         raise RequestError(f"{folder} names the file {shown(name)}; weights are files of that folder, in {' or '.join(SUFFIXES)}")

@@ -1,7 +1,8 @@
 """Check that a model's files hold its weights: find weights that no file fills, and stored tensors that the model does not use.
 
 transformers draws missing weights at random and reports them in its log. Upshift computes nothing with weights that nobody gave:
-every command checks the files' headers first, before it reads a weight."""
+every command checks the files' headers first, before it reads a weight.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Run a model on several devices: move the arguments of each module to the device that computes its weights.
 
 The output of a layer of a stack stays on the layer's device. The output of other modules moves to the main device, where the
-code between modules runs. The model's own output moves to the device that its input came from."""
+code between modules runs. The model's own output moves to the device that its input came from.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 transformers keeps the experts of a layer in one weight, its first dimension the expert, and says with ``top_k_index`` which ones
 compute. The weight rests as the file's pages; before its module runs the pages of the chosen experts are brought in, and let go
-after it. Nothing is read ahead: the choice is known when the layer runs. On a GPU all experts are sent."""
+after it. Nothing is read ahead: the choice is known when the layer runs. On a GPU all experts are sent.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Fill an empty model straight from its files: each weight is read once, into the dtype and the place where it stays.
 
 Weights that keep their stored dtype are the files' own pages (private: writing to a page copies it). Others are converted piece
-by piece while they are read. Weights that are made of several tensors, or quantized, are made one group at a time."""
+by piece while they are read. Weights that are made of several tensors, or quantized, are made one group at a time.
+"""
 
 from __future__ import annotations
 

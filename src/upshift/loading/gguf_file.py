@@ -1,7 +1,8 @@
 """Read a GGUF file, llama.cpp's form of a model, under the names and in the shapes of transformers.
 
 The gguf package reads the file and transformers says which of its tensors are which. transformers' own functions undo, one tensor
-at a time, what llama.cpp permuted, merged or shifted."""
+at a time, what llama.cpp permuted, merged or shifted.
+"""
 
 from __future__ import annotations
 

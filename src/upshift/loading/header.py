@@ -2,7 +2,8 @@
 
 The format: https://huggingface.co/docs/safetensors. Eight bytes are the length of a JSON object, little-endian; the object maps
 each name to dtype, shape and data_offsets; the tensors follow without a gap, to the last byte. What is accepted here, the
-safetensors library accepts too; it takes some headers that are refused here, because no writer means them (docs/loading.md)."""
+safetensors library accepts too; it takes some headers that are refused here, because no writer means them (docs/loading.md).
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A copy begins when the computation that used its memory before has ended. A computation that uses the memory waits for the copy.
 Both waits are on the GPU alone (events), so the processor goes on. Host memory is pinned: only then does a copy not stop the
-processor."""
+processor.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """``upshift.load_model``: build a transformers model empty and fill it straight from its files.
 
 transformers decides the class, names, dtypes, the initialization of weights that no tensor fills, ties, buffers, and the report
-of missing and unexpected weights. Models that are stored quantized are loaded by its ``from_pretrained``."""
+of missing and unexpected weights. Models that are stored quantized are loaded by its ``from_pretrained``.
+"""
 
 from __future__ import annotations
 

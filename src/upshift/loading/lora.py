@@ -2,7 +2,8 @@
 
 peft puts its layers on the empty model and reads the adapter into them. A layer is then given its base weight, some rows at a
 time where rows do not depend on each other, and peft's own ``merge`` is called. So rank and alpha patterns, rsLoRA, DoRA,
-transposed weights and biases come out as peft has them."""
+transposed weights and biases come out as peft has them.
+"""
 
 from __future__ import annotations
 

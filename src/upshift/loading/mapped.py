@@ -1,7 +1,8 @@
 """Map files into memory: bring pages in ahead, in large reads and without a copy, and let them go again.
 
 A page of a mapped file is the page cache's own. Populating reads the pages that are missing. Forgetting takes the pages from this
-process, and they stay cached. Linux 5.14 and newer can populate; elsewhere files are read into buffers."""
+process, and they stay cached. Linux 5.14 and newer can populate; elsewhere files are read into buffers.
+"""
 
 from __future__ import annotations
 

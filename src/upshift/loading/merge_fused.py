@@ -1,7 +1,8 @@
 """Merge into weights that transformers makes of several stored tensors, as experts of a layer, or that are parts of one.
 
 A group is put together as loading does, changed by peft's own arithmetic, and taken apart as transformers' saving does. Memory
-holds the weights of one group, twice."""
+holds the weights of one group, twice.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Map stored tensors to the weights of a model, name by name, with transformers' own renamings and conversions.
 
 A plain weight is one stored tensor under its own or another name. The rest are groups: several tensors that become one (the
-experts of a layer), or one that becomes several (fused queries, keys and values)."""
+experts of a layer), or one that becomes several (fused queries, keys and values).
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 Between its turns a weight on the disk is a read-only mapping of the file. Its dtype, shape and content can be used (an
 embedding looks its rows up in it, the other end of a tied head finds it), and it takes no memory. Writing to it ends the
 process. Such weights are frozen. Where gradients pass through them, autograd saves a note of where a weight lies instead of
-the weight, and the backward pass reads the weight again."""
+the weight, and the backward pass reads the weight again.
+"""
 
 from __future__ import annotations
 
@@ -147,7 +148,8 @@ def dispatch(
     """Register the hooks that bring weights to their device. All weights that are not brought in are on their device already.
 
     ``stored``: for each parameter on the disk, where bytes of its dtype and shape lie. ``buffer_bytes``: the size of what is
-    read ahead from the disk; None: as the placement says. ``lanes``: copies to the main device, if that is a GPU."""
+    read ahead from the disk; None: as the placement says. ``lanes``: copies to the main device, if that is a GPU.
+    """
     weights = weights_on_disk(model, placement, stored)
     total = sum(weight.stored.nbytes for weight in weights.values())
     free = detect().cpu

@@ -1,7 +1,8 @@
 """Keep weights on the disk that the files hold in another form: they are converted once, into one file of the offload folder.
 
-The file's name is a hash of the files it was made from and of its content, so the next run finds it. The file gets that name
-when it is whole."""
+The file's name is a hash of the files it was made from, and of the names, shapes and dtypes of its weights. So the next run
+finds it. The file gets that name when it is whole.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Manage the folder that a checkpoint is rewritten into: which request owns it, which files are whole, what a failure leaves.
 
 A file has its final name only when it is whole and on the disk. The manifest lists the whole shards, so that the same request
-goes on where it was stopped, and another one is refused."""
+goes on where it was stopped, and another one is refused.
+"""
 
 from __future__ import annotations
 

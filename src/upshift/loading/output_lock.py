@@ -1,7 +1,8 @@
 """Allow one writer at a time for an output, by a lock that ends with the process that holds it. A file names the holder.
 
 The lock is flock(2) on a small file in the output folder, or beside an output that is a file. On Linux it also holds between
-hosts that share an NFS folder. The file is removed when the lock is released; after a kill it stays behind without a lock."""
+hosts that share an NFS folder. The file is removed when the lock is released; after a kill it stays behind without a lock.
+"""
 
 from __future__ import annotations
 
@@ -82,7 +83,8 @@ def claimed(output: Path) -> Iterator[None]:
     """Hold the lock of an output folder. Claims of one thread may be nested.
 
     A missing folder is made. An error removes it again if it is empty. Raise RequestError if another process or thread holds
-    the lock, or if the folder cannot be made."""
+    the lock, or if the folder cannot be made.
+    """
     if output.exists() and not output.is_dir():
         raise RequestError(f"output directory {output} is a file; give a directory")
     made = not output.exists()

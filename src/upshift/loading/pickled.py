@@ -1,7 +1,8 @@
 """Rewrite PyTorch's own files, pytorch_model.bin, as safetensors in the cache, once, in a separate process.
 
 A pickle is a program. Only torch's weights-only loader reads it, in a process that may use little memory and time. The process
-has no network if the system allows to give it up. A file that needs more than weights is refused."""
+has no network if the system allows to give it up. A file that needs more than weights is refused.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Read one pickle of weights in a process and write safetensors: python -m upshift.loading.pickled_process FROM TO.
 
-The process prints a line of JSON if it refuses the file, or fails. Its limits are set before the file is opened."""
+The process prints a line of JSON if it refuses the file, or fails. Its limits are set before the file is opened.
+"""
 
 from __future__ import annotations
 

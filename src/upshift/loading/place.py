@@ -5,7 +5,8 @@ into buffers that are used again. The limits count these buffers, the buffers of
 values of the workload as they count weights. The search leaves the fewest bytes on the disk: for every size that the largest
 streamed part may have, larger parts must stay in memory, and the others follow in their order while they fit. An embedding
 goes last, as only the rows of its tokens are read. Ignored: what the page cache of the system keeps of the disk, and the
-memory of the libraries."""
+memory of the libraries.
+"""
 
 from __future__ import annotations
 

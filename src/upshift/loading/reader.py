@@ -1,7 +1,8 @@
 """Read groups of stored tensors into memory that is used again, ahead of the request, in the order of the last time.
 
 A group is the tensors that one module needs. It is read in pieces of whole tensors, so that a part of the next group is on its
-way if there is no room for all of it. Slots decide which memory holds a piece, and how the piece gets there."""
+way if there is no room for all of it. Slots decide which memory holds a piece, and how the piece gets there.
+"""
 
 from __future__ import annotations
 

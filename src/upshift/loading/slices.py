@@ -3,7 +3,8 @@
 Three ways to divide, in this order: pipeline stages take whole layers; tensor parallelism takes, of each weight, rows or
 columns as the model's own plan says; fully-shard takes rows of what is left (the first dimension, in equal parts, as torch's
 fully_shard does). Where operations make a weight of several stored tensors, each of those is sliced. If the operations do more
-than stack and concatenate, the tensors are read whole and the weight is sliced."""
+than stack and concatenate, the tensors are read whole and the weight is sliced.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Hold a piece of the weights while a module needs it: in a buffer that it is read into, or in the file's own pages.
 
 Pages are used if the system can bring them in ahead: nothing is copied, and content of the page cache is there at once.
-Buffers hold tensors that cannot be used where they lie (they are not aligned) and, pinned, tensors that are sent to a GPU."""
+Buffers hold tensors that cannot be used where they lie (they are not aligned) and, pinned, tensors that are sent to a GPU.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 A pass reads every weight once: from the memory of the device that computes, over the link from the host, and from the disk.
 The three go on at the same time if the buffers hold two of the largest part. If they hold one, nothing is read while a
-streamed part is computed. Ignored: that many tokens at once make products slower than memory, and what the page cache keeps."""
+streamed part is computed. Ignored: that many tokens at once make products slower than memory, and what the page cache keeps.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Write a safetensors file piece by piece. Its header is known before and comes first, so no tensor is held whole.
 
 The file equals, to the byte, what the safetensors library writes, which must hold all tensors at once. The order is by dtype,
-the widest first, then by name."""
+the widest first, then by name.
+"""
 
 from __future__ import annotations
 

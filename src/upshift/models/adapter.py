@@ -19,7 +19,8 @@ def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
     """Return ``model`` with the source's adapter around it (random weights) and its frozen parameters frozen, in training mode.
 
     Below an adapter, weights are quantized where the config says so. Raise MissingExtra if the source has an adapter and peft
-    is not installed."""
+    is not installed.
+    """
     if source.quantized_from is not None:
         if not getattr(model, "is_quantized", False):
             quantize(model, dtype=getattr(torch, source.quantized_from))

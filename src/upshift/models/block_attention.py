@@ -6,7 +6,8 @@ less where many sequences share a row. Without an explicit mask the probabilitie
 inputs' precision, as transformers' ``eager`` does; with one they are computed again. Dropout draws the probabilities that it
 drops again from a seed, which is itself drawn from torch's generator: a step that is done again drops the same ones.
 
-The attention is a registered operator, so that torch.compile calls it as it is."""
+The attention is a registered operator, so that torch.compile calls it as it is.
+"""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ def block_attention_forward(
 ) -> tuple[torch.Tensor, None]:
     """Return the attention: query [B, H, S, D], key and value [B, K, S, D] with K dividing H -> [B, S, H, D].
 
-    Cases that it does not compute (position bias, a cache's longer keys, other devices) go to ``sdpa``."""
+    Cases that it does not compute (position bias, a cache's longer keys, other devices) go to ``sdpa``.
+    """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     simple = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
     if not simple or query.device.type != "cpu" or query.shape[2] != key.shape[2] or query.shape[2] == 1:
@@ -147,7 +149,8 @@ class LeftOut:
     dropped.
 
     It uses sixteen random bits a probability. NumPy draws them in a tenth of the time of torch's bernoulli on a CPU
-    (docs/log.md)."""
+    (docs/log.md).
+    """
 
     def __init__(self, seed: torch.Tensor | None, dropout: float) -> None:
         self.threshold = 0 if seed is None else round(dropout * 2**16)

@@ -3,7 +3,8 @@
 The unmodified model runs: only its output embedding returns, in place of logits, ``DeferredLogits``, which remember what the
 model does to them (scaling, soft-capping, bias, shifting, flattening) and become a loss when they reach
 ``torch.nn.functional.cross_entropy``. So labels, shifts and divisors are the model's, and the operations between head and loss
-are found by running them. An operation that deferred logits cannot do is refused in words."""
+are found by running them. An operation that deferred logits cannot do is refused in words.
+"""
 
 from __future__ import annotations
 
@@ -194,7 +195,8 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
     """Run ``model`` with its loss in chunks of ``chunk_tokens`` labelled tokens while the context is open.
 
     label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: this times the mean over labels of
-    logsumexp(logits) ** 2 is added. Raise ChunkedHeadError, when the model runs, if ``why_not_chunked`` has a reason."""
+    logsumexp(logits) ** 2 is added. Raise ChunkedHeadError, when the model runs, if ``why_not_chunked`` has a reason.
+    """
     head = model.get_output_embeddings()  # type: ignore[operator]
     options, uses = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss), Uses()
 

@@ -2,7 +2,8 @@
 
 torch.compile cuts a layer's forward and backward where the fewest bytes cross (Inductor's partition_fn), on the graph of both.
 The same is done here on fake tensors, once, with sizes by which every kept tensor's dependence on the batch and the length can
-be told apart. On CPUs it agrees with what compiled layers keep to the byte (tests/cpu/test_compiled_memory.py)."""
+be told apart. On CPUs it agrees with what compiled layers keep to the byte (tests/cpu/test_compiled_memory.py).
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Read and write the JSON files of a model as transformers reads and writes them, without transformers.
 
 JSON has no number for infinity. transformers writes ``{"__float__": "Infinity"}`` in its place and turns it back when it reads
-a config. Every config that Upshift reads or writes goes through these functions."""
+a config. Every config that Upshift reads or writes goes through these functions.
+"""
 
 from __future__ import annotations
 

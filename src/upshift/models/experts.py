@@ -1,7 +1,8 @@
 """Count how many of a mixture's experts a token meets, by the products that run inside the experts when the model is traced.
 
 Configs have no common name for this number (num_experts_per_tok, top_k_experts, moe_topk ...), and routers differ. The
-products are the same in all models: each token is multiplied with some of the weights that are stacked by expert."""
+products are the same in all models: each token is multiplied with some of the weights that are stacked by expert.
+"""
 
 from __future__ import annotations
 

@@ -32,7 +32,8 @@ def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement
 
     Their terms of ``rise`` are of the same operators, in the same order, and of those that are highest at some length up to
     the ``longest``. With one point the numbers of its measurement are polynomials (sizes.py). Raise NotPolynomial if operators
-    differ then."""
+    differ then.
+    """
     forward = _fit_pass(points, longest, [[_with_between(m.forward, name) for m in family] for family in families])
     backward = _fit_pass(points, longest, [[m.backward.get(f"backward {name}") for m in family] for family in families])
     again = _fit_pass(points, longest, [[m.accumulating.get(f"backward {name}") for m in family] for family in families])

@@ -24,7 +24,8 @@ def run_forked(tasks: Sequence[Callable[[], T]], *, progress: Callable[[int], No
 
     As many tasks run at once as torch may use threads (OMP_NUM_THREADS). A task that fails in a copy is run again here, so
     that its error is raised with its own traceback. All are run here if copies cannot be made. So are tasks of copies that
-    wait for a lock which another thread of this process held when they were made."""
+    wait for a lock which another thread of this process held when they were made.
+    """
     results: dict[int, T] = {}
     workers = min(len(tasks), torch.get_num_threads())
     if workers > 1 and _may_fork():

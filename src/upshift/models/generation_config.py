@@ -97,9 +97,9 @@ def _new_tokens(said: Mapping[str, Any], source: ModelSource) -> int | None:
 
 
 def _said(source: ModelSource) -> dict[str, Any]:
-    """Return the file's options.
+    """Return the file's options. Without the file, return the same names of config.json, as transformers does.
 
-    Without the file, take the same names of config.json, as transformers does for BART's old configs."""
+    BART's options once had no other place."""
     found = _config(source)
     if found:
         return found

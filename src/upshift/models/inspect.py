@@ -40,7 +40,7 @@ class Inspection(Value):
 
 
 def inspect(model: str, *, sequence_length: int | None = None) -> Inspection:
-    """Return parameters by part, FLOPs, activation and cache bytes, and the plans that the model declares. Loads no weights.
+    """Return parameters by part, FLOPs, activation and cache bytes, and the plans that the model declares. Load no weights.
 
     ``sequence_length``: None takes 512, or the model's positions where they are fewer."""
     source = find_model(model)

@@ -2,7 +2,8 @@
 
 The copy has the model's own class, kinds of layers and settings (narrow.py), and random weights that are large enough to show
 every leak. Every check runs the copy twice and compares: a row of two texts as training packs them, with the first one
-changed, and each text alone; a text with padding, and without; a batch's loss, and the losses of its texts."""
+changed, and each text alone; a text with padding, and without; a batch's loss, and the losses of its texts.
+"""
 
 from __future__ import annotations
 
@@ -192,7 +193,7 @@ class _Probe:
     # Padding
 
     def _padding(self) -> tuple[Literal["unmasked", "masked", "none"], str]:
-        """Return whether padding on the right of a text needs a mask, and what happens if a mask does not help."""
+        """Return how padding on the right of a text must be marked, and the problem if neither a mask nor no mask works."""
         if self.objective == "causal-lm" and self._is_padded_right(masked=False) and self._loss_is_same(masked=False):
             return "unmasked", ""
         if self._is_padded_right(masked=True) and (not self.has_loss or self._loss_is_same(masked=True)):

@@ -4,7 +4,8 @@ The logits of all tokens are never in memory. Loss and gradients of a chunk are 
 hand (Hsu et al., "Liger Kernel", 2024, section 3.2). Rows whose label is ignored are not computed. Losses are summed, not
 averaged: the divisor of a mean multiplies the gradients afterwards, so that half precision does not lose them. Ranks may have
 a part of the vocabulary each: per label they exchange the largest logit and the sum of exponentials (Shoeybi et al.,
-"Megatron-LM", 2019, section 3)."""
+"Megatron-LM", 2019, section 3).
+"""
 
 from __future__ import annotations
 
@@ -54,7 +55,8 @@ def linear_cross_entropy(
     Shapes: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar. Matrix products are in autocast's dtype where it
     is on, all else in fp32. Backward may run once only: it consumes the gradients. With ``words``, weight and bias are of
     these alone; every rank of the group has the same hidden states and labels, and gets the same loss and the whole gradient
-    of the hidden states."""
+    of the hidden states.
+    """
     total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, words, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return total
 

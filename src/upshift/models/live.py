@@ -1,6 +1,7 @@
 """Write down a live model as a ModelSource: class, config, adapter and frozen parameters, so that it can be planned for.
 
-The record is checked by building the model again from it, without memory: every module and parameter must come out the same."""
+The record is checked by building the model again from it, without memory: every module and parameter must come out the same.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 def source_of(model: nn.Module) -> ModelSource:
     """Return the source that builds this model again, with random weights.
 
-    ``model``: a class of transformers, or a peft model around one. Raise RequestError with the reason for any other."""
+    ``model``: a class of transformers, or a peft model around one. Raise RequestError with the reason for any other.
+    """
     base = _transformers_model(model)
     adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
     _check_weights(model)

@@ -1,7 +1,8 @@
 """Run one forward and backward of the cut model on fake tensors and book every operator on its segment.
 
 The tensors are fake CPU tensors: nothing is allocated, and fused attention keeps its flash-like memory (on ``meta`` it
-would be decomposed). Ignored: scratch inside kernels, measured below 1.1 % of the peak."""
+would be decomposed). Ignored: scratch inside kernels, measured below 1.1 % of the peak.
+"""
 
 from __future__ import annotations
 
@@ -304,7 +305,8 @@ def fake_masks(*, masked: bool) -> Iterator[None]:
 
     transformers looks at position values to find packed rows. Fake tensors have none, so it is told that there are no packed
     rows. Experts take transformers' own grouped product, which allocates what PyTorch's does. It has fakes for every dtype;
-    PyTorch's has them for bf16 only."""
+    PyTorch's has them for bf16 only.
+    """
     rows = nullcontext() if masked else PACKED_ROWS.replaced(lambda *_: None)
     with rows, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -2,7 +2,8 @@
 
 A small copy treats the tokens of a row as the model does: sizes decide how much is computed, not which token reaches which. A
 copy is only used if it has every kind of layer that the model has. Fields of a config have no common names, so a copy may fail
-to build. Then a less small one is tried, and in the end there is none."""
+to build. Then a less small one is tried, and in the end there is none.
+"""
 
 from __future__ import annotations
 

@@ -3,7 +3,8 @@
 A training step is cut into segments in forward order: the gap before the first layer, each layer of each stack, the gap
 between or after the stacks (the last gap holds the loss head). Every segment knows, as exact polynomials of micro-batch
 ``b`` and sequence length ``s``, what it leaves in memory, how high it rises while it runs, and what it computes. Planning
-walks the segments; nothing is multiplied by a guessed number of bytes per layer."""
+walks the segments; nothing is multiplied by a guessed number of bytes per layer.
+"""
 
 from __future__ import annotations
 
@@ -230,7 +231,8 @@ class CachedLayers(Value):
 
 
 class Isolation(Value):
-    """Which tokens of a row or a batch reach a text's own results, as tested on a small copy of the model with random weights."""
+    """The result of a test on a small copy of the model with random weights: which tokens of a row or a batch reach a text's
+    results."""
 
     proven: bool = False
     reason: str = Field("it was not tested", description="why nothing is proven; empty where it is")

@@ -1,7 +1,8 @@
 """Make, lay out without memory, and count weights of a frozen base that are stored in 4 bits (QLoRA: bitsandbytes' NF4 and FP4).
 
 An adapter's gradients pass through such weights, which have no gradients themselves. Every other quantization of transformers
-is refused."""
+is refused.
+"""
 
 from __future__ import annotations
 

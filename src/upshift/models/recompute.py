@@ -33,7 +33,8 @@ def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Gran
     ``alternate``: of products the first, third and so on of a layer are kept, as torchtitan's selective_ac_option = "op" does.
     Kept results are found again by their number and must not be written over. A layer that writes over them, or whose weights
     serve several layers (cast once in autocast's forward pass, and for each layer when it is made again), raises RuntimeError
-    in its backward pass."""
+    in its backward pass.
+    """
     base = base_of(model)
     _leave_inputs(base)
     options: dict[str, Any] = {"use_reentrant": False}
@@ -90,9 +91,9 @@ def _keep_every_second() -> Any:
 
 
 def _leave_inputs(base: PreTrainedModel) -> None:
-    """Remove the gradients of frozen embeddings.
+    """Remove transformers' hooks that ask for gradients of frozen embeddings.
 
-    They need none: transformers asks for one because reentrant checkpoints would lose the others."""
+    The embeddings need none: transformers asks for one because reentrant checkpoints would lose the others."""
     if INPUT_GRADIENTS.read(base) is not None:
         base.disable_input_require_grads()
     # Asked twice, as by peft.prepare_model_for_kbit_training, transformers forgets the hooks that it made first.

@@ -1,7 +1,8 @@
 """Find how numbers of a traced run depend on its batch and its length, from runs in which both are primes.
 
 Bytes and FLOPs are sums of products of dimensions. If the batch and the length are primes that divide no width of the model, a
-product shows its factors: 131 x 1021 x 4096 is b x s x 4096. Two runs with other primes must give the same polynomials."""
+product shows its factors: 131 x 1021 x 4096 is b x s x 4096. Two runs with other primes must give the same polynomials.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,7 @@
 """Resolve where a model comes from: a local Hugging Face directory, a config.json, a hub id, or a live model written down.
 
-Only JSON is read, never weights."""
+Only JSON is read, never weights.
+"""
 
 from __future__ import annotations
 

@@ -2,7 +2,8 @@
 
 Nothing is allocated and no accelerator is needed: the tensors are fake CPU tensors, on which fused attention keeps its
 flash-like memory (on ``meta`` it would be decomposed). Inputs: a config. Ignored: kernel-internal scratch (measured below
-1.1 % of the peak), torch.compile (its memory is at most the eager one)."""
+1.1 % of the peak), torch.compile (its memory is at most the eager one).
+"""
 
 from __future__ import annotations
 

@@ -105,7 +105,8 @@ def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
 
     The engine adds onto the earlier gradient if that and its storage have no other holder, but never while a dispatch mode is
     active (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the
-    engine without."""
+    engine without.
+    """
     if function is not ATEN.add.Tensor or torch.is_grad_enabled() or AUTOGRAD_NODE.get()() is None:
         return None
     earlier = args[0]
@@ -129,7 +130,8 @@ class LiveTracker:
 
     ``border(name)`` closes the current interval and opens the named one; a name may be opened again (a second pass).
     ``release()`` closes it and, until the next border, books every byte that is freed on the interval that had allocated it:
-    autocast drops its copies of the weights when it ends, all layers' at once."""
+    autocast drops its copies of the weights when it ends, all layers' at once.
+    """
 
     def __init__(self, sizes: Counted | OfPrimes | None = None) -> None:
         self._mode = dispatch_mode(self._handle)

@@ -1,7 +1,8 @@
 """Check muP by coordinates: take a few steps at growing widths, and measure how much the outputs of the layers change.
 
 By muP's rule the change is the same at every width. Without muP it grows with the width, and so does the harm of a learning
-rate. Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), appendix D.1. It is measured in a process of its own."""
+rate. Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), appendix D.1. It is measured in a process of its own.
+"""
 
 from __future__ import annotations
 
@@ -41,7 +42,7 @@ class Asked(Value):
 
 
 class Growth(Value):
-    """How much more, or less, outputs change at the widest than at the narrowest, for the layer where this is worst."""
+    """The ratio of changes of outputs at the widest and at the narrowest model, for the layer where this is worst."""
 
     widths: tuple[int, ...]
     with_mup: float

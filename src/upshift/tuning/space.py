@@ -5,7 +5,8 @@
     lr_scheduler_type: [linear, cosine]
     weight_decay: 0.01
 
-A range of whole numbers gives whole numbers. A single value is the same in every trial."""
+A range of whole numbers gives whole numbers. A single value is the same in every trial.
+"""
 
 from __future__ import annotations
 

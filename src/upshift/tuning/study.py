@@ -1,7 +1,8 @@
 """Run a study: trials that Optuna proposes, kept in a storage that outlives this process and may be shared with others.
 
 Optuna decides which values to try next, and which trials to end early. This module makes sure that no trial is started in
-vain, that a failed trial is a row with its reason, and that a study goes on after SIGKILL."""
+vain, that a failed trial is a row with its reason, and that a study goes on after SIGKILL.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def open_study(
 
 
 def check_identity(study: optuna.Study, identity: dict[str, Any], *, other: str) -> None:
-    """Raise RequestError if a study's trials are of something else, so that their values cannot be compared with those to come."""
+    """Raise RequestError if a study's trials are of something else, so that their values cannot be compared."""
     written = json.loads(json.dumps(identity, default=str))
     known = study.user_attrs.get(IDENTITY)
     if known is None:

@@ -2,7 +2,8 @@
 
 Each trial runs in a process of its own, in a study that outlives this process. A trial's process builds the Trainer again,
 from the arguments that this one was made with, and trains as transformers does with a trial. Ray runs trials in processes of
-its own. Ranks that a launcher started search together, as in transformers."""
+its own. Ranks that a launcher started search together, as in transformers.
+"""
 
 from __future__ import annotations
 
