@@ -1,5 +1,6 @@
-"""The process behind ``ForkServer``: imports the worker, then forks a child for each request on standard input. SIGINT ends it
-and the child, and so does the end of the process that asks."""
+"""Run the process behind ``ForkServer``: import a worker, then fork a child for each request on standard input.
+
+SIGINT ends it and the child, and so does the end of the process that sends requests."""
 
 from __future__ import annotations
 
