@@ -22,7 +22,7 @@ from upshift.value import Value
 
 PROCESS = "upshift.fork_server_process"
 END_SECONDS = 5.0
-ENDLESS_SECONDS = 1e9  # a limit for what has none
+ENDLESS_SECONDS = 1e9  # stands for no limit
 V = TypeVar("V", bound=Value)
 
 
@@ -51,7 +51,7 @@ class ForkServer:
         assert self._process.stdin is not None and self._process.stdout is not None
         path = self._folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
-        with suppress(BrokenPipeError):  # it ended, and so does what it says
+        with suppress(BrokenPipeError):  # the server ended, and so does its output
             self._process.stdin.write(json.dumps({"request": str(path), "limit": limit_seconds}) + "\n")
             self._process.stdin.flush()
         for line in self._process.stdout:

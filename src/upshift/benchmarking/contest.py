@@ -48,7 +48,7 @@ class Comparison(Value):
 
     def __str__(self) -> str:
         said, verdict = f"A is {self.ratio:.3f} times as fast as B", str(self.verdict)
-        if self.measure == "result":  # of any meaning
+        if self.measure == "result":  # the number may mean anything
             said = f"B's is {self.ratio:.3f} times A's"
             verdict = {"faster": "A's is less", "slower": "A's is more"}.get(verdict, verdict)
         if self.low is None or self.high is None:
@@ -105,7 +105,7 @@ def compare(
     for one in contenders.values():  # warm-up: files, caches, and whether it runs
         run_once(one, timeout_seconds=timeout_seconds)
     samples: dict[str, list[Sample]] = {"A": [], "B": []}
-    sure = 1 - (1 - confidence) / len(looks)  # Bonferroni: whatever the looks have to do with each other
+    sure = 1 - (1 - confidence) / len(looks)  # Bonferroni: right however the looks depend on each other
     for until in looks:
         for number, order in enumerate(orders(until - len(samples["A"])), start=len(samples["A"])):
             for name in order:

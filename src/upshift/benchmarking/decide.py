@@ -23,7 +23,7 @@ from upshift.errors import RequestError
 CLAIM = 0.999
 LEAST_EFFECT = 0.01  # what the layout of memory or the length of the environment can bring (Mytkowicz and others, ASPLOS 2009)
 EXACT_ROUNDS = 40  # beyond, the rank sums are normal to four digits
-MOST_ROUNDS = 10_000  # that are named
+MOST_ROUNDS = 10_000  # the most that a message names
 
 Verdict = Literal["faster", "slower", "alike", "not decided"]
 

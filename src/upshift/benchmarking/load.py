@@ -16,7 +16,7 @@ from pathlib import Path
 
 BUSY_SHARE = 0.05  # of the seconds in which the most delayed thread waited for a core
 BUSY_CORES = 0.25  # that other programs used of this process's processors meanwhile
-LEAST_SHARE = 0.02  # of a timing that is never taken for waiting: the counters are read one after the other
+LEAST_SHARE = 0.02  # of a timing that never counts as waiting: the counters are read one after the other
 LEAST_SECONDS = 0.2  # of a timing whose other programs are looked at: /proc/stat counts in ticks of 0.01 s
 NANOSECONDS = 1e9
 IDLE_FIELDS = (3, 4)  # idle and iowait, of a processor's line in /proc/stat (proc_stat(5))
@@ -30,7 +30,7 @@ class Moment:
     seconds: float
     own_cpu_seconds: float
     waited: dict[int, float] | None  # seconds that each thread has waited for a core
-    all_cpu_seconds: float | None  # that this process's processors have worked, for whomever
+    all_cpu_seconds: float | None  # that this process's processors have worked, for any program
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ class Checkpoint:
 def find_checkpoint(folder: Path) -> Checkpoint:
     """Return the folder's safetensors files. If it has pickles only, rewrite them once as safetensors into the cache."""
     if not (isfile(folder / WEIGHTS) or isfile(folder / INDEX)) and pickles_in(folder):
-        from upshift.loading.pickled import rewritten  # which reads with this file what it wrote
+        from upshift.loading.pickled import rewritten  # imported here, because it imports this module
 
         return find_safetensors(rewritten(folder))
     return find_safetensors(folder)

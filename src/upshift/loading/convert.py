@@ -103,7 +103,7 @@ def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> 
     for piece in stored_pieces(stored):
         before = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])
         after = before.to(dtype)
-        if dtype == torch.float16 and before.itemsize > 1:  # what has 8 bits fits
+        if dtype == torch.float16 and before.itemsize > 1:  # numbers of 8 bits fit into fp16
             infinite += int(after.isinf().sum() - before.isinf().sum())
         yield bytes_of(after)
     if infinite:

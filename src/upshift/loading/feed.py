@@ -30,7 +30,7 @@ def make_feed(units: Units, budgets: Mapping[str, int], main: str, *, keep: bool
     waiting = [[weight.stored for weight in unit] for unit in units]
     in_memory = {number: unit[0].held for number, unit in enumerate(units) if unit[0].held is not None}
     on_disk = [number for number in range(len(units)) if number not in in_memory]
-    size = min(budgets.get(device, 0) for device in (main, CPU)) if on_disk else budgets.get(main, 0)  # the same pieces twice
+    size = min(budgets.get(device, 0) for device in (main, CPU)) if on_disk else budgets.get(main, 0)  # both need the same pieces
     groups, disk = make_groups(waiting, size), None
     if on_disk:
         wanted = [waiting[number] for number in on_disk]

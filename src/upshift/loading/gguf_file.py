@@ -106,7 +106,7 @@ def open_gguf(file: Path) -> GgufFile:
     from gguf import GGUFReader
 
     try:
-        metadata, _ = GGUF_METADATA.get()(str(file))  # which ends at the end of the file; the gguf package may go on for ever
+        metadata, _ = GGUF_METADATA.get()(str(file))  # this ends at the end of the file; the gguf package may loop for ever
         said = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
         config = transformers.AutoConfig.for_model(**said)
         model = _empty(config, file)

@@ -72,7 +72,7 @@ class CudaLanes:
     def wait(self, event: torch.cuda.Event, memory: Tensor) -> None:
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(event)
-        memory.record_stream(computing)  # where it is freed early, its bytes are not used again before
+        memory.record_stream(computing)  # if the memory is freed early, it is not used again before this stream is done
 
     def mark(self) -> torch.cuda.Event:
         return self._recorded(torch.cuda.current_stream(self.device))

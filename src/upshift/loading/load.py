@@ -115,7 +115,7 @@ def _load_quantized(
 
     Only transformers and the library know how scales belong to codes, for each of some twenty methods."""
     try:
-        loaded: Any = kind.from_pretrained(  # with what was found in the files, which its type does not say
+        loaded: Any = kind.from_pretrained(  # returns loading information, too, which its type does not show
             source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
     except ImportError as error:

@@ -29,7 +29,7 @@ from upshift.units import MIB
 
 ADAPTER = "default"  # its name in the peft model
 BLOCK_BYTES = 32 * MIB  # of fp32: a merge holds up to four of them
-ROUND_ROWS = 64  # no block is a few rows only, of which matrix products are computed in another order
+ROUND_ROWS = 64  # no block has only a few rows: their products would be computed in another order
 
 Layers = defaultdict[int, list[Any]]
 Rows = Callable[[int, int], Tensor]  # of a base weight: from, to
@@ -78,7 +78,7 @@ class Adapted:
 
     def _attach(self, config: LoraConfig, folder: Path) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said to people who train
+            warnings.simplefilter("ignore")  # peft's warnings are for training
             try:
                 model = PeftModel(self._model, config, ADAPTER, low_cpu_mem_usage=True)
                 model.register_load_state_dict_pre_hook(_make_room)

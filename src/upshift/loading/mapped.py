@@ -48,7 +48,7 @@ class Mapped:
         if offset + nbytes > len(pages):
             raise shorter(path)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # which is what is wanted
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it must not be writable
             return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def open(self, path: Path, *, looked_up: bool = False) -> mmap.mmap:

@@ -52,7 +52,7 @@ UNMERGEABLE = {  # fields of peft's LoraConfig
 @dataclass(frozen=True)
 class Merged:
     tensors: list[NewTensor]  # under the names that they are stored by
-    is_untied: bool  # weights that were tied are so no more
+    is_untied: bool  # weights that were tied are now separate
     lost: dict[str, int]  # weights that neither the base model nor the adapter has, and their sizes
 
 
@@ -108,7 +108,7 @@ def _read_adapter(folder: Path) -> LoraConfig:
             f"{folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base model, too; save it "
             "with peft's path_initial_model_for_weight_conversion, and merge that"
         )
-    config.init_lora_weights, config.inference_mode = False, True  # what is read need not be drawn before
+    config.init_lora_weights, config.inference_mode = False, True  # weights that are read need no random values first
     return config
 
 
@@ -159,7 +159,7 @@ def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: 
     for name, part in parts.items():
         if name in targets.values() or name in together.names:
             continue
-        if part.key not in written and (part.given is not None or part.origin in origins):  # of the adapter, or tied no more
+        if part.key not in written and (part.given is not None or part.origin in origins):  # the adapter's, or untied
             found.append(_changed(name, origins.get(part.origin), part))
             written.add(part.key)
         elif part.key not in written and name in parameters:

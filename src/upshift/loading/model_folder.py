@@ -11,7 +11,7 @@ from upshift.loading.output_folder import MANIFEST
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 CONFIG = "config.json"
-METADATA = {"format": "pt"}  # whose tensors; transformers asks for it
+METADATA = {"format": "pt"}  # the framework of the tensors; transformers checks it
 # Weights of any library, and what pickle wrote: no small file of a model.
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data",

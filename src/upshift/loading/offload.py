@@ -67,7 +67,7 @@ class _Unit:
         self._contexts.append(context)
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._inside == 0:  # what enters failed
+        if self._inside == 0:  # the hook before the forward failed
             return
         self._contexts.pop().__exit__(None, None, None)
         self._inside -= 1

@@ -31,7 +31,7 @@ class Manifest(Value):
     request: str
     made_of: str  # the same for the same request on the same files
     shards: dict[str, dict[str, str]]  # of those that are whole: the SHA-256 of each tensor's bytes
-    noted: dict[str, int]  # what a user must hear of a tensor
+    noted: dict[str, int]  # numbers to report to the user, by tensor
 
 
 class OutputFolder:

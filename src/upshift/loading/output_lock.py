@@ -30,7 +30,7 @@ class OutputLock:
     def __init__(self, output: Path, lock_file: Path) -> None:
         self.output, self.lock_file = output, lock_file
         self.descriptor = self._locked()
-        with suppress(OSError):  # a full disk: the lock holds without the words
+        with suppress(OSError):  # the disk is full: the lock holds without the holder's name
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
 
@@ -97,7 +97,7 @@ def claimed(output: Path) -> Iterator[None]:
             yield
     except BaseException:
         if made:
-            with suppress(OSError):  # something was written there
+            with suppress(OSError):  # the folder is not empty
                 output.rmdir()
         raise
 

@@ -58,7 +58,7 @@ class Place(Value):
 class Placement(Value):
     modules: tuple[Place, ...]
     limits: dict[str, int]
-    main: str  # the device that computes what is not on a GPU of its own
+    main: str  # the device that computes all modules that are on no other GPU
     buffers: int  # of the model, on that device
     activations: int | None
     cache: int | None

@@ -129,7 +129,7 @@ class Reader:
     def _run(self) -> None:
         try:
             self._read_ahead()
-        except BaseException as error:  # it belongs to who waits for a group
+        except BaseException as error:  # raised again in the thread that waits for a group
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -196,7 +196,7 @@ class Reader:
             if slot.is_free():
                 self._free.append(slot)
             else:
-                self._held -= slot.capacity  # it lives as long as who holds a view of it
+                self._held -= slot.capacity  # it lives as long as somebody holds a view of it
         group.loaded = []
 
     def _slot(self, nbytes: int) -> Slot | None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from upshift.hardware.spec import Host
 from upshift.loading.place import CPU, DISK, Placement
 
-SLOWER = 0.8  # than memory: what is called bound by products
+SLOWER = 0.8  # than memory: below this share, products are the bound
 
 
 def predict(

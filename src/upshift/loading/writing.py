@@ -31,7 +31,7 @@ class NewTensor:
     name: str
     dtype: str  # a key of BITS
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece is done with before the next one is asked for
+    pieces: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece may be overwritten when the next one is made
 
     @property
     def nbytes(self) -> int:

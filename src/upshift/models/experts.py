@@ -17,7 +17,7 @@ from upshift.models.profile import Experts
 from upshift.models.tracker import LiveTracker
 
 REST = "beside"
-CLOSE = 1e-6  # of a count that is whole
+CLOSE = 1e-6  # how close to a whole number a count must be, as a share of the experts
 
 
 def count_experts(whole: PreTrainedModel, cut: PreTrainedModel, inputs: Callable[[], dict[str, Any]]) -> Experts | None:

@@ -46,7 +46,7 @@ def _may_fork() -> bool:
 
 def _side_by_side(tasks: Sequence[Callable[[], T]], workers: int) -> Iterator[tuple[int, T]]:
     """Yield (number, result) of the tasks that succeeded, as they finish."""
-    gc.freeze()  # else each copy looks for garbage among all that libraries have made, and copies its pages
+    gc.freeze()  # else each copy's garbage collector visits all objects of the libraries, and copies their pages
     copies = [_Copy(tasks) for _ in range(workers)]
     gc.unfreeze()
     idle, busy, waiting = list(copies), dict[Any, _Copy](), list(range(len(tasks)))
@@ -62,7 +62,7 @@ def _side_by_side(tasks: Sequence[Callable[[], T]], workers: int) -> Iterator[tu
             for connection in ready:
                 copy = busy.pop(connection)
                 answer = _receive(connection)
-                if answer is None:  # it is gone, killed perhaps
+                if answer is None:  # the copy has ended, perhaps killed
                     continue
                 idle.append(copy)
                 if answer.succeeded:

@@ -17,7 +17,7 @@ ELSEWHERE = {  # names of transformers' GenerationConfig that do not say how tex
     "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "use_cache",
     "cache_implementation",
 }  # fmt: skip
-ONE = ("num_beams", "num_return_sequences")  # that ask for nothing where they are 1
+ONE = ("num_beams", "num_return_sequences")  # options that change nothing if they are 1
 SEVERAL = ("eos_token_id", "stop_strings", "suppress_tokens", "forced_eos_token_id")  # transformers takes one for a list of one
 STARTS = ("decoder_start_token_id", "bos_token_id")
 WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
@@ -30,7 +30,7 @@ def merge_options(
 ) -> Options:
     """Return the merged options. ``only_asked``: names that count if the user says them, and not in the file.
 
-    Raise RequestError for a name or a value that is not possible, with what is."""
+    Raise RequestError for a name or a value that is not possible. The message says what is possible."""
     said = _said(source)
     asked = {name: value for name, value in given.items() if value is not None}
     ours = kind.model_fields.keys() - {*only_asked}

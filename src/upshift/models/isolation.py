@@ -32,7 +32,7 @@ from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
 
 FIRST, SECOND, PADDING = 11, 21, 5  # tokens: beyond SHORT windows, of no round number
-TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, what leaks by more than 1e-2
+TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-4
 # Kernels that need another device have something run in their place: one function makes the masks of flex attention, sdpa and
 # eager; and flash attention is told of a row's texts by their positions alone.
@@ -92,7 +92,7 @@ class _Probe:
     def __init__(self, config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> None:
         self.model = build_model(config, model_class, dtype=torch.float32).eval()
         encoder = self.model.get_encoder() if objective is None and config.is_encoder_decoder else None
-        if isinstance(encoder, PreTrainedModel):  # the states that a text is encoded to are its own
+        if isinstance(encoder, PreTrainedModel):  # the encoder alone gives the states of a text
             self.model = encoder
         forget_cache(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]

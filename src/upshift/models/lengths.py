@@ -11,7 +11,9 @@ SEQUENCE_HELP = f"default: {DEFAULT_SEQUENCE_LENGTH}, or the model's positions w
 
 
 def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH) -> int:
-    """Return the tokens of a sequence whose length nobody gave. ``positions``: of the model; None: any number."""
+    """Return the default tokens of a sequence, for a length that the user did not give.
+
+    ``positions``: of the model; None: any number."""
     return default if positions is None else min(default, positions)
 
 

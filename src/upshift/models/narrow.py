@@ -76,7 +76,7 @@ def _head_divisors(fields: Fields) -> tuple[int, int]:
     integers = list(_integers(fields))
     counts = [value for name, value in integers if HEADS.search(name) and value > 1]
     fewer = math.gcd(*counts) if counts else 1
-    if counts and fewer == min(counts) == max(counts):  # one head would share what several do not
+    if counts and fewer == min(counts) == max(counts):  # a single head would hide differences between heads
         fewer //= next((prime for prime in (2, 3, 5, 7) if fewer % prime == 0), fewer)
     sizes = [value for name, value in integers if HEAD_SIZES.search(name) and value > 0]
     hidden = next((value for name, value in integers if name in WIDTHS), None)

@@ -16,10 +16,10 @@ from upshift.models.sizes import NotPolynomial, OfPrimes, prime_points
 from upshift.models.store import Variant
 
 BLOCK_TRACE_LENGTH = 1024
-COMPILED_TRACE_LENGTH = 256  # at least: there a prime tells
+COMPILED_TRACE_LENGTH = 256  # at least: at this length a prime differs from all widths
 CHUNKED_TRACE_LENGTH = 512  # all that comes after the layers is linear in the tokens
 BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
-DIVIDED_RANKS = 2  # what is divided and what is not follows from one rank of one, and one of two
+DIVIDED_RANKS = 2  # one rank of one, and one of two, show which parts are divided
 
 
 def trace_points(sequence_length: int) -> list[tuple[int, int]]:
@@ -93,7 +93,7 @@ def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequen
         if way not in ("selective", "alternate"):
             raise
         return None
-    compiles = variant.compiled and variant.attention != NAME and tracer.source.quantized_from is None  # in no plan else
+    compiles = variant.compiled and variant.attention != NAME and tracer.source.quantized_from is None  # else never planned
     if way is None and compiles:
         for which, ranks in enumerate(degrees):
             for name, kept in _compiled(tracer, variant, sequence_length, ranks).items():

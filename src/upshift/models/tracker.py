@@ -50,7 +50,7 @@ class Interval:
     born: Any = 0  # bytes of gradients that became whole
     without: list[Any] = field(default_factory=list)  # live bytes after every operator, without those gradients
     moments: list[tuple[int, Any]] = field(default_factory=list)  # elements of a parameter; ``without`` and its own gradient
-    used: set[str] = field(default_factory=set)  # operators of ours that were looked into
+    used: set[str] = field(default_factory=set)  # our own operators, whose inner operators were counted
 
 
 # Operators that are opaque to torch.compile, not to the tracker; all but the last are attention.

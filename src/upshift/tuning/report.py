@@ -107,7 +107,7 @@ def _drawings(name: str, study: optuna.Study, result: Found) -> list[tuple[str, 
         return [("", _figure(plot_pareto_front(study, target_names=objectives)))] if len(objectives) in (2, 3) else []
     plot: Any = PLOTS[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that importances are of low values: _target sees to it
+        warnings.simplefilter("ignore", UserWarning)  # the warning says that low values count as good: _target turns the sign
         return [
             (objective, _figure(plot(study, target=_target(index, name, direction), target_name=objective)))
             for index, (objective, direction) in enumerate(result.objectives.items())

@@ -33,7 +33,7 @@ def rungs(pruner: BasePruner, longest: int) -> tuple[int, ...]:
     if type(pruner) is NopPruner:
         return ()
     first: int | None = None
-    if type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None:  # None: of those that ended
+    if type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None:  # None: computed from ended trials
         first = MIN_RESOURCE.of(pruner) * REDUCTION.of(pruner) ** STOPPING_RATE.of(pruner)
     if type(pruner) is HyperbandPruner and isinstance(MAX_RESOURCE.of(pruner), int):
         first = MIN_RESOURCE.of(pruner)  # of the bracket that begins earliest

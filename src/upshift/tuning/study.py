@@ -25,7 +25,7 @@ from upshift.tuning.storage import persistent, without_warnings
 
 REASON, IDENTITY = "reason", "identity"
 POLL_SECONDS = 0.5  # for the last trials of other processes
-Report = Callable[[float, int], None]  # a value, and which evaluation of its run it is; ends a trial that is no good
+Report = Callable[[float, int], None]  # takes a value and the number of its evaluation; ends a trial that is not good enough
 
 
 class Asked(NamedTuple):
@@ -94,7 +94,7 @@ def run_study(
     until = math.inf if seconds is None else time.monotonic() + seconds
     known: tuple[type[Exception], ...] = (JobFailed, RequestError, *catch)
     while (left := trials - count(study)) > 0 and (now := time.monotonic()) < until:
-        wanted = left - num_running(study)  # by others: none of this process runs here
+        wanted = left - num_running(study)  # running trials belong to other processes: this one runs none now
         if wanted <= 0:
             time.sleep(POLL_SECONDS)
             optuna.storages.fail_stale_trials(study)

@@ -45,7 +45,7 @@ def search(
         space, options = _sweep(space, options)
     of_trial = native_space("optuna", space) or default_hp_space_optuna
     recipe = Recipe.of(trainer, of_trial, objective, hp_name)
-    recipe.pickled()  # what cannot be sent fails no trial, but the call
+    recipe.pickled()  # an object that cannot be pickled fails the call, and not each trial
     folder = Path(trainer.args.output_dir)
     named: dict[str, Any] = {"study_name": "hyperparameter_search", "load_if_exists": True} | options
     named["storage"] = persistent(options.get("storage"), folder)

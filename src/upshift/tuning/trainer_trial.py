@@ -120,15 +120,15 @@ def only_at_rungs(trainer: Any, study: optuna.Study) -> None:
 
 
 def main(path: Path, answer: Callable[[Value], None]) -> None:
-    atexit._clear()  # what the server has to do at its end
+    atexit._clear()  # exit handlers of the server do not run in this child
     folder = Path(Request.from_file(path).folder)
     sys.path[:] = json.loads((folder / PATH).read_bytes())
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     recipe, study_name, storage, sampler, pruner, trial_id = pickle.loads((folder / RECIPE).read_bytes())
-    sampler.reseed_rng()  # of what model_init asks for: each trial has this copy
+    sampler.reseed_rng()  # each trial has a copy of the sampler, and model_init may draw from it
     trial = optuna.Trial(optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner), trial_id)
     (folder / RESULT).write_text(json.dumps(_result(recipe, trial)))
-    atexit._run_exitfuncs()  # of the user's and their libraries': wandb ends its run there
+    atexit._run_exitfuncs()  # exit handlers of the user's libraries: wandb ends its run there
 
 
 def _result(recipe: Recipe, trial: Any) -> dict[str, Any]:
@@ -140,7 +140,7 @@ def _result(recipe: Recipe, trial: Any) -> dict[str, Any]:
         return {"pruned": True}
     except NothingFits as error:
         return {"does_not_fit": str(error)}
-    except Exception as error:  # a trial is asked "how good is this?"; why it cannot be said is an answer
+    except Exception as error:  # the reason of a failure is a result of the trial, too
         traceback.print_exc()
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 

@@ -86,5 +86,5 @@ def _in_order(trials: list[FrozenTrial], directions: Sequence[optuna.study.Study
 def _inside(distribution: BaseDistribution, value: Any) -> bool:
     try:
         return bool(CONTAINS.of(distribution)(distribution.to_internal_repr(value)))
-    except ValueError:  # of a choice that is none of these
+    except ValueError:  # the value is none of the choices
         return False
