@@ -1,4 +1,4 @@
-"""Runs the command line as ``python -m upshift``, for environments whose ``bin`` folder is not in PATH."""
+"""Run the command line as ``python -m upshift``, for environments whose ``bin`` folder is not in PATH."""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Full disks: found in what libraries raise, and a cache that goes without what it cannot keep. Imports no library."""
+"""Find full disks in the errors of libraries, and let the work go on without a cache that cannot be written.
+
+Imports no library."""
 
 from __future__ import annotations
 
@@ -19,7 +21,7 @@ FREE_SOME = "free some space there, or set UPSHIFT_CACHE or TMPDIR to a folder o
 
 
 def full_disk(error: BaseException) -> str | None:
-    """Return what an error, or one that it came from, says of a full disk, with the file where it is named; else None."""
+    """Return the message of an error, or of one that it came from, about a full disk, with the file if it is named; else None."""
     met: set[int] = set()
     waiting: list[BaseException | None] = [error]
     while waiting:
@@ -36,7 +38,7 @@ def full_disk(error: BaseException) -> str | None:
 
 
 def kept(what: str, path: Path, write: Callable[[], None]) -> bool:
-    """Write into a cache: where the disk or the folder takes nothing, a warning says so and the work goes on without it."""
+    """Write into a cache and return True. If the disk or the folder takes nothing, log a warning and return False."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         write()

@@ -1,4 +1,4 @@
-"""Every error a user can meet, one tree; the exit code of the command line is the class's own.
+"""Define every error a user can meet, in one tree; the exit code of the command line is the class's own.
 
 UpshiftError            exit 1  something failed that is not the user's request
 ├── RequestError        exit 2  the request was wrong: names the value, the valid set and the next step (also a ValueError)
@@ -17,25 +17,26 @@ class UpshiftError(Exception):
 
 
 class RequestError(UpshiftError, ValueError):
-    """The request was wrong. The message is one line: the value, the valid set, the next step.
+    """An error for a wrong request. The message is one line: the value, the valid set, the next step.
 
-    It is a ValueError, because scripts that call transformers catch that for a wrong argument. Where a ``try`` holds a call that
-    may raise it, ``except ValueError`` stands behind ``except RequestError: raise``.
+    It is a ValueError, because scripts that call transformers catch that for a wrong argument. Where a ``try`` holds a call
+    that may raise it, ``except ValueError`` stands behind ``except RequestError: raise``.
     """
 
     exit_code = 2
 
 
 class MissingExtra(RequestError):
-    """An optional library is not installed; the message is the install command."""
+    """An error for an optional library that is not installed. The message is the install command."""
 
     def __init__(self, *, library: str, extra: str, purpose: str) -> None:
         super().__init__(f"{purpose} needs {library}: run  pip install 'upshift[{extra}]'")
 
 
 class MissingInternal(RequestError):
-    """A library's new version took away a name that it had not promised. The message is one line: the feature that needs it, the
-    library and its version, the name, and what else to do."""
+    """An error for a name that a library's new version took away, and that the library had not promised.
+
+    The message is one line: the feature that needs the name, the library and its version, the name, and what else to do."""
 
     def __init__(self, *, library: str, version: str, name: str, feature: str, instead: str = "") -> None:
         older = f"install an earlier {library}: pip install '{library}<{version}'" if version else f"pip install {library}"
@@ -46,16 +47,16 @@ class MissingInternal(RequestError):
 
 
 class NothingFits(UpshiftError):
-    """No plan fits the host. The message names the nearest plan that would, and what it needs."""
+    """An error if no plan fits the host. The message names the nearest plan that would, and what it needs."""
 
     exit_code = 3
 
 
 class JobFailed(UpshiftError):
-    """The job started and could not finish; the message says what is safe on disk."""
+    """An error for a job that started and could not finish. The message says what is safe on disk."""
 
 
 class Interrupted(UpshiftError):
-    """SIGINT or SIGTERM stopped the job after a whole step. The message says what is saved and how to continue."""
+    """An error if SIGINT or SIGTERM stopped the job after a whole step. The message says what is saved and how to continue."""
 
     exit_code = 130

@@ -1,8 +1,7 @@
-"""A process that imports a worker and its heavy libraries once, and forks a child for every request: a child starts in
-milliseconds and dies alone.
+"""Run a process that imports a worker and its heavy libraries once, and forks a child for every request.
 
-The worker is a module with ``main(request, answer)``: the path of the request, and what sends a value back. It is named, not
-imported, so that who asks may stand on a floor below.
+A child starts in milliseconds and dies alone. The worker is a module with ``main(request, answer)``: the path of the request,
+and a function that sends a value back. The worker is named, not imported, so that its caller may be in a lower layer.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from upshift.value import Value
 
 PROCESS = "upshift.fork_server_process"
 END_SECONDS = 5.0
-ENDLESS_SECONDS = 1e9  # a limit for what has none
+ENDLESS_SECONDS = 1e9  # stands for no limit
 V = TypeVar("V", bound=Value)
 
 
 class Ending(Value):
-    """Of a child, by itself or not."""
+    """The ending of a child, by itself or not."""
 
     timed_out: bool
     signal: int | None
@@ -48,11 +47,11 @@ class ForkServer:
         return self._process.poll() is None
 
     def ask(self, request: Value, kind: type[V], *, limit_seconds: float) -> Iterator[V | Ending]:
-        """The worker's answers as they come, and at last how it ended. Raises JobFailed where the server itself did."""
+        """Yield the worker's answers as they come, and at last how it ended. Raise JobFailed if the server itself ended."""
         assert self._process.stdin is not None and self._process.stdout is not None
         path = self._folder / "request.json"
         path.write_text(request.to_json(), encoding="utf-8")
-        with suppress(BrokenPipeError):  # it ended, and so does what it says
+        with suppress(BrokenPipeError):  # the server ended, and so does its output
             self._process.stdin.write(json.dumps({"request": str(path), "limit": limit_seconds}) + "\n")
             self._process.stdin.flush()
         for line in self._process.stdout:
@@ -70,7 +69,7 @@ class ForkServer:
         raise JobFailed(f"the process that runs workers ended: {self._last_words() or 'it said nothing'}")
 
     def interrupt(self) -> None:
-        """SIGINT for the child, and for one that is still to come; a worker that does not handle it ends."""
+        """Send SIGINT to the child, also to one that is still to come. A worker that does not handle it ends."""
         self._interrupted = True
         if self._child is not None:
             with suppress(ProcessLookupError):  # its ending is not read yet
@@ -86,8 +85,10 @@ class ForkServer:
 
 @contextmanager
 def fork_server(worker: str, *, own_session: bool = False) -> Iterator[ForkServer]:
-    """It is started at once and not waited for. It ends with the context, or with this process, and what still runs with it.
-    Ctrl-C of a terminal ends it, too, but for one in a session of its own: who asks decides there what that means."""
+    """Start a server at once, without waiting until it is ready.
+
+    It ends with the context, or with this process, and so does its child. Ctrl-C of a terminal ends it, too. A server in a
+    session of its own is not ended so: its caller decides there what Ctrl-C means."""
     with tempfile.TemporaryDirectory(prefix="upshift-fork-") as name:
         folder = Path(name)
         with (folder / "log").open("w") as log:

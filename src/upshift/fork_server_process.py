@@ -1,5 +1,6 @@
-"""The process behind ``ForkServer``: imports the worker, then forks a child for each request on standard input. SIGINT ends it
-and the child, and so does the end of the process that asks."""
+"""Run the process behind ``ForkServer``: import a worker, then fork a child for each request on standard input.
+
+SIGINT ends it and the child, and so does the end of the process that sends requests."""
 
 from __future__ import annotations
 
@@ -33,7 +34,7 @@ def main(worker_name: str) -> None:
     worker = importlib.import_module(worker_name)
     for line in sys.stdin:
         task = json.loads(line)
-        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # who ends this process must know of the child
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the handler that ends this process must know the child
         children.append(_start_child(worker.main, Path(task["request"]), said))
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         _say(said, {"child": children[0]})
@@ -56,7 +57,7 @@ def _start_child(work: Callable[[Path, Callable[[Value], None]], None], request:
             code = 0
         except BaseException:  # the log says what it was
             traceback.print_exc()
-        finally:  # what libraries do at the end of a process is not waited for
+        finally:  # do not run the libraries' exit handlers
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(code)
@@ -70,7 +71,7 @@ def _wait(child: int, *, limit_seconds: float, asker: int) -> dict[str, Any]:
         pid, status = os.waitpid(child, os.WNOHANG)
         if pid:
             break
-        if os.getppid() != asker:  # it was killed, and nobody hears what the child says
+        if os.getppid() != asker:  # the asking process was killed, and nobody reads the child's answers
             os.killpg(child, signal.SIGKILL)
             os._exit(1)
         if not timed_out and time.monotonic() > deadline:

@@ -1,4 +1,4 @@
-"""Versions of libraries, without importing them."""
+"""Find versions of libraries, without importing them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from importlib.metadata import PackageNotFoundError, requires, version
 
 
 def installed_version(library: str) -> str | None:
-    """None where it is not installed."""
+    """Return a library's version, or None if it is not installed."""
     try:
         return version(library)
     except PackageNotFoundError:
@@ -15,11 +15,11 @@ def installed_version(library: str) -> str | None:
 
 
 def installed_versions(libraries: Iterable[str]) -> dict[str, str]:
-    """Of those that are installed."""
+    """Return the versions of the libraries that are installed."""
     found = {library: installed_version(library) for library in libraries}
     return {library: known for library, known in found.items() if known is not None}
 
 
 def requirements_of(library: str) -> list[str]:
-    """As its own metadata states them: "tokenizers<0.24,>=0.22; extra == ..."."""
+    """Return a library's requirements as its own metadata states them: "tokenizers<0.24,>=0.22; extra == ..."."""
     return requires(library) or []

@@ -1,4 +1,4 @@
-"""Record: one result row. Predicted and measured have the same fields, so that the prediction error is always visible."""
+"""Define Record, one result row. Predicted and measured have the same fields, so that the prediction error is always visible."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ Tier = Literal["measured", "calibrated", "traced", "transferred", "formula"]
 
 
 class Spread(Value):
-    """Quantiles of repeated samples."""
+    """The quantiles of repeated samples."""
 
     p20: float
     p50: float
@@ -34,8 +34,10 @@ class Spread(Value):
 
 
 class Basis(Value):
-    """How a predicted number is known. ``measured``: the same plan of the same model ran on this machine; ``transferred``: other
-    runs on it corrected the formula; ``formula``: nothing ran."""
+    """The basis of a predicted number.
+
+    ``measured``: the same plan of the same model ran on this machine. ``transferred``: other runs on it corrected the formula.
+    ``formula``: nothing ran."""
 
     tier: Tier
     interval: tuple[float, float] | None = Field(None, description="factor range of the number that should hold the truth")
@@ -43,7 +45,7 @@ class Basis(Value):
 
 
 class Numbers(Value):
-    """What a plan costs and brings, predicted or measured. None is unknown, never zero."""
+    """The costs and the speed of a plan, predicted or measured. None is unknown, never zero."""
 
     peak_gib: float | None = Field(None, description="allocated tensors at the highest moment of a step, one process")
     reserved_gib: float | None = Field(None, description="of a device, what torch's allocator holds: segments and holes")
@@ -65,7 +67,7 @@ class Numbers(Value):
 
 
 class Environment(Value):
-    """Where and when: enough to repeat the row, nothing that names a person or a path."""
+    """The place and the time of a run: enough to repeat the row, nothing that names a person or a path."""
 
     time: str
     host: str
@@ -92,7 +94,9 @@ class Record(Value):
     details: dict[str, Any] = Field(default_factory=dict)
 
     def prediction_error(self, field: str) -> float | None:
-        """predicted / measured - 1, of ``peak_gib``, ``resident_gib``, ``tokens_per_second`` or ``step_ms`` (its median)."""
+        """Return predicted / measured - 1 of a number.
+
+        ``field``: ``peak_gib``, ``resident_gib``, ``tokens_per_second`` or ``step_ms`` (its median)."""
         if self.predicted is None or self.measured is None:
             return None
         pair = [getattr(numbers, field) for numbers in (self.predicted, self.measured)]

@@ -1,4 +1,4 @@
-"""The only reader of environment variables. Read once, at the moment of use, into a frozen value."""
+"""Read environment variables, at the moment of use, into a frozen value. No other module reads them."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upshift.value import Value
 
 
 class Settings(Value):
-    """What the environment may set. Every field has the variable's name in its comment; nothing else is read anywhere."""
+    """Values that the environment may set. Every field has the variable's name in its comment; nothing else is read anywhere."""
 
     cache_dir: Path  # UPSHIFT_CACHE; profiles, probe results and trial outcomes; safe to delete
     hub_offline: bool  # HF_HUB_OFFLINE; never contact a model hub
@@ -34,7 +34,7 @@ def read_settings() -> Settings:
 
 
 class Ranks(Value):
-    """What a launcher says of this process; the first of each row that is set."""
+    """A launcher's description of this process. For each field the first variable that is set counts."""
 
     rank: int  # RANK, OMPI_COMM_WORLD_RANK, PMI_RANK, SLURM_PROCID
     size: int  # WORLD_SIZE, OMPI_COMM_WORLD_SIZE, PMI_SIZE, SLURM_NTASKS
@@ -56,7 +56,9 @@ RANK_NAMES = (
 
 
 def read_ranks() -> Ranks | None:
-    """None: no launcher started this process. A script of sbatch has Slurm's numbers too, and no SLURM_STEP_ID of srun's."""
+    """Return the ranks, or None if no launcher started this process.
+
+    A script of sbatch has Slurm's numbers too, and no SLURM_STEP_ID of srun's."""
     env = os.environ
     for rank, size, local_rank in RANK_NAMES:
         if rank in env and size in env and (rank != "SLURM_PROCID" or "SLURM_STEP_ID" in env):
@@ -79,7 +81,9 @@ LIBRARY_PREFIXES = ("CUDA_", "DS_", "GLOO_", "GOMP_", "KMP_", "LD_", "MKL_", "NC
 
 
 def read_library_variables() -> dict[str, str]:
-    """What is set for the libraries underneath, which Upshift leaves to them: doctor reads it, and PATH. No keys, no tokens."""
+    """Return the variables of the libraries underneath, which Upshift leaves to them, and PATH, for doctor.
+
+    No keys, no tokens."""
     return {name: value for name, value in sorted(os.environ.items()) if name == "PATH" or name.startswith(LIBRARY_PREFIXES)}
 
 
@@ -102,8 +106,10 @@ class _WithoutNoise(logging.Filter):
 
 
 def quiet_libraries() -> None:
-    """Leave out what libraries say about their own parts, before they are loaded. Called by the entry point of a program alone:
-    importing upshift changes nobody's logging. Those that print from C++ read variables when they are loaded."""
+    """Hide messages of libraries about their own parts, before the libraries are loaded.
+
+    Only the entry point of a program calls it: importing upshift changes nobody's logging. Libraries that print from C++ read
+    variables when they are loaded."""
     for name, value in (("KINETO_LOG_LEVEL", "99"), ("TRANSFORMERS_VERBOSITY", "error"), ("HF_HUB_DISABLE_PROGRESS_BARS", "1")):
         os.environ.setdefault(name, value)
     for name, noise in NOISE.items():
@@ -111,26 +117,29 @@ def quiet_libraries() -> None:
 
 
 def take_gpu(number: int) -> None:
-    """Of those that this process may use, as CUDA counts them; before a library that looks for them is loaded."""
+    """Choose one of the GPUs that this process may use, as CUDA counts them.
+
+    Call it before a library that looks for GPUs is loaded."""
     visible = [name for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
     os.environ["CUDA_VISIBLE_DEVICES"] = visible[number] if visible else str(number)
 
 
 def quiet_tensorflow() -> None:
-    """TensorFlow and XLA print from C++ what they find of GPUs and instruction sets, unless told not to when they are loaded."""
+    """Keep TensorFlow and XLA from printing what they find of GPUs and instruction sets. They read this when they are loaded."""
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     os.environ.setdefault("KERAS_BACKEND", "tensorflow")
 
 
 def quiet_torchft() -> None:
-    """Its servers print each meeting of the copies from Rust, unless told not to when they are loaded."""
+    """Keep torchft's servers from printing each meeting of the copies from Rust. They read this when they are loaded."""
     os.environ.setdefault("RUST_LOG", "warn")
 
 
 def wait_briefly() -> None:
-    """Threads of torch and llama.cpp that wait for each other do so in a loop, for milliseconds: beside other work they take the
-    cores from whom they wait for. Called before either is loaded; so long a loop is as fast where nothing else runs, and none at
-    all is not (docs/log.md)."""
+    """Shorten the loops in which threads of torch and llama.cpp wait for each other. Call it before either is loaded.
+
+    The loops last for milliseconds: beside other work they take the cores from the threads that they wait for. So long a loop
+    is as fast if nothing else runs, and none at all is not (docs/log.md)."""
     os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 
@@ -139,15 +148,18 @@ KEEP_XLA_PROGRAMS = "--tf_xla_persistent_cache_directory="
 
 
 def keep_xla_programs(folder: Path) -> None:
-    """TensorFlow reads this at a process's first compilation: what XLA compiled is kept there, and found by later processes."""
+    """Make XLA keep its compiled programs in ``folder`` for later processes.
+
+    TensorFlow reads this at a process's first compilation."""
     said = os.environ.get(XLA_FLAGS, "")
     if KEEP_XLA_PROGRAMS not in said:
         os.environ[XLA_FLAGS] = f"{said} {KEEP_XLA_PROGRAMS}{folder}".strip()
 
 
 def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
-    """For a child process alone: libtpu asks no metadata server what it is on and takes no lock, as no TPU is opened, and jax
-    looks for none."""
+    """Return the environment for a child process that compiles for TPUs without one.
+
+    libtpu asks no metadata server for its machine and takes no lock, as no TPU is opened, and jax looks for no TPU."""
     said = {
         "TPU_SKIP_MDS_QUERY": "1", "TPU_WORKER_HOSTNAMES": "localhost", "TPU_ACCELERATOR_TYPE": accelerator_type,
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1", "JAX_PLATFORMS": "cpu", "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -157,7 +169,7 @@ def tpu_compiler_environment(accelerator_type: str) -> dict[str, str]:
 
 @contextmanager
 def without_telemetry() -> Iterator[None]:
-    """OpenVINO's converter and NNCF send usage data unless they believe to run in somebody's continuous integration."""
+    """Keep OpenVINO's converter and NNCF from sending usage data: they send none in somebody's continuous integration."""
     said = {"CI": "true", "NNCF_CI": "1"}
     before = {name: os.environ.get(name) for name in said}
     os.environ.update(said)
@@ -172,7 +184,7 @@ def without_telemetry() -> Iterator[None]:
 
 
 def read_tensorflow_cluster() -> dict[str, Any]:
-    """TF_CONFIG, which TensorFlow reads itself: the workers of a run and which one this is. Empty where it is not set."""
+    """Return TF_CONFIG, which TensorFlow reads itself: the workers of a run and which one this is. Empty if it is not set."""
     text = os.environ.get("TF_CONFIG", "")
     try:
         found = json.loads(text) if text else {}
@@ -182,5 +194,5 @@ def read_tensorflow_cluster() -> dict[str, Any]:
 
 
 def read_tpu_name() -> str | None:
-    """TPU_NAME, which TensorFlow's cluster resolver reads, too."""
+    """Return TPU_NAME, which TensorFlow's cluster resolver reads, too."""
     return os.environ.get("TPU_NAME") or None

@@ -1,4 +1,4 @@
-"""Units, in one place. Memory is counted in bytes inside and shown in GiB (2**30); GB (10**9) is for rates only."""
+"""Define units, in one place. Memory is counted in bytes inside and shown in GiB (2**30); GB (10**9) is for rates only."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ FLOP_CONVENTION = (
 
 
 def gib(num_bytes: float) -> float:
-    """Bytes to GiB."""
+    """Convert bytes to GiB."""
     return num_bytes / GIB
 
 
 def format_bytes(num_bytes: float) -> str:
-    """Human-readable binary size: ``1.50 GiB``, ``320 MiB``, ``12 KiB``."""
+    """Return a human-readable binary size: ``1.50 GiB``, ``320 MiB``, ``12 KiB``."""
     for unit, name in ((GIB, "GiB"), (MIB, "MiB"), (KIB, "KiB")):
         if abs(num_bytes) >= unit:
             value = num_bytes / unit
@@ -31,7 +31,7 @@ def format_bytes(num_bytes: float) -> str:
 
 
 def format_count(count: float) -> str:
-    """Human-readable decimal count: ``29.4 M``, ``8.03 B``, ``512``."""
+    """Return a human-readable decimal count: ``29.4 M``, ``8.03 B``, ``512``."""
     for unit, name in ((10**12, "T"), (10**9, "B"), (10**6, "M"), (10**3, "k")):
         if abs(count) >= unit:
             value = count / unit
@@ -40,7 +40,7 @@ def format_count(count: float) -> str:
 
 
 def format_seconds(seconds: float) -> str:
-    """Human-readable duration: ``85 ms``, ``3.2 s``, ``2 min 05 s``, ``3 h 20 min``."""
+    """Return a human-readable duration: ``85 ms``, ``3.2 s``, ``2 min 05 s``, ``3 h 20 min``."""
     if seconds < 1:
         return f"{seconds * 1000:.0f} ms"
     if seconds < 60:

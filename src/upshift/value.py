@@ -1,4 +1,6 @@
-"""The base of every value that crosses a package border: frozen, keyword-only, typed, JSON in and out, unknown keys refused."""
+"""Define the base of every value that crosses a package border: frozen, typed, JSON in and out, unknown keys refused.
+
+Fields are given by keyword only."""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from upshift.errors import RequestError
 
 
 class _RaisesRefusals(type(BaseModel)):  # type: ignore[misc]
-    """Lets a RequestError of a validator through: it is a ValueError, which pydantic would wrap."""
+    """A metaclass that lets a RequestError of a validator through: it is a ValueError, which pydantic would wrap."""
 
     def __call__(cls, *arguments: Any, **fields: Any) -> Any:
         with _refusals_pass():
@@ -59,7 +61,7 @@ class Value(_Base):
 
     @classmethod
     def from_json(cls, text: str | bytes, *, origin: str = "the JSON text") -> Self:
-        """Parse and validate. Raises RequestError with the offending key, the problem and the origin in one line."""
+        """Parse and validate. Raise RequestError with the offending key, the problem and the origin in one line."""
         try:
             return cls.model_validate_json(text)
         except ValidationError as error:
@@ -67,7 +69,7 @@ class Value(_Base):
 
     @classmethod
     def from_fields(cls, fields: dict[str, Any]) -> Self:
-        """Of what a user gives. Raises RequestError with the offending field, the problem and its value."""
+        """Validate fields that a user gives. Raise RequestError with the offending field, the problem and its value."""
         try:
             return cls.model_validate(fields)
         except ValidationError as error:
@@ -82,12 +84,12 @@ class Value(_Base):
         return cls.from_json(text, origin=str(path))
 
     def changed(self, **fields: Any) -> Self:
-        """A validated copy with some fields replaced."""
+        """Return a validated copy with some fields replaced."""
         return type(self).model_validate({**self.model_dump(), **fields})
 
 
 def first_problem(cls: type[BaseModel], error: ValidationError) -> str:
-    """The first validation problem as one line that names the key, the value and, for an unknown key, the valid set."""
+    """Return the first validation problem as one line that names the key, the value and, for an unknown key, the valid set."""
     problem = error.errors()[0]
     key = ".".join(str(part) for part in problem["loc"]) or "document"
     if problem["type"] == "extra_forbidden" and len(problem["loc"]) == 1:

@@ -1,4 +1,4 @@
-"""Files that a reader meets whole: the old content or the new one, never a part."""
+"""Write files that a reader meets whole: the old content or the new one, never a part."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pathlib import Path
 
 
 def write_whole(path: Path, content: str | bytes) -> None:
-    """Written beside and renamed; right also beside another process that writes the same. Its folder must exist. A link is
-    followed; what is no regular file, such as a pipe or /dev/null, is written to as it is. Raises OSError."""
+    """Write a temporary file beside the path and rename it. This is right also beside another process that writes the same.
+
+    The folder must exist. A link is followed. A path that is no regular file, such as a pipe or /dev/null, is written to
+    directly. Raise OSError on failure."""
     encoded = content.encode() if isinstance(content, str) else content
     if path.exists() and not path.is_file():
         path.write_bytes(encoded)
@@ -27,7 +29,9 @@ def write_whole(path: Path, content: str | bytes) -> None:
 
 @contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Whoever makes the same waits until this is done, in another process, too. The folder must exist. Raises OSError."""
+    """Hold a lock, so that another thread or process that makes the same waits until this is done.
+
+    The folder must exist. Raise OSError if the lock file cannot be opened."""
     import fcntl  # not on every system
 
     with path.with_name(f"{path.name}.lock").open("wb") as lock:
@@ -37,7 +41,9 @@ def alone(path: Path) -> Iterator[None]:
 
 
 def make_once(path: Path, make: Callable[[], None], *, beside: Path | None = None) -> None:
-    """Where ``path`` is not there. ``beside``: what ``make`` gives, too, and others wait for. Raises OSError."""
+    """Call ``make`` if ``path`` does not exist.
+
+    ``beside``: another file that ``make`` also gives and that others wait for; its lock is taken. Raise OSError on failure."""
     if path.exists():
         return
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -1,9 +1,9 @@
-"""Processes that end with the one that started them, also where that one is killed (SIGKILL runs no code of it).
+"""Make processes end with the one that started them, also if that one is killed (SIGKILL runs no code of it).
 
 On Linux the kernel does it (PR_SET_PDEATHSIG of prctl(2)). Elsewhere, and for a child of a thread that may end before its
 process does, a thread of the child looks at its parent a few times a second. Uses the standard library alone.
 
-As a module it runs another one so: ``python -m upshift.with_parent`` with the words of ``command``.
+As a module it runs another module in this way: ``python -m upshift.with_parent`` with the words of ``command``.
 """
 
 from __future__ import annotations
@@ -21,15 +21,17 @@ POLL_SECONDS = 0.3
 
 
 def command(module: str, *arguments: str, options: tuple[str, ...] = ()) -> list[str]:
-    """Return what starts a Python module, or a script (its name ends with .py), in a process that ends with this one.
+    """Return the command that starts a Python module, or a script (its name ends with .py), in a process that ends with this one.
+
     ``options``: of the interpreter."""
     by_kernel = str(int(threading.current_thread() is threading.main_thread()))
     return [sys.executable, *options, "-m", "upshift.with_parent", str(os.getpid()), by_kernel, module, *arguments]
 
 
 def end_with(parent: int, *, by_kernel: bool = True) -> None:
-    """Be killed when the process ``parent``, which started this one, ends. ``by_kernel``: False for a child of a thread that may
-    end earlier, which the kernel would take for the parent's end."""
+    """Arrange that this process is killed when the process ``parent``, which started it, ends.
+
+    ``by_kernel``: False for a child of a thread that may end earlier, which the kernel would take for the parent's end."""
     if not (by_kernel and sys.platform == "linux" and _ask_kernel()):
         threading.Thread(target=_watch, args=(parent,), name="upshift-with-parent", daemon=True).start()
     if os.getppid() != parent:  # it ended before the kernel was asked

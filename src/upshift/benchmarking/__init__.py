@@ -1,1 +1,1 @@
-"""Measuring: the clock and the memory meters that trials and benchmarks share, and the page that shows results."""
+"""Measure: the clock and the memory meters that trials and benchmarks share, comparisons, and the numbers in documents."""

@@ -1,4 +1,4 @@
-"""The process that calls one function of a comparison and says how long a call takes: started anew for each round.
+"""Call one function of a comparison and print how long a call takes. This process is started anew for each round.
 
 python -m upshift.benchmarking.called MODULE:FUNCTION or FILE.py:FUNCTION
 
@@ -22,11 +22,11 @@ NOT_FOUND = 64  # the exit code; sysexits.h has it for a command that is used wr
 
 
 class NotFound(Exception):
-    """There is no such function."""
+    """An error for a file, module or function that does not exist."""
 
 
 def find(name: str) -> Callable[[], Any]:
-    """Raises NotFound, and what the file or module itself raises."""
+    """Return the function of that name. Raise NotFound, or what the file or module itself raises."""
     home, _, attribute = name.rpartition(":")
     if home.endswith(".py"):
         if not os.path.isfile(home):
@@ -52,10 +52,10 @@ def _import(home: str) -> ModuleType:
 
 
 def measure(call: Callable[[], Any]) -> dict[str, Any]:
-    """Of the quickest call: ``seconds``, ``cpu_seconds`` of all threads, and the number that the last one returned, if it did.
+    """Return ``seconds`` and ``cpu_seconds`` (all threads) of the quickest call, and the last call's result if it is a number.
 
-    The quickest, as timeit's manual says: what makes others slower is the machine. On two shared cores the ratio of two processes
-    varied by 1.1 % by their quickest calls and by 3.8 % by their means.
+    The quickest, as timeit's manual says: what makes others slower is the machine. On two shared cores the ratio of two
+    processes varied by 1.1 % by their quickest calls and by 3.8 % by their means.
     """
     result, calls, began = call(), 1, time.perf_counter()
     samples: list[tuple[float, float]] = []

@@ -1,4 +1,4 @@
-"""What every benchmark case has: its command line, the machine, and rows that carry both."""
+"""Provide the parts of every benchmark case: its command line, the machine, and rows that carry both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from upshift.units import FLOP_CONVENTION
 
 
 def command_line(description: str, *, results: Path) -> argparse.ArgumentParser:
-    """The options that all cases share."""
+    """Return a parser with the options that all cases share."""
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--quick", action="store_true", help="tiny settings: shows that the case runs, proves nothing")
     parser.add_argument("--results", type=Path, default=results, help="folder of the JSONL rows, which are appended")
@@ -26,7 +26,7 @@ def command_line(description: str, *, results: Path) -> argparse.ArgumentParser:
 
 
 class Times(NamedTuple):
-    """Seconds of a contender and of its baseline, round by round."""
+    """The seconds of a contender and of its baseline, round by round."""
 
     seconds: list[float]
     base: list[float]
@@ -38,7 +38,7 @@ class Times(NamedTuple):
 
 @dataclass
 class Case:
-    """Collects the rows of one run; each row names the case, its settings and the machine."""
+    """A collector of the rows of one run. Each row names the case, its settings and the machine."""
 
     name: str
     results: Path  # the folder
@@ -86,7 +86,7 @@ class Case:
         return row
 
     def add_times(self, name: str, times: Times, *, plan: dict[str, Any], details: dict[str, Any]) -> float:
-        """A contender's row beside its baseline's of the same rounds -> the ratio, by its median."""
+        """Add a contender's row beside its baseline's of the same rounds, and return the median ratio."""
         numbers = [Numbers(step_ms=Spread.of([1000 * one for one in of], num_warmup=1)) for of in (times.seconds, times.base)]
         self.add(
             name, plan=plan, measured=numbers[0], baseline=numbers[1], baseline_name=times.base_name,
@@ -96,6 +96,6 @@ class Case:
 
 
 def tell(text: str) -> None:
-    """Progress, beside the results."""
+    """Print progress to stderr, beside the results."""
     sys.stderr.write(text + "\n")
     sys.stderr.flush()

@@ -1,4 +1,4 @@
-"""Compares what contenders measured in the same rounds: ratios with an interval, so that noise is not taken for a gain."""
+"""Compare what contenders measured in the same rounds: ratios with an interval, so that noise is not taken for a gain."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MIN_ROUNDS = 3  # with fewer the interval would be a point, or hold the median i
 
 
 class Ratio(Value):
-    """Median over the rounds of ours / theirs, and where a repetition of the whole comparison would put it."""
+    """The median over the rounds of ours / theirs, with the interval in which a repetition of the comparison would put it."""
 
     value: float
     low: float | None  # None: too few rounds to say
@@ -25,7 +25,7 @@ class Ratio(Value):
 
     @property
     def is_decided(self) -> bool:
-        """Whether the interval leaves out 1: the two differ."""
+        """Return whether the interval leaves out 1, so that the two differ."""
         return self.low is not None and self.high is not None and not self.low <= 1.0 <= self.high
 
     def __str__(self) -> str:
@@ -35,8 +35,9 @@ class Ratio(Value):
 
 
 def ratio(ours: Sequence[float], theirs: Sequence[float], *, confidence: float = CONFIDENCE, seed: int = 0) -> Ratio:
-    """Bootstrap over rounds. Entry i of both is from round i: what slowed a whole round down cancels.
+    """Return the ratio, with an interval by bootstrap over rounds.
 
+    Entry i of both is from round i: what slowed a whole round down cancels.
     With n rounds the interval cannot be wider than from the smallest to the largest ratio of a round, which holds the
     median in 1 - 2 ** (1 - n) of all repetitions: six rounds or more are needed for an honest 95 %.
     """
@@ -60,5 +61,5 @@ def ratio(ours: Sequence[float], theirs: Sequence[float], *, confidence: float =
 
 
 def relative_error(predicted: float | None, measured: float | None) -> float | None:
-    """predicted / measured - 1; None where either is unknown."""
+    """Return predicted / measured - 1, or None if either is unknown."""
     return None if predicted is None or not measured else predicted / measured - 1

@@ -1,4 +1,4 @@
-"""What a comparison runs, each time in a fresh process: a command, whole, or a function, without what it imports."""
+"""Run a contender of a comparison in a fresh process: a command, timed whole, or a function, timed without its imports."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class Contender(NamedTuple):
 
 
 def contender(given: Runnable) -> Contender:
-    """A command as text (no shell reads it) or as a list of words; a function, or its ``module:function``."""
+    """Return the contender for a command as text (no shell reads it) or as words, or for a function or ``module:function``."""
     if callable(given):
         name = _name_of(given)
     elif isinstance(given, str) and FUNCTION.fullmatch(given.strip()):
@@ -75,7 +75,7 @@ def _name_of(function: Callable[[], object]) -> str:
 
 
 def run_once(given: Contender, *, timeout_seconds: float) -> Sample:
-    """Raises JobFailed with the end of what it said, RequestError for a function that is not there."""
+    """Run a contender. Raise JobFailed with the end of its output, RequestError for a function that does not exist."""
     with tempfile.TemporaryFile() as output, tempfile.TemporaryFile() as errors:
         start = time.perf_counter()
         process = subprocess.Popen(
@@ -101,7 +101,9 @@ class _Usage(NamedTuple):
 
 
 def _wait(process: subprocess.Popen[bytes], start: float, timeout_seconds: float) -> tuple[_Usage, float, bool]:
-    """Reaped here, as only this says what processor time it took. Whatever it started ends with it."""
+    """Wait for a process and return its usage, its seconds, and whether it was too late. Processes that it started end with it.
+
+    It is reaped here, because only wait4 gives its processor time."""
     late = threading.Event()
 
     def end_it() -> None:
@@ -142,6 +144,6 @@ def _number(text: str) -> float | None:
 
 
 def short(label: str) -> str:
-    """For a table: paths by their ends."""
+    """Shorten a label for a table: each path becomes its last part."""
     words = [Path(word).name if "/" in word else word for word in label.split()]
     return " ".join(words)[:60]

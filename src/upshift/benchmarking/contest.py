@@ -1,4 +1,4 @@
-"""``upshift.compare``: which of two commands or functions is faster, or how many more rounds would say it."""
+"""Tell which of two commands or functions is faster, or how many more rounds would decide it (``upshift.compare``)."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ ROUNDS, TIMEOUT_SECONDS = 12, 3600.0
 
 
 class Measured(Value):
-    """One of the two, over all rounds."""
+    """The samples of one of the two contenders, over all rounds."""
 
     label: str
     seconds: Spread
@@ -48,7 +48,7 @@ class Comparison(Value):
 
     def __str__(self) -> str:
         said, verdict = f"A is {self.ratio:.3f} times as fast as B", str(self.verdict)
-        if self.measure == "result":  # of any meaning
+        if self.measure == "result":  # the number may mean anything
             said = f"B's is {self.ratio:.3f} times A's"
             verdict = {"faster": "A's is less", "slower": "A's is more"}.get(verdict, verdict)
         if self.low is None or self.high is None:
@@ -64,7 +64,7 @@ class Comparison(Value):
         return f"about {self.rounds_to_settle:,} more rounds would settle it"
 
     def records(self, host: Host, *, name: str = "compare") -> list[Record]:
-        """A row for each of the two, with every sample."""
+        """Return a row for each of the two, with every sample."""
         where, rows = environment(host), []
         for letter, one, other in (("A", self.a, self.b), ("B", self.b, self.a)):
             rows.append(
@@ -105,7 +105,7 @@ def compare(
     for one in contenders.values():  # warm-up: files, caches, and whether it runs
         run_once(one, timeout_seconds=timeout_seconds)
     samples: dict[str, list[Sample]] = {"A": [], "B": []}
-    sure = 1 - (1 - confidence) / len(looks)  # Bonferroni: whatever the looks have to do with each other
+    sure = 1 - (1 - confidence) / len(looks)  # Bonferroni: right however the looks depend on each other
     for until in looks:
         for number, order in enumerate(orders(until - len(samples["A"])), start=len(samples["A"])):
             for name in order:
@@ -126,15 +126,16 @@ def compare(
 
 
 def orders(rounds: int, seed: int | None = None) -> list[str]:
-    """AB or BA, drawn for every second round; the round after has the other: what comes second is B as often as A, so that what
-    coming second costs does not count, nor does a machine that grows slower."""
+    """Return AB or BA for each round. The order is drawn for every second round, and the round after it has the other order.
+
+    B comes second as often as A. So the cost of coming second cancels, and so does a machine that grows slower."""
     generator = random.Random(seed)
     firsts = [generator.choice(("AB", "BA")) for _ in range((rounds + 1) // 2)]
     return [order for first in firsts for order in (first, first[::-1])][:rounds]
 
 
 def _looks(rounds: int, most: int, confidence: float, measure: Measure) -> list[int]:
-    """After how many rounds the outcome is looked at."""
+    """Return after how many rounds the outcome is looked at. Raise RequestError for impossible values."""
     if measure not in MEASURES:
         raise RequestError(f"a measure {measure!r} is none; use one of {', '.join(MEASURES)}")
     if not 0.5 <= confidence < 1:

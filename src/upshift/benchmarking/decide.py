@@ -1,13 +1,13 @@
-"""Whether two things that ran in the same rounds differ: an interval that keeps its promise, and how many rounds would settle it.
+"""Decide whether two things that ran in the same rounds differ, or how many rounds would settle it.
 
-The interval is Hodges and Lehmann's (1963): the median of all means of two rounds' log ratios, between the order statistics that
-Wilcoxon's signed-rank distribution names (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3.3). It asks only
-that a round's log ratio be as likely to fall on either side where there is no difference, which drawing the order of each round
-brings about, whatever the noise: a slow hour falls on both, and one run that took three times as long is one of many. The
+The interval is Hodges and Lehmann's (1963): the median of all means of two rounds' log ratios, between the order statistics
+that Wilcoxon's signed-rank distribution names (Hollander, Wolfe and Chicken, Nonparametric Statistical Methods, 3.3). It asks
+only that a round's log ratio be as likely to fall on either side where there is no difference. Drawing the order of each round
+brings this about, whatever the noise: a slow hour falls on both, and one run that took three times as long is one of many. The
 t-interval asks for normal noise, and a bootstrap of few rounds promises more than it keeps.
 
-A claim is worth as much as the rarest wrong one. At 95 % one comparison in twenty of the same thing with itself would be called a
-difference; CLAIM is 99.9 %, which takes 11 rounds that all agree, or more.
+A claim is worth as much as the rarest wrong one. At 95 % one comparison in twenty of the same thing with itself would be
+called a difference; CLAIM is 99.9 %, which takes 11 rounds that all agree, or more.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from upshift.errors import RequestError
 CLAIM = 0.999
 LEAST_EFFECT = 0.01  # what the layout of memory or the length of the environment can bring (Mytkowicz and others, ASPLOS 2009)
 EXACT_ROUNDS = 40  # beyond, the rank sums are normal to four digits
-MOST_ROUNDS = 10_000  # that are named
+MOST_ROUNDS = 10_000  # the most that a message names
 
 Verdict = Literal["faster", "slower", "alike", "not decided"]
 
 
 class Interval(NamedTuple):
-    """Of a log ratio."""
+    """The estimate and the interval of a log ratio."""
 
     value: float
     low: float | None  # None: too few rounds for this confidence
@@ -37,12 +37,12 @@ class Interval(NamedTuple):
 
 
 def least_rounds(confidence: float) -> int:
-    """With fewer even rounds that all agree do not decide: the chance that they do so by themselves is 2 ** (1 - rounds)."""
+    """Return the fewest rounds that can decide: n rounds all agree by chance with probability 2 ** (1 - n)."""
     return math.ceil(1 - math.log2(1 - confidence) - 1e-9)
 
 
 def interval(logs: Sequence[float], *, confidence: float) -> Interval:
-    """``logs``: the log ratio of each round."""
+    """Return the interval of the log ratio. ``logs``: the log ratio of each round."""
     if not 0.5 <= confidence < 1:
         raise RequestError(f"a confidence of {confidence} is none; give one of 0.5 or more and below 1, such as {CLAIM}")
     means = sorted((one + other) / 2 for number, one in enumerate(logs) for other in logs[number:])
@@ -51,7 +51,7 @@ def interval(logs: Sequence[float], *, confidence: float) -> Interval:
 
 
 def verdict(found: Interval) -> Verdict:
-    """``faster``: the first is. A difference below LEAST_EFFECT is none, however sure it is."""
+    """Return the verdict. ``faster``: the first is. A difference below LEAST_EFFECT counts as none, however sure it is."""
     if found.low is None or found.high is None:
         return "not decided"
     least = math.log(1 + LEAST_EFFECT)
@@ -63,8 +63,9 @@ def verdict(found: Interval) -> Verdict:
 
 
 def rounds_to_settle(logs: Sequence[float], *, confidence: float) -> int:
-    """How many more rounds like these would decide, one way or the other: an interval narrows by the root of their number. At
-    most MOST_ROUNDS, which means that it cannot be settled."""
+    """Return how many more rounds like these would decide, one way or the other: an interval narrows by the root of their number.
+
+    MOST_ROUNDS, the largest answer, means that it cannot be settled."""
     found, count = interval(logs, confidence=confidence), len(logs)
     least = math.log(1 + LEAST_EFFECT)
     room = abs(found.value) if abs(found.value) >= least else least - abs(found.value)
@@ -79,7 +80,7 @@ def rounds_to_settle(logs: Sequence[float], *, confidence: float) -> int:
 
 
 def _deviation(logs: Sequence[float]) -> float:
-    """Of most rounds: the median distance from the median, as the deviation that normal noise with it would have."""
+    """Return the deviation of normal noise that has the same median distance from the median."""
     middle = statistics.median(logs)
     return 1.4826 * statistics.median([abs(one - middle) for one in logs])
 
@@ -90,7 +91,7 @@ def _normal(confidence: float) -> float:
 
 @cache
 def _cut(count: int, confidence: float) -> int | None:
-    """The largest rank sum that so few rounds fall to by chance, on one side; None: not even 0 is so rare."""
+    """Return the largest rank sum that so few rounds fall to by chance, on one side; None: not even 0 is so rare."""
     tail = (1 - confidence) / 2 * (1 + 1e-9)
     if count > EXACT_ROUNDS:
         middle, variance = count * (count + 1) / 4, count * (count + 1) * (2 * count + 1) / 24

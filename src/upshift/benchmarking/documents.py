@@ -1,8 +1,8 @@
-"""Numbers in documents that are read from the rows: links to them, and tables between markers.
+"""Renew numbers in documents from the rows: links to rows, and tables between markers.
 
 A number in a sentence is a link to the rows it is from, whose title names it: [5.7](benchmarks/results/drop_in.jsonl
 "drop_in/causal-lm"). It is written with as many decimals as stand there. A table stands between <!-- rows: case/name --> and
-<!-- end -->; the case says what is in it. A document may also be made whole, by a function of a case.
+<!-- end -->; the case defines its content. A whole document may also be made by a function of a case.
 """
 
 from __future__ import annotations
@@ -35,13 +35,14 @@ class Stale(NamedTuple):
 
 
 def documents(root: Path) -> list[Path]:
-    """README and docs, in every language, and that of the cases; not the log and its archive, which tell what was once so."""
+    """Return README and docs, in every language, and the README of the cases, without the log and its archive, which keep old
+    numbers."""
     readmes = [*sorted(root.glob("README*.md")), *root.glob("benchmarks/README.md")]
     return [*readmes, *(path for path in sorted(root.glob("docs/**/*.md")) if path.name not in HISTORY)]
 
 
 def renewed(text: str, cases: Mapping[str, CaseFile]) -> str:
-    """With every number and table as the rows have it now."""
+    """Return the text with every number and table as the rows have it now."""
     text = LINKED.sub(lambda match: match[0].replace(f"[{match[1]}]", f"[{_number(match, cases)}]", 1), text)
     return TABLED.sub(lambda match: f"{match[1]}{_table(match[2], match[3], cases)}\n{match[5]}", text)
 
@@ -61,7 +62,7 @@ def stale(root: Path, cases: Mapping[str, CaseFile]) -> Iterator[Stale]:
 
 
 def write(root: Path, cases: Mapping[str, CaseFile]) -> list[Path]:
-    """Renew every document -> those that changed."""
+    """Renew every document and return those that changed."""
     changed = []
     for path in documents(root):
         text = path.read_text(encoding="utf-8")
@@ -73,7 +74,7 @@ def write(root: Path, cases: Mapping[str, CaseFile]) -> list[Path]:
 
 
 def figures_of(text: str) -> list[str]:
-    """Names of the figures that a document's numbers are linked to, in their order."""
+    """Return the names of the figures that a document's numbers are linked to, in their order."""
     return [f"{match[3]}/{match[4]}" for match in LINKED.finditer(text)]
 
 
@@ -84,7 +85,7 @@ def _case(name: str, cases: Mapping[str, CaseFile]) -> CaseFile:
 
 
 def _number(match: re.Match[str], cases: Mapping[str, CaseFile]) -> str:
-    """The text of the link, its first number renewed."""
+    """Return the text of the link, its first number renewed."""
     text, value = match[1], _case(match[3], cases).latest(match[4])
     written = NUMBER.search(text)
     if written is None:

@@ -1,4 +1,4 @@
-"""Where and when a row was made."""
+"""Describe where and when a row was made."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ LIBRARIES = (
 
 
 def library_versions() -> dict[str, str]:
-    """Installed versions, without importing anything."""
+    """Return installed versions, without importing anything."""
     return installed_versions(LIBRARIES)
 
 
@@ -36,7 +36,7 @@ def environment(host: Host) -> Environment:
 
 
 def _commit() -> str | None:
-    """The source's commit, when it runs from a checkout."""
+    """Return the source's commit if it runs from a checkout, else None."""
     root = Path(__file__).parents[3]
     if not (root / ".git").exists():
         return None

@@ -1,7 +1,7 @@
-"""Numbers that documents and claims state, each as the place in the result rows that it is read from.
+"""Define the numbers that documents and claims state, each as the place in the result rows that it is read from.
 
-A case names them at its top, in ``FIGURES`` and ``CLAIMS``; they are read from its source, so that a list of all claims imports
-no case and no torch, and a new case is one file.
+A case names them at its top, in ``FIGURES`` and ``CLAIMS``; they are read from its source, so that a list of all claims
+imports no case and no torch, and a new case is one file.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ CASES = Path("benchmarks") / "cases"
 
 
 class Source(Value):
-    """A number in a row: of all rows of that name whose details, or settings, say ``where``."""
+    """A number in a row, among all rows of that name whose details, or settings, equal ``where``."""
 
     row: str = Field(description="behind the case's name: summary for drop_in/summary")
     value: str = Field(description="keys of the row, joined by dots: measured.tokens_per_second")
@@ -37,7 +37,7 @@ class Figure(Value):
 
 
 class Claim(Figure):
-    """What is promised: a figure, what it is compared with, and what it should be."""
+    """A figure that is promised, with its baseline and its goal."""
 
     text: str
     ours: str
@@ -49,8 +49,10 @@ class Claim(Figure):
 
 
 class Table(Value):
-    """Between ``<!-- rows: case/name -->`` and ``<!-- end -->``: lines whose cells have figures of the case as
-    ``{name:.1f}``, or a line for each entry of a dictionary in the newest row ``of``: its key, then ``cells`` of its values."""
+    """A table between ``<!-- rows: case/name -->`` and ``<!-- end -->``.
+
+    Its lines have figures of the case as ``{name:.1f}`` in their cells. Or there is a line for each entry of a dictionary in
+    the newest row ``of``: its key, then ``cells`` of its values."""
 
     name: str
     header: tuple[str, ...]
@@ -61,7 +63,7 @@ class Table(Value):
 
 
 class Reading(Value):
-    """What a figure was at a time."""
+    """The value of a figure at a time."""
 
     value: float
     time: str
@@ -69,7 +71,7 @@ class Reading(Value):
 
 
 class CaseFile:
-    """What a case says of itself, read from its source."""
+    """A case's claims, figures and tables, read from its source."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.name = path, path.stem
@@ -85,7 +87,7 @@ class CaseFile:
 
     @property
     def is_case(self) -> bool:
-        """Whether it runs from the command line with the options that all cases have."""
+        """Return whether the file runs from the command line with the options that all cases have."""
         return any(isinstance(node, ast.Call) and _called(node) == "command_line" for node in ast.walk(self._tree))
 
     @property
@@ -93,7 +95,7 @@ class CaseFile:
         return self.path.parents[1] / "results" / f"{self.name}.jsonl"
 
     def command(self, claim: Claim | None = None) -> str:
-        """From the folder above benchmarks."""
+        """Return the command that runs the case, from the folder above benchmarks."""
         options = f" {claim.options}" if claim and claim.options else ""
         return f"python benchmarks/cases/{self.path.name}{options}"
 
@@ -104,7 +106,9 @@ class CaseFile:
         return [json.loads(line) for line in self.results.read_text(encoding="utf-8").splitlines()]
 
     def readings(self, figure: Figure) -> list[Reading]:
-        """Oldest first; runs with --quick are none. What it is divided by is of the same run, whose rows have one time."""
+        """Return the readings, oldest first, without runs with --quick.
+
+        The divisor is of the same run, whose rows have one time."""
         over: dict[str, float] = {}
         for row in self.rows:
             if figure.over is not None and (beside := self._number(figure.over, row)):
@@ -118,7 +122,7 @@ class CaseFile:
         return found
 
     def latest(self, name: str) -> float:
-        """Raises RequestError where the case has no such figure, or its rows do not."""
+        """Return the newest value of a figure. Raise RequestError if the case has no such figure, or its rows do not."""
         figure = next((one for one in self.figures if one.name == name), None)
         if figure is None:
             said = ", ".join(one.name for one in self.figures) or "none"
@@ -129,7 +133,9 @@ class CaseFile:
         return readings[-1].value
 
     def entries(self, row: str, value: str) -> dict[str, dict[str, Any]]:
-        """The dictionary of that name in the newest row; runs with --quick are none. Raises RequestError where there is none."""
+        """Return the dictionary of that name in the newest row, without runs with --quick.
+
+        Raise RequestError if there is none."""
         for one in reversed(self.rows):
             found = _at(one, value) if one["name"] == f"{self.name}/{row}" and not one["details"].get("quick") else None
             if isinstance(found, dict):
@@ -165,7 +171,7 @@ def _called(node: ast.Call) -> str:
 
 
 def _evaluate(node: ast.expr, origin: str, assigned: Mapping[str, ast.expr]) -> Any:
-    """Literals, the values above made of them, and names of either. ``assigned``: at the top of the file."""
+    """Evaluate literals, the values above made of them, and names of either. ``assigned``: at the top of the file."""
     if isinstance(node, ast.Name) and node.id in assigned:
         return _evaluate(assigned[node.id], origin, assigned)
     if isinstance(node, ast.Tuple | ast.List):
@@ -184,7 +190,7 @@ def _evaluate(node: ast.expr, origin: str, assigned: Mapping[str, ast.expr]) -> 
 
 
 def find_cases(folder: Path | None = None) -> dict[str, CaseFile]:
-    """All cases of ``folder``, by name; None: those of the clone that this is called in."""
+    """Return all cases of ``folder``, by name; None: the cases of the clone that this is called in."""
     chosen = folder or next((one / CASES for one in (Path.cwd(), *Path.cwd().parents) if (one / CASES).is_dir()), CASES)
     if not chosen.is_dir():
         where = folder or f"{CASES} in this folder or above it"

@@ -1,4 +1,4 @@
-"""Runs contenders in turn, each time in a fresh process, and writes what came out: rows to append, tables to read."""
+"""Run contenders in turn, each time in a fresh process, and write the results: rows to append, tables to read."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ T = TypeVar("T")
 def interleave(
     contenders: Mapping[str, Callable[[], T]], *, rounds: int, on_result: Callable[[int, str, T], None] = lambda *_: None
 ) -> dict[str, list[T]]:
-    """A B C A B C ...: a slow minute of the machine falls on all of them. Entry i of each list is from round i."""
+    """Run contenders as A B C A B C ..., so that a slow minute of the machine falls on all of them.
+
+    Entry i of each list is from round i."""
     results: dict[str, list[T]] = {name: [] for name in contenders}
     for number in range(rounds):
         for name, run in contenders.items():
@@ -37,8 +39,10 @@ def interleave(
 def run_fresh(
     command: Sequence[str], *, timeout_seconds: float, env: Mapping[str, str] | None = None, cwd: Path | None = None
 ) -> dict[str, Any]:
-    """Run a command and return the JSON object on the last line of its output, with ``tree_resident_bytes`` added: the
-    highest sum over the process and its descendants, sampled. Raises JobFailed with the end of what it said."""
+    """Run a command and return the JSON object on the last line of its output, with ``tree_resident_bytes`` added.
+
+    That is the highest sum over the process and its descendants, sampled. Raise JobFailed with the end of the command's
+    messages."""
     process = subprocess.Popen(
         list(command), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         env=dict(env) if env is not None else None, cwd=cwd, start_new_session=True,
@@ -68,7 +72,7 @@ def _short(command: Sequence[str]) -> str:
 
 
 class TreeWatcher(threading.Thread):
-    """Samples the memory of a process and its descendants."""
+    """A thread that samples the memory of a process and its descendants."""
 
     def __init__(self, pid: int) -> None:
         super().__init__(daemon=True)
@@ -95,7 +99,7 @@ def _tree_bytes(pid: int) -> int:
 
 
 def check_results(folder: Path) -> None:
-    """Before anything is measured. Raises RequestError where rows cannot be appended to its files."""
+    """Raise RequestError if rows cannot be appended to the folder's files. Call it before anything is measured."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if not os.access(folder, os.W_OK | os.X_OK):
@@ -105,7 +109,7 @@ def check_results(folder: Path) -> None:
 
 
 def append_rows(path: Path, records: Iterable[Record]) -> None:
-    """One JSON line each; earlier rows stay."""
+    """Append one JSON line for each record. Earlier rows stay."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("a", encoding="utf-8") as file:
         file.writelines(record.to_json() + "\n" for record in records)
@@ -119,7 +123,7 @@ def read_rows(path: Path) -> list[Record]:
 
 
 def format_table(header: Sequence[str], rows: Sequence[Sequence[object]], *, markdown: bool = False) -> str:
-    """Columns of text: the first to the left, the others to the right."""
+    """Return columns of text: the first to the left, the others to the right."""
     cells = [list(map(str, header)), *(["" if cell is None else str(cell) for cell in row] for row in rows)]
     widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
     lines = []

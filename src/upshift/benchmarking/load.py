@@ -1,9 +1,9 @@
-"""How much of a timing was spent waiting for a core that another program had.
+"""Measure how much of a timing was spent waiting for a core that another program had.
 
 Linux says for every thread how long it was ready to run and did not (run_delay, in /proc/PID/task/TID/schedstat; see
 Documentation/scheduler/sched-stats.rst of the kernel). That holds inside containers, where the load of the whole host says
-little. Two programs on the two threads of one core slow each other down without waiting: for these, what the other programs
-computed on this process's processors is read from /proc/stat.
+little. Two programs on the two threads of one core slow each other down without waiting. For this case /proc/stat tells what
+the other programs computed on this process's processors.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 BUSY_SHARE = 0.05  # of the seconds in which the most delayed thread waited for a core
 BUSY_CORES = 0.25  # that other programs used of this process's processors meanwhile
-LEAST_SHARE = 0.02  # of a timing that is never taken for waiting: the counters are read one after the other
+LEAST_SHARE = 0.02  # of a timing that never counts as waiting: the counters are read one after the other
 LEAST_SECONDS = 0.2  # of a timing whose other programs are looked at: /proc/stat counts in ticks of 0.01 s
 NANOSECONDS = 1e9
 IDLE_FIELDS = (3, 4)  # idle and iowait, of a processor's line in /proc/stat (proc_stat(5))
@@ -25,17 +25,17 @@ GUEST_FIELDS = 8  # the fields from here on are counted in the first two already
 
 @dataclass(frozen=True)
 class Moment:
-    """Readings at one time. None: the system does not say."""
+    """The readings at one time. None: the system does not say."""
 
     seconds: float
     own_cpu_seconds: float
     waited: dict[int, float] | None  # seconds that each thread has waited for a core
-    all_cpu_seconds: float | None  # that this process's processors have worked, for whomever
+    all_cpu_seconds: float | None  # that this process's processors have worked, for any program
 
 
 @dataclass(frozen=True)
 class Timing:
-    """Work that was timed. ``waited``: seconds of it in which its most delayed thread was ready and had no core."""
+    """The times of some work. ``waited``: seconds of it in which its most delayed thread was ready and had no core."""
 
     seconds: float
     cpu_seconds: float
@@ -58,7 +58,7 @@ def read_moment() -> Moment:
 
 
 class LoadMeter:
-    """Times work, and what other programs took from it. ``read``: for tests."""
+    """A meter that times work, and the load by other programs meanwhile. ``read``: for tests."""
 
     def __init__(self, read: Callable[[], Moment] = read_moment) -> None:
         self._read = read

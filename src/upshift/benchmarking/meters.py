@@ -1,4 +1,4 @@
-"""Memory meters: bytes that the tensor allocator handed out, and bytes that the process occupies."""
+"""Measure memory: bytes that the tensor allocator handed out, and bytes that the process occupies."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from upshift.internals.torch_names import STORAGE
 
 @dataclass
 class AllocatedPeak:
-    """Filled when the meter's context closes; None where nothing was allocated in it."""
+    """The result of a meter, filled when its context closes. ``bytes`` is None if nothing was allocated in it."""
 
     bytes: int | None = None
     left: int = 0  # more than there was when it was opened (CPU only)
@@ -28,7 +28,8 @@ class AllocatedPeak:
 
 @contextmanager
 def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPeak]:
-    """Highest allocated bytes while open. ``resident_bytes``: tensors that exist already (CPU only; CUDA counts them itself).
+    """Measure the highest allocated bytes while open. ``resident_bytes``: tensors that exist already (CPU only; CUDA counts them
+    itself).
 
     On the CPU the allocator's own events are read through torch's profiler, which slows what it watches: never time it.
     """
@@ -55,7 +56,7 @@ def allocated_peak(device: str, *, resident_bytes: int) -> Iterator[AllocatedPea
 
 
 def tensor_bytes(*groups: object) -> int:
-    """Bytes of the distinct storages among models, optimizers and tensors."""
+    """Return the bytes of the distinct storages among models, optimizers and tensors."""
     import torch
 
     storages: dict[int, int] = {}
@@ -84,12 +85,12 @@ def tensor_bytes(*groups: object) -> int:
 
 
 def resident_bytes() -> int:
-    """What the process occupies now."""
+    """Return the bytes that the process occupies now."""
     return int(psutil.Process().memory_info().rss)
 
 
 def anonymous_bytes() -> int:
-    """What of it no file backs (Linux)."""
+    """Return the occupied bytes that no file backs (Linux)."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return 1024 * sum(int(line.split()[1]) for line in lines if line.startswith(("RssAnon", "RssShmem")))
 
@@ -102,7 +103,7 @@ def reset_resident_peak() -> None:
 
 
 def resident_peak_bytes() -> int:
-    """Highest occupied bytes since the process started, or since ``reset_resident_peak``."""
+    """Return the highest occupied bytes since the process started, or since ``reset_resident_peak``."""
     status = Path("/proc/self/status")
     if status.exists():
         for line in status.read_text().splitlines():
@@ -126,7 +127,7 @@ def bytes_left_with_parent() -> int:
 
 
 def _file_bytes(pid: int) -> dict[str, int]:
-    """Resident bytes of each mapping of a file, by its addresses and inode (proc_pid_smaps(5))."""
+    """Return the resident bytes of each mapping of a file, by its addresses and inode (proc_pid_smaps(5))."""
     found: dict[str, int] = {}
     place = ""
     for line in Path(f"/proc/{pid}/smaps").read_text().splitlines():
@@ -149,7 +150,7 @@ class MemorySample:
 
 @dataclass
 class MemoryRecorder:
-    """Samples the process's memory in the background, labelled with the phase that runs."""
+    """A recorder that samples the process's memory in the background, labelled with the phase that runs."""
 
     interval_seconds: float = 0.25
     measure: Callable[[], int] = resident_bytes
@@ -174,5 +175,5 @@ class MemoryRecorder:
             self.samples.append(MemorySample(time.perf_counter() - self._start, self.phase, self.measure()))
 
     def highest(self) -> int:
-        """Until now."""
+        """Return the highest memory until now, in bytes."""
         return max([self.measure(), *(sample.resident for sample in self.samples)])

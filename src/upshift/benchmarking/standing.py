@@ -1,4 +1,4 @@
-"""Where a claim stands: its newest number beside its goal, the worst first."""
+"""Compare each claim's newest number with its goal, the worst first."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Standing(Value):
 
     @property
     def share(self) -> float | None:
-        """Of the goal that is reached: 1 and more, it is. None: no rows, or no goal."""
+        """Return the share of the goal that is reached: 1 and more if it is. None: no rows, or no goal."""
         if self.value is None or self.claim.goal is None or min(self.value, self.claim.goal) <= 0:
             return None
         return self.value / self.claim.goal if self.claim.better == "higher" else self.claim.goal / self.value
@@ -43,6 +43,6 @@ class Standing(Value):
 
 
 def standings(cases: Mapping[str, CaseFile]) -> list[Standing]:
-    """The furthest from its goal first; then those without a goal, then those without rows."""
+    """Return the claims, the furthest from its goal first; then those without a goal, then those without rows."""
     found = [Standing.of(case, claim) for case in cases.values() for claim in case.claims]
     return sorted(found, key=lambda one: (not one.readings, one.share is None, one.share or 0.0, one.name))

@@ -1,4 +1,4 @@
-"""How long a call takes, and how much of the machine others had meanwhile: what a row needs to say how quiet it was."""
+"""Time a call, and measure how much of the machine other programs had meanwhile, so that a row tells how quiet it was."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import psutil
 
 
 def timed(call: Callable[[], object]) -> dict[str, float]:
-    """``seconds`` of the wall, ``cpu_seconds`` of this process, all threads, and ``others``: the share of the cores' time that
-    other processes, or other guests of the host, had."""
+    """Return ``seconds`` of the wall, ``cpu_seconds`` of this process (all threads), and ``others``.
+
+    ``others`` is the share of the cores' time that other processes, or other guests of the host, had."""
     busy, own, start = _busy_seconds(), time.process_time(), time.perf_counter()
     call()
     seconds, cpu_seconds, busy = time.perf_counter() - start, time.process_time() - own, _busy_seconds() - busy
@@ -20,6 +21,6 @@ def timed(call: Callable[[], object]) -> dict[str, float]:
 
 
 def _busy_seconds() -> float:
-    """Of all cores since the system started."""
+    """Return the busy seconds of all cores since the system started."""
     times = psutil.cpu_times()
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))

@@ -1,4 +1,4 @@
-"""The clock that trials and benchmarks share: device-synchronised."""
+"""Provide the clock that trials and benchmarks share: device-synchronised."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def synchronise(device: str) -> None:
 
 
 def time_once(work: Callable[[], object], *, device: str = "cpu") -> float:
-    """Seconds of one call."""
+    """Return the seconds of one call."""
     synchronise(device)
     start = time.perf_counter()
     work()

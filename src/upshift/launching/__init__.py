@@ -1,1 +1,1 @@
-"""Starting `upshift train` on several hosts: commands that are run, and job files for those who schedule them."""
+"""Start `upshift train` on several hosts: run the commands, or write job files for a scheduler."""

@@ -1,4 +1,4 @@
-"""torchrun on each of the hosts that were named: here by a shell, elsewhere by ssh; ended together, with the words of who failed.
+"""Run torchrun on each of the named hosts, here by a shell, elsewhere by ssh. Stop all together, and report which hosts failed.
 
 Paths are the same on all hosts: the interpreter, the folder, the model, the data. Nothing is copied.
 """
@@ -30,7 +30,7 @@ def is_here(host: str) -> bool:
 
 
 def as_script(launch: Launch) -> str:
-    """The same as a shell script, to read or to keep."""
+    """Return the launch as a shell script, to read or to keep."""
     lines = [
         "#!/bin/bash",
         "# Written by `upshift launch --hosts`: one torchrun a host; they meet on the first, and start again together when a",
@@ -43,7 +43,7 @@ def as_script(launch: Launch) -> str:
 
 
 def run(launch: Launch) -> None:
-    """Until all hosts are done. Raises JobFailed once fewer than ``min_nodes`` are left, Interrupted after Ctrl-C."""
+    """Run until all hosts are done. Raise JobFailed once fewer than ``min_nodes`` are left, Interrupted after Ctrl-C."""
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for number, host in enumerate(launch.hosts):
@@ -91,7 +91,7 @@ def _meaning(host: str, code: int) -> str:
 
 
 def _stop(running: dict[str, subprocess.Popen[bytes]], seconds: float) -> None:
-    """Asks, waits, ends."""
+    """Ask the hosts to stop, wait for ``seconds``, and kill the rest."""
     for process in running.values():
         assert process.stdin is not None
         with suppress(OSError):

@@ -1,4 +1,4 @@
-"""Objects of Kubeflow: a PyTorchJob (training operator), which may be elastic, or a TrainJob (trainer v2), of a fixed size.
+"""Write objects of Kubeflow: a PyTorchJob (training operator), which may be elastic, or a TrainJob (trainer v2), of a fixed size.
 
 YAML is written as text, for its comments; every value in it is JSON, which YAML reads as it is.
 """
@@ -117,7 +117,9 @@ def _value(value: object) -> str:
 
 
 def _resources(launch: Launch, indent: str) -> str:
-    """Equal requests and limits make a pod "Guaranteed": whole cores are its own where the kubelet's CPU manager is static."""
+    """Return equal requests and limits, which make a pod "Guaranteed".
+
+    Whole cores are then its own if the kubelet's CPU manager is static."""
     amounts: dict[str, str] = {"cpu": str(launch.cpus), "memory": str(launch.memory)}
     if launch.gpus:
         amounts["nvidia.com/gpu"] = str(launch.gpus)

@@ -1,4 +1,4 @@
-"""A script that starts the ranks by Open MPI's mpirun, which binds each to its cores.
+"""Write a script that starts the ranks by Open MPI's mpirun, which binds each to its cores.
 
 There are no restarts: mpirun ends all ranks with the first that dies.
 """
@@ -44,7 +44,7 @@ def mpi_script(launch: Launch) -> str:
 
 
 def run(launch: Launch) -> None:
-    """Raises JobFailed where mpirun did not end well."""
+    """Run mpirun. Raise JobFailed if it fails."""
     if shutil.which("mpirun") is None:
         raise RequestError("--mpi needs mpirun, which is not here; install Open MPI, or write the script with --output FILE")
     with tempfile.TemporaryDirectory(prefix="upshift-mpi-") as folder:

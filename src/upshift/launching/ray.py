@@ -1,4 +1,4 @@
-"""A Ray Train job: Ray places the ranks and starts them again; each is `upshift train` with torchrun's variables."""
+"""Write a Ray Train job: Ray places the ranks and starts them again; each is `upshift train` with torchrun's variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a launch is: the ranks' command, how many hosts of what size, and what is wrong with that."""
+"""Describe a launch: the ranks' command, the number and size of the hosts. Check that it is possible."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _LABEL = re.compile(r"[A-Za-z0-9]([-A-Za-z0-9_./]*[A-Za-z0-9])?")
 
 
 class Launch(Value):
-    """``train``: the command line of the ranks, from the word train on. Hosts are named, or only counted."""
+    """A request to start ranks on hosts, which are named, or only counted.
+
+    ``train``: the command line of the ranks, from the word train on."""
 
     train: tuple[str, ...]
     name: str = "upshift"
@@ -75,23 +77,25 @@ class Launch(Value):
 
     @property
     def nodes(self) -> str:
-        """As torchrun takes it: a number, or a range."""
+        """Return the number of hosts as torchrun takes it: a number, or a range."""
         return str(self.max_nodes) if self.min_nodes == self.max_nodes else f"{self.min_nodes}:{self.max_nodes}"
 
     @property
     def ranks_of_a_node(self) -> int:
-        """Where the hosts cannot be looked at: as asked, or one for each GPU, or one."""
+        """Return the ranks of a host if the hosts cannot be looked at: the given number, or one for each GPU, or one."""
         return self.nproc or self.gpus or 1
 
     @property
     def command(self) -> tuple[str, ...]:
-        """Of a rank, less the interpreter. Whatever is started again goes on from the newest checkpoint."""
+        """Return the command of a rank, without the interpreter.
+
+        A rank that is started again goes on from the newest checkpoint."""
         resume = () if "--resume" in self.train else ("--resume",)
         return ("-m", "upshift.cli.main", *self.train, *resume)
 
 
 def address(host: str) -> str:
-    """A host without the user that ssh is told."""
+    """Return a host without the user that ssh is told."""
     return host.rpartition("@")[2]
 
 

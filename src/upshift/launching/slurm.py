@@ -1,4 +1,4 @@
-"""The file that sbatch takes: one torchrun a node, which finds the others at the first node of the allocation."""
+"""Write the file that sbatch takes: one torchrun a node, which finds the others at the first node of the allocation."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The lines of a shell that start the ranks of one host with torchrun, which starts them again when one dies.
+"""Write the lines of a shell that start the ranks of one host with torchrun, which starts them again when one dies.
 
-A host's number of ranks is found on that host where nobody gave it: one for each GPU, or one for each NUMA node, so that a rank
-computes where its memory is. A rank takes its share of the cores itself (hardware/binding.py): torchrun binds to GPUs only.
+If the number of ranks is not given, the host finds it: one for each GPU, or one for each NUMA node, so that a rank computes
+where its memory is. A rank takes its share of the cores itself (hardware/binding.py): torchrun binds to GPUs only.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ COUNT_NUMA_NODES = "lscpu --parse=NODE | grep -v '^#' | sort -u | wc -l"
 
 
 def count_ranks(launch: Launch) -> list[str]:
-    """Sets ``ranks``."""
+    """Return the lines that set ``ranks``."""
     if launch.nproc is not None or launch.gpus:
         return [f"ranks={launch.ranks_of_a_node}"]
     return [
@@ -26,7 +26,9 @@ def count_ranks(launch: Launch) -> list[str]:
 
 
 def set_environment(launch: Launch) -> list[str]:
-    """Where a plan says nothing of threads, a rank has its share of the cores; nproc counts those that the host may use."""
+    """Return the lines that set variables of the ranks.
+
+    If a plan says nothing of threads, a rank has its share of the cores. nproc counts the cores that the host may use."""
     threads = "export OMP_NUM_THREADS=$(( $(nproc) > ranks ? $(nproc) / ranks : 1 ))  # a rank's share of the cores"
     # Else one store serves every round: ranks that start again may find addresses of those that died in it (gloo: connection
     # refused), and a host that comes back waits for an address that torchrun's first round alone was told (torch 2.13).
@@ -36,7 +38,7 @@ def set_environment(launch: Launch) -> list[str]:
 
 
 def torchrun(launch: Launch, *flags: str, ranks: str = '"$ranks"', python: str | None = None) -> str:
-    """One command; ``flags`` are of the shell's language already."""
+    """Return the command of torchrun. ``flags`` are of the shell's language already."""
     words = [
         shlex.quote(python or launch.python), "-m", "torch.distributed.run", f"--nproc-per-node={ranks}",
         f"--max-restarts={launch.max_restarts}", *flags, *(shlex.quote(word) for word in launch.command),
@@ -45,9 +47,10 @@ def torchrun(launch: Launch, *flags: str, ranks: str = '"$ranks"', python: str |
 
 
 def of_host(launch: Launch, number: int) -> str:
-    """What host ``number`` of those named runs. The first one holds the store where they meet.
+    """Return the script of host ``number`` of the named ones. The first host holds the store where they meet.
 
-    ``is_host`` and ``local-addr`` are said, not guessed: torchrun compares names, and machines made from one image share theirs.
+    ``is_host`` and ``local-addr`` are said, not guessed: torchrun compares names, and machines made from one image share
+    theirs.
     """
     host, first = launch.hosts[number], launch.hosts[0]
     meeting = (

@@ -1,1 +1,1 @@
-"""Weights on disk and in memory: what a checkpoint holds, read, written and placed without a second copy."""
+"""Read, write, convert and place a model's weights, on disk and in memory, without a second copy."""

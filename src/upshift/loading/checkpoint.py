@@ -1,4 +1,4 @@
-"""The weights of a model's folder: one file, or shards with an index, each checked before anything is read of it."""
+"""Find the weights of a model's folder, in one file or in shards with an index, and check each file before its data is read."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class Checkpoint:
 
 
 def find_checkpoint(folder: Path) -> Checkpoint:
-    """Its safetensors files; else its pickles, which are rewritten as safetensors once, into the cache."""
+    """Return the folder's safetensors files. If it has pickles only, rewrite them once as safetensors into the cache."""
     if not (isfile(folder / WEIGHTS) or isfile(folder / INDEX)) and pickles_in(folder):
-        from upshift.loading.pickled import rewritten  # which reads with this file what it wrote
+        from upshift.loading.pickled import rewritten  # imported here, because it imports this module
 
         return find_safetensors(rewritten(folder))
     return find_safetensors(folder)
 
 
 def find_safetensors(folder: Path) -> Checkpoint:
-    """As transformers chooses: one file before shards. Reads headers only.
+    """Return the folder's safetensors files as transformers chooses them: one file before shards. Only headers are read.
 
-    Raises RequestError naming the first file or tensor that is missing, damaged, or not where the index says.
+    Raise RequestError naming the first file or tensor that is missing, damaged, or not where the index says.
     """
     if isfile(folder / WEIGHTS) or not isfile(folder / INDEX):
         if not isfile(folder / WEIGHTS) and (pickles := pickles_in(folder)):
@@ -54,12 +54,12 @@ def find_safetensors(folder: Path) -> Checkpoint:
 
 
 def pickles_in(folder: Path) -> str | None:
-    """The file to begin with, where there is one."""
+    """Return the name of the pickled file, or of the index of pickled files, or None if the folder has neither."""
     return next((name for name in (PICKLED_WEIGHTS, PICKLED_INDEX) if isfile(folder / name)), None)
 
 
 def _gathered(folder: Path, expected: Mapping[Path, set[str] | None]) -> Checkpoint:
-    """``expected``: the tensors of each file where an index names them."""
+    """Read the headers of files. ``expected``: the tensors that an index names for each file, or None without an index."""
     tensors: dict[str, StoredTensor] = {}
     headers: list[Header] = []
     for file, names in expected.items():
@@ -73,7 +73,7 @@ def _gathered(folder: Path, expected: Mapping[Path, set[str] | None]) -> Checkpo
 
 
 def check_names(file: Path, found: Set[str], expected: Set[str], index: str) -> None:
-    """Raises RequestError where a shard holds other tensors than its index says."""
+    """Raise RequestError if a shard holds other tensors than its index says."""
     if found != expected:
         name = min(found ^ expected)
         problem = "has not the tensor" if name in expected else "has, against its index, the tensor"
@@ -81,7 +81,7 @@ def check_names(file: Path, found: Set[str], expected: Set[str], index: str) -> 
 
 
 def read_index(file: Path) -> dict[str, set[str]]:
-    """The tensors of each shard, by the shard's name in the index."""
+    """Return the names of the tensors of each shard, by the shard's name in the index."""
 
     def checked(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -105,7 +105,7 @@ def read_index(file: Path) -> dict[str, set[str]]:
 
 
 def inside(folder: Path, name: str) -> Path:
-    """A file that an index, or a link, names. Raises RequestError where it lies outside the folder.
+    """Return a file that an index, or a link, names. Raise RequestError if the file lies outside the folder.
 
     The hub's cache keeps its files beside the folder: models--<name>/snapshots/<revision>/<file> is a link to
     models--<name>/blobs/<hash>, which may be a link to blobs/<part>/<hash>, where files that models share are kept.

@@ -1,4 +1,4 @@
-"""``upshift convert``: the same weights in another dtype, as transformers has them after it loads them in that dtype."""
+"""``upshift convert``: write the same weights in another dtype, as transformers has them after it loads them in that dtype."""
 
 from __future__ import annotations
 
@@ -31,7 +31,9 @@ DTYPE_KEYS = ("dtype", "torch_dtype")  # in a config.json: the name of today, an
 
 
 def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
-    """Tensors of whole numbers stay as they are. So do, in fp32, those that the model's class keeps in fp32."""
+    """Write a model's folder with its weights in another dtype.
+
+    Tensors of whole numbers stay as they are. Tensors that the model's class keeps in fp32 stay in fp32."""
     if dtype not in COMPUTED:
         raise RequestError(f"--dtype {dtype!r} is none that weights are kept in; use one of {', '.join(sorted(COMPUTED))}")
     if Path(model).suffix == SUFFIX:
@@ -58,7 +60,7 @@ def convert(model: str, output: Path, *, dtype: str, progress: Progress) -> Rewr
 
 
 def said_in(config: Mapping[str, Any], dtype: str) -> bytes:
-    """config.json with this dtype at its top and wherever a part of it names one."""
+    """Return config.json with this dtype at its top and in every part of it that names a dtype."""
 
     def said(part: Any) -> Any:
         if not isinstance(part, dict):
@@ -72,7 +74,9 @@ def said_in(config: Mapping[str, Any], dtype: str) -> bytes:
 
 
 def _chosen(source: ModelSource, checkpoint: Checkpoint, dtype: torch.dtype) -> dict[str, torch.dtype]:
-    """Of every tensor that is converted. What a class keeps in fp32 that transformers does not have cannot be known."""
+    """Return the new dtype of every tensor that is converted.
+
+    For a class that transformers does not have, the tensors that it keeps in fp32 cannot be known."""
     chosen = {name: dtype for name, tensor in checkpoint.tensors.items() if tensor.dtype in FRACTIONS}
     if source.config["model_type"] in transformers.CONFIG_MAPPING:
         config = read_config(source)
@@ -92,12 +96,14 @@ def _converted(stored: StoredTensor, dtype: torch.dtype | None, noted: dict[str,
 
 
 def _pieces(stored: StoredTensor, dtype: torch.dtype, noted: dict[str, int]) -> Iterator[memoryview]:
-    """``noted``: how many numbers became infinite, which fp16 makes of what is above 65,504."""
+    """Yield the converted bytes of a tensor, piece by piece.
+
+    ``noted`` receives how many numbers became infinite: fp16 has no finite number above 65,504."""
     infinite = 0
     for piece in stored_pieces(stored):
         before = torch.frombuffer(piece, dtype=DTYPES[stored.dtype])
         after = before.to(dtype)
-        if dtype == torch.float16 and before.itemsize > 1:  # what has 8 bits fits
+        if dtype == torch.float16 and before.itemsize > 1:  # numbers of 8 bits fit into fp16
             infinite += int(after.isinf().sum() - before.isinf().sum())
         yield bytes_of(after)
     if infinite:

@@ -1,4 +1,4 @@
-"""Whether a model's files hold its weights: which weights no file fills, and what of the files the model does not use.
+"""Check that a model's files hold its weights: find weights that no file fills, and stored tensors that the model does not use.
 
 transformers draws missing weights at random and reports them in its log. Upshift computes nothing with weights that nobody gave:
 every command checks the files' headers first, before it reads a weight.
@@ -35,7 +35,10 @@ Run = Callable[[nn.Module], Tensor]
 
 @dataclass(frozen=True)
 class Coverage:
-    """``missing``: numbers of each weight that no file fills, ``unused``: of each stored tensor that fills none."""
+    """The weights that the files lack, and the tensors that the model does not use.
+
+    ``missing``: how many numbers each weight has that no file fills. ``unused``: how many each stored tensor has that fills
+    none."""
 
     missing: dict[str, int]
     unused: dict[str, int]
@@ -70,10 +73,10 @@ def coverage_of(filling: Filling) -> Coverage:
 
 
 def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = None, all_used: bool = True) -> None:
-    """Raise RequestError where a weight that the answer depends on is in no file, or most of the files is of another model.
+    """Raise RequestError if a weight that the answer depends on is in no file, or if most of the files belongs to another model.
 
-    ``run``: from the model to the answer; None: the answer depends on every weight. ``all_used``: False for a part of the model
-    that the config names: what the rest of the files is for is known."""
+    ``run``: computes the answer from the model. None: the answer depends on every weight. ``all_used``: False for a part of the
+    model that the config names, because then the rest of the files is known to serve other parts."""
     found = coverage_of(filling)
     name = type(filling.model).__name__
     needed = found.missing
@@ -101,7 +104,7 @@ def check_coverage(filling: Filling, source: ModelSource, *, run: Run | None = N
 
 
 def check_missing(missing: set[str], model: PreTrainedModel, source: ModelSource) -> None:
-    """Raise RequestError for what transformers' own ``from_pretrained`` says is in no file."""
+    """Raise RequestError if transformers' own ``from_pretrained`` reports weights that are in no file."""
     if missing:
         named = dict.fromkeys(sorted(missing), 0)
         raise RequestError(
@@ -111,7 +114,7 @@ def check_missing(missing: set[str], model: PreTrainedModel, source: ModelSource
 
 
 def check_files(source: ModelSource, model: PreTrainedModel, *, run: Run | None = None, all_used: bool = True) -> None:
-    """``check_coverage`` of an empty model on the meta device, whose files are not read otherwise."""
+    """Call ``check_coverage`` for an empty model on the meta device, whose files are not read otherwise."""
     assert source.directory is not None
     checkpoint: Checkpoint = find_checkpoint(source.directory)
     filling = Filling(model, checkpoint.tensors, map_names(model, checkpoint.tensors), dtype=model.dtype)
@@ -129,8 +132,9 @@ def _some(names: dict[str, int]) -> str:
 
 
 def _depended_on(model: PreTrainedModel, names: list[str], run: Run) -> list[str]:
-    """Return the weights that an answer depends on, as autograd sees it on the meta device; all, where the model does not run
-    there."""
+    """Return the weights that an answer depends on, as autograd sees it on the meta device.
+
+    Return all of them if the model does not run there."""
     watched = {name: weight for name, weight in model.named_parameters(remove_duplicate=False) if name in names}
     buffers = [name for name in names if name not in watched]
     try:

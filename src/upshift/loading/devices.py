@@ -1,7 +1,7 @@
-"""A model on several devices: what a module is called with is moved to where its weights are computed.
+"""Run a model on several devices: move the arguments of each module to the device that computes its weights.
 
-Layers of a stack pass on where they are; what other modules give goes to the main device, where the code between modules runs.
-The model's own answer is where its input was.
+The output of a layer of a stack stays on the layer's device. The output of other modules moves to the main device, where the
+code between modules runs. The model's own output moves to the device that its input came from.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from upshift.models.build import find_stacks
 
 
 def move_arguments(model: nn.Module, placement: Placement, main: torch.device) -> None:
-    """``main``: where the code between modules runs, a GPU."""
+    """Register the hooks that move arguments and outputs. ``main``: the GPU that runs the code between modules."""
     modules = dict(model.named_modules())
     layers = {layer for _, stack in find_stacks(model) for layer in stack}
     for place in placement.modules:
@@ -39,7 +39,7 @@ def move_arguments(model: nn.Module, placement: Placement, main: torch.device) -
 
 
 class _Whole:
-    """Of the model itself."""
+    """The hooks of the model itself: input moves to the main device, output to the device that the input came from."""
 
     def __init__(self, main: torch.device) -> None:
         self._main, self._came_from = main, main
@@ -65,8 +65,9 @@ def _after(device: torch.device, module: nn.Module, arguments: Any, output: Any)
 
 
 def moved(value: Any, device: torch.device) -> Any:
-    """With its tensors on that device, also those in tuples, lists and mappings. A cache stays: its layers are where they are
-    filled."""
+    """Return a value with its tensors on a device, also the tensors in tuples, lists and mappings.
+
+    A cache stays as it is: its layers are on the devices that fill them."""
     if isinstance(value, Tensor):
         return value.to(device, non_blocking=device.type != CPU)  # what comes to the CPU must be there before it is read
     if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Experts on the disk: of a layer's experts only those that its tokens are routed to are read.
+"""Read from the disk only the experts of a layer that its tokens are routed to.
 
 transformers keeps the experts of a layer in one weight, its first dimension the expert, and says with ``top_k_index`` which ones
 compute. The weight rests as the file's pages; before its module runs the pages of the chosen experts are brought in, and let go
@@ -20,7 +20,7 @@ from upshift.loading.waiting import Weight
 
 
 class RoutedExperts:
-    """Of one module. ``keep``: let pages be cached after their use."""
+    """The hooks of one module that has experts. ``keep``: leave pages in the page cache after their use."""
 
     def __init__(self, module: nn.Module, weights: Sequence[Weight], *, keep: bool) -> None:
         self._weights, self._keep = weights, keep

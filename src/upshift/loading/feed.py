@@ -1,4 +1,4 @@
-"""What brings weights to where they are computed: from the disk to the CPU, and from the disk and the host to a GPU."""
+"""Bring weights to the device that computes them: from the disk to the CPU, and from the disk and the host to a GPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upshift.loading.slots import BufferSlots, PageSlots, can_be_pages
 from upshift.loading.waiting import Weight
 
 Units = Sequence[Sequence[Weight]]
-Starts = list[list[tuple[int, int]]]  # of each unit's weights: the piece, and where in it
+Starts = list[list[tuple[int, int]]]  # for each unit, for each weight: its piece, and where it starts in the piece
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,15 @@ class Feed:
 
 
 def make_feed(units: Units, budgets: Mapping[str, int], main: str, *, keep: bool, lanes: Lanes | None) -> Feed:
-    """``budgets``: bytes of what is on its way, on the host (cpu) and on the main device. ``keep``: the page cache has room."""
+    """Make the reader that brings the weights of all units, in their order.
+
+    ``budgets``: bytes that may be on their way, on the host (cpu) and on the main device. ``keep``: the page cache has room."""
     if lanes is None:
         return _to_cpu(units, budgets.get(CPU, 0), keep=keep)
     waiting = [[weight.stored for weight in unit] for unit in units]
     in_memory = {number: unit[0].held for number, unit in enumerate(units) if unit[0].held is not None}
     on_disk = [number for number in range(len(units)) if number not in in_memory]
-    size = min(budgets.get(device, 0) for device in (main, CPU)) if on_disk else budgets.get(main, 0)  # the same pieces twice
+    size = min(budgets.get(device, 0) for device in (main, CPU)) if on_disk else budgets.get(main, 0)  # both need the same pieces
     groups, disk = make_groups(waiting, size), None
     if on_disk:
         wanted = [waiting[number] for number in on_disk]

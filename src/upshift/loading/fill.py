@@ -1,7 +1,7 @@
-"""Fills an empty model straight from its files: each weight is read once, into the dtype and the place where it stays.
+"""Fill an empty model straight from its files: each weight is read once, into the dtype and the place where it stays.
 
-Weights that stay as they are stored are the files' own pages (private: writing to one copies it). Others are converted piece by
-piece on the way. What operations make of several tensors is made one group at a time, and so is what is quantized.
+Weights that keep their stored dtype are the files' own pages (private: writing to a page copies it). Others are converted piece
+by piece while they are read. Weights that are made of several tensors, or quantized, are made one group at a time.
 """
 
 from __future__ import annotations
@@ -28,7 +28,10 @@ Progress = Callable[[int, int], None]  # bytes done, bytes in all
 
 
 class Filling:
-    """``dtype``: of weights that the model keeps in no other. ``quantizer``: transformers' own, which has seen the model."""
+    """The filling of one empty model from the stored tensors.
+
+    ``dtype``: of the weights that the model keeps in no other dtype. ``quantizer``: transformers' own, which has seen the
+    model."""
 
     def __init__(
         self, model: PreTrainedModel, tensors: Mapping[str, StoredTensor], names: Names, *, dtype: torch.dtype,
@@ -45,8 +48,9 @@ class Filling:
         )  # fmt: skip
 
     def run(self, device_of: DeviceOf = lambda name: CPU, progress: Progress | None = None) -> None:
-        """In the order of the files' bytes. ``info`` says then what no tensor fills. Raises RequestError for weights of another
-        shape, before anything is read."""
+        """Fill the model in the order of the files' bytes. Afterwards ``info`` lists the weights that no tensor fills.
+
+        Raise RequestError for weights of another shape, before anything is read."""
         made_by = self._check_shapes()
         self._stretches = Stretches(self._mapped(device_of))
         total, done = sum(stored.nbytes for stored in self.tensors.values()), 0
@@ -60,7 +64,7 @@ class Filling:
         WEIGHT_CONVERSIONS.put(self.model, list(self.names.used))
 
     def _mapped(self, device_of: DeviceOf) -> Iterator[StoredTensor]:
-        """What stays as it is stored, on the CPU."""
+        """Yield the stored tensors that keep their dtype and stay on the CPU, so that they can be mapped."""
         for group in self.names.groups:
             stored, device = self.tensors[group.sources[0][1]], device_of(group.target)
             if self._is_plain(group) and device is not None and self._stays(stored, group.target, device):
@@ -70,11 +74,11 @@ class Filling:
         return device.type == "cpu" and dtype_of(stored) == self.dtype_of(target)
 
     def filled(self, group: Group) -> dict[str, torch.Size]:
-        """The weights that a group fills and their shapes, without reading anything."""
+        """Return the weights that a group fills, with their shapes, without reading anything."""
         return filled(group, self._shapes, self.model)
 
     def read_group(self, group: Group, device: torch.device, pool: ThreadPoolExecutor | None = None) -> dict[str, Tensor]:
-        """What a group fills, in the dtype that the model has it in. What it is made of is in memory only until it is made."""
+        """Return the weights that a group fills, in the model's dtype. The tensors that they are made of are freed then."""
         names = [name for _, name in group.sources]
         if not self._is_plain(group):
             each = map if pool is None else pool.map
@@ -84,7 +88,9 @@ class Filling:
         return {group.target: self._load(names[0], group.target, device)}
 
     def dtype_of(self, target: str) -> torch.dtype:
-        """As transformers chooses: what the model made in another dtype stays in that, and some modules in fp32."""
+        """Return the dtype of a weight as transformers chooses it.
+
+        A weight that the model made in another dtype stays in that dtype. Weights of some modules stay in fp32."""
         if self._kept is not None:
             alternation, by_group, _ = self._kept
             match = alternation.search(target)
@@ -94,7 +100,9 @@ class Filling:
         return self._dtype if self._is_quantized(target) else self._empty[target].dtype
 
     def _read(self, device_of: DeviceOf, fills: Mapping[str, tuple[str, ...]]) -> Iterator[tuple[Group, dict[str, Tensor]]]:
-        """Plain weights are read ahead: they stay where they are read to. Groups are read when it is their turn."""
+        """Yield each group with its weights.
+
+        Plain weights are read ahead, because they stay where they are read to. Other groups are read in their turn."""
         ahead: list[tuple[Group, Future[dict[str, Tensor]]]] = []
         pool = ThreadPoolExecutor(READERS)
         try:
@@ -133,7 +141,9 @@ class Filling:
         return self._quantizer is not None and bool(self._quantizer.param_needs_quantization(self.model, target))
 
     def _check_shapes(self) -> dict[str, tuple[str, ...]]:
-        """The weights that each group fills, by the name of its first."""
+        """Return the weights that each group fills, by the name of the group's first weight.
+
+        Raise RequestError if a stored shape is not the model's."""
         fills = {group.target: self.filled(group) for group in self.names.groups}
         wrong = [
             f"{name} is {list(shape)} in the files and {list(self._empty[name].shape)} in the model"

@@ -1,7 +1,7 @@
-"""A GGUF file, llama.cpp's form of a model, under the names and in the shapes of transformers.
+"""Read a GGUF file, llama.cpp's form of a model, under the names and in the shapes of transformers.
 
-The gguf package reads it and transformers says which of its tensors are which: what llama.cpp permuted, merged or shifted is put
-back by transformers' own functions, one tensor at a time.
+The gguf package reads the file and transformers says which of its tensors are which. transformers' own functions undo, one tensor
+at a time, what llama.cpp permuted, merged or shifted.
 """
 
 from __future__ import annotations
@@ -38,7 +38,9 @@ SUFFIX = ".gguf"
 
 
 class GgufFile:
-    """``shapes``: of the model's weights that the file has, by transformers' names. ``config``: made of the file's metadata."""
+    """An opened GGUF file.
+
+    ``shapes``: of the model's weights that the file has, by transformers' names. ``config``: made of the file's metadata."""
 
     def __init__(self, file: Path, reader: Any, config: PretrainedConfig, processor: Any, model: PreTrainedModel) -> None:
 
@@ -59,7 +61,7 @@ class GgufFile:
             raise RequestError(f"{file} has no tensor for {shown(lost[0])} of {type(model).__name__}; take another file of it")
 
     def read(self, name: str) -> Tensor:
-        """In fp32. Raises RequestError where the tensor has not the shape that the config says."""
+        """Return a weight in fp32. Raise RequestError if the tensor has not the shape that the config says."""
         from gguf import dequantize
 
         made: dict[str, Tensor] = {}
@@ -83,7 +85,7 @@ class GgufFile:
 
 
 class _Waiting:
-    """A tensor of the file as from_pretrained takes it: it is read when its turn comes."""
+    """A tensor of the file in the form that from_pretrained takes. It is read when from_pretrained indexes it."""
 
     def __init__(self, file: GgufFile, name: str) -> None:
         self._file, self._name = file, name
@@ -94,7 +96,9 @@ class _Waiting:
 
 
 def open_gguf(file: Path) -> GgufFile:
-    """Reads metadata only. Raises RequestError for a damaged file and for an architecture that transformers does not know."""
+    """Open a file and read its metadata only.
+
+    Raise RequestError for a damaged file and for an architecture that transformers does not know."""
     if installed_version("gguf") is None:
         raise MissingExtra(library="gguf", extra="gguf", purpose=f"reading {file.name}")
     if not file.is_file():
@@ -102,7 +106,7 @@ def open_gguf(file: Path) -> GgufFile:
     from gguf import GGUFReader
 
     try:
-        metadata, _ = GGUF_METADATA.get()(str(file))  # which ends at the end of the file; the gguf package may go on for ever
+        metadata, _ = GGUF_METADATA.get()(str(file))  # this ends at the end of the file; the gguf package may loop for ever
         said = GGUF_CHECKPOINT.get()(str(file), return_tensors=False)["config"]
         config = transformers.AutoConfig.for_model(**said)
         model = _empty(config, file)
@@ -115,7 +119,9 @@ def open_gguf(file: Path) -> GgufFile:
 
 
 def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrainedModel:
-    """The model, ready to evaluate, in fp32 unless asked. In memory are its weights and the few that are being read."""
+    """Return the model, ready to evaluate, in fp32 unless ``dtype`` says another.
+
+    Memory holds its weights and the few that are being read."""
     if dtype not in (None, "auto", *COMPUTED, *map(partial(getattr, torch), COMPUTED)):
         raise RequestError(f"dtype {dtype!r} is none that models are computed in; use one of auto, {', '.join(COMPUTED)}")
     found = open_gguf(file)
@@ -126,7 +132,7 @@ def load_gguf(file: Path, *, dtype: str | torch.dtype | None = None) -> PreTrain
 
 
 def convert_gguf(file: Path, output: Path, *, dtype: str, progress: Progress) -> Rewritten:
-    """Its weights as safetensors with a config.json. Its tokenizer stays behind: it is in another form."""
+    """Write the file's weights as safetensors with a config.json. The tokenizer is not written, because it is in another form."""
     found = open_gguf(file)
     made: torch.dtype = getattr(torch, dtype)
     config = found.config.to_dict() | {"architectures": [found.model_class.__name__], "dtype": dtype}
@@ -148,7 +154,7 @@ def _pieces(file: GgufFile, name: str, dtype: torch.dtype) -> Iterator[memoryvie
 
 
 def _empty(config: PretrainedConfig, file: Path) -> PreTrainedModel:
-    """Of the class that its metadata names, as for an encoder of T5, else the one that generates."""
+    """Return an empty model of the class that the metadata names, as for an encoder of T5, else of the class that generates."""
     if config.architectures:
         model_class: Any = find_architecture(config, str(file)).model_class
     else:

@@ -1,4 +1,4 @@
-"""The header of a safetensors file, which says where each tensor lies. It is read strictly and is not believed.
+"""Read the header of a safetensors file, which says where each tensor lies. Every field is checked strictly.
 
 The format: https://huggingface.co/docs/safetensors. Eight bytes are the length of a JSON object, little-endian; the object maps
 each name to dtype, shape and data_offsets; the tensors follow without a gap, to the last byte. What is accepted here, the
@@ -57,11 +57,11 @@ class Header:
 
 
 class _Wrong(ValueError):
-    """What is wrong with a header, without the file's name."""
+    """A description of what is wrong with a header, without the file's name."""
 
 
 def read_header(file: Path) -> Header:
-    """Reads nothing behind the header. Raises RequestError for anything but a whole safetensors file."""
+    """Read a file's header and nothing behind it. Raise RequestError for anything but a whole safetensors file."""
     try:
         if not isfile(file):  # nor a pipe, which would be waited for
             raise RequestError(f"there is no file {str(file)!r}; copy it, or save the model again")
@@ -77,7 +77,9 @@ def read_header(file: Path) -> Header:
 
 
 def parse_header(content: bytes, *, file: Path, file_bytes: int) -> Header:
-    """``content`` is the file's beginning, with at least the whole header; ``file`` is only named. Raises RequestError."""
+    """Parse a header from ``content``, the file's beginning with at least the whole header. ``file`` only serves messages.
+
+    Raise RequestError for a header that is not valid."""
     try:
         end = LENGTH_BYTES + _length(content, file_bytes)
         if len(content) < end:
@@ -92,7 +94,7 @@ def _error(file: Path, what: str) -> RequestError:
 
 
 def shown(text: object) -> str:
-    """For a message of one line."""
+    """Return the text's repr in at most about 100 characters, for a message of one line."""
     return SHOWN.repr(text)
 
 

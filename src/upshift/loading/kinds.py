@@ -1,4 +1,4 @@
-"""Modules that need only a part of their weights: embeddings, of which rows are read, and experts, of which some are chosen."""
+"""Recognize modules that need only a part of their weights: embeddings read some rows, and experts are chosen by a router."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ CHOICE = "top_k_index"  # of the interface of transformers.integrations.moe
 
 
 def is_looked_up(module: nn.Module) -> bool:
-    """Whether only rows of its weight are read. Where ``max_norm`` is set, its forward writes to them."""
+    """Return whether a module only reads rows of its weight. With ``max_norm`` set, its forward also writes to them."""
     return isinstance(module, nn.Embedding) and module.max_norm is None
 
 
 def is_routed(module: nn.Module) -> bool:
-    """Whether its weights are experts behind each other, and it is called with the choice of them."""
+    """Return whether a module's weights are experts stacked in the first dimension, and its forward takes their choice."""
     number = getattr(module, "num_experts", None)
     own = list(module.parameters())
     if not isinstance(number, int) or not own or any(weight.shape[:1] != (number,) for weight in own):

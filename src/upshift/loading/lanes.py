@@ -1,7 +1,8 @@
-"""Weights on their way from the host to a GPU: copied by a stream of their own while another computes.
+"""Copy weights from the host to a GPU on a stream of its own, while another stream computes.
 
-A copy begins when what used its memory before has been computed, and what uses it waits for the copy; both waits are on the GPU
-alone (events), so the processor goes on. Host memory is pinned: only then does a copy not stop the processor.
+A copy begins when the computation that used its memory before has ended. A computation that uses the memory waits for the copy.
+Both waits are on the GPU alone (events), so the processor goes on. Host memory is pinned: only then does a copy not stop the
+processor.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from upshift.units import format_bytes
 
 
 class Lanes(Protocol):
-    """A stream that copies and, of whoever calls, the stream that computes. An event is what a wait is for."""
+    """A stream that copies, beside the caller's stream that computes. Events order the two."""
 
     device: torch.device
 
@@ -30,16 +31,16 @@ class Lanes(Protocol):
     def empty(self, nbytes: int) -> Tensor: ...
 
     def copy(self, content: Tensor, memory: Tensor, after: Any) -> Any:
-        """After that event, where there is one; gives the event of its end."""
+        """Copy after the event ``after``, if there is one, and return the event of the copy's end."""
 
     def wait(self, event: Any, memory: Tensor) -> None:
-        """What is computed from now on uses the memory, and does it after the event."""
+        """Make the computations that are started from now on, which use the memory, wait for the event."""
 
     def mark(self) -> Any:
-        """The event of the end of what was given to compute."""
+        """Return the event of the end of all computations started so far."""
 
     def finish(self, event: Any) -> None:
-        """The processor waits."""
+        """Block the processor until the event."""
 
 
 class CudaLanes:
@@ -48,7 +49,7 @@ class CudaLanes:
         self._stream = torch.cuda.Stream(device)
 
     def pin(self, nbytes: int) -> Tensor:
-        """As large as asked for: torch's own pinned memory is rounded up to a power of two."""
+        """Return pinned memory of exactly this size: torch's own pinned memory is rounded up to a power of two."""
         content, runtime = torch.empty(nbytes, dtype=torch.uint8), torch.cuda.cudart()
         with torch.cuda.device(self.device):
             error = runtime.cudaHostRegister(content.data_ptr(), nbytes, 0)
@@ -71,7 +72,7 @@ class CudaLanes:
     def wait(self, event: torch.cuda.Event, memory: Tensor) -> None:
         computing = torch.cuda.current_stream(self.device)
         computing.wait_event(event)
-        memory.record_stream(computing)  # where it is freed early, its bytes are not used again before
+        memory.record_stream(computing)  # if the memory is freed early, it is not used again before this stream is done
 
     def mark(self) -> torch.cuda.Event:
         return self._recorded(torch.cuda.current_stream(self.device))
@@ -86,7 +87,9 @@ class CudaLanes:
 
 
 class DeviceSlots:
-    """``held``: groups that are in pinned memory, packed as their pieces are; ``disk``: of the others, by ``numbers`` in it."""
+    """The pieces of memory on the GPU that weights are copied to.
+
+    ``held``: groups in pinned memory, packed as their pieces are. ``disk``: reads the others, by their ``numbers`` in it."""
 
     def __init__(self, lanes: Lanes, held: Mapping[int, Tensor], disk: Reader | None, numbers: Mapping[int, int]) -> None:
         self._lanes, self._held, self._disk, self._numbers = lanes, held, disk, numbers
@@ -111,7 +114,7 @@ class DeviceSlots:
         return sent
 
     def _from_disk(self, group: int) -> list[Tensor]:
-        """It is held from its first piece to its last, or until another one is wanted."""
+        """Return the buffers of a group. The group is kept from its first piece to its last, or until another group is needed."""
         assert self._disk is not None
         if self._read is None or self._read[0] != group:
             self._let_go()
@@ -146,5 +149,5 @@ class _OnDevice:
         return self._users() <= self._alone
 
     def _users(self) -> int:
-        """Of its memory: tensors, and what autograd saved."""
+        """Return how many objects hold the memory: tensors, and what autograd saved."""
         return int(STORAGE_HOLDERS.get()(STORAGE.of(self._storage)))

@@ -1,7 +1,7 @@
-"""``upshift.load_model``: a transformers model, built empty and filled straight from its files.
+"""``upshift.load_model``: build a transformers model empty and fill it straight from its files.
 
-What transformers decides stays its own: the class, names, dtypes, what is initialized because no tensor fills it, ties, buffers,
-the report of missing and unexpected weights. What is stored quantized is handed to its ``from_pretrained``.
+transformers decides the class, names, dtypes, the initialization of weights that no tensor fills, ties, buffers, and the report
+of missing and unexpected weights. Models that are stored quantized are loaded by its ``from_pretrained``.
 """
 
 from __future__ import annotations
@@ -42,12 +42,13 @@ def load_model(
     max_memory: Mapping[str | int, str | int] | None = None, offload_folder: str | Path | None = None,
     quantize: Quantized | None = None, model_class: type | None = None, progress: Progress | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """The model, ready to evaluate. ``dtype``: None as its config says, else as it is stored. ``device_map``: None all on the
-    CPU; "auto" or a map as transformers takes it, under ``max_memory``. Weights on the disk are read when their turn comes, from
-    the files themselves, or from ``offload_folder`` where they are converted. ``model_class``: of transformers, an Auto class
-    too; None: what the config names.
+    """Return the model, ready to evaluate. Weights on the disk are read when their module runs, from the files themselves.
 
-    Raises RequestError for a model without weights, files that are damaged, and weights that are not those of the config."""
+    ``dtype``: None means the config's dtype, else the stored one. ``device_map``: None puts all on the CPU; else "auto", or a
+    map as transformers takes it, under ``max_memory``. ``offload_folder`` holds weights on the disk that must be converted.
+    ``model_class``: a class of transformers, an Auto class too; None means the class that the config names.
+
+    Raise RequestError for a model without weights, damaged files, and weights that are not those of the config."""
     if Path(model).suffix == SUFFIX:
         if (device_map, max_memory, offload_folder, quantize, model_class) != (None, None, None, None, None):
             raise RequestError(f"{model!r} is loaded as a whole onto the CPU; for anything else write it first: upshift convert")
@@ -70,8 +71,10 @@ def load_source(
     source: ModelSource, *, dtype: str | torch.dtype | None = None, where: Where | None = None, quantize: Quantized | None = None,
     model_class: type | None = None, progress: Progress | None = None, may_lack: bool = False, run: Run | None = None,
 ) -> PreTrainedModel:  # fmt: skip
-    """``model_class``: None: what the config names. ``may_lack``: transformers initializes, and reports, weights that no file
-    holds; else they are refused where the result of ``run`` depends on them (None: the answer depends on all)."""
+    """Return the model of a source. ``model_class``: None means the class that the config names.
+
+    ``may_lack``: transformers initializes, and reports, weights that no file holds. Otherwise RequestError is raised if the
+    result of ``run`` depends on such a weight (None: the answer depends on all)."""
     if quantize is not None and quantize not in QUANTIZERS:
         raise RequestError(f"quantize={quantize!r} is not known; use {' or '.join(QUANTIZERS)}")
     if source.directory is None:
@@ -108,9 +111,11 @@ def load_source(
 def _load_quantized(
     source: ModelSource, kind: type[PreTrainedModel], dtype: str | torch.dtype | None, *, may_lack: bool
 ) -> PreTrainedModel:
-    """How scales belong to codes is known to transformers and the library alone, for each of some twenty methods."""
+    """Load with from_pretrained.
+
+    Only transformers and the library know how scales belong to codes, for each of some twenty methods."""
     try:
-        loaded: Any = kind.from_pretrained(  # with what was found in the files, which its type does not say
+        loaded: Any = kind.from_pretrained(  # returns loading information, too, which its type does not show
             source.directory, dtype=dtype or "auto", use_safetensors=True, output_loading_info=True
         )
     except ImportError as error:
@@ -123,12 +128,12 @@ def _load_quantized(
 
 
 def place_source(source: ModelSource, *, dtype: str | None = None, where: Where) -> Placement:
-    """Return what ``load_source`` would put where."""
+    """Return where ``load_source`` would put each module."""
     return place_empty(*empty_with_files(source, dtype), where)
 
 
 def empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[PreTrainedModel, Checkpoint | None]:
-    """Return the empty model as ``load_source`` builds it, with the headers of its files; None where there are no files."""
+    """Return the empty model as ``load_source`` builds it, with the headers of its files, or None if there are no files."""
     config = read_config(source)
     kind = class_of(config, source)
     folder = source.directory
@@ -139,12 +144,12 @@ def empty_with_files(source: ModelSource, dtype: str | None = None) -> tuple[Pre
 
 
 def place_empty(model: PreTrainedModel, checkpoint: Checkpoint | None, where: Where) -> Placement:
-    """Measure this machine and return what of an empty model would stand where."""
+    """Measure this machine and return where each module of an empty model would be placed."""
     return placed(model, checkpoint, where, memory_rate(detect()))
 
 
 def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: torch.dtype) -> PreTrainedModel:
-    """On the meta device, untied, as from_pretrained builds it."""
+    """Build a model on the meta device, untied, as from_pretrained builds it."""
     with building(kind.__name__), ExitStack() as contexts:
         for context in kind.get_init_context(dtype, False, False, None):
             contexts.enter_context(context)
@@ -154,13 +159,13 @@ def build_empty(kind: type[PreTrainedModel], config: PretrainedConfig, dtype: to
 
 
 def empty_of(source: ModelSource) -> PreTrainedModel:
-    """In fp32, of the config alone."""
+    """Return the empty model in fp32, built from the config alone."""
     config = read_config(source)
     return build_empty(class_of(config, source), config, torch.float32)
 
 
 def finish(filling: Filling, source: ModelSource, device_map: dict[str, Any], quantizer: Any = None) -> None:
-    """What no tensor fills is initialized, buffers are computed, weights tied, and what was missing is reported."""
+    """Initialize weights that no tensor fills, compute buffers, tie weights, and report what was missing."""
     model: Any = filling.model
     how = LOADING_OPTIONS.get()(
         pretrained_model_name_or_path=str(source.directory), device_map=device_map, dtype=model.dtype, hf_quantizer=quantizer
@@ -190,7 +195,7 @@ def class_of(config: PretrainedConfig, source: ModelSource, asked: type | None =
 
 
 def _set_dtype(config: PretrainedConfig, asked: str | torch.dtype | None, checkpoint: Checkpoint | None) -> torch.dtype:
-    """As transformers chooses it: the config's, else that of the first stored number with a fraction."""
+    """Set and return the dtype as transformers chooses it: the config's, else that of the first stored floating-point tensor."""
     if isinstance(asked, torch.dtype):
         asked = str(asked).removeprefix("torch.")
     if asked not in (None, "auto", *COMPUTED):
@@ -217,7 +222,7 @@ def _quantizer(kind: Quantized) -> Any:
 
 
 def quantized_config(kind: Quantized) -> Any:
-    """8 bits scaled by output; 4 bits as NF4."""
+    """Return transformers' config: 8 bits with a scale for each output, or 4 bits as NF4."""
     if kind == "int4":
         from transformers import BitsAndBytesConfig
 

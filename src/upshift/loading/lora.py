@@ -1,4 +1,4 @@
-"""peft's LoRA on a model without weights: which weights it changes, and what they become, by peft's own arithmetic.
+"""Merge peft's LoRA into a model without weights: find the weights that it changes, and compute them by peft's own arithmetic.
 
 peft puts its layers on the empty model and reads the adapter into them. A layer is then given its base weight, some rows at a
 time where rows do not depend on each other, and peft's own ``merge`` is called. So rank and alpha patterns, rsLoRA, DoRA,
@@ -29,7 +29,7 @@ from upshift.units import MIB
 
 ADAPTER = "default"  # its name in the peft model
 BLOCK_BYTES = 32 * MIB  # of fp32: a merge holds up to four of them
-ROUND_ROWS = 64  # no block is a few rows only, of which matrix products are computed in another order
+ROUND_ROWS = 64  # no block has only a few rows: their products would be computed in another order
 
 Layers = defaultdict[int, list[Any]]
 Rows = Callable[[int, int], Tensor]  # of a base weight: from, to
@@ -37,7 +37,7 @@ Rows = Callable[[int, int], Tensor]  # of a base weight: from, to
 
 @dataclass(frozen=True)
 class Part:
-    """One weight of the merged model. Tied ones have the same ``key``; those that were tied before, the same ``origin``."""
+    """One weight of the merged model. Tied weights have the same ``key``. Weights tied before have the same ``origin``."""
 
     key: int
     origin: int
@@ -52,7 +52,9 @@ class Part:
 
 
 class Adapted:
-    """``model``: on the meta device, with its tied weights tied. Raises RequestError where the adapter is not made for it."""
+    """A model with an adapter attached. ``model``: on the meta device, with its tied weights tied.
+
+    Raise RequestError if the adapter is not made for the model."""
 
     def __init__(self, model: PreTrainedModel, config: LoraConfig, folder: Path) -> None:
         before = dict(model.state_dict(keep_vars=True))
@@ -76,7 +78,7 @@ class Adapted:
 
     def _attach(self, config: LoraConfig, folder: Path) -> None:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # said to people who train
+            warnings.simplefilter("ignore")  # peft's warnings are for training
             try:
                 model = PeftModel(self._model, config, ADAPTER, low_cpu_mem_usage=True)
                 model.register_load_state_dict_pre_hook(_make_room)
@@ -90,7 +92,7 @@ class Adapted:
             raise _unfit(config, folder, f"the adapter lacks {left[0]}")
 
     def _changes(self, slots: dict[tuple[nn.Module, str], int], folder: Path) -> tuple[Layers, Layers]:
-        """peft's layers by the weight, and by the bias, that they change."""
+        """Return peft's layers by the weight, and by the bias, that they change."""
         layers: Layers = defaultdict(list)
         biases: Layers = defaultdict(list)
         for name, layer in self._model.named_modules():
@@ -109,7 +111,7 @@ class Adapted:
         return layers, biases
 
     def _now(self, name: str) -> tuple[Tensor, bool]:
-        """The weight that stands for this one; whether it is of a copy that the adapter has trained."""
+        """Return the weight that now has this name, and whether it belongs to a copy that the adapter has trained."""
         module: Any = self._model
         is_copy = False
         *path, last = name.split(".")
@@ -123,7 +125,7 @@ class Adapted:
 
 
 def _make_room(model: nn.Module, state_dict: dict[str, Tensor], *_: Any) -> None:
-    """For what is about to be read. peft's own way of reading into an empty model leaves it on the meta device."""
+    """Allocate memory for weights about to be read. peft's own way of reading leaves them on the meta device."""
     for name in state_dict:
         path, last = name.rpartition(".")[::2]
         try:
@@ -136,7 +138,7 @@ def _make_room(model: nn.Module, state_dict: dict[str, Tensor], *_: Any) -> None
 
 
 def merged_rows(part: Part, rows: Rows) -> Iterator[Tensor]:
-    """The weight with its changes, in blocks of its rows."""
+    """Yield the weight with its changes, in blocks of its rows."""
     needed = [_by_rows(layer) for layer in part.layers]
     blocks = _blocks(part.shape) if all(needed) else [(0, part.shape[0] if part.shape else 1)]
     for start, stop in blocks:
@@ -150,7 +152,7 @@ def merged_rows(part: Part, rows: Rows) -> Iterator[Tensor]:
 
 
 def _by_rows(layer: Any) -> list[tuple[Any, str, int]]:
-    """The parameters, and their dimension, whose parts make rows of the weight; none where rows depend on each other."""
+    """Return the parameters, and their dimension, whose parts make rows of the weight; none if rows depend on each other."""
     variant = layer.lora_variant.get(ADAPTER)
     if isinstance(layer, EMBEDDING.get()) and variant is None:
         return [(layer.lora_embedding_A, ADAPTER, 1)]
@@ -163,7 +165,7 @@ def _by_rows(layer: Any) -> list[tuple[Any, str, int]]:
 
 
 def _blocks(shape: tuple[int, ...]) -> list[tuple[int, int]]:
-    """Of about as many rows each."""
+    """Return the first and last row (exclusive) of blocks of nearly equal size."""
     count = -(-4 * prod(shape) // BLOCK_BYTES)
     size = -(-shape[0] // max(count, 1))
     size += -size % ROUND_ROWS

@@ -1,7 +1,7 @@
-"""Files as memory: which pages of them are brought in ahead, in large reads and without a copy, and let go again.
+"""Map files into memory: bring pages in ahead, in large reads and without a copy, and let them go again.
 
-A page of a mapped file is the page cache's own. Populating reads what is missing; forgetting takes the pages from this process,
-and they stay cached. Linux 5.14 and newer can populate; elsewhere files are read into buffers.
+A page of a mapped file is the page cache's own. Populating reads the pages that are missing. Forgetting takes the pages from this
+process, and they stay cached. Linux 5.14 and newer can populate; elsewhere files are read into buffers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,15 @@ PAGE = mmap.ALLOCATIONGRANULARITY
 
 
 class Mapped:
-    """Read-only: writing to a tensor of it ends the process."""
+    """Read-only mappings of files. Writing to a tensor of a mapping ends the process."""
 
     def __init__(self) -> None:
         self._files: dict[tuple[Path, bool], mmap.mmap] = {}
 
     def tensor(self, stored: StoredTensor, *, looked_up: bool = False) -> Tensor:
-        """``looked_up``: by rows, of which no neighbours are read ahead; these are mapped apart."""
+        """Return a stored tensor as a view of its file.
+
+        ``looked_up``: the tensor is read by rows, so no neighbours are read ahead. Such tensors have a mapping of their own."""
         if stored.nbytes == 0:
             return torch.empty(shape_of(stored), dtype=dtype_of(stored))
         return self.content(stored.file, stored.offset, stored.nbytes, looked_up=looked_up).view(dtype_of(stored)).view(
@@ -41,12 +43,12 @@ class Mapped:
         )
 
     def content(self, path: Path, offset: int, nbytes: int, *, looked_up: bool = False) -> Tensor:
-        """Bytes of a file. Raises JobFailed where it has fewer."""
+        """Return bytes of a file. Raise JobFailed if the file is shorter."""
         pages = self.open(path, looked_up=looked_up)
         if offset + nbytes > len(pages):
             raise shorter(path)
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # which is what is wanted
+            warnings.filterwarnings("ignore", message="The given buffer is not writable")  # it must not be writable
             return torch.frombuffer(pages, dtype=torch.uint8, count=nbytes, offset=offset)
 
     def open(self, path: Path, *, looked_up: bool = False) -> mmap.mmap:
@@ -68,12 +70,12 @@ def can_populate() -> bool:
 
 
 def announce(content: Tensor) -> None:
-    """The disk may begin."""
+    """Tell the kernel that the pages are needed soon, so that the disk may begin."""
     _advise(*_pages(content), WILL_NEED)
 
 
 def populate(content: Tensor, path: Path) -> None:
-    """Raises JobFailed where the file cannot be read any more."""
+    """Bring the pages in. Raise JobFailed if the file cannot be read any more."""
     start, nbytes = _pages(content)
     error = _advise(start, nbytes, POPULATE_READ)
     if error:
@@ -87,7 +89,7 @@ def shorter(path: Path) -> JobFailed:
 
 
 def forget(content: Tensor) -> None:
-    """Not memory of this process any more; read again when it is touched."""
+    """Remove the pages from this process. They are read again when they are touched."""
     _advise(*_pages(content), DONT_NEED)
 
 
@@ -98,7 +100,7 @@ def _pages(content: Tensor) -> tuple[int, int]:
 
 
 def _advise(start: int, nbytes: int, advice: int) -> int:
-    """The error's number. Called like this it lets other threads run meanwhile, which mmap.madvise does not."""
+    """Call madvise and return the error's number, or 0. Unlike mmap.madvise, this call lets other threads run meanwhile."""
     libc = _libc()
     return 0 if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(nbytes), advice) == 0 else ctypes.get_errno()
 

@@ -1,4 +1,4 @@
-"""How much memory a placement may take on each device: what the user says, else what is free on the host."""
+"""Decide how much memory a placement may take on each device: what the user says, else what is free on the host."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ USABLE_SHARE = 0.9  # of what is free: other processes and the allocator's own b
 
 
 def read_size(size: str | int) -> int:
-    """Bytes of 123, "8GiB" or "20GB". Raises RequestError."""
+    """Return the bytes of 123, "8GiB" or "20GB". Raise RequestError for anything else."""
     if isinstance(size, int) and not isinstance(size, bool) and size >= 0:
         return size
     found = SIZE.fullmatch(size) if isinstance(size, str) else None
@@ -25,7 +25,7 @@ def read_size(size: str | int) -> int:
 
 
 def read_device(device: str | int, host: Host) -> str:
-    """"cpu", "disk", or a GPU as "cuda:0", of what a device_map or max_memory says. Raises RequestError."""
+    """Return "cpu", "disk", or a GPU as "cuda:0", from an entry of device_map or max_memory. Raise RequestError otherwise."""
     text = str(device).strip().lower()
     if text in ("cpu", "disk"):
         return text
@@ -40,8 +40,9 @@ def read_device(device: str | int, host: Host) -> str:
 
 
 def memory_limits(host: Host, max_memory: Mapping[str | int, str | int] | None) -> dict[str, int]:
-    """Bytes by device, fastest first. A device that ``max_memory`` leaves out is not used, but for the CPU, which is then as free
-    as it is."""
+    """Return the bytes by device, fastest first.
+
+    A device that ``max_memory`` leaves out is not used. The CPU alone is then used with its free memory."""
     said: dict[str, int] = {}
     for device, size in (max_memory or {}).items():
         name = read_device(device, host)
@@ -69,7 +70,7 @@ def _usable(part: Gpu | Cpu | None) -> int | None:
 
 
 def read_max_memory(options: list[str] | None) -> dict[str | int, str | int] | None:
-    """Of the command line's DEVICE=SIZE."""
+    """Return the limits of the command line's DEVICE=SIZE options. Raise RequestError for another form."""
     if not options:
         return None
     pairs = [option.partition("=") for option in options]

@@ -1,4 +1,4 @@
-"""``upshift merge``: the base model's weights with an adapter's changes in them, as peft's ``merge_and_unload`` gives them."""
+"""``upshift merge``: write the base model's weights with an adapter's changes, as peft's ``merge_and_unload`` gives them."""
 
 from __future__ import annotations
 
@@ -52,12 +52,14 @@ UNMERGEABLE = {  # fields of peft's LoraConfig
 @dataclass(frozen=True)
 class Merged:
     tensors: list[NewTensor]  # under the names that they are stored by
-    is_untied: bool  # weights that were tied are so no more
+    is_untied: bool  # weights that were tied are now separate
     lost: dict[str, int]  # weights that neither the base model nor the adapter has, and their sizes
 
 
 def merge(adapter: str, output: Path, *, progress: Progress) -> Rewritten:
-    """To the bit what peft gives in fp32, and in bf16 and fp16 too, where it merges on a CPU."""
+    """Write the merged model.
+
+    Its weights equal peft's to the bit in fp32, and in bf16 and fp16, too, where peft merges on a CPU."""
     folder = Path(adapter)
     lora = _read_adapter(folder)
     source, base = find_model_folder(str(lora.base_model_name_or_path))
@@ -106,12 +108,12 @@ def _read_adapter(folder: Path) -> LoraConfig:
             f"{folder} began with init_lora_weights={config.init_lora_weights!r}, which changes the base model, too; save it "
             "with peft's path_initial_model_for_weight_conversion, and merge that"
         )
-    config.init_lora_weights, config.inference_mode = False, True  # what is read need not be drawn before
+    config.init_lora_weights, config.inference_mode = False, True  # weights that are read need no random values first
     return config
 
 
 def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> PreTrainedModel:
-    """Empty, of the class that the adapter was trained around, in the dtype that most of it is stored in."""
+    """Return an empty model of the class that the adapter was trained around, in the dtype of most of the stored bytes."""
     config = read_config(source)
     named = (lora.auto_mapping or {}).get("base_model_class") or CLASSES.get(str(lora.task_type))
     asked = getattr(transformers, named, None) if named else None
@@ -126,7 +128,7 @@ def _build(source: ModelSource, lora: LoraConfig, checkpoint: Checkpoint) -> Pre
 
 
 def _is_named(config: PretrainedConfig, source: ModelSource, asked: Any) -> bool:
-    """Whether the config names another class that does what the adapter was trained for: both generate text."""
+    """Return whether the config names another class that does what the adapter was trained for: both generate text."""
     generating = (transformers.AutoModelForCausalLM, transformers.AutoModelForSeq2SeqLM)
     return asked in generating and bool(config.architectures) and class_of(config, source).can_generate()
 
@@ -157,7 +159,7 @@ def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: 
     for name, part in parts.items():
         if name in targets.values() or name in together.names:
             continue
-        if part.key not in written and (part.given is not None or part.origin in origins):  # of the adapter, or tied no more
+        if part.key not in written and (part.given is not None or part.origin in origins):  # the adapter's, or untied
             found.append(_changed(name, origins.get(part.origin), part))
             written.add(part.key)
         elif part.key not in written and name in parameters:
@@ -167,7 +169,9 @@ def _merged(model: PreTrainedModel, lora: LoraConfig, folder: Path, checkpoint: 
 
 
 def _tie(model: PreTrainedModel, stored: Mapping[str, StoredTensor]) -> None:
-    """As from_pretrained does: weights that are both stored are one if they are the same. ``stored``: by the weight's name."""
+    """Tie weights as from_pretrained does: two stored weights become one if they are the same.
+
+    ``stored``: by the weight's name."""
     missing = set(model.state_dict()) - stored.keys()
     for one, other in model.get_expanded_tied_weights_keys(all_submodels=True).items():
         if one in stored and other in stored and _are_same(stored[one], stored[other]):

@@ -1,7 +1,7 @@
-"""Merges into weights that transformers puts together of several stored tensors, as experts of a layer, or makes parts of one.
+"""Merge into weights that transformers makes of several stored tensors, as experts of a layer, or that are parts of one.
 
-A group is put together as loading does, changed by peft's own arithmetic, and taken apart as transformers' saving does. In memory
-are the weights of one group, twice.
+A group is put together as loading does, changed by peft's own arithmetic, and taken apart as transformers' saving does. Memory
+holds the weights of one group, twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from upshift.loading.writing import NewTensor
 
 
 def fused(model: PreTrainedModel, names: Names, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]) -> FusedWeights:
-    """The weights of the model that are stored as several, or as parts of one, and what becomes of their tensors."""
+    """Return the names of the weights that are stored as several tensors, or as parts of one, and their changed tensors."""
     shapes = {name: torch.Size(shape_of(tensor)) for name, tensor in tensors.items()}
     WEIGHT_CONVERSIONS.put(model, list(names.used))
     found = FusedWeights()
@@ -44,7 +44,7 @@ class FusedWeights:
 
 
 class _Merging:
-    """Made when the first of its tensors is written; each is let go when it is."""
+    """The merging of one group. It runs when the first of its tensors is written. Each tensor is let go when it is written."""
 
     def __init__(
         self, model: PreTrainedModel, group: Group, tensors: Mapping[str, StoredTensor], parts: Mapping[str, Part]

@@ -1,4 +1,4 @@
-"""A model's folder, and what lies in it beside its weights: config, tokenizer, chat template, generation settings, model card."""
+"""Find a model's folder and the files beside its weights: config, tokenizer, chat template, generation settings, model card."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from upshift.loading.output_folder import MANIFEST
 from upshift.models.source import ModelSource, fetch_weights, find_model
 
 CONFIG = "config.json"
-METADATA = {"format": "pt"}  # whose tensors; transformers asks for it
+METADATA = {"format": "pt"}  # the framework of the tensors; transformers checks it
 # Weights of any library, and what pickle wrote: no small file of a model.
 WEIGHTS = (
     ".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".gguf", ".ggml", ".h5", ".msgpack", ".ot", ".onnx", ".onnx_data",
@@ -22,7 +22,7 @@ MODULES = "modules.json"  # of Sentence Transformers: names folders with a small
 
 
 def find_model_folder(reference: str) -> tuple[ModelSource, Path]:
-    """A model with weights of its own, fetched where it is the hub's."""
+    """Return a model with weights of its own, and its folder. A model of the hub is fetched."""
     source = find_model(reference)
     if source.adapter is not None:
         raise RequestError(f"{reference!r} is an adapter; run  upshift merge {reference} --output DIR  first")
@@ -33,7 +33,7 @@ def find_model_folder(reference: str) -> tuple[ModelSource, Path]:
 
 
 def small_files(folder: Path) -> dict[str, Path]:
-    """By name in the folder. Links are followed: what is copied is what they lead to."""
+    """Return the files that are not weights, by their name in the folder. Links are followed: their targets are copied."""
     found = {file.name: file for file in _files(folder)}
     for name in _modules(folder):
         if any(file.suffix in WEIGHTS for file in (folder / name).iterdir()):

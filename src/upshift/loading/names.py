@@ -1,4 +1,4 @@
-"""Which stored tensors fill which of a model's weights. transformers' own renamings and conversions say so, name by name.
+"""Map stored tensors to the weights of a model, name by name, with transformers' own renamings and conversions.
 
 A plain weight is one stored tensor under its own or another name. The rest are groups: several tensors that become one (the
 experts of a layer), or one that becomes several (fused queries, keys and values).
@@ -21,7 +21,7 @@ from upshift.internals.transformers_names import CONVERTER, NAME_CHANGES, NAME_O
 
 @dataclass(frozen=True)
 class Group:
-    """What is read together. ``target``: the weight that it fills, the first one where there are several."""
+    """Stored tensors that are read together. ``target``: the weight that they fill, or the first of several."""
 
     target: str
     sources: tuple[tuple[str, str], ...]  # pattern that matched, stored name: in the order that the operations take them
@@ -36,7 +36,7 @@ class Names:
 
 
 def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = None) -> Names:
-    """``model``: on the meta device."""
+    """Return which stored tensors fill which weights. ``model``: on the meta device."""
     transforms = NAME_CHANGES.get()(model, None, quantizer)
     renamings = [transform for transform in transforms if isinstance(transform, RENAMING.get())]
     converters = [transform for transform in transforms if isinstance(transform, CONVERTER.get())]
@@ -68,8 +68,10 @@ def map_names(model: PreTrainedModel, stored: Iterable[str], quantizer: Any = No
 def convert(
     group: Group, tensors: Mapping[str, Tensor], model: PreTrainedModel, *, quantizer: Any = None, info: Any = None
 ) -> dict[str, Tensor]:
-    """The weights that a group fills, of its stored tensors by their names; with a quantizer, quantized: what that puts into the
-    model itself is struck off ``info``'s missing ones. Raises RequestError where the operations cannot be done on them."""
+    """Return the weights that a group fills, made of its stored tensors by their names.
+
+    With a quantizer the weights are quantized. Names that the quantizer puts into the model itself are removed from ``info``'s
+    missing ones. Raise RequestError if the operations cannot be done on the tensors."""
     transform = deepcopy(group.converter) or RENAMING.get()(group.sources[0][1], group.target)  # it collects tensors
     for pattern, name in group.sources:
         transform.add_tensor(group.target, name, pattern, tensors[name])  # as saving does, too
@@ -87,7 +89,7 @@ def convert(
 
 
 def filled(group: Group, shapes: Mapping[str, torch.Size], model: PreTrainedModel) -> dict[str, torch.Size]:
-    """The weights that a group fills and their shapes, without reading anything. ``shapes``: of stored tensors."""
+    """Return the weights that a group fills and their shapes, without reading anything. ``shapes``: of stored tensors."""
     if group.converter is None:
         return {group.target: shapes[group.sources[0][1]]}
     empty = {name: torch.empty(shapes[name], device="meta") for _, name in group.sources}
@@ -95,5 +97,5 @@ def filled(group: Group, shapes: Mapping[str, torch.Size], model: PreTrainedMode
 
 
 def _one_line(reason: object) -> str:
-    """The end, where there is a traceback."""
+    """Return the last 200 characters on one line, because a traceback says its reason at its end."""
     return " ".join(str(reason).split())[-200:]

@@ -1,9 +1,9 @@
-"""Runs a model whose weights are partly on the disk, or on a GPU's host: they are where they are computed while a module runs.
+"""Run a model whose weights are partly on the disk, or on a GPU's host: each weight is brought in while its module runs.
 
-Between its turns a weight on the disk is a read-only mapping of the file: its dtype, shape and content are there for whoever asks
-(an embedding looks its rows up in it, a tied head's other end finds it), and no memory is taken. Writing to it ends the process.
-Such weights are frozen. Where gradients pass through them, what autograd would keep of a weight is a note of where it lies, and
-backward reads it again.
+Between its turns a weight on the disk is a read-only mapping of the file. Its dtype, shape and content can be used (an
+embedding looks its rows up in it, the other end of a tied head finds it), and it takes no memory. Writing to it ends the
+process. Such weights are frozen. Where gradients pass through them, autograd saves a note of where a weight lies instead of
+the weight, and the backward pass reads the weight again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from upshift.loading.waiting import Weight, units_of, weights_on_disk
 
 @dataclass(frozen=True)
 class _Saved:
-    """A view of a weight that autograd keeps: where it lies in which piece of which unit."""
+    """A view of a weight, as autograd saves it: which piece of which unit, and where in the piece."""
 
     unit: _Unit
     piece: int
@@ -45,7 +45,7 @@ class _Saved:
 
 
 class _Unit:
-    """What is read together, and the modules that need it."""
+    """Weights that are read together, and the hooks of the modules that need them."""
 
     def __init__(self, offload: Offload, number: int, weights: Sequence[Weight]) -> None:
         self.offload, self.number, self.weights = offload, number, weights
@@ -67,7 +67,7 @@ class _Unit:
         self._contexts.append(context)
 
     def leave(self, module: nn.Module, arguments: Any, output: Any) -> None:
-        if self._inside == 0:  # what enters failed
+        if self._inside == 0:  # the hook before the forward failed
             return
         self._contexts.pop().__exit__(None, None, None)
         self._inside -= 1
@@ -86,8 +86,9 @@ class _Unit:
             weight.parameter.data = weight.resting
 
     def compute(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """A layer's forward that is made again in the backward pass, where no hook of the layer runs. What it saves are views of
-        the buffer, which is kept until another unit is asked for."""
+        """Run a layer's forward again in the backward pass, where no hook of the layer runs.
+
+        The tensors that it saves are views of the buffer, which is kept until another unit is needed."""
         if self._inside:
             return function(*arguments)
         self._place(self.offload.again(self.number))
@@ -111,7 +112,7 @@ def _look_up(saved: Tensor | _Saved) -> Tensor:
 
 
 class Offload:
-    """The weights of one model that wait elsewhere than where they are computed."""
+    """The weights of one model that are kept on the disk or the host, and not on the device that computes them."""
 
     def __init__(self, units: Sequence[Sequence[Weight]], feed: Feed) -> None:
         self.reader, self.starts = feed.reader, feed.starts
@@ -128,7 +129,7 @@ class Offload:
         self.reader.release(number)
 
     def again(self, number: int) -> list[Tensor]:
-        """For backward, which goes through one unit after another: until it comes to another one."""
+        """Return the pieces of a unit for the backward pass, which keeps them until it comes to another unit."""
         self._end_backward(number)
         if self._backward is None:
             self._backward = number, self.reader.acquire(number)
@@ -144,10 +145,10 @@ def dispatch(
     model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor], *, buffer_bytes: int | None = None,
     lanes: Lanes | None = None,
 ) -> None:  # fmt: skip
-    """Leave where they are the weights that the placement does not have where they are computed; all others are there already.
+    """Register the hooks that bring weights to their device. All weights that are not brought in are on their device already.
 
-    ``stored``: for each parameter on the disk, where bytes of its dtype and shape lie. ``buffer_bytes``: of what is read ahead
-    from the disk, else as the placement says. ``lanes``: to the main device, where that is a GPU.
+    ``stored``: for each parameter on the disk, where bytes of its dtype and shape lie. ``buffer_bytes``: the size of what is
+    read ahead from the disk; None: as the placement says. ``lanes``: copies to the main device, if that is a GPU.
     """
     weights = weights_on_disk(model, placement, stored)
     total = sum(weight.stored.nbytes for weight in weights.values())
@@ -175,7 +176,7 @@ def dispatch(
 
 
 def _routed(model: nn.Module, weights: Mapping[int, Weight]) -> dict[nn.Module, list[Weight]]:
-    """Experts that are on the disk and can be used where they lie."""
+    """Return the modules of experts that are on the disk and whose weights can be used as pages of their file."""
     of = {id(weight.parameter): weight for weight in weights.values()}
     found = {module: [of[id(one)] for one in module.parameters() if id(one) in of] for module in experts_in(model)}
     whole = {module: own for module, own in found.items() if len(own) == len(list(module.parameters()))}
@@ -183,7 +184,9 @@ def _routed(model: nn.Module, weights: Mapping[int, Weight]) -> dict[nn.Module, 
 
 
 def recompute_offloaded(model: nn.Module) -> None:
-    """After activation checkpointing was switched on: transformers checkpoints a layer's forward inside of its hooks."""
+    """Make recomputed layers place their weights. Call it after activation checkpointing was switched on.
+
+    transformers checkpoints a layer's forward inside of its hooks, so that no hook runs when the layer is recomputed."""
     for module in model.modules():
         unit = getattr(module, "_upshift_unit", None)
         if unit is not None and CHECKPOINTED.read(module) is not None:
@@ -195,17 +198,17 @@ def _checkpointed(unit: _Unit, checkpoint: Callable[..., Any], function: Callabl
 
 
 def is_offloaded(model: nn.Module) -> bool:
-    """Whether weights of it, or of a model inside it, are on the disk."""
+    """Return whether weights of the model, or of a model inside it, are on the disk."""
     return any(hasattr(module, "_upshift_offload") for module in model.modules())
 
 
 def mapped_bytes(model: nn.Module) -> int:
-    """Of weights that are a file's pages between their turns."""
+    """Return the bytes of the weights that are pages of a file between their turns."""
     return sum(offload.mapped_bytes for offload in _offloads(model))
 
 
 def buffer_bytes(model: nn.Module) -> int:
-    """The most that the buffers held at once."""
+    """Return the most bytes that the buffers held at once."""
     return sum(offload.reader.most_held for offload in _offloads(model))
 
 

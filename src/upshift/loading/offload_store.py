@@ -1,6 +1,7 @@
-"""Weights that stay on the disk but not as the files hold them: converted once, into one file of the offload folder.
+"""Keep weights on the disk that the files hold in another form: they are converted once, into one file of the offload folder.
 
-The file's name says what it was made of and what it holds, so the next run finds it. It gets that name when it is whole.
+The file's name is a hash of the files it was made from, and of the names, shapes and dtypes of its weights. So the next run
+finds it. The file gets that name when it is whole.
 """
 
 from __future__ import annotations
@@ -25,8 +26,9 @@ from upshift.units import format_bytes
 
 
 def stored_on_disk(filling: Filling, placement: Placement, folder: Path | None) -> dict[str, StoredTensor]:
-    """Where each weight that stays on the disk lies in the model's dtype and layout. Raises RequestError where some must be
-    converted and there is no folder for it, JobFailed where the disk has no room."""
+    """Return where each weight that stays on the disk lies in the model's dtype and layout.
+
+    Raise RequestError if some must be converted and there is no folder for it, JobFailed if the disk has no room."""
     found: dict[str, StoredTensor] = {}
     converted: list[Group] = []
     for group in filling.names.groups:
@@ -56,7 +58,7 @@ def _converted(filling: Filling, groups: Sequence[Group], folder: Path) -> tuple
 
 
 class _Making:
-    """Each group is made when the first of its tensors is written, and kept until the last one is."""
+    """The conversion of groups. A group is made when the first of its tensors is written, and kept until the last one is."""
 
     def __init__(self, filling: Filling, groups: Sequence[Group]) -> None:
         self._filling, self._made = filling, dict[str, Tensor]()
@@ -106,7 +108,7 @@ def _write(path: Path, tensors: Sequence[NewTensor]) -> None:
 
 
 def _drop_left_over(path: Path) -> None:
-    """Of processes that were killed while they wrote this file."""
+    """Remove partial files of processes that were killed while they wrote this file."""
     for part in path.parent.glob(f"{path.name}.*.part"):
         process = part.name.split(".")[-2]
         if process.isdigit() and not psutil.pid_exists(int(process)):
@@ -114,7 +116,7 @@ def _drop_left_over(path: Path) -> None:
 
 
 def check_placed_together(filling: Filling, placement: Placement) -> None:
-    """Raises RequestError where a map divides weights that are made of the same stored tensors."""
+    """Raise RequestError if a map divides weights that are made of the same stored tensors."""
     for group in filling.names.groups:
         if group.converter is None:
             continue

@@ -1,6 +1,6 @@
-"""The folder that a checkpoint is rewritten into: whose it is, what in it is whole, and what a failure leaves there.
+"""Manage the folder that a checkpoint is rewritten into: which request owns it, which files are whole, what a failure leaves.
 
-A file has its final name only when it is whole and on the disk. The manifest says which shards are, so that the same request
+A file has its final name only when it is whole and on the disk. The manifest lists the whole shards, so that the same request
 goes on where it was stopped, and another one is refused.
 """
 
@@ -26,16 +26,16 @@ FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Manifest(Value):
-    """Lies beside the shards."""
+    """The file beside the shards that names the request and lists the whole shards."""
 
     request: str
     made_of: str  # the same for the same request on the same files
     shards: dict[str, dict[str, str]]  # of those that are whole: the SHA-256 of each tensor's bytes
-    noted: dict[str, int]  # what a user must hear of a tensor
+    noted: dict[str, int]  # numbers to report to the user, by tensor
 
 
 class OutputFolder:
-    """Of one request, and of one process while it is open."""
+    """The output folder of one request. While it is open it belongs to one process."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -43,7 +43,9 @@ class OutputFolder:
 
     @contextmanager
     def claimed(self, *, request: str, made_of: str) -> Iterator[None]:
-        """Reads the manifest, or begins one. Raises RequestError where the folder is not for this request."""
+        """Read the manifest, or begin one, and hold the folder's lock.
+
+        Raise RequestError if the folder belongs to another request."""
         self._make()
         with locked(self.path, self.path.resolve() / LOCK_NAME):
             self._read(request, made_of)
@@ -87,12 +89,12 @@ class OutputFolder:
             entry.unlink()
 
     def drop(self, name: str) -> None:
-        """A shard that is not there as the manifest says."""
+        """Forget a shard whose file is not as the manifest says."""
         shards = {shard: hashes for shard, hashes in self.manifest.shards.items() if shard != name}
         self.manifest = self.manifest.changed(shards=shards)
 
     def add(self, name: str, hashes: dict[str, str], noted: dict[str, int]) -> None:
-        """A shard that is whole, from here on also for a later run."""
+        """Record that a shard is whole, so that a later run keeps it."""
         shards = {**self.manifest.shards, name: hashes}
         self._save(self.manifest.changed(shards=shards, noted={**self.manifest.noted, **noted}))
 
@@ -113,7 +115,7 @@ class OutputFolder:
 
     @contextmanager
     def new(self, name: str) -> Iterator[Path]:
-        """Where to write a file until the block ends; then it has its name. It must be on the disk by then."""
+        """Yield a path to write a file to. It gets its final name when the block ends. It must be on the disk by then."""
         (self.path / name).parent.mkdir(exist_ok=True)
         partial = self.path / f"{name}{PARTIAL}"
         try:
@@ -136,7 +138,7 @@ class OutputFolder:
 
     @contextmanager
     def stoppable(self, num_shards: int) -> Iterator[None]:
-        """A failed write, or a person, ends the request with a line on what is safe."""
+        """Turn a failed write, or an interrupt by a person, into an error that says which files are safe."""
         try:
             yield
         except OSError as error:

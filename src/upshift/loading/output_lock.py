@@ -1,4 +1,4 @@
-"""One writer at a time for an output: a lock that ends with the process that holds it, and a file that names the holder.
+"""Allow one writer at a time for an output, by a lock that ends with the process that holds it. A file names the holder.
 
 The lock is flock(2) on a small file in the output folder, or beside an output that is a file. On Linux it also holds between
 hosts that share an NFS folder. The file is removed when the lock is released; after a kill it stays behind without a lock.
@@ -23,17 +23,21 @@ ENDING_SECONDS, POLL_SECONDS = 30.0, 0.05  # children of a killed process hold i
 
 
 class OutputLock:
-    """The lock of one output, held until ``release``. Raises RequestError where another process, or thread, holds it."""
+    """The lock of one output, held until ``release``.
+
+    Its constructor raises RequestError if another process or thread holds it."""
 
     def __init__(self, output: Path, lock_file: Path) -> None:
         self.output, self.lock_file = output, lock_file
         self.descriptor = self._locked()
-        with suppress(OSError):  # a full disk: the lock holds without the words
+        with suppress(OSError):  # the disk is full: the lock holds without the holder's name
             os.ftruncate(self.descriptor, 0)
             os.pwrite(self.descriptor, f"{os.getpid()} {socket.gethostname()}".encode(), 0)
 
     def release(self) -> None:
-        """The file goes first: whoever opens it after that makes a new one."""
+        """Remove the lock file, then release the lock.
+
+        In this order, a process that opens the file afterwards makes a new one."""
         import fcntl  # not on every system
 
         with suppress(OSError):
@@ -76,10 +80,10 @@ _guard = threading.Lock()
 
 @contextmanager
 def claimed(output: Path) -> Iterator[None]:
-    """Hold the lock of an output folder. Claims of one thread may be nested. A folder that is missing is made, and removed again
-    by an error that leaves it empty.
+    """Hold the lock of an output folder. Claims of one thread may be nested.
 
-    Raises RequestError where another process or thread holds the lock, or where the folder cannot be made.
+    A missing folder is made. An error removes it again if it is empty. Raise RequestError if another process or thread holds
+    the lock, or if the folder cannot be made.
     """
     if output.exists() and not output.is_dir():
         raise RequestError(f"output directory {output} is a file; give a directory")
@@ -93,7 +97,7 @@ def claimed(output: Path) -> Iterator[None]:
             yield
     except BaseException:
         if made:
-            with suppress(OSError):  # something was written there
+            with suppress(OSError):  # the folder is not empty
                 output.rmdir()
         raise
 
@@ -118,7 +122,7 @@ def _held_once(output: Path) -> Iterator[None]:
 
 @contextmanager
 def locked(output: Path, lock_file: Path) -> Iterator[None]:
-    """Hold one lock. Raises RequestError where anybody holds it."""
+    """Hold one lock. Raise RequestError if any process or thread holds it."""
     lock = OutputLock(output, lock_file)
     try:
         yield
@@ -127,12 +131,12 @@ def locked(output: Path, lock_file: Path) -> Iterator[None]:
 
 
 def check_free(output: Path, lock_file: Path) -> None:
-    """Raise RequestError where another process writes the output: said before the slow part of a command begins."""
+    """Raise RequestError if another process writes the output. Commands call it before their slow part begins."""
     OutputLock(output, lock_file).release()
 
 
 def held_descriptors(output: Path) -> tuple[int, ...]:
-    """Return what a child process inherits so that the lock of a folder lasts as long as the child."""
+    """Return the descriptors that a child process inherits, so that the lock of a folder lasts as long as the child."""
     held = _held.get(output.resolve() / LOCK_NAME)
     return () if held is None else (held[1].descriptor,)
 
@@ -143,7 +147,7 @@ def lock_file_beside(output: Path) -> Path:
 
 
 def _flock(descriptor: int) -> None:
-    """Raises BlockingIOError where another one holds the lock."""
+    """Take the lock. Raise BlockingIOError if another process holds it."""
     import fcntl  # not on every system
 
     try:

@@ -1,7 +1,7 @@
-"""PyTorch's own files, pytorch_model.bin: rewritten as safetensors in the cache, once, by a process of their own.
+"""Rewrite PyTorch's own files, pytorch_model.bin, as safetensors in the cache, once, in a separate process.
 
-A pickle is a program. It is read by nothing but torch's weights-only loader, and that in a process that may use little memory
-and time and has no network where the system lets it go without; a file that needs more than weights is refused.
+A pickle is a program. Only torch's weights-only loader reads it, in a process that may use little memory and time. The process
+has no network if the system allows to give it up. A file that needs more than weights is refused.
 """
 
 from __future__ import annotations
@@ -28,8 +28,9 @@ PROCESS = "upshift.loading.pickled_process"
 
 
 def rewritten(folder: Path) -> Path:
-    """The folder of its weights as safetensors. Raises RequestError for a pickle that is not one of weights alone, JobFailed
-    where the disk is full."""
+    """Return the folder of the rewritten weights.
+
+    Raise RequestError for a pickle that holds more than weights, JobFailed if the disk is full."""
     names = {PICKLED_WEIGHTS: None} if os.path.isfile(folder / PICKLED_WEIGHTS) else dict(read_index(folder / PICKLED_INDEX))
     files = {inside(folder, name): tensors for name, tensors in names.items()}
     place = read_settings().cache_dir / "checkpoints" / _identity(files)
@@ -92,14 +93,14 @@ def _check_room(folder: Path, need: int) -> None:
 
 
 def _identity(files: dict[Path, set[str] | None]) -> str:
-    """Of files as they are now: paths, sizes and times of change."""
+    """Return a hash of the files as they are now: paths, sizes and times of change."""
     said = [(str(file.resolve()), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def _alone(place: Path) -> Iterator[None]:
-    """Another process that rewrites the same waits until this one has."""
+    """Hold a lock. Another process that rewrites the same files waits until this one has finished."""
     with ExitStack() as stack:
         try:
             place.parent.mkdir(parents=True, exist_ok=True)

@@ -1,6 +1,6 @@
-"""The process that reads one pickle of weights and writes them as safetensors: python -m upshift.loading.pickled_process FROM TO.
+"""Read one pickle of weights in a process and write safetensors: python -m upshift.loading.pickled_process FROM TO.
 
-It answers with a line of JSON where it refuses, or fails. What it may use is set before the file is opened.
+The process prints a line of JSON if it refuses the file, or fails. Its limits are set before the file is opened.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def main(source: Path, destination: Path) -> None:
 
 
 def _leave_network() -> None:
-    """Into a network without devices, as far as the system allows it: a container often does not."""
+    """Move to a network without devices, as far as the system allows it: a container often does not."""
     library = ctypes.CDLL(None, use_errno=True)
     if hasattr(library, "unshare") and library.unshare(CLONE_NEWNET) != 0:
         library.unshare(CLONE_NEWUSER | CLONE_NEWNET)

@@ -1,10 +1,11 @@
-"""Which part of a model goes to which device: GPUs first, then the CPU, and what is left stays on the disk.
+"""Choose a device for each part of a model: GPUs first, then the CPU, and the rest stays on the disk.
 
-What is on the CPU of a machine with GPUs, and what is on the disk, is brought to the device that computes when its turn comes,
-into buffers that are used again. These, the buffers of the model, the activations and the keys and values of the workload count
-against the limits as weights do. The least bytes are left on the disk that way: for every size that the largest streamed part
-may have, larger parts must stay in memory, and the others follow in their order while they fit. An embedding goes last, as only
-the rows of its tokens are read. Ignored: what the page cache of the system keeps of the disk, and the memory of the libraries.
+Parts on the CPU of a machine with GPUs, and parts on the disk, are brought to the device that computes them in their turn,
+into buffers that are used again. The limits count these buffers, the buffers of the model, the activations, and the keys and
+values of the workload as they count weights. The search leaves the fewest bytes on the disk: for every size that the largest
+streamed part may have, larger parts must stay in memory, and the others follow in their order while they fit. An embedding
+goes last, as only the rows of its tokens are read. Ignored: what the page cache of the system keeps of the disk, and the
+memory of the libraries.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ DISK, CPU = "disk", "cpu"
 
 @dataclass(frozen=True)
 class Unit:
-    """Modules and parameters that stay together: a layer that must not be split, what is tied, or a single leaf."""
+    """Modules and parameters that stay together: a layer that must not be split, tied weights, or a single leaf."""
 
     names: tuple[str, ...]
     nbytes: int  # of parameters, tied ones once
@@ -57,7 +58,7 @@ class Place(Value):
 class Placement(Value):
     modules: tuple[Place, ...]
     limits: dict[str, int]
-    main: str  # the device that computes what is not on a GPU of its own
+    main: str  # the device that computes all modules that are on no other GPU
     buffers: int  # of the model, on that device
     activations: int | None
     cache: int | None
@@ -87,12 +88,12 @@ class Placement(Value):
 
     @property
     def disk_read(self) -> int:
-        """Bytes that one forward pass reads from the disk."""
+        """Return the bytes that one forward pass reads from the disk."""
         return sum(place.read for place in self.modules if place.device == DISK)
 
     @property
     def peak_bytes(self) -> dict[str, int]:
-        """Of each device while it computes, without the libraries."""
+        """Return the most bytes on each device while it computes, without the libraries."""
         found = {device: total + self.stream_bytes.get(device, 0) for device, total in self.totals.items() if device != DISK}
         for device in found:
             if device != CPU or self.main == CPU:
@@ -101,7 +102,7 @@ class Placement(Value):
         return found
 
     def device_of(self, name: str) -> str:
-        """Of a parameter, or a module, by the longest name around it."""
+        """Return the device of a parameter, or a module, by the longest name around it."""
         devices = self.device_map
         parts = name.split(".")
         around = (".".join(parts[:length]) for length in range(len(parts), -1, -1))
@@ -110,14 +111,15 @@ class Placement(Value):
 
 @dataclass
 class _Fill:
-    """One way to place; ``room`` is what is left of each limit."""
+    """One way to place the units. ``room`` is the rest of each limit."""
 
     room: dict[str, int]
     reserves: dict[str, int]
     devices: dict[int, str] = field(default_factory=dict)
 
     def cost(self, units: Sequence[Unit], main: str) -> tuple[int, int, int, int]:
-        """Bytes that a pass reads from the disk, then from the host, then bytes that are there, then buffers."""
+        """Return bytes that a pass reads from the disk, bytes that it reads from the host, bytes on the disk, and bytes of
+        buffers."""
         slow = [unit for number, unit in enumerate(units) if self.devices[number] == DISK]
         host = [unit for number, unit in enumerate(units) if self.devices[number] == CPU != main]
         return (
@@ -127,7 +129,7 @@ class _Fill:
 
 
 def place(units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Placement:
-    """``limits``: by device, fastest first. Raises NothingFits where not even the largest part and its work do."""
+    """Place the units. ``limits``: by device, fastest first. Raise NothingFits if not even the largest part and its work fit."""
     main = next(iter(limits))
     kept_elsewhere = 0  # keys and values of layers that are streamed, which stay on the main device
     while True:
@@ -144,7 +146,9 @@ def place(units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Place
 def _fills(
     units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str, kept_elsewhere: int
 ) -> Iterator[_Fill | None]:
-    """For every size that the largest part which comes from the host, and from the disk, may have."""
+    """Yield one placement for every size that the largest part from the host, and from the disk, may have.
+
+    None: it does not fit."""
     sizes = sorted({0, *(unit.nbytes for unit in units if unit.streams and unit.read)})
     fixed = work.everywhere + work.buffers + (sum(unit.cache for unit in units) if main == CPU else kept_elsewhere)
     for from_host in sizes if main != CPU else [0]:
@@ -160,7 +164,7 @@ def _fills(
 
 
 def _fill(units: Sequence[Unit], fill: _Fill, main: str) -> _Fill | None:
-    """None where a part that is larger than its buffer finds no room."""
+    """Place all units, or return None if a part that is larger than its buffer finds no room."""
     gpus = [device for device in fill.room if device != CPU]
     on_gpus = _put(units, range(len(units)), gpus, fill, fill.reserves[main] if main != CPU else 0)
     rest = [number for number in range(len(units)) if number not in fill.devices]
@@ -172,7 +176,9 @@ def _fill(units: Sequence[Unit], fill: _Fill, main: str) -> _Fill | None:
 
 
 def _put(units: Sequence[Unit], numbers: Iterable[int], devices: Sequence[str], fill: _Fill, streamed: int) -> bool:
-    """On the first device with room: what is too large to be streamed, then the rest in its order, then look-ups."""
+    """Put units on the first device with room: those too large to be streamed, then the rest in order, then look-ups.
+
+    Return False if a unit that cannot be streamed finds no room."""
     if not devices:
         return True
 
@@ -194,7 +200,9 @@ def _put(units: Sequence[Unit], numbers: Iterable[int], devices: Sequence[str], 
 
 
 def _placement(units: Sequence[Unit], limits: Mapping[str, int], work: Work, main: str, fill: _Fill) -> Placement:
-    """What is left of the limit makes the buffers larger, up to two of the largest part: one is read while one computes."""
+    """Return the placement.
+
+    The rest of a limit enlarges its buffers, up to two of the largest part: one is read while one computes."""
     stream = {}
     for device, reserve in fill.reserves.items():
         if reserve:
@@ -210,8 +218,9 @@ def _placement(units: Sequence[Unit], limits: Mapping[str, int], work: Work, mai
 
 
 def follow(devices: Mapping[str, str], units: Sequence[Unit], limits: Mapping[str, int], work: Work) -> Placement:
-    """As somebody's own map says, of every name or of one around it. Raises RequestError where it divides what is tied, and
-    NothingFits where a device would hold more than its limit."""
+    """Place units as a user's map says, for every name or for a name around it.
+
+    Raise RequestError if the map divides tied weights, and NothingFits if a device would hold more than its limit."""
     main = next(iter(limits))
     places: list[Place] = []
     for unit in units:

@@ -1,4 +1,4 @@
-"""Fills a model that is divided between devices and the disk."""
+"""Fill a model that is divided between devices and the disk."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DeviceMap = str | int | Mapping[str, str | int]
 
 @dataclass(frozen=True)
 class Where:
-    """What a user says of devices, and of the work that needs room beside the weights."""
+    """A user's choice of devices, and the work that needs room beside the weights."""
 
     device_map: DeviceMap
     max_memory: Mapping[str | int, str | int] | None = None
@@ -37,7 +37,7 @@ class Where:
 def fill_placed(
     filling: Filling, checkpoint: Checkpoint, where: Where, finish: Callable[[dict[str, str]], None], progress: Progress | None
 ) -> None:
-    """``finish``: what follows when all weights are there, by the devices of modules."""
+    """Fill a divided model. ``finish``: is called with the devices of modules when all weights are there."""
     model = filling.model
     placement = placed(model, checkpoint, where)
     check_placed_with_main(placement)
@@ -64,7 +64,9 @@ def placed(
 
 
 def check_placed_with_main(placement: Placement) -> None:
-    """Raises RequestError where a parameter beside modules, which no forward waits for, is not where that code runs."""
+    """Raise RequestError if a parameter beside modules is on another device than the code that uses it.
+
+    No forward can wait for such a parameter."""
     apart = [place for place in placement.modules if not place.streams and place.device != placement.main]
     if placement.main != CPU and apart:
         raise RequestError(

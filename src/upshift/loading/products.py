@@ -1,4 +1,6 @@
-"""How fast this CPU multiplies weights with one token in their dtype: in bf16 without instructions for it, slower than memory."""
+"""Measure how fast this CPU multiplies weights with one token in their dtype.
+
+In bf16 without instructions for it, products are slower than memory."""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ COLUMNS, BYTES, TIMES = 2048, 64 * MIB, 5  # more than a cache; a tenth of a sec
 
 
 def product_rate(dtype: torch.dtype) -> float:
-    """Bytes of weights a second."""
+    """Return the bytes of weights that the CPU multiplies in a second."""
     weight = torch.zeros(BYTES // dtype.itemsize // COLUMNS, COLUMNS, dtype=dtype)
     token = torch.zeros(1, COLUMNS, dtype=dtype)
     return BYTES / statistics.median(_seconds(weight, token) for _ in range(TIMES + 1))

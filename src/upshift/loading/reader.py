@@ -1,7 +1,7 @@
-"""Reads groups of stored tensors into memory that is used again, ahead of the one who asks, in the order of the last time.
+"""Read groups of stored tensors into memory that is used again, ahead of the request, in the order of the last time.
 
-A group is what one module needs. It is read in pieces of whole tensors, so that a part of the next group is on its way where
-there is no room for all of it. What memory a piece is in, and how it gets there, slots say.
+A group is the tensors that one module needs. It is read in pieces of whole tensors, so that a part of the next group is on its
+way if there is no room for all of it. Slots decide which memory holds a piece, and how the piece gets there.
 """
 
 from __future__ import annotations
@@ -39,7 +39,9 @@ class Group:
 
 
 def make_groups(wanted: Sequence[Sequence[StoredTensor]], budget: int, *, in_place: bool = False) -> list[Group]:
-    """``in_place``: pieces are used where they lie in the file, so that a piece has no gap."""
+    """Divide the tensors of each unit into pieces.
+
+    ``in_place``: pieces are used where they lie in the file, so a piece has no gap."""
     least = min(PIECE_BYTES, budget // PIECES_HELD)
     groups = []
     for number, tensors in enumerate(wanted):
@@ -74,7 +76,9 @@ def _piece(tensors: Sequence[StoredTensor], group: int, number: int, *, in_place
 
 
 class Reader:
-    """``budget``: bytes of all slots together; more are taken only where modules that run at once need more."""
+    """A thread that reads groups ahead.
+
+    ``budget``: bytes of all slots together. More are taken only if modules that run at once need more."""
 
     def __init__(self, groups: Sequence[Group], slots: Slots, *, budget: int) -> None:
         self.groups, self.budget, self._slots = groups, max(budget, max(group.nbytes for group in groups)), slots
@@ -92,7 +96,7 @@ class Reader:
         self.thread.start()
 
     def acquire(self, number: int) -> list[Tensor]:
-        """The pieces of a group, as bytes, from now until it is released as often."""
+        """Return the pieces of a group, as bytes. They are valid until ``release`` was called as often."""
         group = self.groups[number]
         with self._changed:
             if number != self._last[1]:
@@ -125,7 +129,7 @@ class Reader:
     def _run(self) -> None:
         try:
             self._read_ahead()
-        except BaseException as error:  # it belongs to who waits for a group
+        except BaseException as error:  # raised again in the thread that waits for a group
             with self._changed:
                 self._error = error
                 self._changed.notify_all()
@@ -146,14 +150,16 @@ class Reader:
                 self._changed.notify_all()
 
     def _next(self) -> tuple[Group, Piece] | None:
-        """What is to be read now: of the group that is waited for, else of those that come next."""
+        """Return the group and piece to read now: of a group that is waited for, else of a group that comes next."""
         for group in self._upcoming():
             if not group.whole:
                 return group, group.pieces[len(group.loaded)]
         return None
 
     def _upcoming(self) -> list[Group]:
-        """What is waited for, then what followed the last time, as far as the buffers reach; at first in their order."""
+        """Return the groups that are waited for, then those that followed the last time, as far as the buffers reach.
+
+        Before anything was learned, groups follow in their own order."""
         found = list(self._waited)
         before, number = self._last
         held = sum(group.nbytes for group in self.groups if group.users)
@@ -168,7 +174,7 @@ class Reader:
         return found
 
     def _take(self, group: Group, piece: Piece) -> bool:
-        """Whether there is room for it now."""
+        """Take a slot for a piece and return whether there is room for it now."""
         coming = {other.number for other in self._upcoming()}
         idle = [other for other in self.groups if other.loaded and not other.users]
         for other in idle:
@@ -190,11 +196,13 @@ class Reader:
             if slot.is_free():
                 self._free.append(slot)
             else:
-                self._held -= slot.capacity  # it lives as long as who holds a view of it
+                self._held -= slot.capacity  # it lives as long as somebody holds a view of it
         group.loaded = []
 
     def _slot(self, nbytes: int) -> Slot | None:
-        """Of just this size, as layers are alike: in a larger one a small piece would take another's room."""
+        """Return a free slot of exactly this size, or a new one within the budget.
+
+        Layers are alike, so sizes repeat. In a larger slot a small piece would take the room of another."""
         slot = next((slot for slot in self._free if slot.capacity == nbytes), None)
         if slot is not None:
             self._free.remove(slot)

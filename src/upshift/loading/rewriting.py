@@ -1,4 +1,4 @@
-"""A checkpoint rewritten into a folder of its own, shard by shard. Each is read again and compared before it gets its name."""
+"""Rewrite a checkpoint into a new folder, shard by shard. Each shard is read again and compared before it gets its name."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ class Rewrite:
     noted: dict[str, int] = field(default_factory=dict)  # filled while pieces are made
 
     def identity(self) -> str:
-        """The same for the same output of the same files. A file that was written again counts as another one."""
+        """Return a hash that is the same for the same output of the same files.
+
+        A file that was written again counts as another one."""
         stats = [(str(file.absolute()), file.stat()) for file in (*self.sources, *self.copies.values())]
         made_of = [(name, stat.st_size, stat.st_mtime_ns) for name, stat in stats]
         tensors = [(tensor.name, tensor.dtype, tensor.shape) for tensor in self.tensors]
@@ -55,7 +57,9 @@ class Rewritten(Value):
 
 
 def rewrite(job: Rewrite, output: Path, progress: Progress) -> Rewritten:
-    """Raises RequestError where ``output`` is not for this request, and JobFailed where its disk fails or is full."""
+    """Write the checkpoint.
+
+    Raise RequestError if ``output`` is not for this request, and JobFailed if its disk fails or is full."""
     start = time.perf_counter()
     if output.resolve() == job.folder.resolve():
         raise RequestError(f"--output {output} is the input itself; give another folder")
@@ -73,7 +77,9 @@ def rewrite(job: Rewrite, output: Path, progress: Progress) -> Rewritten:
 
 
 def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTensor]]:
-    """By file name, as transformers' save_pretrained does: in order, and a tensor larger than that has a file of its own."""
+    """Return the tensors of each file, by file name, as transformers' save_pretrained divides them.
+
+    Tensors stay in order. A tensor larger than ``max_bytes`` has a file of its own."""
     found: list[list[NewTensor]] = []
     shard: list[NewTensor] = []
     size = 0
@@ -97,7 +103,9 @@ def split(tensors: Sequence[NewTensor], max_bytes: int) -> dict[str, list[NewTen
 def _check_kept(
     folder: OutputFolder, shards: Mapping[str, list[NewTensor]], metadata: Mapping[str, str], copies: Sequence[Path]
 ) -> int:
-    """How many shards need not be written again. They were read after they were written; now their headers are looked at."""
+    """Return how many shards need not be written again.
+
+    They were read after they were written, so only their headers and sizes are checked now."""
     need = 0
     for name, tensors in shards.items():
         file, header = folder.path / name, header_of(tensors, metadata)

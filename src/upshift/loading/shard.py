@@ -1,4 +1,4 @@
-"""``upshift shard``: the same tensors in other files."""
+"""``upshift shard``: write the same tensors into other files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from upshift.loading.writing import copy_of
 
 
 def shard(model: str, output: Path, *, max_shard_bytes: int, progress: Progress) -> Rewritten:
-    """In the order in which they are stored. A tied weight is there once or twice, as it was."""
+    """Write the tensors in the order in which they are stored. A tied weight is written once or twice, as it was."""
     if max_shard_bytes < 1:
         raise RequestError(f"--max-shard-size {max_shard_bytes} leaves no room for a tensor; give a size such as 5GB")
     _, folder = find_model_folder(model)

@@ -1,9 +1,9 @@
-"""What one rank of many reads of a checkpoint: its slice of every weight that its plan divides, its stage's layers, and no more.
+"""Select the part of a checkpoint that one rank reads: its slice of every weight that its plan divides, and its stage's layers.
 
-Three ways to divide, in this order: pipeline stages take whole layers; tensor parallelism takes, of each weight, rows or columns
-as the model's own plan says; fully-shard takes rows of what is left (the first dimension, in equal parts, as torch's fully_shard
-does). Where operations make a weight of several stored tensors, each of those is sliced; where they do more than stack and
-concatenate, they are read whole and the weight is sliced.
+Three ways to divide, in this order: pipeline stages take whole layers; tensor parallelism takes, of each weight, rows or
+columns as the model's own plan says; fully-shard takes rows of what is left (the first dimension, in equal parts, as torch's
+fully_shard does). Where operations make a weight of several stored tensors, each of those is sliced. If the operations do more
+than stack and concatenate, the tensors are read whole and the weight is sliced.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Intervals = tuple[Interval, ...]  # of one dimension, put behind each other
 
 @dataclass(frozen=True)
 class Share:
-    """One of several."""
+    """One part of several equal ones."""
 
     number: int = 0
     of: int = 1
@@ -53,7 +53,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Slice:
-    """Of a stored tensor: the intervals of each dimension."""
+    """A part of a stored tensor: the intervals of each dimension."""
 
     stored: StoredTensor
     intervals: tuple[Intervals, ...]
@@ -63,7 +63,7 @@ class Slice:
         return prod(map(_length, self.intervals)) * dtype_of(self.stored).itemsize
 
     def byte_ranges(self) -> Iterator[tuple[int, int]]:
-        """(first byte in the file, number of bytes), each as long as it lies together."""
+        """Yield (first byte in the file, number of bytes) of each contiguous range."""
         shape, item = shape_of(self.stored), dtype_of(self.stored).itemsize
         whole = len(shape)  # from this dimension on, all of it
         while whole and self.intervals[whole - 1] == ((0, shape[whole - 1]),):
@@ -72,7 +72,7 @@ class Slice:
         yield from _ranges(self.stored.offset, shape[:whole], self.intervals[:whole], step)
 
     def read(self) -> Tensor:
-        """Rows stay mapped, what has gaps is copied together."""
+        """Return the slice. Rows stay mapped. A slice with gaps is copied together."""
         tensor = read_tensor(self.stored)
         for dimension, intervals in enumerate(self.intervals):
             parts = [tensor.narrow(dimension, begin, end - begin) for begin, end in intervals]
@@ -82,7 +82,7 @@ class Slice:
 
 @dataclass(frozen=True)
 class Reading:
-    """A weight of this rank. ``after``: what is left to slice once the weight is made; None: its sources are sliced already."""
+    """A weight of this rank. ``after``: slice the weight once it is made; False: its sources are sliced already."""
 
     group: Group
     sources: tuple[tuple[str, Slice], ...]  # pattern, slice
@@ -91,7 +91,9 @@ class Reading:
 
 
 def rank_slices(filling: Filling, rank: Rank) -> list[Reading]:
-    """Raises RequestError where the model's plan has a style that is not known here, or its layers are not one stack."""
+    """Return what a rank reads.
+
+    Raise RequestError if the model's plan has a style that is not known here, or its layers are not one stack."""
     model, plan = filling.model, declared_plan(filling.model)
     unknown = unknown_styles(plan)
     if rank.tensor.of > 1 and (unknown or not plan):
@@ -111,7 +113,7 @@ def rank_slices(filling: Filling, rank: Rank) -> list[Reading]:
 
 
 def read_slices(filling: Filling, readings: Sequence[Reading]) -> Iterator[tuple[str, Tensor]]:
-    """This rank's weights by their names, in the dtypes of the model."""
+    """Yield this rank's weights by their names, in the dtypes of the model."""
     for reading in readings:
         dtype = filling.dtype_of(reading.group.target)
         tensors = {piece.stored.name: piece.read().to(dtype) for _, piece in reading.sources}
@@ -148,14 +150,14 @@ def _intervals(
 
 
 def _chunk(interval: Interval, share: Share) -> Interval:
-    """As torch.chunk: the last ones may be shorter, or empty."""
+    """Return a share of an interval, as torch.chunk divides it: the last ones may be shorter, or empty."""
     begin, end = interval
     size = -(-(end - begin) // share.of)
     return min(begin + share.number * size, end), min(begin + (share.number + 1) * size, end)
 
 
 def _rows(intervals: Intervals, share: Share) -> Intervals:
-    """A chunk of intervals that lie behind each other in memory."""
+    """Return a share of intervals that lie behind each other in memory."""
     first, last = _chunk((0, _length(intervals)), share)
     kept, before = [], 0
     for begin, end in intervals:
@@ -180,7 +182,9 @@ def _reading(filling: Filling, group: Group, intervals: dict[str, tuple[Interval
 def _sliced_sources(
     group: Group, sources: list[tuple[str, StoredTensor]], wanted: tuple[Intervals, ...]
 ) -> tuple[tuple[str, Slice], ...] | None:
-    """Where tensors are stacked, and the stacks put behind each other: the slices that the weight's slice is made of."""
+    """Return the slices of stored tensors that the weight's slice is made of, or None.
+
+    This works if tensors are stacked, and the stacks are concatenated."""
     assert group.converter is not None
     stack, *rest = group.converter.operations
     joined = rest[0].dim if rest and type(rest[0]) is CONCATENATE.get() else None
@@ -229,8 +233,10 @@ def _ranges(offset: int, shape: Sequence[int], intervals: Sequence[Intervals], s
 
 
 def _stages(model: PreTrainedModel, count: int) -> Callable[[str], frozenset[int]]:
-    """The stages that need a weight: layers in equal parts, the first ones take what is left over; what the model lists before
-    its layers is the first stage's, what it lists behind them the last one's, and a weight tied across both, of both."""
+    """Return a function from a weight's name to the stages that need it.
+
+    Layers are divided into equal parts; the first stages take one more of those left over. Weights that the model lists before
+    its layers belong to the first stage, weights behind them to the last one. A weight tied across both belongs to both."""
     if count == 1:
         return lambda name: frozenset({0})
     stacks = find_stacks(model)

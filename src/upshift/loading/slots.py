@@ -1,7 +1,7 @@
-"""Where a piece of the weights is while a module needs it: in a buffer that it is read into, or in the file's own pages.
+"""Hold a piece of the weights while a module needs it: in a buffer that it is read into, or in the file's own pages.
 
-Pages are taken where the system can bring them in ahead: nothing is copied, and what the page cache has already is there at once.
-Buffers are for what cannot be used where it lies (tensors that are not aligned) and, pinned, for what is sent to a GPU.
+Pages are used if the system can bring them in ahead: nothing is copied, and content of the page cache is there at once.
+Buffers hold tensors that cannot be used where they lie (they are not aligned) and, pinned, tensors that are sent to a GPU.
 """
 
 from __future__ import annotations
@@ -35,17 +35,19 @@ class Piece:
 
 
 class Slot(Protocol):
-    """Memory for a piece. It is given back when ``is_free`` was asked: False where somebody keeps a view, to whom it is left."""
+    """Memory for a piece.
+
+    It may be used again after ``is_free`` returned True. False: somebody keeps a view, and keeps the memory."""
 
     capacity: int
 
     def fill(self, piece: Piece) -> None: ...
 
     def use(self) -> Tensor:
-        """Its bytes, for what is computed from now on."""
+        """Return its bytes, for computations that start from now on."""
 
     def used(self) -> None:
-        """What uses it was given to its device."""
+        """Note that the computations that use the bytes were given to their device."""
 
     def is_free(self) -> bool: ...
 
@@ -57,12 +59,12 @@ class Slots(Protocol):
 
 
 def can_be_pages(tensors: Sequence[StoredTensor]) -> bool:
-    """Whether torch can view all of them where they lie."""
+    """Return whether torch can view all of the tensors where they lie."""
     return can_populate() and all(tensor.nbytes and tensor.offset % dtype_of(tensor).itemsize == 0 for tensor in tensors)
 
 
 class PageSlots:
-    """``keep``: let pages be cached after their use, as there is room for all."""
+    """Slots that are pages of files. ``keep``: leave pages in the page cache after their use, as there is room for all."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool) -> None:
         self._mapped, self._files = Mapped(), None if keep else _open(files)
@@ -95,7 +97,7 @@ class _Pages:
         pass
 
     def is_free(self) -> bool:
-        """Who keeps a view has the file's pages all the same."""
+        """Release the pages and return True. A view that somebody keeps still shows the file's pages."""
         if self._content is not None:
             forget(self._content)
             if self._files is not None:
@@ -105,7 +107,7 @@ class _Pages:
 
 
 class BufferSlots:
-    """``pin``: makes memory that a GPU can read by itself."""
+    """Slots that are buffers. ``pin``: makes memory that a GPU can read by itself."""
 
     def __init__(self, files: Sequence[Path], *, keep: bool, pin: Callable[[int], Tensor] | None = None) -> None:
         self._files, self._keep, self._pin = _open(files), keep, pin
@@ -118,7 +120,7 @@ class BufferSlots:
 
 
 class _Buffer:
-    """As long as anybody holds a view of it, its memory is referred to from there; pinned memory is only copied from."""
+    """One buffer. A view of it keeps its memory alive. Pinned memory is only copied from, so no view of it is kept."""
 
     def __init__(self, capacity: int, files: dict[Path, int], *, keep: bool, pin: Callable[[int], Tensor] | None) -> None:
         self.capacity, self._files, self._keep = capacity, files, keep
@@ -159,7 +161,7 @@ def _close(files: dict[Path, int]) -> None:
 
 
 def _runs(piece: Piece) -> Iterator[range]:
-    """Tensors that lie behind each other in the file."""
+    """Yield the ranges of tensors that lie behind each other in the file."""
     first = 0
     for number, tensor in enumerate(piece.tensors):
         last = number + 1 == len(piece.tensors)

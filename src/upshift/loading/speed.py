@@ -1,8 +1,8 @@
-"""What a placement costs: the time of loading, and of a forward pass that gives every sequence one token.
+"""Predict what a placement costs: the time of loading, and of a forward pass that gives every sequence one token.
 
-A pass reads every weight once: from the memory of the device that computes, over the link from the host, and from the disk. The
-three go on at the same time where the buffers hold two of the largest part; where they hold one, a part that is streamed is
-computed while nothing is read. Ignored: that many tokens at once make products slower than memory, and what the page cache keeps.
+A pass reads every weight once: from the memory of the device that computes, over the link from the host, and from the disk.
+The three go on at the same time if the buffers hold two of the largest part. If they hold one, nothing is read while a
+streamed part is computed. Ignored: that many tokens at once make products slower than memory, and what the page cache keeps.
 """
 
 from __future__ import annotations
@@ -10,14 +10,16 @@ from __future__ import annotations
 from upshift.hardware.spec import Host
 from upshift.loading.place import CPU, DISK, Placement
 
-SLOWER = 0.8  # than memory: what is called bound by products
+SLOWER = 0.8  # than memory: below this share, products are the bound
 
 
 def predict(
     placement: Placement, host: Host, *, memory_bytes_per_second: float | None = None, disk_bytes_per_second: float | None = None,
     stored_bytes: int | None = None, products_bytes_per_second: float | None = None,
 ) -> Placement:  # fmt: skip
-    """``memory_bytes_per_second``: the CPU's; a GPU's is the host's. ``stored_bytes``: of the files; None: there are none.
+    """Return the placement with its predicted times.
+
+    ``memory_bytes_per_second``: the CPU's; a GPU's is the host's. ``stored_bytes``: of the files; None: there are none.
     ``products_bytes_per_second``: of weights that the CPU multiplies with one token."""
     slow = products_bytes_per_second is not None and products_bytes_per_second < SLOWER * (memory_bytes_per_second or 0.0)
     if slow:
@@ -36,7 +38,9 @@ def predict(
 
 
 def _load_bytes(placement: Placement, stored_bytes: int | None) -> int | None:
-    """Where the files hold another dtype, what stays on the disk is converted once, too."""
+    """Return the bytes to read before the first pass.
+
+    If the files hold another dtype, weights that stay on the disk are converted once, so they are read, too."""
     total = sum(placement.totals.values())
     if stored_bytes is None or stored_bytes != total:
         return stored_bytes
@@ -46,7 +50,7 @@ def _load_bytes(placement: Placement, stored_bytes: int | None) -> int | None:
 def _pass(
     placement: Placement, host: Host, memory_rate: float | None, disk_rate: float | None
 ) -> tuple[float | None, str | None]:
-    """Seconds, and what they are bound by. None where a rate is not known that it needs."""
+    """Return the seconds of a pass and what bounds them. Return None if a rate that it needs is not known."""
     read = {device: 0 for device in placement.totals}
     for place in placement.modules:
         read[place.device] += place.read

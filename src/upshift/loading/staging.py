@@ -1,4 +1,4 @@
-"""Stored tensors on their way to a GPU, through two buffers of pinned memory: one is filled while the other is sent."""
+"""Send stored tensors to a GPU through two buffers of pinned memory: one is filled while the other is sent."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from upshift.loading.tensors import PIECE_BYTES, OpenFile, dtype_of
 
 
 class Staging:
-    """Of one load; each thread that reads has buffers of its own."""
+    """The buffers of one load. Each thread that reads has buffers of its own."""
 
     def __init__(self) -> None:
         self._own = threading.local()
 
     def read_into(self, stored: StoredTensor, destination: Tensor) -> None:
-        """``destination``: contiguous, on a GPU. It is converted there; what has not arrived yet arrives before any later work
-        of its stream."""
+        """Read a tensor into ``destination``, which is contiguous and on a GPU, and convert it there.
+
+        Copies that are still on their way arrive before any later work of the destination's stream."""
         dtype, flat = dtype_of(stored), destination.detach().view(-1)
         count = PIECE_BYTES // dtype.itemsize
         with torch.cuda.device(destination.device), OpenFile(stored) as file:

@@ -1,4 +1,4 @@
-"""Stored tensors as torch's: mapped without a copy, or read into memory that is there already."""
+"""Map stored tensors as torch tensors without a copy, or read them into memory that exists already."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def dtype_of(stored: StoredTensor) -> torch.dtype:
 
 
 def shape_of(stored: StoredTensor) -> tuple[int, ...]:
-    """In torch's elements; one of its F4 is two numbers in a byte."""
+    """Return the shape in torch's elements. An element of torch's F4 is two numbers in a byte."""
     if stored.dtype != "F4":
         return stored.shape
     if not stored.shape or stored.shape[-1] % 2:
@@ -45,19 +45,21 @@ def shape_of(stored: StoredTensor) -> tuple[int, ...]:
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
-    """Without a copy where it is contiguous."""
+    """Return the tensor's bytes, without a copy if it is contiguous."""
     return memoryview(tensor.contiguous().view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
 
 
 def read_tensor(stored: StoredTensor) -> Tensor:
-    """A private mapping: pages are read when they are touched, belong to the page cache, and are copied when written to."""
+    """Return a private mapping: pages are read when they are touched, belong to the page cache, and are copied on writing."""
     return Stretches([stored]).tensor(stored)
 
 
 class Stretches:
-    """Stored tensors, of which those that lie behind each other share private mappings, each of which lasts as long as any of its
-    tensors is used: Linux maps 65,530 of a process (vm.max_map_count), and a model may have more tensors. A mapping is a small
-    part of what is large, so that who takes weights out one by one does not hold all of the file's pages to the end."""
+    """Stored tensors in private mappings. Tensors that lie behind each other share a mapping.
+
+    A mapping lasts as long as any of its tensors is used. Linux maps 65,530 of a process (vm.max_map_count), and a model may
+    have more tensors. A mapping is a small part of a large checkpoint, so that code that takes weights out one by one does not
+    hold all of the file's pages to the end."""
 
     def __init__(self, tensors: Iterable[StoredTensor]) -> None:
         tensors = list(tensors)
@@ -104,7 +106,7 @@ class Stretches:
 
 
 def read_into(stored: StoredTensor, destination: Tensor) -> None:
-    """Into a tensor of the same shape, on any device, in its dtype. Holds no more than a piece beside it."""
+    """Read into a tensor of the same shape, on any device, in its dtype. Beside the tensor no more than a piece is in memory."""
     dtype, shape = dtype_of(stored), shape_of(stored)
     if tuple(destination.shape) != shape:
         raise RequestError(
@@ -147,12 +149,14 @@ class OpenFile:
         os.close(self._descriptor)
 
     def announce(self, offset: int, nbytes: int) -> None:
-        """What is read next, so that the disk is busy while this is converted."""
+        """Tell the system which bytes are read next, so that the disk is busy while others are converted."""
         if hasattr(os, "posix_fadvise"):  # Linux
             os.posix_fadvise(self._descriptor, offset, nbytes, os.POSIX_FADV_WILLNEED)
 
     def fill(self, content: Tensor, offset: int) -> None:
-        """All of ``content``, bytes in memory, from this byte of the file on. The system may give less than was asked for."""
+        """Fill ``content``, bytes in memory, from this byte of the file on.
+
+        One read of the system may give less than was asked for."""
         view = content.numpy().data
         while view:
             try:

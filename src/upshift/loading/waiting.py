@@ -1,4 +1,4 @@
-"""Which weights wait elsewhere than where they are computed, how they rest there, and which of them are needed together."""
+"""Find the weights that are kept on another device than the one that computes them, how they are kept, and which go together."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Weight:
 
 
 def weights_on_disk(model: nn.Module, placement: Placement, stored: Mapping[str, StoredTensor]) -> dict[int, Weight]:
-    """By the parameter's id, tied ones once. Each becomes its mapping."""
+    """Return the weights on the disk by the parameter's id, tied ones once. Each parameter becomes its mapping."""
     lookups = {id(weight) for module in model.modules() if is_looked_up(module) for weight in module.parameters(recurse=False)}
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -62,8 +62,10 @@ def _at_rest(model: nn.Module, names: Sequence[str], parameter: nn.Parameter, re
 def units_of(
     model: nn.Module, placement: Placement, on_disk: Mapping[int, Weight], lanes: Lanes | None, *, apart: Set[int]
 ) -> tuple[list[list[Weight]], list[tuple[nn.Module, int]]]:
-    """What is read together, and for which modules: one unit for a module of the placement and those that are tied to it.
-    With ``lanes`` to a GPU, weights on the host are units, too. ``apart``: parameters that are read in another way."""
+    """Return the units of weights that are read together, and the unit of each module.
+
+    One unit serves a module of the placement and the modules that are tied to it. With ``lanes`` to a GPU, weights on the host
+    are units, too. ``apart``: parameters that are read in another way."""
     units: list[list[Weight]] = []
     hooked: list[tuple[nn.Module, int]] = []
     of: dict[int, int] = {}  # unit by parameter
@@ -91,7 +93,7 @@ def units_of(
 
 
 def _held(parameters: Sequence[nn.Parameter], lanes: Lanes, number: int) -> list[Weight]:
-    """Moved into pinned memory, packed as the pieces are that are sent."""
+    """Move parameters into pinned memory, packed as the pieces that are sent."""
     starts, end = [], 0
     for parameter in parameters:
         starts.append(end)

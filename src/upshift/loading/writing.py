@@ -1,7 +1,7 @@
-"""A safetensors file written piece by piece: its header comes first and is known before, so no tensor is held whole.
+"""Write a safetensors file piece by piece. Its header is known before and comes first, so no tensor is held whole.
 
-To the byte as the safetensors library writes the same tensors, which it must hold all at once: by dtype, the widest first, then
-by name.
+The file equals, to the byte, what the safetensors library writes, which must hold all tensors at once. The order is by dtype,
+the widest first, then by name.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class NewTensor:
     name: str
     dtype: str  # a key of BITS
     shape: tuple[int, ...]
-    pieces: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece is done with before the next one is asked for
+    pieces: Callable[[], Iterable[memoryview]]  # its bytes in order; a piece may be overwritten when the next one is made
 
     @property
     def nbytes(self) -> int:
@@ -43,7 +43,7 @@ def copy_of(stored: StoredTensor) -> NewTensor:
 
 
 def stored_pieces(stored: StoredTensor) -> Iterator[memoryview]:
-    """Its bytes, all in the same buffer. Raises JobFailed where the file cannot be read, or has become shorter."""
+    """Yield a tensor's bytes, all in the same buffer. Raise JobFailed if the file cannot be read, or has become shorter."""
     left = stored.nbytes
     buffer = memoryview(bytearray(min(PIECE_BYTES, left)))
     try:
@@ -68,7 +68,7 @@ def _fill(file: FileIO, piece: memoryview) -> None:
 
 
 def header_of(tensors: Sequence[NewTensor], metadata: Mapping[str, str]) -> bytes:
-    """Of a file with the tensors in this order, with the length before it."""
+    """Return the header of a file with the tensors in this order, with the length before it."""
     entries: dict[str, object] = {METADATA: dict(sorted(metadata.items()))} if metadata else {}
     end = 0
     for tensor in tensors:
@@ -84,7 +84,7 @@ def in_order(tensors: Iterable[NewTensor]) -> list[NewTensor]:
 
 
 def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, str], told: Told) -> dict[str, str]:
-    """The SHA-256 of each tensor's bytes, by its name. The file is on the disk when this returns, not in memory only."""
+    """Return the SHA-256 of each tensor's bytes, by its name. The file is on the disk when this returns, not in memory only."""
     hashes = {}
     with path.open("wb", buffering=0) as file:
         write_all(file.fileno(), memoryview(header_of(tensors, metadata)))
@@ -103,14 +103,13 @@ def write_file(path: Path, tensors: Sequence[NewTensor], metadata: Mapping[str, 
 
 
 def _let_go(descriptor: int) -> None:
-    """The system begins to write what it holds of the file, rather than at the end, and forgets what is written: reading the file
-    again asks the disk."""
+    """Make the system write what it holds of the file now, rather than at the end, and forget it: reading again asks the disk."""
     with suppress(AttributeError, OSError):  # not every system, and not every file system, can
         os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def check_file(path: Path, hashes: Mapping[str, str], told: Told) -> None:
-    """Reads all of it again. Raises JobFailed where a tensor is not what was written."""
+    """Read the whole file again. Raise JobFailed if a tensor is not what was written."""
     stored = {tensor.name: tensor for tensor in read_header(path).tensors}
     if stored.keys() != hashes.keys():
         raise JobFailed(f"{path} was read again and its header is not the one that was written; check the disk and the memory")

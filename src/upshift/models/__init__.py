@@ -1,1 +1,1 @@
-"""What planning knows of a model: its source on disk, its traced profile, its chunked loss head."""
+"""Describe a model for planning: its source on disk, its traced profile, its chunked loss head."""

@@ -1,4 +1,4 @@
-"""A peft adapter around a transformers model, and the parameters that are not trained: put on, and looked through."""
+"""Put a peft adapter around a transformers model, find the model inside it, and freeze parameters that are not trained."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from upshift.models.source import ModelSource
 
 
 def complete_model(model: PreTrainedModel, source: ModelSource) -> nn.Module:
-    """``model`` with the source's adapter around it (random weights) and its frozen parameters frozen, in training mode.
+    """Return ``model`` with the source's adapter around it (random weights) and its frozen parameters frozen, in training mode.
 
-    Below an adapter, weights are quantized where the config says so. Raises MissingExtra where the source has an adapter and
-    peft is not installed.
+    Below an adapter, weights are quantized where the config says so. Raise MissingExtra if the source has an adapter and peft
+    is not installed.
     """
     if source.quantized_from is not None:
         if not getattr(model, "is_quantized", False):
@@ -50,14 +50,14 @@ def _attach(model: PreTrainedModel, adapter: dict[str, Any], name: str) -> nn.Mo
 
 
 def name_base(model: Any, source: ModelSource) -> None:
-    """What the adapter's config will name: a hub id, or the directory from wherever it is read."""
+    """Set the model that the adapter's config will name: a hub id, or the directory as an absolute path."""
     name = source.base_reference
     for config in model.peft_config.values():
         config.base_model_name_or_path = str(Path(name).resolve()) if Path(name).exists() else name
 
 
 def base_of(model: nn.Module) -> PreTrainedModel:
-    """The transformers model inside a peft model; any other model itself."""
+    """Return the transformers model inside a peft model, or any other model itself."""
     return model.get_base_model() if hasattr(model, "get_base_model") else model  # type: ignore[operator,return-value]
 
 
@@ -69,7 +69,7 @@ def freeze(model: nn.Module, frozen: tuple[str, ...]) -> None:
 
 
 def frozen_paths(model: nn.Module) -> tuple[str, ...]:
-    """The fewest module and parameter paths that hold all parameters without gradient, and none with one."""
+    """Return the fewest module and parameter paths that hold all parameters without gradient, and none with one."""
     trained: set[str] = set()
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -83,6 +83,6 @@ def frozen_paths(model: nn.Module) -> tuple[str, ...]:
 
 
 def _path_and_parents(name: str) -> list[str]:
-    """Of ``a.b.c``: ``a``, ``a.b``, ``a.b.c``."""
+    """Return ``a``, ``a.b``, ``a.b.c`` for ``a.b.c``."""
     parts = name.split(".")
     return [".".join(parts[: end + 1]) for end in range(len(parts))]

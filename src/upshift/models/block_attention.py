@@ -1,12 +1,12 @@
-"""Attention for CPUs as plain matrix products over blocks of queries, for any causal or explicit mask.
+"""Compute attention on CPUs as plain matrix products over blocks of queries, for any causal or explicit mask.
 
 PyTorch's fused kernel for CPUs reaches a third of the matrix rate (docs/log.md). Here each block of queries is multiplied
 with the range of keys that it may see, and nothing is computed outside that range: half the work of a causal mask, far
 less where many sequences share a row. Without an explicit mask the probabilities are kept for the backward pass in the
-inputs' precision, as transformers' ``eager`` does; with one they are computed again. What dropout leaves out is drawn again
-from a seed, which is itself drawn from torch's generator: a step that is done again leaves out the same.
+inputs' precision, as transformers' ``eager`` does; with one they are computed again. Dropout draws the probabilities that it
+drops again from a seed, which is itself drawn from torch's generator: a step that is done again drops the same ones.
 
-An operator of its own, so that torch.compile calls it as it is.
+The attention is a registered operator, so that torch.compile calls it as it is.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NAME = "block"
 
 
 def set_attention(model: PreTrainedModel, name: str) -> None:
-    """``model.set_attn_implementation``, after ``block`` was made known to transformers beside ``sdpa`` and ``eager``."""
+    """Call ``model.set_attn_implementation``, after making ``block`` known to transformers beside ``sdpa`` and ``eager``."""
     if name == NAME:
         AttentionInterface.register(NAME, block_attention_forward)
         AttentionMaskInterface.register(NAME, sdpa_mask)
@@ -47,9 +47,9 @@ def block_attention_forward(
     is_causal: bool | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [B, H, S, D], key and value [B, K, S, D] with K dividing H -> [B, S, H, D].
+    """Return the attention: query [B, H, S, D], key and value [B, K, S, D] with K dividing H -> [B, S, H, D].
 
-    What it does not compute (position bias, a cache's longer keys, other devices) goes to ``sdpa``.
+    Cases that it does not compute (position bias, a cache's longer keys, other devices) go to ``sdpa``.
     """
     is_causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
     simple = kwargs.get("position_bias") is None and kwargs.get("softcap") is None
@@ -85,7 +85,7 @@ def forward_in_blocks(
     keep: bool,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """([B, S, H, D] attention, flat probabilities of all blocks or an empty tensor)."""
+    """Return ([B, S, H, D] attention, flat probabilities of all blocks or an empty tensor)."""
     left = LeftOut(seed, dropout)
     query, value = query.contiguous(), value.contiguous()
     columns = key.transpose(2, 3).contiguous()  # a slice of it needs no copy in a product, one of ``key`` does
@@ -115,7 +115,7 @@ def backward_in_blocks(
     scale: float,
     dropout: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of query, key and value; those of key and value are summed over blocks in fp32."""
+    """Return the gradients of query, key and value. Those of key and value are summed over blocks in fp32."""
     left = LeftOut(seed, dropout)
     query, key = query.contiguous(), key.contiguous()
     columns, value_columns = key.transpose(2, 3).contiguous(), value.transpose(2, 3).contiguous()
@@ -145,9 +145,11 @@ def backward_in_blocks(
 
 
 class LeftOut:
-    """Dropout of probabilities: which go, block by block in their order, drawn from a seed. Without one, all stay.
+    """Dropout of probabilities: the dropped ones are drawn from a seed, block by block in their order. Without a seed none is
+    dropped.
 
-    Sixteen random bits a probability. NumPy draws them in a tenth of the time of torch's bernoulli on a CPU (docs/log.md).
+    It uses sixteen random bits a probability. NumPy draws them in a tenth of the time of torch's bernoulli on a CPU
+    (docs/log.md).
     """
 
     def __init__(self, seed: torch.Tensor | None, dropout: float) -> None:
@@ -170,14 +172,16 @@ class LeftOut:
         return self.only(probabilities, self.draw(probabilities))
 
     def scaled(self, values: torch.Tensor) -> torch.Tensor:
-        """By what is left, so that their mean stays."""
+        """Divide values by the share that is kept, so that their mean stays."""
         return values / (1.0 - self.threshold / 2**16) if self.threshold else values
 
 
 def _probabilities(
     queries: torch.Tensor, columns: torch.Tensor, mask: torch.Tensor | None, causal: bool, block: Block, kept: torch.Tensor
 ) -> torch.Tensor:
-    """Of one block, [rows x K, H / K x queries, keys]; at the start of ``kept`` where that has room. Queries are scaled."""
+    """Return the probabilities of one block, [rows x K, H / K x queries, keys]. Queries are scaled already.
+
+    They are written to the start of ``kept`` if that has room."""
     scores = torch.bmm(queries, columns)
     _hide(scores, mask, causal, block)
     if not kept.numel():
@@ -187,7 +191,7 @@ def _probabilities(
 
 
 def num_probabilities(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> int:
-    """How many are kept: none under an explicit mask, for how many there would be is known only when it runs."""
+    """Return how many probabilities are kept. None are kept under an explicit mask: their number is known only when it runs."""
     batch, heads, length, _ = query.shape
     if mask is not None:
         return 0
@@ -202,7 +206,7 @@ def _borders(length: int) -> list[tuple[int, int]]:
 
 
 def _blocks(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> Iterator[Block]:
-    """All rows of the batch at once; with an explicit mask row by row, for each row sees keys of its own."""
+    """Yield blocks of all rows of the batch at once. With an explicit mask go row by row, for each row sees keys of its own."""
     batch, _, length, _ = query.shape
     for rows in [slice(0, batch)] if mask is None else [slice(row, row + 1) for row in range(batch)]:
         for start, stop in _borders(length):
@@ -214,7 +218,7 @@ def _blocks(query: torch.Tensor, mask: torch.Tensor | None, causal: bool) -> Ite
 
 
 def _visible(mask: torch.Tensor, rows: slice, queries: slice) -> slice:
-    """The range of keys that any of these queries sees; one key where they see none."""
+    """Return the range of keys that any of these queries sees, or one key if they see none."""
     part = mask[rows if mask.shape[0] > 1 else slice(None), :, queries]
     seen = part if part.dtype == torch.bool else part > torch.finfo(part.dtype).min / 2
     positions = seen.view(torch.uint8).flatten(0, 2).amax(dim=0).nonzero()  # ten times as fast as any()
@@ -241,18 +245,18 @@ def _size(part: slice) -> tuple[int]:
 
 
 def _grouped(tensor: torch.Tensor, key: torch.Tensor, block: Block) -> torch.Tensor:
-    """[rows x K, H / K x queries, D]: the query heads that share a key head are rows of one product."""
+    """Return [rows x K, H / K x queries, D]: the query heads that share a key head are rows of one product."""
     part = tensor[block.rows, :, block.queries]
     return part.reshape(part.shape[0] * key.shape[1], -1, part.shape[-1])
 
 
 def _flat(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """[rows x K, keys, D], a view: ``tensor`` is contiguous, so rows and heads are one dimension."""
+    """Return [rows x K, keys, D], a view: ``tensor`` is contiguous, so rows and heads are one dimension."""
     return tensor[block.rows].flatten(0, 1)[:, block.keys]
 
 
 def _columns(tensor: torch.Tensor, block: Block) -> torch.Tensor:
-    """[rows x K, D, keys], a view of [B, K, D, S]."""
+    """Return [rows x K, D, keys], a view of [B, K, D, S]."""
     return tensor[block.rows].flatten(0, 1)[:, :, block.keys]
 
 

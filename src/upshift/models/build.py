@@ -1,4 +1,4 @@
-"""Decides what a model is from its config, builds it unmodified, and cuts its stacks of layers down to the few that differ."""
+"""Find a model's class and objective from its config, build it unmodified, and cut its stacks to the few layers that differ."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ OBJECTIVES: tuple[tuple[Objective, str], ...] = (
 
 @dataclass(frozen=True)
 class Architecture:
-    """What a model is. ``objective``: what its loss trains; None where Upshift trains no model of this class."""
+    """A model's class and objective. ``objective``: what its loss trains; None if Upshift trains no model of this class."""
 
     model_class: type[PreTrainedModel]
     objective: Objective | None
 
 
 def read_config(source: ModelSource) -> PretrainedConfig:
-    """Return the typed config, read from its JSON by transformers' own AutoConfig. Raises RequestError for an architecture that
-    this transformers does not know, and for values that its config class refuses."""
+    """Return the typed config, read from its JSON by transformers' own AutoConfig.
+
+    Raise RequestError for an architecture that this transformers does not know, and for values that its config class refuses."""
     model_type = source.config["model_type"]
     _check_model_type(source)
     with tempfile.TemporaryDirectory(prefix="upshift-config-") as folder:
@@ -79,11 +80,11 @@ def _check_model_type(source: ModelSource) -> None:
 
 
 def find_architecture(config: PretrainedConfig, reference: str) -> Architecture:
-    """Return what a model is: the class that its config names. Every command asks this function, and no other.
+    """Return the class that a model's config names, and its objective. Every command asks this function, and no other.
 
-    A config without ``architectures`` is taken for the first class of OBJECTIVES that transformers has for its model_type, else
-    for the class without a head; the log says so once. Raises RequestError for a class that transformers does not have, or that
-    is not of the config's model_type."""
+    A config without ``architectures`` is taken for the first class of OBJECTIVES that transformers has for its model_type,
+    else for the class without a head. The log says so once. Raise RequestError for a class that transformers does not have, or
+    that is not of the config's model_type."""
     names = tuple(config.architectures or ()) or _classes_beside_weights(config)
     if names:
         model_class = _class_named(names[0], config, reference)
@@ -102,7 +103,7 @@ def find_architecture(config: PretrainedConfig, reference: str) -> Architecture:
 
 
 def choose_class(config: PretrainedConfig, reference: str) -> tuple[type[PreTrainedModel], Objective]:
-    """Return the model's class and what it trains on. Raises RequestError where the class has no loss that Upshift trains."""
+    """Return the model's class and what it trains on. Raise RequestError if the class has no loss that Upshift trains."""
     found = find_architecture(config, reference)
     if found.objective is not None:
         return found.model_class, found.objective
@@ -170,7 +171,7 @@ def _replacement(config: PretrainedConfig) -> str:
 
 
 def _goes_with(model_class: type[PreTrainedModel], config: PretrainedConfig) -> bool:
-    """Whether a class is made for this config, and not for a part of it."""
+    """Return whether a class is made for this config, and not for a part of it."""
     made_for = getattr(model_class, "config_class", None)
     if made_for is None:
         return True
@@ -231,7 +232,7 @@ def _say_once(text: str) -> None:
 
 @contextmanager
 def building(what: str) -> Iterator[None]:
-    """Raises RequestError for a config of which its class makes no model."""
+    """Raise RequestError if an error in the context shows that a class makes no model of its config."""
     try:
         yield
     except RequestError:
@@ -242,7 +243,7 @@ def building(what: str) -> Iterator[None]:
 
 
 def build_model(config: PretrainedConfig, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> PreTrainedModel:
-    """Random weights in ``dtype``, training mode. Under FakeTensorMode no memory is used."""
+    """Return a model with random weights in ``dtype``, in training mode. Under FakeTensorMode no memory is used."""
     model: PreTrainedModel = FROM_CONFIG.of(model_class)(config, dtype=dtype)
     model.train()
     return model
@@ -260,8 +261,9 @@ def check_depth(config: PretrainedConfig, reference: str) -> None:
 
 
 def forget_cache(model: nn.Module) -> list[PretrainedConfig]:
-    """Tell every config of the model to keep no keys and values, and return those that did. A class may read it there alone, and
-    with a cache transformers looks for no texts that share a row."""
+    """Tell every config of the model to keep no keys and values, and return the configs that did.
+
+    A class may read this setting from its config alone. With a cache, transformers looks for no texts that share a row."""
     configs = {id(config): config for module in model.modules() if (config := getattr(module, "config", None)) is not None}
     caching = [config for config in configs.values() if getattr(config, "use_cache", False)]
     for config in caching:
@@ -271,7 +273,7 @@ def forget_cache(model: nn.Module) -> list[PretrainedConfig]:
 
 @dataclass(frozen=True)
 class LayerStack:
-    """A ModuleList of the model: where it stands, which original layers were kept, and which kept one stands for each."""
+    """A ModuleList of the model: its path, the original layers that were kept, and which kept layer stands for each."""
 
     path: str
     kept: tuple[int, ...]
@@ -282,8 +284,8 @@ class LayerStack:
 def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
     """Return the outermost ModuleLists of layers that hold parameters, in the order the model lists them.
 
-    A list of one is a stack where transformers declares what is in it a layer, or where it says that it ``is_stack``, as a part
-    of one."""
+    A list of one is a stack if transformers declares its module a layer, or if the list says that it ``is_stack``, as a part
+    of one does."""
     found: list[tuple[str, nn.ModuleList]] = []
     for path, module in model.named_modules():
         inside = any(path.startswith(outer + ".") for outer, _ in found)
@@ -296,13 +298,13 @@ def find_stacks(model: nn.Module) -> list[tuple[str, nn.ModuleList]]:
 
 
 def _is_declared(model: nn.Module, layers: nn.ModuleList) -> bool:
-    """Whether a list holds what transformers can recompute or must not split: a layer."""
+    """Return whether a list holds a module that transformers can recompute or must not split: a layer."""
     names = WHOLE_MODULES.read(model) or ()
     return any(isinstance(layer, GradientCheckpointingLayer) or type(layer).__name__ in names for layer in layers)
 
 
 def _is_layer(module: nn.Module) -> bool:
-    """Whether a module computes and holds parameters; a list only holds modules."""
+    """Return whether a module computes and holds parameters. A list only holds modules."""
     if isinstance(module, nn.ModuleList):
         return False
     return any(True for _ in module.children()) and any(True for _ in module.parameters())
@@ -330,7 +332,9 @@ def cut_stacks(model: nn.Module) -> list[LayerStack]:
 
 
 def _kinds(layers: nn.ModuleList) -> list[str]:
-    """Below the first layer that trains there is no backward pass, and that one has no gradient to hand on."""
+    """Return each layer's kind and its place relative to the first layer that trains.
+
+    Below that layer there is no backward pass, and that layer has no gradient to hand on."""
     trains = [_num_trainable(layer) > 0 for layer in layers]
     first = trains.index(True) if any(trains) else len(trains)
     places = ["below" if number < first else "first" if number == first else "above" for number in range(len(layers))]
@@ -342,7 +346,8 @@ def _num_trainable(layer: nn.Module) -> int:
 
 
 def layer_kind(layer: nn.Module) -> str:
-    """Two layers with the same kind do the same work: same modules, shapes and plain attributes (but for their number)."""
+    """Return a text that is equal for layers that do the same work: same modules, shapes and plain attributes but for their
+    number."""
     plain = (bool, int, float, str, type(None))
     described = []
     for name, module in layer.named_modules():
@@ -374,7 +379,7 @@ def _keep_layers(model: nn.Module, path: str, layers: nn.ModuleList, kept: tuple
 
 
 def sample_inputs(model: PreTrainedModel, objective: Objective, *, batch: int, sequence: int, masked: bool) -> dict[str, Any]:
-    """Inputs with labels for one training step, of the shapes and dtypes a real batch has."""
+    """Return inputs with labels for one training step, with the shapes and dtypes of a real batch."""
     config = model.config
     if objective == "image-classification":
         seen = getattr(config, "vision_config", config)  # of a model that has a part for text, too
@@ -395,7 +400,7 @@ def sample_inputs(model: PreTrainedModel, objective: Objective, *, batch: int, s
 
 
 def _class_labels(config: PretrainedConfig, batch: int) -> torch.Tensor:
-    """One class for each row, or what the config's problem_type (None: the number of labels) asks for."""
+    """Return one class for each row, or the labels that the config's problem_type needs (None: by the number of labels)."""
     num_labels, problem = config.num_labels, config.problem_type
     assert num_labels is not None, "a classifier without labels is not built"
     if problem == "multi_label_classification" or (problem == "regression" and num_labels > 1):

@@ -1,9 +1,9 @@
-"""A model's own forward pass with head and loss in chunks of tokens, so that the logits of a whole batch never stand in memory.
+"""Run a model's own forward pass with head and loss in chunks of tokens, so that the logits of a whole batch are never in memory.
 
 The unmodified model runs: only its output embedding returns, in place of logits, ``DeferredLogits``, which remember what the
 model does to them (scaling, soft-capping, bias, shifting, flattening) and become a loss when they reach
-``torch.nn.functional.cross_entropy``. So labels, shifts and divisors are the model's, and what is between head and loss
-is found by running it. Anything that deferred logits cannot do is refused in words.
+``torch.nn.functional.cross_entropy``. So labels, shifts and divisors are the model's, and the operations between head and loss
+are found by running them. An operation that deferred logits cannot do is refused in words.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ Number = float  # DeferredLogits has a method of the name float
 
 
 class ChunkedHeadError(RuntimeError):
-    """The model does something between its head and its loss that cannot be computed in chunks."""
+    """An error for a model that does something between its head and its loss that cannot be computed in chunks."""
 
 
 @dataclass
 class Uses:
-    """How often the head ran while a context was open, and how many of its results became losses."""
+    """Counts of how often the head ran while a context was open, and how many of its results became losses."""
 
     heads: int = 0
     losses: int = 0
@@ -36,7 +36,7 @@ class Uses:
 
 @dataclass(frozen=True, eq=False)
 class DeferredLogits:
-    """Logits [..., V] that are not computed: hidden [..., H], weight [V, H], bias [V] or None, and what is done to them."""
+    """Logits [..., V] that are not computed: hidden [..., H], weight [V, H], bias [V] or None, and the operations on them."""
 
     hidden: torch.Tensor
     weight: torch.Tensor
@@ -71,18 +71,20 @@ class DeferredLogits:
         return self
 
     def float(self) -> DeferredLogits:
-        """The loss is computed in fp32 in any case."""
+        """Return self: the loss is computed in fp32 in any case."""
         return self
 
     def to(self, *target: Any, **options: Any) -> DeferredLogits:
-        """To another dtype, as ``float``; logits stay on the device of the hidden states."""
+        """Change nothing for another dtype, as ``float``.
+
+        Raise ChunkedHeadError for another device than that of the hidden states."""
         devices = [torch.device(place) for place in (*target, options.get("device")) if isinstance(place, str | torch.device)]
         if any(device.type != self.device.type for device in devices):
             raise ChunkedHeadError(f"the model moves its logits to {devices[0]}")
         return self
 
     def reshape(self, *shape: Any) -> DeferredLogits:
-        """Any that leaves the vocabulary the last dimension."""
+        """Reshape the tokens. Raise ChunkedHeadError if the vocabulary is not the last dimension afterwards."""
         *leading, last = shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape
         if last != len(self.weight):
             raise ChunkedHeadError(f"the model reshapes logits over {len(self.weight)} words to rows of {last}")
@@ -91,7 +93,7 @@ class DeferredLogits:
     view = reshape
 
     def __getitem__(self, key: Any) -> DeferredLogits:
-        """Tokens may be chosen, words may not."""
+        """Choose tokens. Raise ChunkedHeadError for a choice of words."""
         keys = key if isinstance(key, tuple) else (key,)
         whole = keys[-1] == slice(None) if Ellipsis in keys or len(keys) >= self.ndim else True
         if not whole or not all(isinstance(part, slice | type(Ellipsis)) for part in keys):
@@ -114,7 +116,7 @@ class DeferredLogits:
         return self * (1.0 / divisor)
 
     def __add__(self, words: Any) -> DeferredLogits:
-        """A number for each word, as a bias."""
+        """Add a number for each word, as a bias."""
         if not isinstance(words, torch.Tensor) or words.numel() != len(self.weight) or words.shape[-1] != len(self.weight):
             raise ChunkedHeadError("the model adds other than one number a word to its logits")
         if self.head.cap is not None:
@@ -139,7 +141,7 @@ class DeferredLogits:
         reduction: str = "mean",
         label_smoothing: Number = 0.0,
     ) -> torch.Tensor:
-        """``torch.nn.functional.cross_entropy`` of these logits [N, V] and labels [N]; label smoothing and z-loss as asked."""
+        """Return ``torch.nn.functional.cross_entropy`` of these logits [N, V] and labels [N], with label smoothing and z-loss."""
         if weight is not None or size_average is not None or reduce is not None or reduction not in ("mean", "sum"):
             raise ChunkedHeadError("the model weighs its classes, or wants one loss a token")
         if self.ndim != 2 or target.ndim != 1:
@@ -160,7 +162,7 @@ class DeferredLogits:
 
     @classmethod
     def __torch_function__(cls, function: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """What torch calls for a function of its own that meets deferred logits."""
+        """Handle a function of torch that is called with deferred logits."""
         own: dict[Any, Callable[..., Any]] = {
             nn.functional.cross_entropy: cls.cross_entropy, torch.tanh: cls.tanh,
             torch.Tensor.add: _swapped(cls.__add__), torch.Tensor.mul: _swapped(cls.__mul__),
@@ -171,7 +173,7 @@ class DeferredLogits:
 
 
 def _own_words(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor | None, OwnWords | None]:
-    """This rank's, where ranks share the vocabulary: a rank then has as many of the rows as any other."""
+    """Return this rank's part where ranks share the vocabulary. Every rank has the same number of rows."""
     if not isinstance(weight, DTensor):
         return weight, bias, None
     own, mesh = weight.to_local(), weight.device_mesh
@@ -184,7 +186,7 @@ def _own_words(weight: torch.Tensor, bias: torch.Tensor | None) -> tuple[torch.T
 
 
 def _swapped(method: Callable[[Any, Any], Any]) -> Callable[[Any, Any], Any]:
-    """For ``tensor + logits``, which torch passes in this order."""
+    """Return a method for ``tensor + logits``, which torch passes in this order."""
     return lambda tensor, logits: method(logits, tensor)
 
 
@@ -193,7 +195,7 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
     """Run ``model`` with its loss in chunks of ``chunk_tokens`` labelled tokens while the context is open.
 
     label_smoothing: as ``transformers.TrainingArguments.label_smoothing_factor``. z_loss: this times the mean over labels of
-    logsumexp(logits) ** 2 is added. Raises ChunkedHeadError, when the model runs, where ``why_not_chunked`` has a reason.
+    logsumexp(logits) ** 2 is added. Raise ChunkedHeadError, when the model runs, if ``why_not_chunked`` has a reason.
     """
     head = model.get_output_embeddings()  # type: ignore[operator]
     options, uses = HeadLoss(chunk_tokens=chunk_tokens, label_smoothing=label_smoothing, z_loss=z_loss), Uses()
@@ -210,7 +212,7 @@ def chunked_head(model: nn.Module, *, chunk_tokens: int, label_smoothing: float 
 
 
 def why_not_chunked(model: nn.Module, inputs: dict[str, torch.Tensor]) -> str | None:
-    """None where the loss may be computed in chunks, else the reason. Runs one forward pass (fake tensors will do)."""
+    """Return None if the loss may be computed in chunks, else the reason. Run one forward pass (fake tensors will do)."""
     head = getattr(model, "get_output_embeddings", lambda: None)()
     if type(head) is not nn.Linear:
         kind = "no output embedding" if head is None else f"{type(head).__module__}.{type(head).__name__} as output embedding"

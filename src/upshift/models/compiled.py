@@ -1,4 +1,4 @@
-"""What a compiled layer keeps for its backward pass: torch.compile's own partition of the layer, made without compiling it.
+"""Find what a compiled layer keeps for its backward pass, by torch.compile's own partition of the layer, without compiling it.
 
 torch.compile cuts a layer's forward and backward where the fewest bytes cross (Inductor's partition_fn), on the graph of both.
 The same is done here on fake tensors, once, with sizes by which every kept tensor's dependence on the batch and the length can
@@ -31,14 +31,16 @@ Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 def load_partition() -> None:
-    """What every copy of this process would else load for itself."""
+    """Load the passes once that every forked copy of this process would otherwise load for itself."""
 
     LOAD_PASSES.get()()
 
 
 def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocast: bool) -> Polynomial:
-    """Bytes that stay between the passes of ``layer``, its results included, when it is called so on fake tensors of a prime
-    batch and length. Raises NotPolynomial, and what torch raises where it cannot trace both passes as one graph."""
+    """Return the bytes that stay between the passes of ``layer``, its results included.
+
+    The call is on fake tensors of a prime batch and length. Raise NotPolynomial, or torch's own error if it cannot trace both
+    passes as one graph."""
 
     parameters = dict(layer.named_parameters())
     leaves, form = TREE.get().tree_flatten(call)
@@ -66,7 +68,8 @@ def kept_when_compiled(layer: nn.Module, call: Call, sizes: OfPrimes, *, autocas
 
 
 def call_kind(call: Call) -> str:
-    """The same for calls with tensors of the same shapes, types and need of gradients, and else equal arguments."""
+    """Return a text that is equal for calls with tensors of the same shapes, types and need of gradients, and else equal
+    arguments."""
     leaves, form = TREE.get().tree_flatten(call)
     described = [
         (tuple(leaf.shape), leaf.dtype, leaf.requires_grad) if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves
@@ -75,7 +78,8 @@ def call_kind(call: Call) -> str:
 
 
 def _kept_bytes(forward: GraphModule) -> list[int]:
-    """Of every storage that the forward pass hands out: its results and what the backward pass needs, inputs left out."""
+    """Return the bytes of every storage that the forward pass hands out: its results and tensors for the backward pass, without
+    inputs."""
     nodes = list(forward.graph.nodes)
     given = {STORAGE.of(node.meta["val"].untyped_storage()) for node in nodes if node.op == "placeholder"}
     kept: dict[int, int] = {}

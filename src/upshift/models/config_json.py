@@ -1,7 +1,7 @@
-"""How the JSON files of a model are read and written: as transformers reads and writes them, and without transformers.
+"""Read and write the JSON files of a model as transformers reads and writes them, without transformers.
 
-JSON has no number for infinity. transformers writes ``{"__float__": "Infinity"}`` in its place and turns it back when it reads a
-config. Every config that Upshift reads or writes goes through these functions.
+JSON has no number for infinity. transformers writes ``{"__float__": "Infinity"}`` in its place and turns it back when it reads
+a config. Every config that Upshift reads or writes goes through these functions.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FLOATS = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
 
 
 def read_json(path: Path) -> Any:
-    """Return the document in a file of a model. Raises RequestError for a file that is no JSON."""
+    """Return the document in a file of a model. Raise RequestError for a file that is no JSON."""
     try:
         return decode_floats(json.loads(path.read_text(encoding="utf-8")))
     except OSError as error:

@@ -1,7 +1,7 @@
-"""How many of a mixture's experts a token meets, counted: products that run inside the experts when the model is traced.
+"""Count how many of a mixture's experts a token meets, by the products that run inside the experts when the model is traced.
 
-Configs have no common name for it (num_experts_per_tok, top_k_experts, moe_topk ...), and routers differ. What runs is the same
-in all: of weights that are stacked by expert, each token is multiplied with some.
+Configs have no common name for this number (num_experts_per_tok, top_k_experts, moe_topk ...), and routers differ. The
+products are the same in all models: each token is multiplied with some of the weights that are stacked by expert.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from upshift.models.profile import Experts
 from upshift.models.tracker import LiveTracker
 
 REST = "beside"
-CLOSE = 1e-6  # of a count that is whole
+CLOSE = 1e-6  # how close to a whole number a count must be, as a share of the experts
 
 
 def count_experts(whole: PreTrainedModel, cut: PreTrainedModel, inputs: Callable[[], dict[str, Any]]) -> Experts | None:
-    """Return the experts of ``whole``, of which ``cut`` has a layer of each kind and runs on ``inputs``; None where there are
-    none."""
+    """Return the experts of ``whole``, or None if there are none. ``cut`` has a layer of each kind and runs on ``inputs``."""
     met = experts_met(cut, inputs)
     if not met:
         return None
@@ -37,8 +36,9 @@ def count_experts(whole: PreTrainedModel, cut: PreTrainedModel, inputs: Callable
 
 
 def experts_met(model: PreTrainedModel, inputs: Callable[[], dict[str, Any]]) -> dict[str, int]:
-    """Return, by the path of each module of experts, how many of them a token meets. ``model`` and ``inputs``: on one device,
-    without numbers. Whatever the model raises there is raised."""
+    """Return, by the path of each module of experts, how many of them a token meets. Errors of the model are not caught.
+
+    ``model`` and ``inputs``: on one device, without numbers."""
     candidates = {path: module for path, module in model.named_modules() if stacked(module)}
     if not candidates:
         return {}
@@ -68,7 +68,7 @@ def experts_met(model: PreTrainedModel, inputs: Callable[[], dict[str, Any]]) ->
 
 
 def stacked(module: nn.Module) -> list[nn.Parameter]:
-    """Return a module's own weights that are matrices stacked by expert; a convolution's are stacked otherwise."""
+    """Return a module's own weights that are matrices stacked by expert. A convolution's weights are stacked otherwise."""
     if isinstance(module, nn.Conv1d | nn.Conv2d | nn.Conv3d):
         return []
     weights = [weight for weight in module.parameters(recurse=False) if weight.ndim == 3 and weight.shape[0] > 1]

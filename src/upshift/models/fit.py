@@ -1,4 +1,4 @@
-"""Turns measurements at several (batch, sequence) points, or one whose numbers are polynomials already, into a segment's."""
+"""Turn measurements at several (batch, sequence) points, or one whose numbers are polynomials already, into a segment's costs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ GRID_STEPS = 12
 
 @dataclass(frozen=True)
 class Measurement:
-    """Intervals by name, as one point gave them."""
+    """The intervals of one point, by name."""
 
     forward: dict[str, Interval]
     backward: dict[str, Interval]
@@ -28,10 +28,11 @@ class Measurement:
 
 
 def fit_segment(points: Sequence[Point], families: Sequence[Sequence[Measurement]], name: str, *, longest: int) -> list[Segment]:
-    """One segment a family of measurements; their terms of ``rise`` are of the same operators, in the same order, and
-    of those that are highest at some length up to the ``longest``.
+    """Return one segment for each family of measurements.
 
-    With one point the numbers of its measurement are polynomials (sizes.py). Raises NotPolynomial where operators differ then.
+    Their terms of ``rise`` are of the same operators, in the same order, and of those that are highest at some length up to
+    the ``longest``. With one point the numbers of its measurement are polynomials (sizes.py). Raise NotPolynomial if operators
+    differ then.
     """
     forward = _fit_pass(points, longest, [[_with_between(m.forward, name) for m in family] for family in families])
     backward = _fit_pass(points, longest, [[m.backward.get(f"backward {name}") for m in family] for family in families])
@@ -59,7 +60,7 @@ def _fit_gradients(points: Sequence[Point], longest: int, family: Sequence[Inter
 
 
 def _with_between(forward: dict[str, Interval], name: str) -> Interval | None:
-    """A layer's forward reaches up to the entry of the next layer."""
+    """Return a layer's forward interval, extended up to the entry of the next layer."""
     own, after = forward.get(f"forward {name}"), forward.get(f"forward between {name}")
     if own is None or after is None:
         return own
@@ -102,7 +103,7 @@ def fit_single(points: Sequence[Point], values: Sequence[Any]) -> Polynomial:
 
 
 def _fit_rise(points: Sequence[Point], longest: int, families: Sequence[Sequence[Interval]]) -> list[tuple[Polynomial, ...]]:
-    """The upper envelope of every operator's live bytes; falls back to the highest one where the operators differ."""
+    """Return the upper envelope of every operator's live bytes, or of the highest ones if the operators differ."""
     same = len({tuple(interval.operators) for intervals in families for interval in intervals}) == 1
     if not same and len(points) == 1:
         raise NotPolynomial("ranks run other operators")
@@ -116,7 +117,7 @@ def _fit_rise(points: Sequence[Point], longest: int, families: Sequence[Sequence
 def _envelopes(
     points: Sequence[Point], longest: int, families: Sequence[Sequence[Sequence[Any]]]
 ) -> list[tuple[Polynomial, ...]]:
-    """Of families of as many moments at each point: those that are highest somewhere, in any of the families."""
+    """Return the moments that are highest somewhere, in any of the families. All families have as many moments at each point."""
     if not families[0][0]:
         return [() for _ in families]
     coefficients = [_solve(points, np.array(family, dtype=np.float64)) for family in families]
@@ -135,7 +136,7 @@ def _monomials(batch: float, sequence: float) -> list[float]:
 
 
 def _solve(points: Sequence[Point], values: np.ndarray) -> np.ndarray:
-    """Six coefficients of every value, of which there is one for each point; of four points, those of what is not quadratic."""
+    """Return six coefficients of every value, which has one number for each point. Four points give no quadratic terms."""
     if len(points) == 1:
         only: np.ndarray = values[0].T
         return only

@@ -1,4 +1,4 @@
-"""Independent tasks, side by side in forked copies of this process: they have every library and model that it has loaded."""
+"""Run independent tasks side by side in forked copies of this process, which have every library and model that it has loaded."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ STUCK_SECONDS = 20.0  # without computing anything
 
 
 def run_forked(tasks: Sequence[Callable[[], T]], *, progress: Callable[[int], None] = lambda done: None) -> list[T]:
-    """Results, which must be picklable, in the order of the tasks; as many at once as torch may use threads (OMP_NUM_THREADS).
+    """Return the results, which must be picklable, in the order of the tasks.
 
-    A task that fails in a copy is run again here, so that its error is raised with its own traceback; so are all where copies
-    cannot be made, and those of copies that wait for a lock which another thread of this process held when they were made.
+    As many tasks run at once as torch may use threads (OMP_NUM_THREADS). A task that fails in a copy is run again here, so
+    that its error is raised with its own traceback. All are run here if copies cannot be made. So are tasks of copies that
+    wait for a lock which another thread of this process held when they were made.
     """
     results: dict[int, T] = {}
     workers = min(len(tasks), torch.get_num_threads())
@@ -39,13 +40,13 @@ def run_forked(tasks: Sequence[Callable[[], T]], *, progress: Callable[[int], No
 
 
 def _may_fork() -> bool:
-    """CUDA does not survive it."""
+    """Return whether this process can be forked. CUDA does not survive it."""
     return "fork" in multiprocessing.get_all_start_methods() and not torch.cuda.is_initialized()
 
 
 def _side_by_side(tasks: Sequence[Callable[[], T]], workers: int) -> Iterator[tuple[int, T]]:
-    """(number, result) of those that succeeded, as they finish."""
-    gc.freeze()  # else each copy looks for garbage among all that libraries have made, and copies its pages
+    """Yield (number, result) of the tasks that succeeded, as they finish."""
+    gc.freeze()  # else each copy's garbage collector visits all objects of the libraries, and copies their pages
     copies = [_Copy(tasks) for _ in range(workers)]
     gc.unfreeze()
     idle, busy, waiting = list(copies), dict[Any, _Copy](), list(range(len(tasks)))
@@ -61,7 +62,7 @@ def _side_by_side(tasks: Sequence[Callable[[], T]], workers: int) -> Iterator[tu
             for connection in ready:
                 copy = busy.pop(connection)
                 answer = _receive(connection)
-                if answer is None:  # it is gone, killed perhaps
+                if answer is None:  # the copy has ended, perhaps killed
                     continue
                 idle.append(copy)
                 if answer.succeeded:
@@ -88,7 +89,7 @@ class _Copy:
         self._seconds = 0.0
 
     def computes(self) -> bool:
-        """Whether it has since this was last asked."""
+        """Return whether the copy has used processor time since the last call."""
         before = self._seconds
         try:
             times = psutil.Process(self.process.pid).cpu_times()

@@ -1,4 +1,4 @@
-"""What generation_config.json says of how text is chosen, merged with what the user says, as a value of transformers' names."""
+"""Merge the options of generation_config.json for choosing text with the user's, under transformers' names."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ELSEWHERE = {  # names of transformers' GenerationConfig that do not say how tex
     "_from_model_config", "bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "use_cache",
     "cache_implementation",
 }  # fmt: skip
-ONE = ("num_beams", "num_return_sequences")  # that ask for nothing where they are 1
+ONE = ("num_beams", "num_return_sequences")  # options that change nothing if they are 1
 SEVERAL = ("eos_token_id", "stop_strings", "suppress_tokens", "forced_eos_token_id")  # transformers takes one for a list of one
 STARTS = ("decoder_start_token_id", "bos_token_id")
 WARPERS = ("temperature", "top_k", "top_p", "min_p", "typical_p")
@@ -28,8 +28,9 @@ Options = TypeVar("Options", bound=Value)
 def merge_options(
     kind: type[Options], source: ModelSource, given: Mapping[str, Any], *, only_asked: tuple[str, ...] = ()
 ) -> Options:
-    """``only_asked``: names that count where the user says them, and not in the file.
-    Raises RequestError for a name or a value that is not possible, with what is."""
+    """Return the merged options. ``only_asked``: names that count if the user says them, and not in the file.
+
+    Raise RequestError for a name or a value that is not possible. The message says what is possible."""
     said = _said(source)
     asked = {name: value for name, value in given.items() if value is not None}
     ours = kind.model_fields.keys() - {*only_asked}
@@ -61,7 +62,7 @@ def _is_possible(kind: type[Value], name: str, value: Any) -> bool:
 
 
 def unused_options(kind: type[Value], source: ModelSource, given: Collection[str]) -> dict[str, Any]:
-    """What generation_config.json asks for and ``kind`` has no name for. ``given``: names that the user says something of."""
+    """Return the options of generation_config.json that ``kind`` has no name for. ``given``: names that the user gave."""
     known, said = {*kind.model_fields, *ELSEWHERE}, _said(source)
     if "max_new_tokens" in {*given, *said} or _new_tokens(said, source) is not None:
         known.add("max_length")
@@ -70,7 +71,7 @@ def unused_options(kind: type[Value], source: ModelSource, given: Collection[str
 
 
 def start_token(source: ModelSource) -> int:
-    """What the decoder of an encoder-decoder begins with, as transformers finds it."""
+    """Return the token that the decoder of an encoder-decoder begins with, as transformers finds it."""
     from upshift.models.build import read_config
 
     said = _config(source)
@@ -84,8 +85,9 @@ def start_token(source: ModelSource) -> int:
 
 
 def _new_tokens(said: Mapping[str, Any], source: ModelSource) -> int | None:
-    """Of max_length, behind the token that a decoder starts with. None: there is no room for one, or the length is that of a
-    prompt, too, as it is where no encoder reads it."""
+    """Return the new tokens of max_length, behind the token that a decoder starts with.
+
+    None: there is no room for one, or no encoder reads the prompt, so that max_length counts the prompt, too."""
     from upshift.models.build import read_config
 
     length = said.get("max_length")
@@ -95,7 +97,9 @@ def _new_tokens(said: Mapping[str, Any], source: ModelSource) -> int | None:
 
 
 def _said(source: ModelSource) -> dict[str, Any]:
-    """Without that file, what config.json says under the same names, as transformers does: BART's once had no other place."""
+    """Return the file's options. Without the file, return the same names of config.json, as transformers does.
+
+    BART's options once had no other place."""
     found = _config(source)
     if found:
         return found

@@ -1,4 +1,4 @@
-"""What a model is made of, in numbers a person asks for."""
+"""Describe a model in numbers: parameters, FLOPs, bytes of activations and of the cache."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BF16_BYTES = 2
 
 
 class ActivationBytes(Value):
-    """Saved for the backward pass of one sequence."""
+    """Bytes that are saved for the backward pass of one sequence."""
 
     precision: str
     per_layer: int
@@ -40,7 +40,8 @@ class Inspection(Value):
 
 
 def inspect(model: str, *, sequence_length: int | None = None) -> Inspection:
-    """Parameters by part, FLOPs, activation and cache bytes, and the plans that the model declares. Loads no weights.
+    """Return parameters by part, FLOPs, activation and cache bytes, and the plans that the model declares. Load no weights.
+
     ``sequence_length``: None takes 512, or the model's positions where they are fewer."""
     source = find_model(model)
     sequence_length = sequence_length_of(source, sequence_length)

@@ -1,7 +1,7 @@
-"""Tests on a small copy of a model what padding, packing and batching rest on: a text's results depend on nothing but the text.
+"""Test on a small copy of a model what padding, packing and batching rest on: a text's results depend on nothing but the text.
 
 The copy has the model's own class, kinds of layers and settings (narrow.py), and random weights that are large enough to show
-whatever leaks. Every check runs the copy twice and compares: a row of two texts as training packs them, with the first one
+every leak. Every check runs the copy twice and compares: a row of two texts as training packs them, with the first one
 changed, and each text alone; a text with padding, and without; a batch's loss, and the losses of its texts.
 """
 
@@ -32,7 +32,7 @@ from upshift.models.profile import Isolation, Objective
 from upshift.models.source import ModelSource
 
 FIRST, SECOND, PADDING = 11, 21, 5  # tokens: beyond SHORT windows, of no round number
-TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, what leaks by more than 1e-2
+TOLERANCE = 1e-3  # of the largest logit: fp32 sums in another order differ by some 1e-6, leaks by more than 1e-2
 LOSS_TOLERANCE = 1e-4
 # Kernels that need another device have something run in their place: one function makes the masks of flex attention, sdpa and
 # eager; and flash attention is told of a row's texts by their positions alone.
@@ -45,7 +45,7 @@ logger = logging.getLogger(__name__)
 def measure_isolation(
     config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None
 ) -> Isolation:
-    """Return what was seen. ``objective``: None where the model gives states, and no loss is asked for."""
+    """Return the result of the test. ``objective``: None if the model gives states, and no loss is needed."""
     if objective in ("seq2seq-lm", "image-classification"):
         return Isolation(reason=f"{objective} is not tested")
     reason = "no small copy of the model could be built from its config"
@@ -60,8 +60,9 @@ def measure_isolation(
 
 
 def test_source(source: ModelSource, *, states: bool) -> Isolation:
-    """Return what was seen of a source's model; ``states``: of the one without a head. Raises RequestError for a config that
-    transformers cannot read."""
+    """Return the result of the test for a source's model. ``states``: test the model without a head.
+
+    Raise RequestError for a config that transformers cannot read."""
     config = read_config(source)
     if states:
         name = CLASS_NAMES.get().MODEL_MAPPING_NAMES.get(config.model_type)
@@ -78,7 +79,7 @@ def test_source(source: ModelSource, *, states: bool) -> Isolation:
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Random numbers drawn here are nobody else's; models' advice to users is not for the user of a copy."""
+    """Keep this test's random numbers apart from the user's, and hide models' advice, which is not for the user of a copy."""
     with torch.random.fork_rng(devices=[]), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         torch.manual_seed(0)
@@ -91,7 +92,7 @@ class _Probe:
     def __init__(self, config: PretrainedConfig, model_class: type[PreTrainedModel], objective: Objective | None) -> None:
         self.model = build_model(config, model_class, dtype=torch.float32).eval()
         encoder = self.model.get_encoder() if objective is None and config.is_encoder_decoder else None
-        if isinstance(encoder, PreTrainedModel):  # the states that a text is encoded to are its own
+        if isinstance(encoder, PreTrainedModel):  # the encoder alone gives the states of a text
             self.model = encoder
         forget_cache(self.model)
         self._initial = [(vector, vector.detach().clone()) for vector in self.model.parameters() if vector.ndim < 2]
@@ -108,7 +109,7 @@ class _Probe:
         self.first, self.other, self.second = (plain[torch.randint(len(plain), (n,))] for n in (FIRST, FIRST, SECOND))
 
     def isolation(self) -> Isolation:
-        """Return what all checks see."""
+        """Return the result of all checks."""
         padding, padding_reason = self._padding()
         left = self._left_padding() if self.objective == "causal-lm" else ""
         splits = not self.has_loss or self._loss_splits()
@@ -141,7 +142,7 @@ class _Probe:
         return {kernel: runs[alike.get(kernel, kernel)] or "" for kernel in has}
 
     def _packing(self) -> str:
-        """Why two texts must not share a row, or nothing."""
+        """Return why two texts must not share a row, or nothing."""
         if "position_ids" not in self.takes:
             return "the model takes no position_ids, which say where a text of a row begins"
         try:
@@ -155,8 +156,9 @@ class _Probe:
             return f"a row of two texts does not run: {' '.join(str(error).split())[:120]}"
 
     def _packing_at_first(self) -> str:
-        """The same with biases and gates as a new model has them: where all are equal, what is chosen among them may be chosen by
-        its place in the row."""
+        """Repeat the packing test with biases and gates as a new model has them.
+
+        Where all of them are equal, a choice among them may depend on the place in the row."""
         with torch.no_grad():
             for vector, initial in self._initial:
                 vector.copy_(initial)
@@ -164,7 +166,7 @@ class _Probe:
         return self._packing()
 
     def _row(self, first: Tensor) -> dict[str, Tensor]:
-        """Two texts and padding that is a text of its own, as training packs them."""
+        """Return two texts and padding that is a text of its own, as training packs them."""
         padding = first[:1].expand(PADDING)
         ids = torch.cat([first, self.second, padding])
         positions = torch.cat([torch.arange(len(part)) for part in (first, self.second, padding)])
@@ -174,13 +176,13 @@ class _Probe:
         return {"input_ids": ids[None], "position_ids": positions[None], "labels": labels[None]}
 
     def _packed(self, first: Tensor) -> tuple[Tensor, Tensor]:
-        """The results of both texts of a row."""
+        """Return the results of both texts of a row."""
         row = self._row(first)
         found = self._run(row["input_ids"], position_ids=row["position_ids"])[0]
         return found[: len(first)], found[len(first) : len(first) + SECOND]
 
     def _bad_gradients(self, inputs: dict[str, Tensor]) -> str:
-        """Which gradient is not a number where there is padding in a row, in words; or nothing."""
+        """Name the first gradient that is not a number where there is padding in a row, or return nothing."""
         self.model.zero_grad()
         self.model(**inputs).loss.backward()
         for name, parameter in self.model.named_parameters():
@@ -191,7 +193,7 @@ class _Probe:
     # Padding
 
     def _padding(self) -> tuple[Literal["unmasked", "masked", "none"], str]:
-        """How padding on the right of a text must be told, and what happens where it is told in no way."""
+        """Return how padding on the right of a text must be marked, and the problem if neither a mask nor no mask works."""
         if self.objective == "causal-lm" and self._is_padded_right(masked=False) and self._loss_is_same(masked=False):
             return "unmasked", ""
         if self._is_padded_right(masked=True) and (not self.has_loss or self._loss_is_same(masked=True)):
@@ -199,7 +201,7 @@ class _Probe:
         return "none", "padding behind a text changes its results, with a mask, too"
 
     def _is_padded_right(self, *, masked: bool) -> bool:
-        """Whether a short text beside a longer one in a batch gives what it gives alone."""
+        """Return whether a short text beside a longer one in a batch gives the same results as alone."""
         ids, mask = self._batch()
         found = self._run(ids, **self._masked(mask, masked=masked))
         per_token = found.shape[:2] == ids.shape
@@ -207,7 +209,7 @@ class _Probe:
         return _is_close(of_first, self._alone(self.first)) and _is_close(found[1], self._alone(self.second))
 
     def _loss_is_same(self, *, masked: bool) -> bool:
-        """Whether more padding leaves a batch's loss alone."""
+        """Return whether more padding leaves a batch's loss unchanged."""
         losses = []
         for more in (0, PADDING):
             ids, mask = self._batch(more=more)
@@ -215,7 +217,7 @@ class _Probe:
         return _is_close_loss(*losses)
 
     def _batch(self, *, more: int = 0) -> tuple[Tensor, Tensor]:
-        """Both texts, and so many columns of padding ``more`` than the longer one needs."""
+        """Return both texts and their mask, with ``more`` columns of padding beyond the longer text."""
         ids = torch.full((2, SECOND + more), self.pad)
         mask = torch.zeros_like(ids)
         for row, text in enumerate((self.first, self.second)):
@@ -227,7 +229,9 @@ class _Probe:
         return {"attention_mask": mask} if masked and "attention_mask" in self.takes else {}
 
     def _left_padding(self) -> str:
-        """Why a text must not be padded on the left, or nothing: of its last token, as generation goes on from it."""
+        """Return why a text must not be padded on the left, or nothing.
+
+        The test uses its last token, as generation goes on from it."""
         ids = torch.full((2, SECOND), self.pad)
         mask = torch.zeros_like(ids)
         for row, text in enumerate((self.first, self.second)):
@@ -246,7 +250,7 @@ class _Probe:
     # The loss
 
     def _loss_splits(self) -> bool:
-        """Whether the loss of a batch is the mean of its texts' losses, weighed by their labels."""
+        """Return whether the loss of a batch is the mean of its texts' losses, weighed by their labels."""
         ids, mask = self._batch()
         both = self._loss(ids, mask, masked=True)
         total, labels = 0.0, 0
@@ -269,14 +273,14 @@ class _Probe:
     # Running
 
     def _alone(self, text: Tensor) -> Tensor:
-        """A text's results in a batch of its own, with the attention kernel that is set."""
+        """Return a text's results in a batch of its own, with the attention kernel that is set."""
         key = id(text)
         if key not in self._alone_results:
             self._alone_results[key] = self._run(text[None])[0]
         return self._alone_results[key]
 
     def _run(self, ids: Tensor, **given: Tensor) -> Tensor:
-        """[rows, tokens, ...] logits or states; [rows, ...] of a model that gives each text one answer."""
+        """Return [rows, tokens, ...] logits or states, or [rows, ...] of a model that gives each text one answer."""
         with torch.no_grad():
             output: Any = self.model(input_ids=ids, **given)
         named = ("logits", "last_hidden_state", "start_logits")
@@ -289,8 +293,10 @@ class _Probe:
 def attend_by_positions(
     module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Tensor | None, **given: Any
 ) -> Any:
-    """Attention as flash kernels compute it for one row of texts, slowly: which text a token is of is read from ``position_ids``,
-    as far as the model's layers hand them down. A soft cap is left out: it is the same for a text alone."""
+    """Compute attention as flash kernels do for one row of texts, slowly.
+
+    The text of a token is read from ``position_ids``, as far as the model's layers hand them down. A soft cap is left out: it
+    is the same for a text alone."""
     positions, window = given.get("position_ids"), given.get("sliding_window")
     given.pop("softcap", None)
     if positions is not None and attention_mask is None:
@@ -305,8 +311,9 @@ def attend_by_positions(
 
 
 def _fill(model: PreTrainedModel) -> None:
-    """Draw weights that are large enough for every token that is seen to show in what comes out; biases and norms keep theirs,
-    about."""
+    """Draw weights that are large enough for every visible token to show in the output.
+
+    Biases and norms change only a little."""
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.ndim > 1:

@@ -1,9 +1,10 @@
-"""Cross entropy of a linear layer over a vocabulary, a chunk of labelled tokens at a time: the logits never stand in memory.
+"""Compute the cross entropy of a linear layer over a vocabulary, a chunk of labelled tokens at a time.
 
-Loss and gradients of a chunk are made in one go, while its probabilities are at hand (Hsu et al., "Liger Kernel", 2024,
-section 3.2). Rows whose label is ignored are not computed. Sums, not means: what a mean divides by multiplies the gradients
-afterwards, so that half precision does not lose them. Ranks may have a part of the vocabulary each: per label they exchange the
-largest logit and the sum of exponentials (Shoeybi et al., "Megatron-LM", 2019, section 3).
+The logits of all tokens are never in memory. Loss and gradients of a chunk are made in one go, while its probabilities are at
+hand (Hsu et al., "Liger Kernel", 2024, section 3.2). Rows whose label is ignored are not computed. Losses are summed, not
+averaged: the divisor of a mean multiplies the gradients afterwards, so that half precision does not lose them. Ranks may have
+a part of the vocabulary each: per label they exchange the largest logit and the sum of exponentials (Shoeybi et al.,
+"Megatron-LM", 2019, section 3).
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ CACHED_BYTES = 2**24  # worked on at once on a CPU: they stay in its cache from 
 
 
 class HeadLoss(NamedTuple):
-    """From hidden states to a loss: logits = ``scale * hidden @ weight.T + bias``, or ``cap * tanh(that)``."""
+    """The steps from hidden states to a loss: logits = ``scale * hidden @ weight.T + bias``, or ``cap * tanh(that)``."""
 
     chunk_tokens: int
     scale: float = 1.0
@@ -31,7 +32,9 @@ class HeadLoss(NamedTuple):
 
 
 class OwnWords(NamedTuple):
-    """Of a vocabulary that the ranks of ``group`` share: this rank has those from ``first`` on, ``vocabulary`` are all."""
+    """This rank's part of a vocabulary that the ranks of ``group`` share.
+
+    Its words begin at ``first``. ``vocabulary``: how many words there are in all."""
 
     group: dist.ProcessGroup
     first: int
@@ -47,18 +50,21 @@ def linear_cross_entropy(
     head: HeadLoss,
     words: OwnWords | None = None,
 ) -> torch.Tensor:
-    """Sum of the losses of all labels but the ignored ones: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar.
+    """Return the sum of the losses of all labels but the ignored ones.
 
-    Matrix products are in autocast's dtype where it is on, all else in fp32. Backward once only: it consumes the gradients.
-    With ``words``, weight and bias are of these alone; every rank of the group has the same hidden states and labels, and gets
-    the same loss and the whole gradient of the hidden states.
+    Shapes: hidden [N, H], weight [V, H], bias [V], labels [N] -> fp32 scalar. Matrix products are in autocast's dtype where it
+    is on, all else in fp32. Backward may run once only: it consumes the gradients. With ``words``, weight and bias are of
+    these alone; every rank of the group has the same hidden states and labels, and gets the same loss and the whole gradient
+    of the hidden states.
     """
     total: torch.Tensor = LinearCrossEntropy.apply(hidden, weight, bias, labels, head, words, torch.is_grad_enabled())  # type: ignore[no-untyped-call]
     return total
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Gradients are made in the forward pass; the backward pass only scales them by the incoming scalar."""
+    """An autograd function that makes gradients in the forward pass.
+
+    The backward pass only scales them by the incoming scalar."""
 
     @staticmethod
     def forward(
@@ -96,7 +102,7 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 
 class Gradients(NamedTuple):
-    """Of the summed loss, added to chunk by chunk; None where nobody wants one."""
+    """Gradients of the summed loss, added to chunk by chunk. None: not needed."""
 
     hidden: torch.Tensor | None  # [N, H]
     weight: torch.Tensor | None  # [V, H]; the first chunk fills it
@@ -112,7 +118,7 @@ def _sum_chunks(
     words: OwnWords | None,
     sums: Gradients | None,
 ) -> torch.Tensor:
-    """``matrix``: the weight in the dtype of the products. One buffer of logits serves all chunks."""
+    """Return the summed loss. ``matrix``: the weight in the dtype of the products. One buffer of logits serves all chunks."""
     total = torch.zeros((), dtype=torch.float32, device=hidden.device)
     rows = _labelled_rows(labels, head.ignore_index)
     buffer = matrix.new_empty(min(head.chunk_tokens, _padded(len(rows))), len(matrix))
@@ -132,8 +138,9 @@ def _sum_chunks(
 
 
 def _add_outer(total: torch.Tensor, slope: torch.Tensor, inputs: torch.Tensor, *, first: bool) -> None:
-    """total [V, H] += slope.T [V, C] @ inputs [C, H], or = where ``first``. Where dtypes differ the product is read again: by
-    blocks, from the cache."""
+    """Compute total [V, H] += slope.T [V, C] @ inputs [C, H], or = if ``first``.
+
+    If dtypes differ the product is read again, so this goes by blocks that stay in the cache."""
     if total.dtype == slope.dtype:
         torch.addmm(total, slope.T, inputs, beta=0 if first else 1, out=total)
         return
@@ -143,19 +150,22 @@ def _add_outer(total: torch.Tensor, slope: torch.Tensor, inputs: torch.Tensor, *
 
 
 def _labelled_rows(labels: torch.Tensor, ignore_index: int) -> torch.Tensor:
-    """Their numbers; all rows where labels are fake: the most memory that there can be, in shapes that depend on no data."""
+    """Return the numbers of the rows with a label.
+
+    Return all rows if labels are fake: this is the most memory that there can be, in shapes that depend on no data."""
     if is_fake(labels):
         return torch.arange(len(labels), device=labels.device)
     return (labels != ignore_index).nonzero().squeeze(1)
 
 
 def _padded(num_rows: int) -> int:
-    """Rows that are computed: oneDNN remembers a kernel for each size, and their number follows the data."""
+    """Return the number of rows that are computed, rounded up: oneDNN remembers a kernel for each size, and sizes follow the
+    data."""
     return -(-num_rows // ROW_MULTIPLE) * ROW_MULTIPLE
 
 
 def _rows_in_cache(matrix: torch.Tensor) -> int:
-    """How many rows of its size to work on at once, in fp32; on a GPU all, as each block would cost it the start of kernels."""
+    """Return how many rows to work on at once, in fp32. On a GPU take all, as each block would cost the start of kernels."""
     if matrix.device.type != "cpu":
         return max(len(matrix), 1)
     return max(CACHED_BYTES // (4 * matrix.shape[1]), 1)
@@ -169,8 +179,10 @@ def _loss_then_slope(
     words: OwnWords | None,
     sums: Gradients | None,
 ) -> torch.Tensor:
-    """Summed loss of ``part`` [C, V], products without scale and bias; its gradient by them is written over it. Of own words:
-    their terms of it."""
+    """Return the summed loss of ``part`` [C, V], products without scale and bias, and overwrite ``part`` with the loss's
+    gradient.
+
+    With own words, return only their terms of the loss."""
     logits, vocabulary = part.float(), part.shape[1] if words is None else words.vocabulary
     if head.scale != 1.0:
         logits.mul_(head.scale)
@@ -202,7 +214,7 @@ def _loss_then_slope(
 
 
 def _log_softmax(logits: torch.Tensor, words: OwnWords | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C, V] over all words, and logsumexp [C, 1]."""
+    """Return the log probabilities [C, V], normalized over all words of all ranks, and logsumexp [C, 1]."""
     if words is None:
         log_probabilities = torch.log_softmax(logits, dim=1)
         return log_probabilities, (logits[:, :1] - log_probabilities[:, :1])
@@ -215,7 +227,7 @@ def _log_softmax(logits: torch.Tensor, words: OwnWords | None) -> tuple[torch.Te
 
 
 def _own_columns(labels: torch.Tensor, words: OwnWords | None, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """[C, 1] twice: the column of every label, and 1.0, or 0.0 where another rank has it."""
+    """Return [C, 1] twice: the column of every label, and 1.0, or 0.0 if another rank has it."""
     columns = labels.unsqueeze(1)
     if words is None:
         return columns, torch.ones_like(columns, dtype=logits.dtype)

@@ -1,4 +1,4 @@
-"""A live model written down as a ModelSource: class, config, adapter and frozen parameters, so that it can be planned for.
+"""Write down a live model as a ModelSource: class, config, adapter and frozen parameters, so that it can be planned for.
 
 The record is checked by building the model again from it, without memory: every module and parameter must come out the same.
 """
@@ -25,9 +25,9 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def source_of(model: nn.Module) -> ModelSource:
-    """The source that builds this model again, with random weights.
+    """Return the source that builds this model again, with random weights.
 
-    ``model``: a class of transformers, or a peft model around one. Raises RequestError with the reason for any other.
+    ``model``: a class of transformers, or a peft model around one. Raise RequestError with the reason for any other.
     """
     base = _transformers_model(model)
     adapter, adapter_name = (None, "default") if model is base else _adapter_of(model)
@@ -61,7 +61,7 @@ def _transformers_model(model: nn.Module) -> PreTrainedModel:
 
 
 def _adapter_of(model: nn.Module) -> tuple[dict[str, Any], str]:
-    """(peft config as plain JSON, its name). Works on any object with peft's interface; peft is not imported."""
+    """Return (peft config as plain JSON, its name). This works on any object with peft's interface; peft is not imported."""
     configs: dict[str, Any] = model.peft_config  # type: ignore[assignment]
     active = model.active_adapters
     if len(configs) != 1 or list(configs) != list(active):  # type: ignore[arg-type]
@@ -85,7 +85,7 @@ def _quantized_from(base: PreTrainedModel) -> QuantizedFrom | None:
 
 
 def _config_of(base: PreTrainedModel) -> dict[str, Any]:
-    """The config as plain JSON that reads back the same. Raises RequestError where it does not."""
+    """Return the config as plain JSON that reads back the same. Raise RequestError if it does not."""
     known = transformers.CONFIG_MAPPING
     model_type = base.config.model_type
     if model_type not in known or known[model_type] is not type(base.config):
@@ -128,7 +128,7 @@ def _check_weights(model: nn.Module) -> None:
 
 
 def _rebuild(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: torch.dtype) -> nn.Module:
-    """On the meta device."""
+    """Build the model on the meta device."""
     config = read_config(source)
     choose_class(config, source.reference)  # refuses a class without a loss that Upshift plans
     with building(source.reference), torch.device("meta"):
@@ -136,7 +136,7 @@ def _rebuild(source: ModelSource, model_class: type[PreTrainedModel], *, dtype: 
 
 
 def _check_modules(model: nn.Module, rebuilt: nn.Module) -> None:
-    """Modules replaced, added or patched by hand run code that a rebuilt model does not."""
+    """Raise RequestError for modules replaced, added or patched by hand: they run code that a rebuilt model does not."""
     built = {path: _kind(module) for path, module in rebuilt.named_modules()}
     found = {path: _kind(module) for path, module in model.named_modules()}
     for path in {**built, **found}:

@@ -1,4 +1,4 @@
-"""Runs one forward and backward of the cut model on fake tensors and books every operator on its segment.
+"""Run one forward and backward of the cut model on fake tensors and book every operator on its segment.
 
 The tensors are fake CPU tensors: nothing is allocated, and fused attention keeps its flash-like memory (on ``meta`` it
 would be decomposed). Ignored: scratch inside kernels, measured below 1.1 % of the peak.
@@ -44,7 +44,7 @@ from upshift.models.tracker import Interval, LiveTracker
 
 
 class Tracer:
-    """Holds one fake model per parameter dtype and measures passes of it."""
+    """A holder of one fake model per parameter dtype, which measures passes of it."""
 
     def __init__(self, source: ModelSource) -> None:
         self.source = source
@@ -56,7 +56,9 @@ class Tracer:
         self._models: dict[tuple[torch.dtype, int], nn.Module] = {}
 
     def whole(self, dtype: torch.dtype) -> nn.Module:
-        """Every layer, on the meta device, with adapter and frozen parameters. peft cannot be put on fake tensors."""
+        """Return the model with every layer, on the meta device, with adapter and frozen parameters.
+
+        peft cannot be put on fake tensors."""
         if self.source.adapter is not None and self.source.base_dtype == "bfloat16":
             dtype = torch.bfloat16
         config = read_config(self.source)
@@ -69,7 +71,9 @@ class Tracer:
             return complete_model(build_model(config, self.model_class, dtype=dtype), self.source)
 
     def model(self, dtype: torch.dtype, ranks: int = 1) -> nn.Module:
-        """The cut model in ``dtype``, on fake CPU tensors; one rank's part where several share it. Built once."""
+        """Return the cut model in ``dtype``, on fake CPU tensors.
+
+        With several ``ranks``, return one rank's part. It is built once."""
         key = (dtype, ranks)
         if key not in self._models:
             model = self.whole(dtype)
@@ -85,7 +89,7 @@ class Tracer:
 
     @property
     def base(self) -> PreTrainedModel:
-        """The transformers model inside the cut one."""
+        """Return the transformers model inside the cut one."""
         return base_of(self.model(torch.float32))
 
     def measure(
@@ -99,8 +103,9 @@ class Tracer:
         ranks: int = 1,
         sizes: Counted | OfPrimes | None = None,
     ) -> Measurement:
-        """Forward and backward twice: gradients are born, then accumulated. ``chunked``: of gaps alone, as the loss is in one;
-        of each stack only the first layer runs, where it can."""
+        """Run forward and backward twice: gradients are born, then accumulated.
+
+        ``chunked``: measure gaps alone, as the loss is in one; of each stack only the first layer runs, if that is possible."""
         dtype = torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32
         model = self.model(dtype, ranks)
         set_attention(base_of(model), variant.attention)
@@ -134,7 +139,9 @@ class Tracer:
         return _collect(passes)
 
     def layer_calls(self, variant: Variant, *, batch: int, sequence: int, ranks: int) -> list[list[tuple[nn.Module, Call]]]:
-        """Every kept layer of every stack, and how the model calls it; the tensors are fake ones of this tracer's mode."""
+        """Return every kept layer of every stack, and how the model calls it.
+
+        The tensors are fake ones of this tracer's mode."""
         model = self.model(torch.bfloat16 if variant.precision == "bf16-pure" else torch.float32, ranks)
         set_attention(base_of(model), variant.attention)
         recompute_layers(model, 0)
@@ -155,7 +162,7 @@ class Tracer:
 
 
 def _leave_meta(model: nn.Module) -> None:
-    """Replace what is on the meta device by new CPU tensors of the same layout; shared ones stay shared."""
+    """Replace tensors on the meta device by new CPU tensors of the same layout. Shared ones stay shared."""
     moved: dict[int, torch.Tensor] = {}
 
     def move(tensor: torch.Tensor) -> torch.Tensor:
@@ -193,7 +200,7 @@ def _collect(passes: list[list[tuple[str, Interval]]]) -> Measurement:
 
 
 def _append(first: Interval, second: Interval) -> None:
-    """Continue ``first`` with ``second``; what another segment left in between is kept out of both."""
+    """Continue ``first`` with ``second``. Bytes that another segment left in between count in neither."""
     shift = first.left - second.entered
     first.operators += second.operators
     first.live += [live + shift for live in second.live]
@@ -240,7 +247,7 @@ class SegmentBorders:
             handle.remove()
 
     def _watch(self, layer: nn.Module, label: str, gap_before: str | None, gap_after: str | None) -> None:
-        """``gap_before`` of a stack's first layer, ``gap_after`` of its last."""
+        """Register the hooks of one layer. ``gap_before``: of a stack's first layer. ``gap_after``: of its last."""
 
         def enter(module: Any, args: Any, kwargs: Any) -> None:
             if self._forward:  # and not a recomputation
@@ -259,7 +266,9 @@ class SegmentBorders:
 
 @contextmanager
 def first_layers(model: nn.Module, stacks: list[LayerStack]) -> Iterator[None]:
-    """Of each stack the first layer alone, if it is trained: what comes behind keeps no less for its gradients then."""
+    """Keep only the first layer of each stack, if it is trained.
+
+    What comes behind then keeps no less for its gradients."""
     first = {stack.path: next(iter(model.get_submodule(stack.path).named_children())) for stack in stacks}
     with ExitStack() as shortened:
         if all(any(parameter.requires_grad for parameter in layer.parameters()) for _, layer in first.values()):
@@ -278,7 +287,7 @@ def segment_borders(model: nn.Module, stacks: list[LayerStack], tracker: LiveTra
 
 
 def _first_tensor(value: Any) -> torch.Tensor | None:
-    """The hidden states: the first floating tensor among a layer's arguments or results."""
+    """Return the hidden states: the first floating tensor among a layer's arguments or results."""
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor) and leaf.is_floating_point():
             return leaf
@@ -292,9 +301,11 @@ def _on_gradient(tensor: torch.Tensor | None, act: Callable[[], None]) -> None:
 
 @contextmanager
 def fake_masks(*, masked: bool) -> Iterator[None]:
-    """transformers looks at position values to find packed rows; fake tensors have none, so it is told what they would say.
+    """Replace functions of transformers that need real values, while the context is open.
 
-    Experts take its own grouped product, which allocates what PyTorch's does and has fakes for every dtype; that has for bf16.
+    transformers looks at position values to find packed rows. Fake tensors have none, so it is told that there are no packed
+    rows. Experts take transformers' own grouped product, which allocates what PyTorch's does. It has fakes for every dtype;
+    PyTorch's has them for bf16 only.
     """
     rows = nullcontext() if masked else PACKED_ROWS.replaced(lambda *_: None)
     with rows, GROUPED_PRODUCT.replaced(lambda *_: False), warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""FLOPs of a model's own mathematics, forward and backward, whatever a plan recomputes."""
+"""Count FLOPs of a model's own mathematics, forward and backward, without what a plan recomputes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from upshift.models.tracker import LiveTracker
 
 
 def model_flops(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Polynomial, Polynomial]:
-    """Of forward and backward, in evaluation mode with fused attention: dropout would decompose attention and hide that it
-    is causal. What a fused backward computes again is left out."""
+    """Return the FLOPs of forward and backward, in evaluation mode with fused attention.
+
+    Dropout would decompose attention and hide that it is causal. FLOPs that a fused backward repeats are left out."""
     model = tracer.model(torch.float32)
     if "sdpa" in attention_kernels(tracer.base):
         tracer.base.set_attn_implementation("sdpa")
@@ -61,7 +62,7 @@ def _flops_at(tracer: Tracer, model: nn.Module, batch: int, sequence: int, sizes
 
 
 def _layers_like(stacks: list[LayerStack], name: str) -> int:
-    """How many layers of the full model an interval's layer stands for; 1 for a gap."""
+    """Return how many layers of the full model an interval's layer stands for, or 1 for a gap."""
     words = name.split()
     if words[1] != "layer":
         return 1

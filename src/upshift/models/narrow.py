@@ -1,8 +1,8 @@
-"""A small copy of a model's config: its class, its kinds of layers and every choice as they are, its sizes small.
+"""Make a small copy of a model's config: its class, its kinds of layers and every choice as they are, its sizes small.
 
-What a small copy does with the tokens of a row, the model does too: sizes decide how much is computed, not which token reaches
-which. A copy is only used where it has every kind of layer that the model has. Fields of a config have no common names, so a copy
-may fail to build; then a less small one is tried, and in the end there is none.
+A small copy treats the tokens of a row as the model does: sizes decide how much is computed, not which token reaches which. A
+copy is only used if it has every kind of layer that the model has. Fields of a config have no common names, so a copy may fail
+to build. Then a less small one is tried, and in the end there is none.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 
 def narrow_copies(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> Iterator[PretrainedConfig]:
-    """Yield configs that ``model_class`` can be built from, the smallest first; none where all are too large or fail to build."""
+    """Yield configs that ``model_class`` can be built from, the smallest first, or none if all are too large or fail to build."""
     for fields in (*_candidates(config.to_dict()), None):
         try:
             small = copy.deepcopy(config) if fields is None else _read(fields)
@@ -72,11 +72,11 @@ def _integers(fields: Fields) -> Iterator[tuple[str, int]]:
 
 
 def _head_divisors(fields: Fields) -> tuple[int, int]:
-    """By what the numbers of heads, and the sizes of a head, can be divided."""
+    """Return the divisor for the numbers of heads, and the divisor for the sizes of a head."""
     integers = list(_integers(fields))
     counts = [value for name, value in integers if HEADS.search(name) and value > 1]
     fewer = math.gcd(*counts) if counts else 1
-    if counts and fewer == min(counts) == max(counts):  # one head would share what several do not
+    if counts and fewer == min(counts) == max(counts):  # a single head would hide differences between heads
         fewer //= next((prime for prime in (2, 3, 5, 7) if fewer % prime == 0), fewer)
     sizes = [value for name, value in integers if HEAD_SIZES.search(name) and value > 0]
     hidden = next((value for name, value in integers if name in WIDTHS), None)
@@ -94,7 +94,9 @@ def _head_divisors(fields: Fields) -> tuple[int, int]:
 
 
 def _narrowed(fields: Fields, fewer: int, smaller: int, *, shortened: bool = True) -> Fields:
-    """``fewer``: heads are divided by it, ``smaller``: and the size of each, so widths by both. ``shortened``: windows, too."""
+    """Return the fields with smaller numbers. ``shortened``: windows shrink, too.
+
+    ``fewer`` divides the numbers of heads, ``smaller`` the size of each head, and both divide widths."""
     found: Fields = {}
     for name, value in fields.items():
         if isinstance(value, dict):
@@ -135,7 +137,7 @@ def _narrowed_integer(name: str, value: int, fields: Fields, fewer: int, smaller
 
 
 def _num_experts(value: int, fields: Fields) -> int:
-    """A few, but enough for the groups and for the experts of a token."""
+    """Return a small number of experts that is enough for the groups and for the experts of a token."""
     named = [count for name, count in _integers(fields) if re.search(r"per_tok|top_?k|group", name) and 0 < count < value]
     wanted = max(EXPERTS, 2 * max(named, default=1))
     return next((count for count in range(wanted, value) if value % count == 0), value)
@@ -147,7 +149,7 @@ def _read(fields: Fields) -> PretrainedConfig:
 
 
 def _with_few_layers(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> PretrainedConfig:
-    """The first layers alone, as many as have every kind; all where those would not be of the same kinds."""
+    """Return a config of the first layers alone, as many as have every kind, or of all if those would not have the same kinds."""
     whole = _kinds(config, model_class)
     if not whole:
         return config
@@ -172,7 +174,7 @@ def _kinds(config: PretrainedConfig, model_class: type[PreTrainedModel]) -> list
 
 
 def _cut_to(fields: Fields, length: int, depth: int) -> Fields:
-    """Numbers of layers, lists with an entry for each layer, and lists of layers' numbers."""
+    """Shorten numbers of layers, lists with an entry for each layer, and lists of layers' numbers."""
     found: Fields = {}
     for name, value in fields.items():
         if isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""ModelProfile: what planning needs of a model, for any architecture, with no weights loaded and without torch.
+"""Define ModelProfile: what planning needs of a model, for any architecture, with no weights loaded and without torch.
 
 A training step is cut into segments in forward order: the gap before the first layer, each layer of each stack, the gap
 between or after the stacks (the last gap holds the loss head). Every segment knows, as exact polynomials of micro-batch
@@ -35,17 +35,17 @@ BLOCK_QUERIES = 128  # of block attention: measured in docs/log.md
 
 
 def labelled_share(objective: str) -> float:
-    """Of the tokens, those with a label; masked-lm: BERT, https://arxiv.org/abs/1810.04805, section 3.1."""
+    """Return the share of tokens with a label. masked-lm: BERT, https://arxiv.org/abs/1810.04805, section 3.1."""
     return 0.15 if objective == "masked-lm" else 1.0
 
 
 def num_sides(objective: str) -> int:
-    """An encoder and a decoder each take ``sequence_length`` tokens of a sequence twice as long."""
+    """Return 2 if an encoder and a decoder each take ``sequence_length`` tokens of a sequence twice as long, else 1."""
     return 2 if objective == "seq2seq-lm" else 1
 
 
 class Polynomial(NamedTuple):
-    """c0 + c1*b + c2*s + c3*b*s + c4*s*s + c5*b*s*s, in bytes, FLOPs or counts. JSON: a list of six numbers."""
+    """The polynomial c0 + c1*b + c2*s + c3*b*s + c4*s*s + c5*b*s*s, in bytes, FLOPs or counts. JSON: a list of six numbers."""
 
     one: float = 0.0
     b: float = 0.0
@@ -67,7 +67,7 @@ class Polynomial(NamedTuple):
 
 
 def highest(polynomials: tuple[Polynomial, ...], batch: int, sequence: int) -> float:
-    """The upper envelope of several polynomials at one point; 0 when there are none."""
+    """Return the upper envelope of several polynomials at one point, or 0 when there are none."""
     return max((polynomial.at(batch, sequence) for polynomial in polynomials), default=0.0)
 
 
@@ -93,7 +93,7 @@ class GradientsGo(Value):
 
 
 class Segment(Value):
-    """Forward, first backward (gradients are born), and backward onto existing gradients (accumulation)."""
+    """The costs of forward, first backward (gradients are born), and backward onto existing gradients (accumulation)."""
 
     forward: PassCost
     backward: PassCost
@@ -136,7 +136,7 @@ class Stack(Value):
 
 
 class ParameterShape(Value):
-    """How often a parameter of this shape stands in the model; optimizers' state depends on shapes."""
+    """A shape of parameters, and how many parameters of the model have it. Optimizers' state depends on shapes."""
 
     shape: tuple[int, ...]
     count: int
@@ -170,39 +170,39 @@ class Parameters(Value):
 
     @property
     def product_shapes(self) -> tuple[ParameterShape, ...]:
-        """Of trainable matrices that something is multiplied with."""
+        """Return the shapes of trainable matrices that something is multiplied with."""
         tables = {entry.shape: entry.count for entry in self.looked_up}
         left = ((entry.shape, entry.count - tables.get(entry.shape, 0)) for entry in self.trainable_shapes)
         return tuple(ParameterShape(shape=shape, count=count) for shape, count in left if count > 0 and len(shape) > 1)
 
     @property
     def adapter(self) -> bool:
-        """These are a model's with an adapter of peft around it."""
+        """Return whether these are the parameters of a model with a peft adapter around it."""
         return self.always_fp32 > 0
 
     @property
     def largest(self) -> int:
-        """Elements of the largest trainable tensor."""
+        """Return the number of elements of the largest trainable tensor."""
         return max((shape.elements for shape in self.trainable_shapes), default=0)
 
     @property
     def num_tensors(self) -> int:
-        """How many tensors are trained."""
+        """Return how many tensors are trained."""
         return sum(shape.count for shape in self.trainable_shapes)
 
     def weight_bytes(self, parameter_bytes: int) -> int:
-        """Of all parameters, where a plan's weights take ``parameter_bytes`` each."""
+        """Return the bytes of all parameters, if a plan's weights take ``parameter_bytes`` each."""
         planned = self.total - self.quantized - self.always_bf16
         fixed = self.quantized_bytes + 2 * self.always_bf16
         return planned * parameter_bytes + self.always_fp32 * (4 - parameter_bytes) + fixed
 
     def gradient_bytes(self, parameter_bytes: int) -> int:
-        """Of the trainable parameters, as are their gradients."""
+        """Return the bytes of all gradients. Each has the dtype of its trainable parameter."""
         return self.trainable * parameter_bytes + self.always_fp32 * (4 - parameter_bytes)
 
 
 class TensorParallel(Value):
-    """What the model's own plan divides among the ranks of a tensor-parallel group."""
+    """The parts of the model that its own plan divides among the ranks of a tensor-parallel group."""
 
     divisor: int  # a degree must divide it: heads, and every divided dimension
     layers: int  # parameters of the layers that are divided
@@ -218,8 +218,10 @@ class Experts(Value):
 
 
 class CachedLayers(Value):
-    """Layers whose caches are alike. Each keeps elements for a token (keys and values), up to ``window`` tokens, or for a
-    sequence however long it is (states of a recurrence or a convolution)."""
+    """Layers whose caches are alike.
+
+    Each keeps elements for a token (keys and values), up to ``window`` tokens, or for a sequence however long it is (states of
+    a recurrence or a convolution)."""
 
     count: int = Field(gt=0)
     per_token: int = Field(ge=0)
@@ -229,7 +231,8 @@ class CachedLayers(Value):
 
 
 class Isolation(Value):
-    """Which tokens of a row or a batch reach a text's own results, as seen on a small copy of the model with random weights."""
+    """The result of a test on a small copy of the model with random weights: which tokens of a row or a batch reach a text's
+    results."""
 
     proven: bool = False
     reason: str = Field("it was not tested", description="why nothing is proven; empty where it is")
@@ -246,14 +249,14 @@ class Isolation(Value):
     loss_splits: bool = Field(True, description="a batch's loss is the mean of its texts' losses, each weighed by its labels")
 
     def why_not_packed(self, kernel: str) -> str | None:
-        """Return why texts must not share a row with this attention kernel, or None where they may."""
+        """Return why texts must not share a row with this attention kernel, or None if they may."""
         if not self.proven:
             return f"that texts in a row do not reach each other is not proven: {self.reason}"
         return self.packing.get(kernel, f"texts in a row were not tested with {kernel} attention") or None
 
 
 class Declares(Value):
-    """What the model says of itself."""
+    """Abilities that the model's own class declares."""
 
     tensor_parallel_plan: dict[str, str] = Field(default_factory=dict)
     pipeline_parallel_plan: tuple[str, ...] = ()
@@ -306,9 +309,9 @@ class ModelProfile(Value):
 
     @property
     def masks_padding(self) -> bool:
-        """A mask says where padding is: attention looks at later positions, or the loss counts them."""
+        """Return whether a mask must say where padding is: attention looks at later positions, or the loss counts them."""
         return self.objective != "causal-lm" or self.isolation.padding != "unmasked"
 
     def train_flops(self, batch: int, sequence: int) -> float:
-        """Model FLOPs of one forward and backward, in the convention above."""
+        """Return the model FLOPs of one forward and backward, in the convention above."""
         return self.forward_flops.at(batch, sequence) + self.backward_flops.at(batch, sequence)

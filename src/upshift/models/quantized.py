@@ -1,6 +1,7 @@
-"""Weights of a frozen base that are stored in 4 bits (QLoRA: bitsandbytes' NF4 and FP4): made, laid out without memory, counted.
+"""Make, lay out without memory, and count weights of a frozen base that are stored in 4 bits (QLoRA: bitsandbytes' NF4 and FP4).
 
-An adapter's gradients pass through them; they have none of their own. What else transformers loads quantized is refused.
+An adapter's gradients pass through such weights, which have no gradients themselves. Every other quantization of transformers
+is refused.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ LOAD_4BIT = "load it with BitsAndBytesConfig(load_in_4bit=True)"
 
 
 def check_quantization(described: Any, name: str, *, adapter: bool) -> None:
-    """``described``: a quantization_config. Raises RequestError where a model with it cannot be trained here."""
+    """Raise RequestError if a model with this quantization cannot be trained here. ``described``: a quantization_config."""
     config = described if isinstance(described, dict) else described.to_dict()
     method = str(getattr(config.get("quant_method"), "value", config.get("quant_method")))
     if method != "bitsandbytes":
@@ -40,8 +41,9 @@ def check_quantization(described: Any, name: str, *, adapter: bool) -> None:
 
 
 def quantize(model: PreTrainedModel, *, dtype: torch.dtype) -> None:
-    """Turn the layers that the config's quantization_config names into 4-bit ones, as from_pretrained does. On the meta device
-    they take the shapes of such weights. ``dtype``: of the weights before, which they come back in."""
+    """Turn the layers that the config's quantization_config names into 4-bit ones, as from_pretrained does.
+
+    On the meta device they take the shapes of such weights. ``dtype``: of the weights before, which they come back in."""
     from transformers.quantizers import AutoHfQuantizer
 
     quantizer = AutoHfQuantizer.from_config(model.config.quantization_config, pre_quantized=False)
@@ -72,7 +74,9 @@ def _weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
 
 
 def _meta_weight(weight: Tensor, module: Any, dtype: torch.dtype) -> nn.Parameter:
-    """bitsandbytes would quantize on meta too, and then keep its tables there for the whole process."""
+    """Return a 4-bit weight on the meta device.
+
+    bitsandbytes would quantize on meta too, and then keep its tables there for the whole process."""
     from bitsandbytes.functional import QuantState
     from bitsandbytes.nn import Params4bit
 
@@ -99,7 +103,8 @@ def multiply(
     inputs: Tensor, weight: Tensor, shape: list[int], absmax: Tensor, blocksize: int, kind: str, bias: Tensor | None = None,
     absmax_8bit: Tensor | None = None, absmax_code: Tensor | None = None, absmax_offset: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """What bitsandbytes::gemm_4bit does for as many rows as training has, on CPUs and GPUs: a whole copy in the inputs' dtype."""
+    """Multiply as bitsandbytes::gemm_4bit does for many rows, as in training: with a whole copy of the weight in the inputs'
+    dtype."""
     bitsandbytes = torch.ops.bitsandbytes
     if absmax_8bit is not None:
         nested = bitsandbytes.dequantize_blockwise(absmax_8bit, absmax, absmax_code, NESTED_BLOCK, torch.float32)
@@ -114,12 +119,12 @@ def weight_shape(parameter: Tensor) -> tuple[int, ...]:
 
 
 def num_weights(parameter: Tensor) -> int:
-    """How many weights a parameter stands for, however they are packed."""
+    """Return how many weights a parameter stands for, however they are packed."""
     return torch.Size(weight_shape(parameter)).numel()
 
 
 def stored_bytes(parameter: Tensor) -> int:
-    """A 4-bit weight with its scales and its tables of codes (1 KiB, each weight has its own)."""
+    """Return the bytes of a 4-bit weight with its scales and its tables of codes (1 KiB, each weight has its own)."""
     state = parameter.quant_state  # type: ignore[attr-defined]
     parts = (state, state.state2) if state.nested else (state,)
     beside = [tensor for part in parts for tensor in vars(part).values() if isinstance(tensor, Tensor)]
@@ -127,7 +132,7 @@ def stored_bytes(parameter: Tensor) -> int:
 
 
 def copy_scales(parameter: Tensor, moved: Tensor, move: Any) -> None:
-    """Give ``moved``, a copy of a 4-bit weight elsewhere, the scales that it is read with; ``move`` brings a tensor there."""
+    """Give ``moved``, a copy of a 4-bit weight on another device, its scales. ``move`` brings a tensor to that device."""
     from bitsandbytes.functional import QuantState
 
     def copied(state: Any) -> Any:
@@ -139,9 +144,11 @@ def copy_scales(parameter: Tensor, moved: Tensor, move: Any) -> None:
 
 
 def keep_trainable(model: nn.Module) -> None:
-    """On CPUs with bf16 instructions bitsandbytes packs a weight anew, in place, the first time that it is only evaluated, and
-    its kernel for that layout has no backward pass (read in 0.50, never seen: the CPU here has none). Layers stay in the layout
-    that trains. Raises RequestError where that is too late: packing also rounds the scales."""
+    """Keep 4-bit layers in the layout that trains.
+
+    On CPUs with bf16 instructions bitsandbytes packs a weight anew, in place, the first time that it is only evaluated, and
+    its kernel for that layout has no backward pass (read in 0.50, never seen: the CPU here has none). Raise RequestError if a
+    weight is packed already: packing also rounds the scales."""
     for path, module in four_bit_layers(model):
         module.support_avx512bf16_for_cpu = False
         if getattr(module.weight.quant_state, "packing_format_for_cpu", False):

@@ -1,4 +1,5 @@
-"""Activation checkpointing of transformers models, switched per layer: a layer whole, or all of it but (some of) its products."""
+"""Switch activation checkpointing of transformers models per layer: recompute a layer whole, or all of it but (some of) its
+products."""
 
 from __future__ import annotations
 
@@ -28,11 +29,11 @@ def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Gran
     """Recompute the first ``num_layers`` layers in the backward pass (None: all; 0: none).
 
     The first ones, because theirs is the last backward, when most memory has been freed. ``selective``: results of matrix
-    products and of attention are kept, what is cheap is made again (Korthikanti et al. 2022, section 5, for any operator).
-    ``alternate``: of products the first, third and so on of a layer, as torchtitan's selective_ac_option = "op" does.
-    Kept ones are found again by their number and must not be written over: a layer that does so, or whose weights serve
-    several layers (cast once in autocast's forward pass, and for each layer when it is made again), raises RuntimeError in
-    its backward pass.
+    products and of attention are kept, cheap operations run again (Korthikanti et al. 2022, section 5, for any operator).
+    ``alternate``: of products the first, third and so on of a layer are kept, as torchtitan's selective_ac_option = "op" does.
+    Kept results are found again by their number and must not be written over. A layer that writes over them, or whose weights
+    serve several layers (cast once in autocast's forward pass, and for each layer when it is made again), raises RuntimeError
+    in its backward pass.
     """
     base = base_of(model)
     _leave_inputs(base)
@@ -57,13 +58,15 @@ def recompute_layers(model: nn.Module, num_layers: int | None, granularity: Gran
 
 @cache
 def _attention_operators() -> tuple[Any, ...]:
-    """Return those that have no formula in torch's registry of FLOPs."""
+    """Return the attention operators that have no formula in torch's registry of FLOPs."""
     return FLASH_FOR_CPU.get(), torch.ops.upshift.block_attention
 
 
 def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
-    """Attention with dropout inside is made again: left out, it would not draw its random numbers, and what comes after it
-    would draw others than in the forward pass."""
+    """Return whether to keep an operator's result.
+
+    Attention with dropout inside runs again: if it were skipped, it would not draw its random numbers, and later operators
+    would draw other numbers than in the forward pass."""
     packet = OPERATOR.of(operator)
     product = packet in flop_registry or packet in _attention_operators()
     if product and not argument_of(operator, "dropout_p", args, kwargs):
@@ -72,7 +75,9 @@ def _keep_products(context: Any, operator: Any, *args: Any, **kwargs: Any) -> Ch
 
 
 def _keep_every_second() -> Any:
-    """For one pass through one layer: what it computes first and again is counted apart."""
+    """Return the contexts for one pass through one layer.
+
+    Products of the forward pass and of recomputation are counted separately."""
     seen: Counter[bool] = Counter()
 
     def policy(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
@@ -86,7 +91,9 @@ def _keep_every_second() -> Any:
 
 
 def _leave_inputs(base: PreTrainedModel) -> None:
-    """Frozen embeddings need no gradient: transformers asks for one because reentrant checkpoints would lose the others."""
+    """Remove transformers' hooks that ask for gradients of frozen embeddings.
+
+    The embeddings need none: transformers asks for one because reentrant checkpoints would lose the others."""
     if INPUT_GRADIENTS.read(base) is not None:
         base.disable_input_require_grads()
     # Asked twice, as by peft.prepare_model_for_kbit_training, transformers forgets the hooks that it made first.

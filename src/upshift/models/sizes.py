@@ -1,7 +1,7 @@
-"""How numbers of a traced run depend on its batch and its length, read off runs in which both are primes.
+"""Find how numbers of a traced run depend on its batch and its length, from runs in which both are primes.
 
-Bytes and FLOPs are sums of products of dimensions. Where the batch and the length are primes that divide no width of the model,
-a product says what it is made of: 131 x 1021 x 4096 is b x s x 4096. Two runs with other primes must say the same.
+Bytes and FLOPs are sums of products of dimensions. If the batch and the length are primes that divide no width of the model, a
+product shows its factors: 131 x 1021 x 4096 is b x s x 4096. Two runs with other primes must give the same polynomials.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ Number = np.ndarray  # six coefficients
 
 
 class NotPolynomial(Exception):
-    """A number that is no such sum."""
+    """An error for a number that is no sum of products of batch, length and constants."""
 
 
 class Counted:
-    """Sizes as they are."""
+    """Sizes as plain numbers."""
 
     zero = 0
 
@@ -41,7 +41,7 @@ class Counted:
 
 
 class OfPrimes:
-    """Sizes as polynomials. Raises NotPolynomial."""
+    """Sizes as polynomials. Its methods raise NotPolynomial."""
 
     def __init__(self, batch: int, sequence: int) -> None:
         self.batch, self.sequence = batch, sequence
@@ -87,8 +87,9 @@ class OfPrimes:
 
 
 def prime_points(sequence_length: int, widths: Collection[int]) -> list[tuple[int, int]]:
-    """(batch, length) of two runs, no longer than asked for, that are no factor of a width nor close to one; none where the
-    length is too short for such primes."""
+    """Return (batch, length) of two runs with primes that divide no width and are not close to one.
+
+    The lengths are at most ``sequence_length``. Return none if it is too short for such primes."""
     lengths = [_longest(sequence_length, widths), _longest(sequence_length // 2, widths)]
     batches = [prime for prime in range(SMALLEST_BATCH, 2 * SMALLEST_BATCH) if prime not in lengths and _tells(prime, widths)]
     return list(zip(batches, lengths, strict=False)) if all(lengths) and len(batches) > 1 else []
@@ -99,14 +100,14 @@ def _longest(number: int, widths: Collection[int]) -> int:
 
 
 def _tells(number: int, widths: Collection[int]) -> bool:
-    """Whether a product shows that this number is a factor of it: a prime that is in no width."""
+    """Return whether a product shows that this number is a factor of it: a prime that is in no width."""
     if any(number % divisor == 0 for divisor in range(2, isqrt(number) + 1)):
         return False
     return all(width % number and abs(width - number) > NEAR for width in widths if width > NEAR)
 
 
 def polynomial(number: Number) -> Polynomial:
-    """Sizes are whole multiples of a byte; what is left of rounding is cut off."""
+    """Return the polynomial. Sizes are whole multiples of a byte, so the rest of rounding is cut off."""
     return Polynomial(*(float(round(value, 6)) + 0.0 for value in number))
 
 

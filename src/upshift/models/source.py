@@ -1,6 +1,6 @@
-"""Where a model comes from: a local Hugging Face directory, a config.json, a hub id, or a live model written down.
+"""Resolve where a model comes from: a local Hugging Face directory, a config.json, a hub id, or a live model written down.
 
-Reads JSON, never weights.
+Only JSON is read, never weights.
 """
 
 from __future__ import annotations
@@ -40,7 +40,8 @@ HUB_FILES = ["*.safetensors", "*.json", "*.txt", "*.model", "*.jinja"]  # weight
 
 
 class ModelSource(Value):
-    """A model's configuration and, where it is on disk, its directory; what was put around it, and what is not trained."""
+    """A model's configuration and, if it is on disk, its directory; the adapter around it, and the parameters that are not
+    trained."""
 
     reference: str  # as the user wrote it
     directory: Path | None  # None for a config that stands alone
@@ -67,12 +68,12 @@ class ModelSource(Value):
 
     @property
     def base_reference(self) -> str:
-        """Of the model itself, whatever is around it."""
+        """Return the reference of the model itself, without its adapter."""
         return self.base or self.reference
 
     @property
     def model_hash(self) -> str:
-        """Stable short hash of everything in the config that can change the computation."""
+        """Return a stable short hash of everything in the config that can change the computation."""
         cosmetic = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "architectures"}
         kept = {key: value for key, value in self.config.items() if key not in cosmetic}
         kept["architectures"] = self.config.get("architectures")
@@ -82,12 +83,12 @@ class ModelSource(Value):
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
 
     def write(self, path: Path) -> None:
-        """As one JSON file, which ``find_model`` reads whole."""
+        """Write the source as one JSON file, which ``find_model`` reads whole."""
         path.write_text(self.to_json(), encoding="utf-8")
 
 
 def find_model(reference: str) -> ModelSource:
-    """Resolve a local directory, a config.json, a written ModelSource or a hub id. Raises RequestError with the next step."""
+    """Resolve a local directory, a config.json, a written ModelSource or a hub id. Raise RequestError with the next step."""
     path = Path(reference)
     try:
         path.exists()
@@ -117,7 +118,7 @@ def _is_adapter(path: Path) -> bool:
 
 
 def _with_adapter(directory: Path) -> ModelSource:
-    """An adapter as peft saves it, around the model that it names."""
+    """Return an adapter as peft saves it, around the model that it names."""
     adapter = _read_json(directory / ADAPTER_FILE)
     base = adapter.get("base_model_name_or_path")
     if not base or "peft_type" not in adapter:
@@ -136,9 +137,10 @@ def _with_adapter(directory: Path) -> ModelSource:
 
 
 def find_to_train(reference: str, *, lora_rank: int | None = None, load_in_4bit: bool = False) -> ModelSource:
-    """``find_model``, with LoRA (arXiv:2106.09685) of this rank around every linear layer but the head. Below it, or below the
-    adapter that the model has, are the weights as they are stored, or in 4 bits, as QLoRA keeps them. Raises RequestError where
-    the model has an adapter, or quantized weights, already."""
+    """Return ``find_model`` of the reference, with LoRA (arXiv:2106.09685) of this rank around every linear layer but the head.
+
+    Below it, or below the adapter that the model has, are the weights as they are stored, or in 4 bits, as QLoRA keeps them.
+    Raise RequestError if the model has an adapter, or quantized weights, already."""
     source = find_model(reference)
     if lora_rank is not None:
         source = _with_lora(source, lora_rank)
@@ -170,7 +172,9 @@ def _check_whole(source: ModelSource) -> None:
 
 
 def _around(source: ModelSource, adapter: dict[str, Any]) -> ModelSource:
-    """The weights below keep the dtype that the config says; so do quantized ones where they are multiplied."""
+    """Put an adapter around a source.
+
+    The weights below keep the dtype that the config says. Quantized ones are multiplied in it."""
     said = str(source.config.get("dtype") or source.config.get("torch_dtype") or "float32")
     return source.changed(
         adapter=adapter,

@@ -1,4 +1,4 @@
-"""Profiles on disk: one JSON file per config, library versions and traced variants. Safe to delete."""
+"""Keep profiles on disk: one JSON file per config, library versions and traced variants. Safe to delete."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class Positions(Value):
 
 
 class Variant(NamedTuple):
-    """One way to run the step: what must be traced apart because kernels or saved tensors differ."""
+    """One way to run the step. Variants are traced apart because their kernels or saved tensors differ."""
 
     precision: TracedPrecision
     attention: str
@@ -49,7 +49,7 @@ def profile_model(
     variants: tuple[Variant, ...],
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
-    """The profile from the cache, else traced now (seconds, imports torch) and stored."""
+    """Return the profile from the cache, or trace it now (seconds, imports torch) and store it."""
     versions = _versions(source)
     text = repr((FORMAT, source.model_hash, versions, sequence_length, sorted(variants)))
     key, folder = _key(text), read_settings().cache_dir
@@ -70,8 +70,9 @@ def profile_model(
 
 
 def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
-    """Return what a text's results depend on, from the cache or as tested now (a second, imports torch). ``states``: of the model
-    that gives states alone, without its head."""
+    """Return what a text's results depend on, from the cache or as tested now (a second, imports torch).
+
+    ``states``: test the model that gives states alone, without its head."""
 
     def test() -> Isolation:
         from upshift.models.isolation import test_source
@@ -82,8 +83,10 @@ def isolation_of(source: ModelSource, *, states: bool = False) -> Isolation:
 
 
 def positions_of(source: ModelSource) -> int | None:
-    """Return the tokens that the model has positions for, from the cache or as its modules say (imports torch); None where it
-    sets no limit. Every command asks this function, and no other."""
+    """Return the tokens that the model has positions for, or None if it sets no limit. Every command asks this function, and no
+    other.
+
+    The answer comes from the cache, or from the model's modules (imports torch)."""
 
     def count() -> Positions:
         from upshift.models.describe import empty_positions
@@ -94,7 +97,7 @@ def positions_of(source: ModelSource) -> int | None:
 
 
 def _remembered(folder: str, of: tuple[Any, ...], kind: type[Answer], find: Callable[[], Answer]) -> Answer:
-    """Return a value from the cache; ``find`` makes it where it is not there."""
+    """Return a value from the cache. If it is not there, ``find`` makes it."""
     path = read_settings().cache_dir / folder / f"{_key(repr((FORMAT, *of)))}.json"
     if path.is_file():
         try:
@@ -148,12 +151,12 @@ def _write(path: Path, content: bytes) -> None:
 
 @cache
 def _warn(folder: Path, reason: str) -> None:
-    """Once, however many files there are."""
+    """Warn once, however many files there are."""
     logger.warning("what was traced is not kept in %s: %s; UPSHIFT_CACHE names another folder", folder, reason)
 
 
 def _versions(source: ModelSource) -> dict[str, str]:
-    """Of the libraries that decide which operators run."""
+    """Return the versions of the libraries that decide which operators run."""
     versions = {name: version(name) for name in ("torch", "transformers")}
     needed = {"peft": source.adapter is not None, "bitsandbytes": source.quantized_from is not None}
     for name in (name for name, is_needed in needed.items() if is_needed):

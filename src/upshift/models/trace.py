@@ -1,4 +1,4 @@
-"""Runs the real, unmodified model on fake tensors at a few (batch, sequence) points and fits its segments' polynomials.
+"""Run the real, unmodified model on fake tensors at a few (batch, sequence) points and fit its segments' polynomials.
 
 Nothing is allocated and no accelerator is needed: the tensors are fake CPU tensors, on which fused attention keeps its
 flash-like memory (on ``meta`` it would be decomposed). Inputs: a config. Ignored: kernel-internal scratch (measured below
@@ -63,7 +63,9 @@ def trace_model(
     kept: SegmentStore,
     progress: Callable[[int, int], None] = lambda done, total: None,
 ) -> ModelProfile:
-    """Measure every variant and fit. Raises RequestError for more tokens than positions, and naming what cannot be traced."""
+    """Measure every variant and fit.
+
+    Raise RequestError for more tokens than positions, and for a model that cannot be traced, naming the module."""
     if variants and "quantization_config" in source.config:
         check_quantization(source.config["quantization_config"], source.reference, adapter=source.adapter is not None)
     if variants:
@@ -116,7 +118,7 @@ def _run(
     *,
     compiled: bool,
 ) -> tuple[list[Any], dict[str, Fitted]]:
-    """Results of all ``wanted``, and of those ``steps`` that succeed; a step that was traced before is read."""
+    """Return the results of all ``wanted``, and of those ``steps`` that succeed. A step that was traced before is read."""
     if compiled:
         load_partition()
     found = {name: segments for name in steps if (segments := kept.get(name)) is not None}
@@ -131,7 +133,7 @@ def _run(
 
 
 def _described(tracer: Tracer) -> dict[str, Any]:
-    """What the config and the modules say, without running."""
+    """Return what the config and the modules say, without running."""
     text = tracer.config.get_text_config()
     return {
         "architecture": tracer.model_class.__name__,
@@ -160,10 +162,11 @@ def _experts(tracer: Tracer) -> Experts | None:
 def choose_variants(
     tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, masks_padding: bool
 ) -> tuple[Variant, ...]:
-    """Those whose kernels the model has, and none that another one makes needless: where block attention is reached, a
-    causal model's packed rows take it (``masks_padding``: its padded rows need a mask, too); at length, ``eager`` is no faster
-    than the others and holds its score matrices; rows shorter than one block gain nothing by blocks, unless lengths differ: then
-    many are packed into one."""
+    """Return the variants whose kernels the model has, without those that another one makes needless.
+
+    If block attention is reached, a causal model's packed rows take it (``masks_padding``: its padded rows need a mask, too).
+    At length, ``eager`` is no faster than the others and holds its score matrices. Rows shorter than one block gain nothing by
+    blocks, unless lengths differ: then many are packed into one."""
     kernels = attention_kernels(tracer.base)
     others = any(variant.attention in kernels and variant.attention != NAME for variant in variants)
     packed = any(variant.masked and variant.attention == NAME for variant in variants)
@@ -183,14 +186,15 @@ def choose_variants(
 
 
 def _reaches_block(tracer: Tracer, variant: Variant, point: tuple[int, int]) -> bool:
-    """Block attention leaves to ``sdpa`` what it does not compute; then it is no choice of its own."""
+    """Return whether block attention computes anything. Cases that it leaves to ``sdpa`` make it no choice of its own."""
     measurement = tracer.measure(variant, batch=point[0], sequence=point[1])
     return any(interval.used for interval in measurement.forward.values())
 
 
 def _division(tracer: Tracer, variants: tuple[Variant, ...], point: tuple[int, int]) -> TensorParallel | str:
-    """What tensor parallelism divides, where it was asked for and a slice of the model runs; else why not. A profile of no
-    step says what the model declares: no slice was run."""
+    """Return the parts that tensor parallelism divides, if it was asked for and a slice of the model runs; else why not.
+
+    A profile of no step says what the model declares: no slice was run."""
     if tracer.source.quantized_from is not None:
         return "its 4-bit weights are packed whole, and no rank can have a slice of them"
     wanted = next((variant for variant in variants if variant.divided), None)
@@ -236,7 +240,7 @@ def _kv_elements(tracer: Tracer, points: list[tuple[int, int]]) -> Polynomial | 
 
 
 def _cached_layers(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[CachedLayers, ...]:
-    """Unlike the polynomial above, right beyond a sliding window too."""
+    """Return the layers with a cache. Unlike the polynomial above, this is right beyond a sliding window too."""
     cache = _filled_cache(tracer, points[0])
     if cache is None:
         return ()
@@ -249,7 +253,7 @@ def _cached_layers(tracer: Tracer, points: list[tuple[int, int]]) -> tuple[Cache
 
 
 def _filled_cache(tracer: Tracer, point: tuple[int, int]) -> Any:
-    """The cut model's own cache after one forward pass; None where it does not generate."""
+    """Return the cut model's own cache after one forward pass, or None if it does not generate."""
     model = tracer.model(torch.float32)
     if not tracer.base.can_generate():
         return None
@@ -262,8 +266,9 @@ def _filled_cache(tracer: Tracer, point: tuple[int, int]) -> Any:
 
 
 def _layers_of(tracer: Tracer, cache: Any) -> Sequence[int]:
-    """Which cached layer stands for each layer of the model. The cache is made for all layers of the config, of which the cut
-    model fills the first."""
+    """Return which cached layer stands for each layer of the model.
+
+    The cache is made for all layers of the config, of which the cut model fills the first."""
     stack = tracer.stacks[-1] if tracer.stacks else None
     return stack.assignment if stack and len(cache.layers) >= len(stack.kept) else range(len(cache.layers))
 
@@ -274,7 +279,7 @@ def _keys_and_values(layer: Any) -> list[torch.Tensor]:
 
 
 def _what_it_keeps(layer: Any, batch: int) -> tuple[int, int, int, int | None]:
-    """Elements for each token, elements for each sequence, heads, window."""
+    """Return the elements for each token, elements for each sequence, heads, and window."""
     per_token = sum(tensor.numel() // (batch * tensor.shape[-2]) for tensor in _keys_and_values(layer))
     states = [state for name in ("conv_states", "recurrent_states") for state in (getattr(layer, name, None) or {}).values()]
     per_sequence = sum(state.numel() // batch for state in states if state is not None)

@@ -1,4 +1,4 @@
-"""Every variant of the step, measured at a few (batch, sequence) points and fitted: the traces of a profile."""
+"""Measure every variant of the step at a few (batch, sequence) points and fit the traces of a profile."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from upshift.models.sizes import NotPolynomial, OfPrimes, prime_points
 from upshift.models.store import Variant
 
 BLOCK_TRACE_LENGTH = 1024
-COMPILED_TRACE_LENGTH = 256  # at least: there a prime tells
+COMPILED_TRACE_LENGTH = 256  # at least: at this length a prime differs from all widths
 CHUNKED_TRACE_LENGTH = 512  # all that comes after the layers is linear in the tokens
 BATCHES = (2, 3)  # 1 is avoided: broadcasting makes it a special case of many kernels
-DIVIDED_RANKS = 2  # what is divided and what is not follows from one rank of one, and one of two
+DIVIDED_RANKS = 2  # one rank of one, and one of two, show which parts are divided
 
 
 def trace_points(sequence_length: int) -> list[tuple[int, int]]:
@@ -27,12 +27,14 @@ def trace_points(sequence_length: int) -> list[tuple[int, int]]:
 
 
 def trace_lengths(sequence_length: int) -> tuple[int, int, int]:
-    """Three lengths up to the one asked for; a quadratic through them is exact between them."""
+    """Return three lengths up to ``sequence_length``. A quadratic through them is exact between them."""
     return max(sequence_length // 4, 3), max(sequence_length // 2, 5), max(sequence_length, 8)
 
 
 def chunked_points(sequence_length: int) -> list[tuple[int, int]]:
-    """Of one to four whole chunks: work goes by chunks, and polynomials through parts of them would say nothing beyond."""
+    """Return points of one to four whole chunks.
+
+    Work goes by chunks, and polynomials through parts of them would say nothing beyond."""
     shortest = 1 << ((max(min(sequence_length, CHUNKED_TRACE_LENGTH), 8) // 2).bit_length() - 1)
     batch = LOSS_CHUNK_TOKENS // shortest
     return [(rows, length) for rows in (batch, 2 * batch) for length in (shortest, 2 * shortest)]
@@ -46,7 +48,7 @@ Fitted = dict[str, list[Segment]]  # by the segment's name, one for each degree
 def step_tasks(
     tracer: Tracer, variants: tuple[Variant, ...], sequence_length: int, *, chunking: bool
 ) -> dict[str, Callable[[], Fitted | None]]:
-    """What must be traced, by name. They raise RuntimeError where a slice of the model does not run."""
+    """Return the traces to make, by name. They raise RuntimeError if a slice of the model does not run."""
     tasks: dict[str, Callable[[], Fitted | None]] = {}
     for variant in variants:
         for way in _ways(tracer, variant):
@@ -57,7 +59,7 @@ def step_tasks(
 
 
 def steps_of(tracer: Tracer, variants: tuple[Variant, ...], found: dict[str, Fitted], *, chunking: bool) -> tuple[StepTrace, ...]:
-    """One trace a variant, two where it is ``divided``."""
+    """Return one trace for each variant, two if it is ``divided``."""
     return tuple(step for variant in variants for step in _steps(tracer, variant, found, chunking=chunking))
 
 
@@ -81,7 +83,7 @@ def _ways(tracer: Tracer, variant: Variant) -> list[Granularity | None]:
 
 
 def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int) -> Fitted | None:
-    """Every segment, with all layers recomputed in this way; None where they cannot be (see recompute.py)."""
+    """Trace every segment, with all layers recomputed in this way. Return None if they cannot be (see recompute.py)."""
     # Block attention runs some ten operators a block: traced at lengths of a few blocks, it is as exact beyond.
     points = trace_points(min(sequence_length, BLOCK_TRACE_LENGTH) if variant.attention == NAME else sequence_length)
     degrees = (1, DIVIDED_RANKS) if variant.divided else (1,)
@@ -91,7 +93,7 @@ def _trace_way(tracer: Tracer, variant: Variant, way: Granularity | None, sequen
         if way not in ("selective", "alternate"):
             raise
         return None
-    compiles = variant.compiled and variant.attention != NAME and tracer.source.quantized_from is None  # in no plan else
+    compiles = variant.compiled and variant.attention != NAME and tracer.source.quantized_from is None  # else never planned
     if way is None and compiles:
         for which, ranks in enumerate(degrees):
             for name, kept in _compiled(tracer, variant, sequence_length, ranks).items():
@@ -111,7 +113,9 @@ def _fitted(
 def _from_primes(
     tracer: Tracer, variant: Variant, way: Granularity | None, sequence_length: int, degrees: tuple[int, ...]
 ) -> Fitted | None:
-    """From one run, which a second one confirms: a third of the work. None where numbers are no polynomials, or not the same."""
+    """Fit from one run, which a second one confirms: a third of the work.
+
+    Return None if numbers are no polynomials, or not the same."""
     found: list[Fitted] = []
     for point in prime_points(sequence_length, widths(tracer)) if variant.attention != NAME else ():
         try:
@@ -127,15 +131,16 @@ def _from_primes(
 
 
 def widths(tracer: Tracer) -> set[int]:
-    """Numbers that dimensions of this model may have, whatever its batch and length."""
+    """Return numbers that dimensions of this model may have, whatever its batch and length."""
     text = tracer.config.get_text_config()
     named = {value for value in vars(text).values() if isinstance(value, int)}
     return named | {size for parameter in tracer.base.parameters() for size in parameter.shape}
 
 
 def _compiled(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int) -> dict[str, Polynomial]:
-    """What layers keep when they are compiled; without those that torch cannot trace as one graph: they are taken to keep what
-    they do now, which is more."""
+    """Return what layers keep when they are compiled.
+
+    Layers that torch cannot trace as one graph are left out. They are taken to keep what eager ones do, which is more."""
     found: dict[str, Polynomial] = {}
     try:
         batch, sequence = prime_points(max(sequence_length, COMPILED_TRACE_LENGTH), widths(tracer))[0]
@@ -156,7 +161,7 @@ def _compiled(tracer: Tracer, variant: Variant, sequence_length: int, ranks: int
 
 
 def _trace_chunked(tracer: Tracer, variant: Variant, points: list[tuple[int, int]]) -> Fitted:
-    """The last gap with the loss computed in chunks."""
+    """Trace the last gap with the loss computed in chunks."""
     measurements = [tracer.measure(variant, batch=b, sequence=s, chunked=True) for b, s in points]
     last = _gaps(tracer)[-1]
     return {last: fit_segment(points, [measurements], last, longest=points[-1][1])}

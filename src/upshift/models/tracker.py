@@ -1,4 +1,4 @@
-"""Counts live bytes and work, operator by operator, while a model runs on fake (or real) tensors."""
+"""Count live bytes and work, operator by operator, while a model runs on fake (or real) tensors."""
 
 from __future__ import annotations
 
@@ -32,8 +32,9 @@ ENGINE_HOLDERS = 4  # of a gradient that only the engine holds, seen from inside
 
 @dataclass(slots=True)
 class Interval:
-    """What happened between two borders: live bytes at entry and after every operator, and the work done. Numbers are plain
-    ones, or polynomials (sizes.py)."""
+    """Live bytes at the entry of a segment and after every operator, and the work done, between two borders.
+
+    Numbers are plain ones, or polynomials (sizes.py)."""
 
     entered: Any
     operators: list[str] = field(default_factory=list)
@@ -49,7 +50,7 @@ class Interval:
     born: Any = 0  # bytes of gradients that became whole
     without: list[Any] = field(default_factory=list)  # live bytes after every operator, without those gradients
     moments: list[tuple[int, Any]] = field(default_factory=list)  # elements of a parameter; ``without`` and its own gradient
-    used: set[str] = field(default_factory=set)  # operators of ours that were looked into
+    used: set[str] = field(default_factory=set)  # our own operators, whose inner operators were counted
 
 
 # Operators that are opaque to torch.compile, not to the tracker; all but the last are attention.
@@ -69,8 +70,9 @@ GROUPED = {"transformers::grouped_mm_fallback": 1, "transformers::grouped_mm_fal
 
 
 def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, int] | None:
-    """FLOPs of a fused attention operator, causal counted as half, and how many of them repeat the forward's; None for any
-    other operator."""
+    """Return the FLOPs of a fused attention operator, causal counted as half, and how many of them repeat the forward's.
+
+    Return None for any other operator."""
     name, repeated = function.name(), 0
     if name in FORWARD:
         query, key, value = args[:3]
@@ -88,7 +90,9 @@ def _attention_flops(function: Any, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
-    """Of the products of a layer's experts, [S, K] x [E, K, N] by groups of rows; None for any other operator."""
+    """Return the FLOPs of the products of a layer's experts, or None for any other operator.
+
+    The products are [S, K] x [E, K, N] by groups of rows."""
     passes = GROUPED.get(function.name())
     if passes is None:
         return None
@@ -97,10 +101,11 @@ def _grouped_flops(function: Any, args: tuple[Any, ...]) -> int | None:
 
 
 def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
-    """The storage that autograd's engine reuses when it sums two gradients of one tensor, here where it makes a new one.
+    """Return the storage that autograd's engine reuses when it sums two gradients of one tensor, while a new one is made here.
 
-    It adds onto the earlier one where that and its storage have no other holder, but never while a dispatch mode is active
-    (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the engine without.
+    The engine adds onto the earlier gradient if that and its storage have no other holder, but never while a dispatch mode is
+    active (torch/csrc/autograd/input_buffer.cpp, can_accumulate_inplace). Recomputation runs with gradients enabled, the
+    engine without.
     """
     if function is not ATEN.add.Tensor or torch.is_grad_enabled() or AUTOGRAD_NODE.get()() is None:
         return None
@@ -113,7 +118,7 @@ def _summed_in_place(function: Any, args: tuple[Any, ...]) -> int | None:
 
 
 def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What an operator was called with under a name of its schema; None where it has no such argument."""
+    """Return an operator's argument by its name in the schema, or None if it has no such argument."""
     for position, argument in enumerate(SCHEMA.of(function).arguments):
         if argument.name == name:
             return kwargs.get(name, args[position] if position < len(args) else argument.default_value)
@@ -121,11 +126,11 @@ def argument_of(function: Any, name: str, args: tuple[Any, ...], kwargs: dict[st
 
 
 class LiveTracker:
-    """While active, keeps the sum of bytes of all storages that operators returned and that are still referenced.
+    """A counter of the bytes of all storages that operators returned while it was active and that are still referenced.
 
     ``border(name)`` closes the current interval and opens the named one; a name may be opened again (a second pass).
-    ``release()`` closes it and, at the next border, books every byte that was freed meanwhile on the interval that
-    had allocated it: autocast drops its copies of the weights when it ends, all layers' at once.
+    ``release()`` closes it and, until the next border, books every byte that is freed on the interval that had allocated it:
+    autocast drops its copies of the weights when it ends, all layers' at once.
     """
 
     def __init__(self, sizes: Counted | OfPrimes | None = None) -> None:
@@ -162,7 +167,7 @@ class LiveTracker:
                 self._add(leaf)
 
     def gradient_is_whole(self, parameter: torch.Tensor) -> None:
-        """To be called when ``parameter.grad`` has been born."""
+        """Record that ``parameter.grad`` is whole. Call it when the gradient has been born."""
         interval = self._current
         if interval is not None and parameter.grad is not None:
             interval.moments.append((parameter.numel(), self.live_bytes - interval.born))
@@ -212,7 +217,9 @@ class LiveTracker:
         return result
 
     def _run_attention(self, function: Any, inside: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """Our own attention, operator by operator: what it allocates on its way counts; its products are attention."""
+        """Run our own attention, operator by operator.
+
+        Memory that it allocates on its way counts; its products count as attention."""
         current = self._current or Interval(entered=self.live_bytes)
         matmul, moved = current.matmul_flops, current.moved_bytes
         with self:
@@ -251,6 +258,6 @@ class LiveTracker:
             interval.moved_bytes = interval.moved_bytes + num_bytes
 
     def _touched_bytes(self, tensor: torch.Tensor) -> Any:
-        """Bytes a kernel reads of a tensor: an expanded dimension is read once."""
+        """Return the bytes that a kernel reads of a tensor. An expanded dimension is read once."""
         read = tuple(size for size, stride in zip(tensor.shape, tensor.stride(), strict=True) if stride)
         return self.sizes.elements(read, tensor.element_size())

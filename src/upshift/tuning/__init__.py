@@ -1,1 +1,1 @@
-"""Searching hyper-parameters: one space, every backend, no trial wasted."""
+"""Search hyper-parameters: one form of a space for every backend, and no trial that cannot give a result."""

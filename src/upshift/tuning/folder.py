@@ -1,4 +1,4 @@
-"""The output folder of a search: one study's trials leave their models there. Only what they wrote is ever deleted."""
+"""Manage the output folder of a search: one study's trials leave their models there. Only files that they wrote are deleted."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Owner(Value):
 
 
 def owner_of(output: Path, *, storage: str | None, study_name: str) -> Owner:
-    """The study of that name. Raises RequestError where another one's models are in the folder, or where it can be none."""
+    """Return the study of that name. Raise RequestError if the folder cannot be used, or holds models of another study."""
     try:
         output.mkdir(parents=True, exist_ok=True)
     except OSError as error:
@@ -46,7 +46,9 @@ def _check_owner(output: Path, owner: Owner) -> None:
 
 
 def claim(output: Path, owner: Owner, study: optuna.Study) -> None:
-    """Before the first trial. Raises RequestError also where a folder of a trial's name is none of this study's."""
+    """Take the folder for a study, before its first trial.
+
+    Raise RequestError if it belongs to another study, or if a folder with a trial's name is not of this study."""
     there = sorted(path.name for path in output.iterdir())  # before its trials are read: other processes may begin some
     known = {trial_folder(output, trial.number).name for trial in study.get_trials(deepcopy=False)}
     foreign = [name for name in there if OF_TRIAL.fullmatch(name) and name not in known]
@@ -62,7 +64,7 @@ def trial_folder(output: Path, number: int) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """A trial's, with its model. It stays where something is in it that no trial writes."""
+    """Remove a trial's folder with its model. The folder stays if a file is in it that no trial writes."""
     if folder.is_dir():
         with suppress(RequestError, OSError):  # OSError: another process of the study removes it, too
             check_output_directory(folder, overwrite=True, resume=False, own_files=OWN_FILES)

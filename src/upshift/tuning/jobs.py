@@ -1,4 +1,5 @@
-"""A trial of ``upshift tune``: planned once a shape of run, started only where its plan fits, in a process of its own."""
+"""Run trials of ``upshift tune``: each shape of run is planned once, and a trial starts only if its plan fits, in its own
+process."""
 
 from __future__ import annotations
 
@@ -27,8 +28,9 @@ DEFAULTS = {"global_batch": 8}
 
 @dataclass
 class Jobs:
-    """A context. ``run`` is called from as many threads as there are ``at_once``; each trial has its share of the cores and
-    the memory."""
+    """A context that runs trials.
+
+    ``run`` is called from as many threads as there are ``at_once``; each trial has its share of the cores and the memory."""
 
     model: str
     data: str
@@ -45,7 +47,7 @@ class Jobs:
     _servers: Servers[JobServer] = field(default_factory=lambda: Servers(job_server))
 
     def run(self, asked: Asked, values: dict[str, Any]) -> Record:
-        """Raises NothingFits before anything is started, JobFailed where it fails."""
+        """Run a trial and return its record. Raise NothingFits before anything is started, JobFailed if the run fails."""
         of_run = DEFAULTS | self.request | {name: values[name] for name in OF_RUN if name in values}
         arguments = self.arguments | {name: value for name, value in values.items() if name not in OF_RUN}
         prepared, steps = self._prepare(of_run, arguments)
@@ -66,7 +68,7 @@ class Jobs:
         return trial_folder(self.output, number)
 
     def _prepare(self, of_run: dict[str, Any], arguments: dict[str, Any]) -> tuple[Prepared, int]:
-        """Trials of one shape share a plan, and a refusal."""
+        """Return the plan of a trial. Trials of one shape share a plan, and a refusal."""
         max_steps, clips = arguments.get("max_steps"), arguments.get("max_grad_norm", 1.0) > 0
         key = (*sorted(of_run.items()), max_steps, clips)
         with self._planning:
@@ -104,7 +106,7 @@ class Jobs:
 
 
 def share_of(host: Host, parts: int) -> Host:
-    """What one of several jobs on a machine may take, so that all fit side by side. GPUs are not divided."""
+    """Return the part of a host that one of several jobs may take, so that all fit side by side. GPUs are not divided."""
     if host.cpu is None or host.gpus_per_node:
         return host
     cores = max(host.cpu.usable_cores // parts, 1)

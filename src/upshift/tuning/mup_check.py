@@ -1,7 +1,7 @@
-"""The coordinate check of muP: a few steps at growing widths, and how much what the layers put out changes by them. By muP's
-rule that is the same at every width; without it grows with the width, and so does the harm of a learning rate.
+"""Check muP by coordinates: take a few steps at growing widths, and measure how much the outputs of the layers change.
 
-Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), appendix D.1. It is measured in a process of its own.
+By muP's rule the change is the same at every width. Without muP it grows with the width, and so does the harm of a learning
+rate. Yang et al., Tensor Programs V, 2022 (arXiv:2203.03466), appendix D.1. It is measured in a process of its own.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Asked(Value):
 
 
 class Growth(Value):
-    """How much more, or less, outputs change at the widest than at the narrowest: that of the layer where it is worst."""
+    """The ratio of changes of outputs at the widest and at the narrowest model, for the layer where this is worst."""
 
     widths: tuple[int, ...]
     with_mup: float
@@ -61,7 +61,7 @@ class Growth(Value):
 
 
 def checked(study: Any, narrow: str, whole: str) -> Growth:
-    """Once in a study. Raises RequestError where muP does not carry over."""
+    """Return the check's result, measured once in a study. Raise RequestError if muP does not carry over."""
     known = study.user_attrs.get(CHECKED)
     found = check_widths(narrow, whole) if known is None else Growth.from_json(known, origin="the study")
     if not found.is_flat:
@@ -99,7 +99,7 @@ def measure(narrow: str, whole: str) -> Growth:
 
 
 def changes_at(reference: str, fields: dict[str, int], base: dict[str, int] | None) -> list[float]:
-    """Of every layer and of the logits: the mean size of what a few steps change, over seeds."""
+    """Return, for every layer and the logits, the mean size of the change by a few steps, averaged over seeds."""
     found = [_changes(reference, fields, base_text(base) if base not in (None, fields) else "", seed) for seed in SEEDS]
     return [sum(ones) / len(ones) for ones in zip(*found, strict=True)]
 
@@ -126,7 +126,7 @@ def _changes(reference: str, fields: dict[str, int], base: str, seed: int) -> li
 
 
 def _random(name: str, tensor: torch.Tensor, inputs: dict[str, Any], vocabulary: int) -> torch.Tensor:
-    """Tokens instead of zeros, and of labels those that are tokens."""
+    """Return random tokens in place of zeros for token ids, and for labels that are tokens."""
     tokens = torch.randint(vocabulary, inputs["input_ids"].shape, generator=torch.Generator().manual_seed(0))
     return tokens if name in ("input_ids", "labels") and tensor.shape == tokens.shape else tensor
 

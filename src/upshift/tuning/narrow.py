@@ -1,5 +1,6 @@
-"""A narrow copy of a model, on which what muP carries to the model itself is searched: which fields of the config are widths, and
-that all of them shrink alike."""
+"""Write a narrow copy of a model, on which a search finds values that muP carries to the model itself.
+
+The widths of the config are known by name, and all of them shrink alike."""
 
 from __future__ import annotations
 
@@ -25,15 +26,16 @@ OF_TOKENIZER = (".json", ".txt", ".model", ".jinja")
 
 
 def copy_to_search(model: str, width: int, folder: Path, request: dict[str, Any]) -> Path:
-    """``write_narrow`` for a search with these options of ``prepare_run``."""
+    """Call ``write_narrow`` for a search with these options of ``prepare_run``."""
     if request.get("lora_rank") is not None or not request.get("from_config"):
         raise RequestError("--mup-width searches for training from random weights: add --from-config, and no --lora-rank")
     return write_narrow(find_model(model), width, folder)
 
 
 def write_narrow(source: ModelSource, width: int, folder: Path) -> Path:
-    """The model's config at this width, and its tokenizer: a directory for ``--mup-base``. Raises RequestError for a width that
-    is none, or a model for which muP has no rule."""
+    """Write the model's config at this width, and its tokenizer: a directory for ``--mup-base``.
+
+    Raise RequestError for a width that is not possible, or a model for which muP has no rule."""
     config = read_config(source)
     fields = fields_at(config, width)
     check_base(source, base_text(fields))
@@ -48,7 +50,7 @@ def write_narrow(source: ModelSource, width: int, folder: Path) -> Path:
 
 
 def fields_at(config: PretrainedConfig, width: int) -> dict[str, int]:
-    """The config's widths, all multiplied by what makes its ``hidden_size`` this one."""
+    """Return the config's widths, all multiplied by the factor that makes its ``hidden_size`` this one."""
     hidden = getattr(config, "hidden_size", None)
     if not isinstance(hidden, int):
         raise RequestError("--mup-width: the model's config has no hidden_size; make a narrower config by hand, for --mup-base")
@@ -65,7 +67,7 @@ def _possible(hidden: int, known: list[int]) -> list[int]:
 
 
 def widths_between(narrow: str, whole: PretrainedConfig) -> list[dict[str, int]]:
-    """Fields of the narrow model, of one twice and of one four times as wide, as far as the whole reaches; of two at least."""
+    """Return the fields of the narrow model, and of models twice and four times as wide, up to the whole model. At least two."""
     config = read_config(find_model(narrow))
     sizes = [times * config.hidden_size for times in (1, 2, 4) if times * config.hidden_size <= whole.hidden_size]
     if len(sizes) == 1:

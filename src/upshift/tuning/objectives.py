@@ -1,4 +1,4 @@
-"""What trials are judged by, of a training run's Record."""
+"""Read the values by which trials are judged from a training run's Record."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""Population-based training, which Ray's scheduler of that name directs: a trial goes on from another one's checkpoint with
-hyper-parameters of its own. A checkpoint holds those that it was trained with; here the trial's win."""
+"""Support population-based training, which Ray's scheduler of that name directs.
+
+A trial goes on from another one's checkpoint with hyper-parameters of its own. A checkpoint holds the hyper-parameters that it
+was trained with; here the trial's win."""
 
 from __future__ import annotations
 
@@ -12,7 +14,7 @@ from upshift.training.trainer.library import LibraryTrainer
 
 
 class OfPopulation(LibraryTrainer):
-    """Mixed in before the Trainer."""
+    """A class that is mixed in before the Trainer."""
 
     def _load_optimizer_and_scheduler(self: Any, checkpoint: str | None) -> None:
         own = [{name: value for name, value in group.items() if name != "params"} for group in self.optimizer.param_groups]
@@ -22,7 +24,7 @@ class OfPopulation(LibraryTrainer):
 
 
 def keep_own(optimizer: Any, scheduler: Any, own: list[dict[str, Any]]) -> None:
-    """Learning rate, weight decay and the rest, at the checkpoint's place in the schedule."""
+    """Keep the trial's learning rate, weight decay and the rest, at the checkpoint's place in the schedule."""
     for group, values in zip(optimizer.param_groups, own, strict=True):
         share = group["lr"] / group["initial_lr"]
         group.update(values, lr=share * values["initial_lr"])

@@ -1,4 +1,4 @@
-"""A study, drawn, as one HTML file: history, parallel coordinates, importances, Pareto front, and every trial."""
+"""Draw a study as one HTML file: history, parallel coordinates, importances, Pareto front, and every trial."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def study_page_html(result: Found) -> str:
 
 
 def _tiles(result: Found) -> list[Tile]:
-    """Return the best results, and what the last call, which drew the page, took."""
+    """Return the best results, and the time and cost of the last call, which drew the page."""
     tiles = [Tile(name, number(value), "best trial") for name, value in (result.best[0].values or {}).items()]
     tiles.append(Tile("time", format_seconds(result.seconds), "of this call"))
     if result.cost is not None:
@@ -107,7 +107,7 @@ def _drawings(name: str, study: optuna.Study, result: Found) -> list[tuple[str, 
         return [("", _figure(plot_pareto_front(study, target_names=objectives)))] if len(objectives) in (2, 3) else []
     plot: Any = PLOTS[name]
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # that importances are of low values: _target sees to it
+        warnings.simplefilter("ignore", UserWarning)  # the warning says that low values count as good: _target turns the sign
         return [
             (objective, _figure(plot(study, target=_target(index, name, direction), target_name=objective)))
             for index, (objective, direction) in enumerate(result.objectives.items())

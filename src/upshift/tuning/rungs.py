@@ -1,4 +1,6 @@
-"""At which evaluations of a trial its pruner decides anything. The others are not made: each costs a pass over held-out data."""
+"""Find the evaluations of a trial at which its pruner decides anything.
+
+The others are not made: each costs a pass over held-out data."""
 
 from __future__ import annotations
 
@@ -25,12 +27,13 @@ def make_pruner(name: str, evaluations: int) -> BasePruner:
 
 
 def rungs(pruner: BasePruner, longest: int) -> tuple[int, ...]:
-    """Steps up to ``longest``: at the first report from each of them on the pruner decides, and at no other. All steps for a
-    pruner whose rungs are not known beforehand."""
+    """Return steps up to ``longest``: the pruner decides at the first report from each of them on, and at no other.
+
+    Return all steps for a pruner whose rungs are not known beforehand."""
     if type(pruner) is NopPruner:
         return ()
     first: int | None = None
-    if type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None:  # None: of those that ended
+    if type(pruner) is SuccessiveHalvingPruner and MIN_RESOURCE.of(pruner) is not None:  # None: computed from ended trials
         first = MIN_RESOURCE.of(pruner) * REDUCTION.of(pruner) ** STOPPING_RATE.of(pruner)
     if type(pruner) is HyperbandPruner and isinstance(MAX_RESOURCE.of(pruner), int):
         first = MIN_RESOURCE.of(pruner)  # of the bracket that begins earliest
@@ -44,5 +47,5 @@ def rungs(pruner: BasePruner, longest: int) -> tuple[int, ...]:
 
 
 def decides(found: tuple[int, ...], *, before: int, step: int) -> bool:
-    """Whether a report at ``step``, the first since ``before``, reaches a rung."""
+    """Return whether a report at ``step``, the first since ``before``, reaches a rung."""
     return any(before < rung <= step for rung in found)

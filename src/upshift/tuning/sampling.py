@@ -1,5 +1,6 @@
-"""What to try next is Optuna's TPE; its random numbers are those of the seed and the trial's number. So processes that share a
-study, and a study that goes on, do not draw the same points twice."""
+"""Choose the next trial's values by Optuna's TPE, with random numbers from the seed and the trial's number.
+
+So processes that share a study, and a study that goes on, do not draw the same points twice."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Processes that trials are forked from: as many as trials run at once, each used again while it lives."""
+"""Hold processes that trials are forked from: as many as trials run at once, each used again while it lives."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ S = TypeVar("S", bound=Server)
 
 @dataclass
 class Servers(Generic[S]):
-    """A context; ``one`` is asked from as many threads as there are trials at once."""
+    """A context of servers. ``one`` is called from as many threads as there are trials at once."""
 
     start: Callable[[], AbstractContextManager[S]]
     _all: ExitStack = field(default_factory=ExitStack)
@@ -28,7 +28,7 @@ class Servers(Generic[S]):
 
     @contextmanager
     def one(self) -> Iterator[S]:
-        """One that is free, else a new one; one that died is not asked again."""
+        """Yield a free server, or a new one. A server that died is not used again."""
         with self._lock:
             server = self._free.pop() if self._free else self._all.enter_context(self.start())
         try:

@@ -1,4 +1,4 @@
-"""The values that each searched hyper-parameter may take: one form, which every backend is told in its own.
+"""Define the values that each searched hyper-parameter may take: one form, which is translated for every backend.
 
     learning_rate: {low: 1.0e-5, high: 1.0e-2, log: true}
     warmup_steps: {low: 0, high: 100, step: 10}
@@ -35,7 +35,7 @@ PLANNED = {  # what transformers' users search, and the planner decides
 
 
 class Range(Value):
-    """``log``: equally likely on a logarithmic scale. ``step``: low, low + step, ... up to high."""
+    """A range of numbers. ``log``: equally likely on a logarithmic scale. ``step``: low, low + step, ... up to high."""
 
     low: int | float
     high: int | float
@@ -60,7 +60,7 @@ class Range(Value):
 
     @property
     def grid(self) -> tuple[int | float, ...] | None:
-        """The values of a range with a step."""
+        """Return the values of a range with a step, or None without a step."""
         if self.step is None:
             return None
         count = math.floor((self.high - self.low) / self.step + 1e-9) + 1
@@ -94,7 +94,9 @@ def is_fixed(one: Range | Choices) -> bool:
 
 
 def read_space(path: Path, names: tuple[str, ...] | None = NAMES) -> Space:
-    """A YAML or JSON file; ``names`` as of ``make_space``. Raises RequestError: the file, the name and what is wrong with it."""
+    """Read a space from a YAML or JSON file. ``names``: as in ``make_space``.
+
+    Raise RequestError with the file, the name and what is wrong with it."""
     import yaml
 
     try:
@@ -109,7 +111,7 @@ def read_space(path: Path, names: tuple[str, ...] | None = NAMES) -> Space:
 
 
 def make_space(written: dict[str, Any], *, origin: str = "the space", names: tuple[str, ...] | None = NAMES) -> Space:
-    """Of mappings with low and high, lists, and single values. ``names``: that it may have; None: any."""
+    """Make a space of mappings with low and high, lists, and single values. ``names``: names that are allowed; None: any."""
     parameters = {}
     for name, what in written.items():
         if names is not None and name not in names:
@@ -132,7 +134,7 @@ def _parameter(what: Any, origin: str) -> Range | Choices:
 
 
 def _check_values(name: str, one: Range | Choices, origin: str) -> None:
-    """A range's ends, or every choice, against what a run takes."""
+    """Check a range's ends, or every choice, by the rules of a run. Raise RequestError for a value that a run does not take."""
     values = one.choices if isinstance(one, Choices) else (one.low, one.high)
     for value in values:
         try:
@@ -146,7 +148,7 @@ def _check_values(name: str, one: Range | Choices, origin: str) -> None:
 
 
 def _as_floats(one: Range | Choices, origin: str) -> Range | Choices:
-    """{low: 0, high: 1} of a learning rate is not whole numbers, and YAML reads 1e-3 as a word."""
+    """Turn values into floats: {low: 0, high: 1} of a learning rate is not whole numbers, and YAML reads 1e-3 as a word."""
     try:
         if isinstance(one, Choices):
             return Choices(choices=tuple(_number(value) for value in one.choices))

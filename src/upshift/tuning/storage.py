@@ -1,5 +1,6 @@
-"""Where a study is kept: SQLite by default, any database that Optuna takes, or a journal. What is wrong with one is said in one
-line, and no password with it."""
+"""Open the storage of a study: SQLite by default, any database that Optuna takes, or a journal.
+
+An error message is one line, and no password is in it."""
 
 from __future__ import annotations
 
@@ -28,14 +29,14 @@ FORMS = "sqlite:///PATH, postgresql://USER:PASSWORD@HOST/NAME, mysql://USER:PASS
 
 @contextmanager
 def without_warnings() -> Iterator[None]:
-    """Heartbeats, an experimental feature of Optuna's, are what is wanted."""
+    """Hide Optuna's warning that heartbeats are experimental, because they are wanted here."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", optuna.exceptions.ExperimentalWarning)
         yield
 
 
 def persistent(given: Any, folder: Path) -> optuna.storages.BaseStorage:
-    """Raises RequestError for a storage that ends with this process, or that cannot be opened."""
+    """Return the storage. Raise RequestError for one that ends with this process, or that cannot be opened."""
     if isinstance(given, optuna.storages.InMemoryStorage):
         raise RequestError("a storage in memory is not seen by the trials' processes; leave storage out, or give a database URL")
     if isinstance(given, optuna.storages.BaseStorage):
@@ -73,7 +74,9 @@ def database(url: str) -> optuna.storages.BaseStorage:
 
 
 def _opened(url: str) -> optuna.storages.BaseStorage:
-    """Processes that begin a study together make its tables together, and Optuna looks before it makes each one."""
+    """Open a database, and try again if another process makes its tables now.
+
+    Processes that begin a study together make its tables together, and Optuna looks before it makes each one."""
     for _ in range(MAKING_TRIES):
         try:
             return _storage(url)
@@ -97,7 +100,7 @@ def _line(error: Exception) -> str:
 
 
 def shown(storage: str) -> str:
-    """A URL without its password."""
+    """Return a URL without its password."""
     if "://" not in storage:
         return storage
     try:

@@ -1,7 +1,7 @@
-"""A study: trials that Optuna proposes, run and kept in a storage that outlives this process and may be shared with others.
+"""Run a study: trials that Optuna proposes, kept in a storage that outlives this process and may be shared with others.
 
-Which values to try next, and which trials to end early, is Optuna's. That none is started in vain, that a failed one is a row
-with its reason, and that a study goes on after SIGKILL, is decided here.
+Optuna decides which values to try next, and which trials to end early. This module makes sure that no trial is started in
+vain, that a failed trial is a row with its reason, and that a study goes on after SIGKILL.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from upshift.tuning.storage import persistent, without_warnings
 
 REASON, IDENTITY = "reason", "identity"
 POLL_SECONDS = 0.5  # for the last trials of other processes
-Report = Callable[[float, int], None]  # a value, and which evaluation of its run it is; ends a trial that is no good
+Report = Callable[[float, int], None]  # takes a value and the number of its evaluation; ends a trial that is not good enough
 
 
 class Asked(NamedTuple):
@@ -43,8 +43,10 @@ def open_study(
     *, name: str, storage: str | None, folder: Path, directions: Sequence[Direction], pruner: str, seed: int,
     identity: dict[str, Any], evaluations: int = EVALUATIONS,
 ) -> optuna.Study:  # fmt: skip
-    """The study of that name, made where there is none. ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or
-    the path of a journal; None: SQLite in the folder. ``identity``: what its trials share; another one is refused."""
+    """Return the study of that name, or make it.
+
+    ``storage``: a URL that Optuna knows (SQLite, PostgreSQL, MySQL), or the path of a journal; None: SQLite in the folder.
+    ``identity``: settings that all its trials share. A study with other settings is refused."""
     ends_early = make_pruner(pruner, evaluations)
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     with without_warnings():
@@ -57,7 +59,7 @@ def open_study(
 
 
 def check_identity(study: optuna.Study, identity: dict[str, Any], *, other: str) -> None:
-    """Raises RequestError where its trials are of something else, and so no better or worse than those to come."""
+    """Raise RequestError if a study's trials are of something else, so that their values cannot be compared."""
     written = json.loads(json.dumps(identity, default=str))
     known = study.user_attrs.get(IDENTITY)
     if known is None:
@@ -74,8 +76,9 @@ def run_study(
     catch: tuple[type[Exception], ...] = (),
     on_end: Callable[[optuna.trial.FrozenTrial], None] = lambda trial: None,
 ) -> None:  # fmt: skip
-    """Until the study has so many trials, those of earlier and of other processes counted, or the time is up.
-    Raises JobFailed where not one of them gave a result."""
+    """Run trials until the study has so many, or the time is up. Trials of earlier and of other processes count.
+
+    Raise JobFailed if not one of them gave a result."""
 
     def objective(trial: optuna.Trial) -> Sequence[float]:
         return _judged(study, trial, run_trial, catch)
@@ -91,7 +94,7 @@ def run_study(
     until = math.inf if seconds is None else time.monotonic() + seconds
     known: tuple[type[Exception], ...] = (JobFailed, RequestError, *catch)
     while (left := trials - count(study)) > 0 and (now := time.monotonic()) < until:
-        wanted = left - num_running(study)  # by others: none of this process runs here
+        wanted = left - num_running(study)  # running trials belong to other processes: this one runs none now
         if wanted <= 0:
             time.sleep(POLL_SECONDS)
             optuna.storages.fail_stale_trials(study)
@@ -107,19 +110,19 @@ def run_study(
 
 
 def count(study: optuna.Study) -> int:
-    """Trials that came to an end; one whose process was killed is run again, and counts once."""
+    """Return the number of trials that came to an end. A trial whose process was killed is run again, and counts once."""
     return sum(trial.state.is_finished() and not was_killed(trial) for trial in study.get_trials(deepcopy=False))
 
 
 def num_running(study: optuna.Study) -> int:
-    """Trials of all processes; where a dead one is not noticed, in a journal, none is waited for."""
+    """Return the running trials of all processes. In a journal, which does not notice dead ones, return 0 and wait for none."""
     if not HEARTBEAT.get()(STUDY_STORAGE.of(study)):
         return 0
     return len(study.get_trials(deepcopy=False, states=(TrialState.RUNNING,)))
 
 
 def was_killed(trial: optuna.trial.FrozenTrial) -> bool:
-    """With its process: it could not say why it failed."""
+    """Return whether a trial was killed with its process: it could not say why it failed."""
     return trial.state is TrialState.FAIL and REASON not in trial.user_attrs
 
 
@@ -149,7 +152,9 @@ def _judged(
 
 
 def _checked(values: Sequence[float], wanted: int) -> Sequence[float]:
-    """Optuna lets a trial of other values fail without an error, which nobody could tell from a killed one."""
+    """Return the values, or raise JobFailed.
+
+    Optuna lets a trial with other values fail without an error, so that it would look like a killed one."""
     if len(values) != wanted:
         raise JobFailed(f"its objective gave {len(values)} values, and the study has {wanted} directions")
     if any(math.isnan(value) for value in values):
@@ -158,7 +163,7 @@ def _checked(values: Sequence[float], wanted: int) -> Sequence[float]:
 
 
 def reason_of(trial: optuna.trial.FrozenTrial) -> str:
-    """Why it has no result; empty where it has."""
+    """Return why a trial has no result, or an empty text if it has one."""
     if trial.state is TrialState.COMPLETE:
         return ""
     if was_killed(trial):

@@ -1,8 +1,8 @@
-"""``hyperparameter_search`` of ``upshift.Trainer``: transformers' own signature; each trial in a process of its own, in a study
-that outlives this one.
+"""Add ``hyperparameter_search`` to ``upshift.Trainer``, with transformers' own signature.
 
-A trial's process builds the Trainer again, from the arguments that this one was made with, and trains as transformers does
-with a trial. Ray runs trials in processes of its own; ranks that a launcher started search together, as in transformers.
+Each trial runs in a process of its own, in a study that outlives this process. A trial's process builds the Trainer again,
+from the arguments that this one was made with, and trains as transformers does with a trial. Ray runs trials in processes of
+its own. Ranks that a launcher started search together, as in transformers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ LIBRARIES = {"optuna": "optuna", "ray": "ray", "wandb": "wandb"}
 
 
 class Searched(LibraryTrainer):
-    """Mixed in before the Trainer; keeps what it was made with, so that a trial can make another."""
+    """A class that is mixed in before the Trainer. It keeps the arguments of the Trainer, so that a trial can make another."""
 
     _upshift_made_with: tuple[tuple[Any, ...], dict[str, Any]]
 
@@ -49,11 +49,13 @@ class Searched(LibraryTrainer):
         directions: Sequence[str] | None = None,
         **kwargs: Any,
     ) -> BestRun | list[BestRun]:
-        """As in transformers. ``hp_space`` may also be a space of ours: a YAML file, a mapping or a ``Space``; ``directions``
-        is ``direction`` of several objectives. With ``optuna`` and ``wandb``, ``storage`` is by default SQLite in the output
-        directory, and ``study_name`` names a study that is there: it goes on, up to ``n_trials`` in all.
+        """Search hyper-parameters as transformers does.
 
-        Raises RequestError for what is asked wrongly; a trial that fails is a row of the study with its reason."""
+        ``hp_space`` may also be a space of ours: a YAML file, a mapping or a ``Space``. ``directions`` is ``direction`` of
+        several objectives. With ``optuna`` and ``wandb``, ``storage`` is by default SQLite in the output directory, and
+        ``study_name`` may name an existing study: it goes on, up to ``n_trials`` in all.
+
+        Raise RequestError for wrong arguments. A trial that fails is a row of the study with its reason."""
         name = _backend(backend)
         if self.model_init is None:
             raise RequestError("hyperparameter_search needs model_init= in place of model=: each trial begins with a new model")
@@ -76,15 +78,15 @@ class Searched(LibraryTrainer):
 
 
 class Trainer(Searched, OfPopulation, without_search.Trainer):
-    """upshift.training's Trainer, which can search."""
+    """The Trainer of upshift.training with hyper-parameter search."""
 
 
 class Seq2SeqTrainer(Searched, OfPopulation, without_search.Seq2SeqTrainer):
-    """Likewise."""
+    """The Seq2SeqTrainer of upshift.training with hyper-parameter search."""
 
 
 def _backend(asked: str | HPSearchBackend | None) -> str:
-    """Raises RequestError for one that is not known, MissingExtra for one that is not installed."""
+    """Return the backend's name. Raise RequestError for an unknown one, MissingExtra for one that is not installed."""
     name = SEARCH_BACKEND.get()() if asked is None else str(asked.value if isinstance(asked, HPSearchBackend) else asked)
     if name == "sigopt":
         raise RequestError(RETIRED)
@@ -104,7 +106,7 @@ def _check_directions(wanted: list[str]) -> None:
 
 
 def _space(given: Any) -> Any:
-    """A callable as it is; a space of ours read, with any names: they are fields of TrainingArguments."""
+    """Return a callable as it is, or a space of ours with any names: they are fields of TrainingArguments."""
     if isinstance(given, dict):
         return make_space(given, names=None)
     return read_space(Path(given), names=None) if isinstance(given, str | Path) else given

@@ -1,4 +1,4 @@
-"""The study of a ``hyperparameter_search``: Optuna proposes, a process for each trial answers."""
+"""Run the study of a ``hyperparameter_search``: Optuna proposes values, and a process for each trial answers."""
 
 from __future__ import annotations
 
@@ -35,7 +35,9 @@ def search(
     trainer: Any, backend: str, *, space: Any, objective: Callable[[dict[str, float]], Any], trials: int,
     directions: Sequence[Any], hp_name: Callable[[Any], str] | None, options: dict[str, Any],
 ) -> BestRun | list[BestRun]:  # fmt: skip
-    """``options``: of optuna.create_study, and timeout, n_jobs, gc_after_trial and catch of its optimize."""
+    """Run the search and return the best trials.
+
+    ``options``: of optuna.create_study, and timeout, n_jobs, gc_after_trial and catch of its optimize."""
     if backend == "wandb" and "wandb" not in trainer.args.report_to:
         raise RequestError("backend='wandb' makes each trial a run of wandb's; add report_to=['wandb'] to the arguments")
     running = {name: options.pop(name) for name in OF_OPTIMIZE if name in options}
@@ -43,7 +45,7 @@ def search(
         space, options = _sweep(space, options)
     of_trial = native_space("optuna", space) or default_hp_space_optuna
     recipe = Recipe.of(trainer, of_trial, objective, hp_name)
-    recipe.pickled()  # what cannot be sent fails no trial, but the call
+    recipe.pickled()  # an object that cannot be pickled fails the call, and not each trial
     folder = Path(trainer.args.output_dir)
     named: dict[str, Any] = {"study_name": "hyperparameter_search", "load_if_exists": True} | options
     named["storage"] = persistent(options.get("storage"), folder)
@@ -65,7 +67,7 @@ def search(
 
 
 def _check_same(study: optuna.Study, directions: Sequence[str], identity: dict[str, Any]) -> None:
-    """What Optuna does not look at in a study that goes on. Raises RequestError."""
+    """Raise RequestError if a study that goes on had other directions or another identity. Optuna does not check this."""
     there = [one.name.lower() for one in study.directions]
     if there != list(directions):
         raise RequestError(
@@ -76,7 +78,7 @@ def _check_same(study: optuna.Study, directions: Sequence[str], identity: dict[s
 
 
 def _drawn_by(hp_space: Callable[[Any], dict[str, Any]], catch: tuple[type[Exception], ...]) -> dict[str, str]:
-    """The distributions that a draw meets. It is the same draw each time: others may meet other ones."""
+    """Return the distributions that one draw meets. The draw is the same each time; other draws may meet other distributions."""
     trial = optuna.create_study(sampler=optuna.samplers.RandomSampler(seed=0)).ask()
     with suppress(optuna.TrialPruned, *catch):
         hp_space(trial)
@@ -84,15 +86,16 @@ def _drawn_by(hp_space: Callable[[Any], dict[str, Any]], catch: tuple[type[Excep
 
 
 def _words_of(objective: Callable[..., Any]) -> str:
-    """Its name and the strings in its code: by these two lambdas that read other metrics differ."""
+    """Return an objective's name and the strings in its code: they differ for two lambdas that read other metrics."""
     code = getattr(objective, "__code__", None)
     strings = [one for one in code.co_consts if isinstance(one, str) and one != objective.__doc__] if code else []
     return f"{getattr(objective, '__qualname__', type(objective).__qualname__)}({', '.join(strings)})"
 
 
 def _sweep(given: Any, options: dict[str, Any]) -> tuple[Space, dict[str, Any]]:
-    """(the space of a sweep, options with the sampler that its method asks for): sweeps are drawn here, which needs no
-    server; each trial is a run of wandb's, online or offline as WANDB_MODE says."""
+    """Return (the space of a sweep, options with the sampler of its method).
+
+    Sweeps are drawn here, which needs no server. Each trial is a run of wandb's, online or offline as WANDB_MODE says."""
     if isinstance(given, Space):
         return given, options
     config = (given or default_hp_space_wandb)(None)
@@ -103,7 +106,9 @@ def _sweep(given: Any, options: dict[str, Any]) -> tuple[Space, dict[str, Any]]:
 
 
 def _run(recipe: Recipe, servers: Servers[ForkServer], asked: Asked) -> Sequence[float]:
-    """In a process of its own, which reports to the study itself. What to try is drawn here, where the sampler lives on."""
+    """Run a trial in a process of its own, which reports to the study itself.
+
+    Values are drawn here, where the sampler lives on."""
     recipe.hp_space(asked.trial)
     with tempfile.TemporaryDirectory(prefix="upshift-trial-") as name, servers.one() as server:
         folder = Path(name)

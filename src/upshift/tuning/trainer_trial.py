@@ -1,5 +1,6 @@
-"""One trial of a ``hyperparameter_search``, in a child of the fork server: the Trainer is made again and trains as transformers
-does with a trial."""
+"""Run one trial of a ``hyperparameter_search``, in a child of the fork server.
+
+The Trainer is made again and trains as transformers does with a trial."""
 
 from __future__ import annotations
 
@@ -35,7 +36,9 @@ class Request(Value):
 
 @dataclass(frozen=True)
 class Recipe:
-    """All that makes the Trainer of a trial. It goes from one process of the user's to the next, never from a file of others."""
+    """The parts that make the Trainer of a trial.
+
+    They go from one process of the user's to the next, never from a file of others."""
 
     kind: type
     arguments: tuple[Any, ...]
@@ -56,7 +59,7 @@ class Recipe:
         return cls(type(trainer), arguments, named, trainer.args, own, kinds, hp_space, objective, hp_name)
 
     def pickled(self, *more: Any) -> bytes:
-        """Raises RequestError where something of it cannot go to another process."""
+        """Return the recipe as bytes. Raise RequestError if a part of it cannot go to another process."""
         import cloudpickle  # type: ignore[import-untyped]
 
         try:
@@ -69,14 +72,14 @@ class Recipe:
         return raw
 
     def write(self, folder: Path, trial: Any) -> None:
-        """The study's sampler and pruner go with it: no storage keeps them."""
+        """Write the recipe with the study's sampler and pruner, because no storage keeps them."""
         study = trial.study
         (folder / PATH).write_text(json.dumps(sys.path))  # modules of the user's are found as here
         more = (study.study_name, trial.storage, study.sampler, study.pruner, TRIAL_ID.of(trial))
         (folder / RECIPE).write_bytes(self.pickled(*more))
 
     def make(self) -> Any:
-        """The Trainer."""
+        """Return a new Trainer."""
         named = dict(self.named)
         arguments = list(self.arguments)
         if len(arguments) > 1:
@@ -92,7 +95,7 @@ class Recipe:
 
 
 class AtRungs(TrainerCallback):
-    """Evaluates where the study's pruner decides, and the last time that was asked for."""
+    """A callback that evaluates where the study's pruner decides, and at the last evaluation of the schedule."""
 
     def __init__(self, found: tuple[int, ...]) -> None:
         self._rungs, self._before = found, 0
@@ -106,7 +109,9 @@ class AtRungs(TrainerCallback):
 
 
 def only_at_rungs(trainer: Any, study: optuna.Study) -> None:
-    """Where nothing but the study reads evaluations: no callback, no report, no choice of the best checkpoint, no schedule."""
+    """Add ``AtRungs`` if nothing but the study reads evaluations.
+
+    No callback, no report, no choice of the best checkpoint and no schedule may need them."""
     args = trainer.args
     read = args.load_best_model_at_end or args.save_strategy == SaveStrategy.BEST or args.lr_scheduler_type in BY_EVALUATIONS
     alone = all(isinstance(one, MADE_BY_ITSELF) for one in trainer.callback_handler.callbacks)
@@ -115,15 +120,15 @@ def only_at_rungs(trainer: Any, study: optuna.Study) -> None:
 
 
 def main(path: Path, answer: Callable[[Value], None]) -> None:
-    atexit._clear()  # what the server has to do at its end
+    atexit._clear()  # exit handlers of the server do not run in this child
     folder = Path(Request.from_file(path).folder)
     sys.path[:] = json.loads((folder / PATH).read_bytes())
     optuna.logging.set_verbosity(optuna.logging.ERROR)
     recipe, study_name, storage, sampler, pruner, trial_id = pickle.loads((folder / RECIPE).read_bytes())
-    sampler.reseed_rng()  # of what model_init asks for: each trial has this copy
+    sampler.reseed_rng()  # each trial has a copy of the sampler, and model_init may draw from it
     trial = optuna.Trial(optuna.load_study(study_name=study_name, storage=storage, sampler=sampler, pruner=pruner), trial_id)
     (folder / RESULT).write_text(json.dumps(_result(recipe, trial)))
-    atexit._run_exitfuncs()  # of the user's and their libraries': wandb ends its run there
+    atexit._run_exitfuncs()  # exit handlers of the user's libraries: wandb ends its run there
 
 
 def _result(recipe: Recipe, trial: Any) -> dict[str, Any]:
@@ -135,7 +140,7 @@ def _result(recipe: Recipe, trial: Any) -> dict[str, Any]:
         return {"pruned": True}
     except NothingFits as error:
         return {"does_not_fit": str(error)}
-    except Exception as error:  # a trial is asked "how good is this?"; why it cannot be said is an answer
+    except Exception as error:  # the reason of a failure is a result of the trial, too
         traceback.print_exc()
         return {"error": " ".join(f"{type(error).__name__}: {error}".split())[:500]}
 

@@ -1,4 +1,4 @@
-"""The whole road of a search: space, study, trials, what was found. What ``upshift tune`` and ``upshift.tune`` call."""
+"""Run a whole search: space, study, trials, results. ``upshift tune`` and ``upshift.tune`` call this module."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Row(Value):
 
 
 class Found(Value):
-    """What a study knows by now."""
+    """The results of a study so far."""
 
     study: str
     storage: str
@@ -65,13 +65,13 @@ class Found(Value):
 
     @property
     def cost(self) -> float | None:
-        """Of this call, in the price's currency."""
+        """Return the cost of this call, in the price's currency."""
         return None if self.price_per_hour is None else self.price_per_hour * self.seconds / SECONDS_AN_HOUR
 
 
 @dataclass(frozen=True)
 class Progress:
-    """Callbacks for whoever shows it."""
+    """Callbacks that show progress."""
 
     step: Callable[[int, Event], None] = lambda number, event: None
     ended: Callable[[Row], None] = lambda row: None
@@ -101,11 +101,13 @@ def tune(
     progress: Progress | None = None,
     **request: Any,
 ) -> Found:
-    """Search ``space`` for the best training of ``model`` on ``data``. ``arguments``: fields of ``Arguments`` that all trials
-    share; ``request``: of ``prepare_run``; ``host``: what trials may take, by default this machine; ``warm_start``: folders or
-    databases of earlier searches, whose best values go first; ``mup_width``: search on a copy of the model of this hidden_size,
-    for ``mup_base`` of the model's own training. A study that is there goes on: ``trials`` is of all its calls.
-    Raises RequestError for what is asked wrongly, JobFailed where no trial came to its end."""
+    """Search ``space`` for the best training of ``model`` on ``data``.
+
+    ``arguments``: fields of ``Arguments`` that all trials share; ``request``: of ``prepare_run``; ``host``: what trials may
+    take, by default this machine; ``warm_start``: folders or databases of earlier searches, whose best values go first;
+    ``mup_width``: search on a copy of the model of this hidden_size, for ``mup_base`` of the model's own training. An existing
+    study goes on: ``trials`` counts those of all its calls. Raise RequestError for wrong arguments, JobFailed if no trial came
+    to its end."""
     began, progress, output = time.monotonic(), progress or Progress(), Path(output)
     wanted = make_space(space) if isinstance(space, dict) else read_space(Path(space))
     objectives = find_objectives(tuple(objective))
@@ -140,13 +142,15 @@ def _ended(study: optuna.Study, runs: Jobs, objectives: tuple[Objective, ...], p
 
 
 def _identity(request: dict[str, Any], objectives: tuple[Objective, ...], **what: Any) -> dict[str, Any]:
-    """What trials share, that plans may be tried for another time left out."""
+    """Return the settings that trials share. ``trial_seconds`` is left out: plans may be tried for another time."""
     shared = {name: value for name, value in request.items() if name != "trial_seconds"}
     return {**what, "request": shared, "objectives": [one.name for one in objectives]}
 
 
 def _given(arguments: dict[str, Any] | None, seed: int, jobs: int, request: dict[str, Any]) -> dict[str, Any]:
-    """The arguments that all trials share. They and the request are checked here: in a trial it would be each trial's failure."""
+    """Return the arguments that all trials share, after checking them and the request.
+
+    In a trial the same error would be each trial's failure."""
     _check_at_once(jobs, request)
     given = {name: value for name, value in (arguments or {}).items() if value is not None}
     for one in (given, {"seed": seed}):
@@ -191,7 +195,7 @@ def row_of(trial: FrozenTrial, objectives: tuple[Objective, ...]) -> Row:
 
 
 def _keep_best(study: optuna.Study, ended: FrozenTrial, runs: Jobs) -> None:
-    """Of the trials' models those of the best trials stay; the study keeps all numbers."""
+    """Remove the trials' models except those of the best trials. The study keeps all numbers."""
     done = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
     best = {trial.number for trial in study.best_trials} if done else set()
     for number in {trial.number for trial in done} | {ended.number}:
@@ -206,7 +210,7 @@ def _check_at_once(jobs: int, request: dict[str, Any]) -> None:
 
 
 def _seconds(max_hours: float | None, max_cost: float | None, price_per_hour: float | None) -> float | None:
-    """The budget, in money or hours or both."""
+    """Return the budget in seconds, from money or hours or both; None: no limit."""
     for name, value in (("max-hours", max_hours), ("max-cost", max_cost), ("price-per-hour", price_per_hour)):
         if value is not None and not 0 <= value < math.inf:
             raise RequestError(f"--{name} {value} is not possible; give 0 or more, such as 2.5")

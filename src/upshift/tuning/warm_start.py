@@ -1,5 +1,6 @@
-"""Begins a study with the best of earlier ones: their values are tried first. Earlier results are not taken over, as they may be
-of another model or other data; the sampler learns from what the points give here."""
+"""Begin a study with the best values of earlier ones, which are tried first.
+
+Earlier results are not taken over, as they may be of another model or other data. The sampler learns from the results here."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ WARMED = "warm start"
 
 
 def start_from(study: optuna.Study, places: Sequence[str], space: dict[str, BaseDistribution]) -> None:
-    """Once: a study that goes on has them already. What the space has not, or not in that range, is left to the sampler."""
+    """Enqueue the points once: a study that goes on has them already.
+
+    Parameters that the space lacks, and values outside its ranges, are left to the sampler."""
     if not places or WARMED in study.user_attrs:
         return
     points = [point for place in places for point in best_points(place, study, space)]
@@ -30,7 +33,7 @@ def start_from(study: optuna.Study, places: Sequence[str], space: dict[str, Base
 
 
 def best_points(place: str, study: optuna.Study, space: dict[str, BaseDistribution]) -> list[dict[str, Any]]:
-    """Best first, each once. Raises RequestError where there is none of use."""
+    """Return the best points first, each once. Raise RequestError if no point can be used."""
     done = [trial for other in _studies(place) if other.directions == study.directions for trial in _complete(other)]
     if not done:
         raise RequestError(
@@ -71,7 +74,7 @@ def _complete(study: optuna.Study) -> list[FrozenTrial]:
 
 
 def _in_order(trials: list[FrozenTrial], directions: Sequence[optuna.study.StudyDirection]) -> list[FrozenTrial]:
-    """Of several objectives: by how many others a trial is worse than, in each, summed."""
+    """Sort the trials, best first. For several objectives, sum over them how many other trials are better."""
     ranks = dict.fromkeys(range(len(trials)), 0)
     for at, direction in enumerate(directions):
         sign = -1 if direction is optuna.study.StudyDirection.MAXIMIZE else 1
@@ -83,5 +86,5 @@ def _in_order(trials: list[FrozenTrial], directions: Sequence[optuna.study.Study
 def _inside(distribution: BaseDistribution, value: Any) -> bool:
     try:
         return bool(CONTAINS.of(distribution)(distribution.to_internal_repr(value)))
-    except ValueError:  # of a choice that is none of these
+    except ValueError:  # the value is none of the choices
         return False

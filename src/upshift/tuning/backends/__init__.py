@@ -1,1 +1,1 @@
-"""One file a search library: how it is told a space."""
+"""Translate a space for each search library, one file for each."""

@@ -1,4 +1,4 @@
-"""A space of ours as the callable that transformers asks each backend's users for."""
+"""Translate a space of ours into the callable that transformers takes for each backend."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ SpaceOf = Callable[[Any], dict[str, Any]]
 
 
 def native_space(backend: str, space: Space | SpaceOf | None) -> SpaceOf | None:
-    """Callables, which are the backend's own already, and None, its default, stay as they are."""
+    """Return the callable for a space.
+
+    Callables, which are the backend's own already, and None, its default, are returned unchanged."""
     if not isinstance(space, Space):
         return space
     known = space

@@ -1,4 +1,4 @@
-"""A space in Optuna's words."""
+"""Translate a space into Optuna's distributions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def distributions(space: Space) -> dict[str, BaseDistribution]:
 
 
 def draw(trial: Any, space: Space) -> dict[str, Any]:
-    """Values of a trial, in the space's order; what is fixed among them."""
+    """Return the values of a trial, in the space's order, followed by the fixed values."""
     return {name: _suggest(trial, name, one) for name, one in space.searched.items()} | space.fixed
 
 

@@ -1,4 +1,6 @@
-"""A space in Ray Tune's words. Where Ray's own distribution of that name differs from Optuna's, one that does not is written."""
+"""Translate a space into Ray Tune's domains.
+
+If Ray's own distribution of that name differs from Optuna's, one that does not is used."""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ def _domain(one: Range | Choices) -> Any:
         return tune.choice(list(one.choices))
     if one.grid is not None:  # tune.qrandint counts from 0, not from low
         return tune.choice(list(one.grid))
-    if one.whole and one.log:  # tune.lograndint cuts off what is behind the point: high is then as rare as nothing
+    if one.whole and one.log:  # tune.lograndint rounds down: high would be almost never drawn
         return tune.sample_from(partial(_whole_log, int(one.low), int(one.high)))
     if one.whole:
         return tune.randint(int(one.low), int(one.high) + 1)
@@ -29,6 +31,6 @@ def _domain(one: Range | Choices) -> Any:
 
 
 def _whole_log(low: int, high: int, spec: Any = None) -> int:
-    """As Optuna draws: the nearest whole number of a logarithmic draw between low - 1/2 and high + 1/2."""
+    """Draw as Optuna does: the nearest whole number of a logarithmic draw between low - 1/2 and high + 1/2."""
     drawn = round(math.exp(random.uniform(math.log(low - 0.5), math.log(high + 0.5))))
     return min(max(drawn, low), high)

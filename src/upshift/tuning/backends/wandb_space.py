@@ -1,4 +1,4 @@
-"""A space in the words of Weights & Biases' sweeps, and back."""
+"""Translate a space into the parameters of Weights & Biases' sweeps, and back."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def _parameter(one: Range | Choices) -> dict[str, Any]:
         return {"values": list(one.choices)} if len(one.choices) > 1 else {"value": one.choices[0]}
     if one.grid is not None:
         return {"values": list(one.grid)}
-    if one.whole and one.log:  # the nearest multiple of q: half a step beyond both ends, so that these are as likely as others
+    if one.whole and one.log:  # rounds to q: half a step beyond both ends makes them as likely as others
         return {"distribution": "q_log_uniform_values", "min": one.low - 0.5, "max": one.high + 0.5, "q": 1}
     kind = "int_uniform" if one.whole else "log_uniform_values" if one.log else "uniform"
     return {"distribution": kind, "min": one.low, "max": one.high}
 
 
 def space_of(sweep: dict[str, Any]) -> Space:
-    """Of a sweep's configuration. Raises RequestError for a distribution that no other backend has."""
+    """Return the space of a sweep's configuration. Raise RequestError for a distribution that no other backend has."""
     return Space(parameters={name: _read(name, said) for name, said in sweep.get("parameters", {}).items()})
 
 
@@ -34,7 +34,7 @@ def _read(name: str, said: dict[str, Any]) -> Range | Choices:
     if "values" in said or "value" in said:
         return Choices(choices=tuple(said.get("values", [said.get("value")])))
     kind = said.get("distribution")
-    if kind is None and {"min", "max"} <= said.keys():  # as wandb takes it
+    if kind is None and {"min", "max"} <= said.keys():  # wandb's own default
         kind = "int_uniform" if all(isinstance(said[end], int) for end in ("min", "max")) else "uniform"
     if kind == "q_log_uniform_values" and said.get("q", 1) == 1:
         return Range(low=int(said["min"] + 0.5), high=int(said["max"] - 0.5), log=True)
