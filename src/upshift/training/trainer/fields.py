@@ -19,7 +19,7 @@ class Field(NamedTuple):
 
 
 HONOURED = Field("honoured", "as transformers does")
-EVALUATION = Field("honoured", "as transformers does; predictions beyond 64 MiB are kept on disk, not in memory")
+EVALUATION = Field("honoured", "as transformers does; outputs beyond 32 MiB are kept on disk, not in memory")
 CHECKPOINTS = Field("honoured", "as transformers does; checkpoints are complete or absent, and either library resumes them")
 DDP = Field("honoured", "has no effect: gradients are summed once a step by the plan's layout, unused weights as zero")
 OTHER_ENGINE = Field("refused", "how ranks share the model is planned; leave it unset, or fix it: fixed=('tensor_parallel=2',)")
