@@ -1,4 +1,4 @@
-"""``upshift.xla.train``: a Hugging Face directory and batches in, a trained Hugging Face directory out."""
+"""Define ``upshift.xla.train``: a Hugging Face directory and batches in, a trained Hugging Face directory out."""
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ def _train(
 
 
 def _start_of(output: Path, *, resume: bool) -> tuple[Path, Standing] | None:
-    """The checkpoint to go on from; None: from the beginning. Nothing that is in the directory is ever written over otherwise."""
+    """Return the checkpoint to go on from. None: from the beginning. Nothing that is in the directory is ever written
+    over otherwise."""
     inside = sorted(path for path in output.iterdir() if path.name != LOCK_NAME) if output.is_dir() else []
     if inside and not resume:
         raise RequestError(f"{output} is not empty ({inside[0].name}); resume its run (--resume), or give another directory")
@@ -166,7 +167,7 @@ class _Run:
                 self._save_at(number + 1, stop)
 
     def _evaluated(self, done: int) -> float | None:
-        """After every eval_steps, and after the last step."""
+        """Evaluate after every eval_steps, and after the last step."""
         every = self.arguments.eval_steps
         if self.data.evaluation is None or not (done == self.arguments.max_steps or (every and done % every == 0)):
             return None
