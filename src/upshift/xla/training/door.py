@@ -58,9 +58,11 @@ def train(
     from_config: bool = False, devices: Devices | None = None, on_step: Callable[[StepDone], None] = lambda done: None,
     **arguments: Any,
 ) -> Trained:  # fmt: skip
-    """``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``XlaArguments``, max_steps at least.
+    """Train a model.
 
-    Raises RequestError over what was asked, Interrupted after SIGINT or SIGTERM, with a checkpoint that ``resume`` continues."""
+    ``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``XlaArguments``, max_steps at
+    least. Raise RequestError for a wrong argument, and Interrupted after SIGINT or SIGTERM, with a checkpoint that
+    ``resume`` continues."""
     given = XlaArguments.from_fields(arguments)
     output, rates = Path(output), learning_rates(given)
     devices = devices or choose_devices()
@@ -192,8 +194,8 @@ class _Run:
 
 @contextmanager
 def _stop_asked(devices: Devices) -> Iterator[list[int]]:
-    """The list has a number once SIGINT or SIGTERM came. Of several hosts none can stop alone: there signals end the process, and
-    the run goes on from the newest checkpoint."""
+    """Yield a list that has a number once SIGINT or SIGTERM came. With several hosts none can stop alone: there
+    signals end the process, and the run goes on from the newest checkpoint."""
     asked: list[int] = []
     is_alone = not isinstance(devices.strategy, tf.distribute.MultiWorkerMirroredStrategy)
     signals = (signal.SIGINT, signal.SIGTERM) if is_alone else ()

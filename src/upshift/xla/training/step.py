@@ -80,7 +80,7 @@ class Step:
         return loss / number, norm
 
     def _update_all(self, strategy: Any, gradients: list[Any], scalars: Scalars) -> None:
-        """All replicas have the same gradients; each updates its own copy."""
+        """Update all replicas. They have the same gradients, and each updates its own copy."""
         for (name, weight), gradient in zip(self.optimizer.trained.items(), gradients, strict=True):
             states = self.optimizer.states_of(name)
 

@@ -53,7 +53,7 @@ def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]
 
 
 def choose_devices() -> Devices:
-    """Raises RequestError where a TPU is named and does not answer."""
+    """Return the devices. Raise RequestError if a TPU is named and does not answer."""
     tpu = _tpu()
     if tpu is not None:
         return tpu
