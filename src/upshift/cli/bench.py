@@ -1,4 +1,4 @@
-"""``upshift bench``: what is claimed, the command that measures it, and which of two commands is faster."""
+"""Run ``upshift bench``: list the claims with the commands that measure them, and compare two commands."""
 
 from __future__ import annotations
 

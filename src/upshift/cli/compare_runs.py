@@ -1,4 +1,4 @@
-"""``upshift compare-runs``: where two runs that should agree part."""
+"""Run ``upshift compare-runs``: find where two runs that should agree part."""
 
 from __future__ import annotations
 

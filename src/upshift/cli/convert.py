@@ -1,4 +1,4 @@
-"""``upshift convert``: a checkpoint in another dtype."""
+"""Run ``upshift convert``: write a checkpoint in another dtype."""
 
 from __future__ import annotations
 

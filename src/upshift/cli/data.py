@@ -1,4 +1,4 @@
-"""``upshift data to-tfrecord``: tokenized once, then read by every run; the form in which a TPU's host reads best."""
+"""Run ``upshift data to-tfrecord``: tokenize once, for every run to read; the form in which a TPU's host reads best."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def to_tfrecord(
 
 
 def _examples(found: Any, seed: int) -> Iterator[dict[str, Any]]:
-    """One sequence each, as training would batch it."""
+    """Yield one sequence at a time, as training would batch it."""
     from upshift.training.batches.fill import fill
     from upshift.training.batches.layout import Layout, RowGroup
 

@@ -1,4 +1,4 @@
-"""``upshift demo``: the whole road once, on this machine, in a few minutes."""
+"""Run ``upshift demo``: every stage once, on this machine, in a few minutes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``upshift doctor``: what is wrong here, and what to type about it."""
+"""Run ``upshift doctor``: report what is wrong here, and what to type about it."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def command(
 
 
 def _check_used(given: Sequence[str]) -> None:
-    """Raises RequestError for an option that would be ignored."""
+    """Raise RequestError for an option that would be ignored."""
     look = next((look for look in USED if look in given), MACHINE)
     unused = next((option for option in given if option not in (look, *USED[look])), None)
     if unused is not None:
@@ -77,7 +77,7 @@ def _check_used(given: Sequence[str]) -> None:
 
 
 def _tell_network(hosts: str | None, *, port: int, wait: float, as_json: bool) -> None:
-    """Between hosts by sockets; between ranks, where a launcher started this, by what they train with."""
+    """Test the network: between hosts by sockets, or between a launcher's ranks by what they train with."""
     ranks = read_ranks()
     if hosts is None and ranks is None:
         command = "torchrun --nproc-per-node 2 -m upshift.cli.main doctor --network"

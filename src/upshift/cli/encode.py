@@ -1,4 +1,5 @@
-"""``upshift encode``: texts of a file to vectors, or scores of texts or tokens, by the fastest engine within the quality."""
+"""Run ``upshift encode``: texts of a file to vectors, or scores of texts or tokens, by the fastest engine within the
+quality."""
 
 from __future__ import annotations
 
@@ -63,7 +64,7 @@ def command(
 
 
 def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
-    """Texts that were encoded now: not those that an earlier, interrupted run had done."""
+    """Encode the texts. Return the number encoded now, without those that an earlier, interrupted run had done."""
     from upshift.inference.encoding.files import Rows, read_texts
     from upshift.inference.encoding.token_rows import TokenRows
     from upshift.inference.lines import blocks
@@ -87,7 +88,7 @@ def _encode(encoder: Any, texts: Path, output: Path, total: int) -> int:
 
 
 def _said(recipe: Any) -> str:
-    """What a row of the output is, and which file says so."""
+    """Return what a row of the output is, and which file says so."""
     if recipe.output == "class scores":
         return f"A row: class scores (by {recipe.said_by})"
     if recipe.output == "token scores":

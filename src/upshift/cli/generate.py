@@ -1,4 +1,4 @@
-"""``upshift generate``: texts from prompts, by the fastest engine within the quality that is asked for."""
+"""Run ``upshift generate``: texts from prompts, by the fastest engine within the requested quality."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ def _prepare(model: str, races: dict[str, Any], given: dict[str, Any], *, chat: 
 
 
 def _options(pairs: list[str], flags: Mapping[str, Any]) -> dict[str, Any]:
-    """``flags``: what other options say of them."""
+    """Return the options of generation. ``flags`` are those that other options of the command set."""
     found: dict[str, Any] = {}
     for pair in pairs:
         name, separator, value = pair.partition("=")
@@ -179,7 +179,8 @@ def _answer(found: Any) -> dict[str, Any]:
 
 
 def _bound(generator: Any) -> None:
-    """How near the chosen setup's step is to what memory allows: no step is faster than reading its weights once."""
+    """Return how near the chosen setup's step is to what memory allows: no step is faster than reading its weights
+    once."""
     from upshift.hardware.kept_probe import measure
 
     (run,) = (run for run in generator.race.runs if run.setup == generator.race.chosen)

@@ -1,4 +1,4 @@
-"""``upshift generate --backend xla``: texts from prompts, by programs that XLA compiles whole."""
+"""Run ``upshift generate --backend xla``: texts from prompts, by programs that XLA compiles whole."""
 
 from __future__ import annotations
 

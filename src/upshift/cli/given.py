@@ -1,4 +1,4 @@
-"""What the command line itself says: an option that is given and not used is refused, never ignored."""
+"""Read which options the command line gives. An option that is given and not used is refused, never ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``upshift inspect``: what a model is made of, and with --placement what of it goes where."""
+"""Run ``upshift inspect``: show what a model is made of, and with --placement which part goes where."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""``upshift inspect --placement``: what of a model goes where, why, and what loading and a token cost."""
+"""Run ``upshift inspect --placement``: show which part of a model goes where, why, and what loading and a token cost.
+"""
 
 from __future__ import annotations
 
@@ -50,7 +51,7 @@ def _print(placement: Placement) -> None:
 
 
 def _rows(placement: Placement) -> Iterator[tuple[str, str, int, str]]:
-    """Parts behind each other that differ by a number only are one row."""
+    """Return the rows. Neighboring parts that differ by a number only are one row."""
     held: list[Place] = []
     for place in [*placement.modules, None]:
         if held and (place is None or _kind(place) != _kind(held[0])):

@@ -1,4 +1,5 @@
-"""``upshift launch``: the ranks of a training on several hosts, started here or by the scheduler of a cluster."""
+"""Run ``upshift launch``: start the ranks of a training on several hosts, from here or by the scheduler of a cluster.
+"""
 
 from __future__ import annotations
 

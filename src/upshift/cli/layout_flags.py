@@ -1,4 +1,4 @@
-"""Options for how a job is shared among ranks: each is short for ``--set field=value``."""
+"""Define options for how a job is shared among ranks. Each is short for ``--set field=value``."""
 
 from __future__ import annotations
 

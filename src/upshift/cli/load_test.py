@@ -1,4 +1,4 @@
-"""``upshift load-test``: asks a server at a rate, whatever it answers, and says how it was."""
+"""Run ``upshift load-test``: send requests to a server at a rate, whatever it answers, and report its answers."""
 
 from __future__ import annotations
 

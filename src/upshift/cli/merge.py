@@ -1,4 +1,4 @@
-"""``upshift merge``: an adapter folded into the weights that it was made for."""
+"""Run ``upshift merge``: fold an adapter into the weights that it was made for."""
 
 from __future__ import annotations
 

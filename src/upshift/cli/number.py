@@ -1,4 +1,4 @@
-"""Options that take a number: inf and nan are within every range, and no limit of anything."""
+"""Define options that take a number: inf and nan are within every range, and no limit of anything."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``upshift plan --generate`` and ``--encode``: the ranked plans for serving a model, or for encoding with it."""
+"""Run ``upshift plan --generate`` and ``--encode``: rank the plans for serving a model, or for encoding with it."""
 
 from __future__ import annotations
 
@@ -127,7 +127,7 @@ def _plans_table(planning: InferencePlanning, *, rows: int) -> Table:
 
 
 def _time_line(numbers: InferenceNumbers) -> str:
-    """What a step of the best plan is made of, the binding term first."""
+    """Return the parts of the best plan's step, the binding term first."""
     total = sum(numbers.step_ms.values())
     terms = sorted(numbers.step_ms.items(), key=lambda item: -item[1])
     shares = ", ".join(f"{name} {part / total:.0%}" for name, part in terms if part > 0.005 * total)

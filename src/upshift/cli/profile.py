@@ -1,4 +1,4 @@
-"""``upshift profile -- train ...``: where the steps of a run go."""
+"""Run ``upshift profile -- train ...``: show where the steps of a run go."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def command(command: Command, output: Output = Path("upshift-profile"), steps: S
 
 
 def _read(words: list[str]) -> dict[str, Any]:
-    """By train's own parser, so that it takes what train takes."""
+    """Read the command by train's own parser, so that it takes what train takes."""
     if not words or words[0] != "train":
         raise RequestError(f"profile takes the command of a training run, not {' '.join(words[:1]) or 'nothing'}: {EXAMPLE}")
     app = typer.Typer(add_completion=False)

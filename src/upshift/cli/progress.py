@@ -118,6 +118,6 @@ def activity(title: str) -> Iterator[Activity]:
 
 
 def _plain(text: str) -> str:
-    """Without markup, line breaks and control characters."""
+    """Return the text without markup, line breaks and control characters."""
     words = Text.from_markup(text).plain if "[" in text else text
     return " ".join("".join(one if one.isprintable() else " " for one in words).split())

@@ -1,4 +1,4 @@
-"""``upshift quantize``: a directory with weights of 8 or 4 bits, and a report of what rounding did."""
+"""Run ``upshift quantize``: write a directory with weights of 8 or 4 bits, and a report of what rounding did."""
 
 from __future__ import annotations
 

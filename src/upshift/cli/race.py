@@ -1,4 +1,4 @@
-"""What ``upshift encode`` and ``upshift generate`` both say of a race."""
+"""Print the lines on a race that ``upshift encode`` and ``upshift generate`` share."""
 
 from __future__ import annotations
 

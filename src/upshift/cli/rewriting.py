@@ -1,4 +1,5 @@
-"""What ``upshift shard``, ``merge`` and ``convert`` share: where to write, how far it is, and what was written."""
+"""Share the options and lines of ``upshift shard``, ``merge`` and ``convert``: where to write, progress, and what was
+written."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def byte_bar(model: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _of_disk(model: str) -> str:
-    """Where somebody looks, since measuring it takes a moment."""
+    """Return the disk's rate if somebody looks, since measuring it takes a moment."""
     if not show.err.is_terminal:
         return ""
     path = Path(model)

@@ -1,4 +1,4 @@
-"""``upshift serve``: models behind OpenAI's addresses, by the engines that win on what is to be expected."""
+"""Run ``upshift serve``: serve models at OpenAI's addresses, by the engines that win on the expected requests."""
 
 from __future__ import annotations
 
@@ -80,7 +80,8 @@ def _check() -> None:
 
 
 def _replicas(asked: int | None) -> int:
-    """A GPU each; without GPUs cores each, as many as there are NUMA nodes: memory of another node is slower."""
+    """Return the number of replicas: a GPU each, or without GPUs as many as there are NUMA nodes, because memory of
+    another node is slower."""
     from upshift.hardware import detect
 
     host = detect()
@@ -94,7 +95,8 @@ def _replicas(asked: int | None) -> int:
 
 
 def _named(models: list[str]) -> dict[str, str]:
-    """By the name that clients say: the directory's own, whose path may have an equals sign, or what stands before one."""
+    """Return the models by the names that clients use: the directory's own, whose path may have an equals sign, or
+    what stands before one."""
     found: dict[str, str] = {}
     for text in models:
         name, separator, model = text.partition("=")

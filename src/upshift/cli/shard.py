@@ -1,4 +1,4 @@
-"""``upshift shard``: a checkpoint in files of another size."""
+"""Run ``upshift shard``: write a checkpoint in files of another size."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``upshift train``: plans, proves, trains, saves."""
+"""Run ``upshift train``: plan, prove, train and save."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def request_of(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def _speaks() -> bool:
-    """Of the ranks that a launcher started, the first."""
+    """Return whether this process is the first of the ranks that a launcher started, or the only one."""
     ranks = read_ranks()
     return ranks is None or ranks.rank == 0
 

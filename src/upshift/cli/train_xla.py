@@ -1,4 +1,5 @@
-"""``upshift train --backend xla``: the same data, order and loss as the torch backend's, in TensorFlow under XLA."""
+"""Run ``upshift train --backend xla``: the same data, order and loss as the torch backend's, in TensorFlow under XLA.
+"""
 
 from __future__ import annotations
 
@@ -93,7 +94,7 @@ def _tokenized(
     model: str, data: str, sequence_length: int | None, global_batch: int, max_steps: int | None, epochs: float,
     text_column: str | None, seed: int,
 ) -> tuple[Any, int, Any]:  # fmt: skip
-    """(batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
+    """Return (batches, steps, tokenizer): the sequences that the torch backend trains on, in its order."""
     from upshift.models.source import find_model
     from upshift.training.batches.layout import Layout
     from upshift.training.batches.source import BatchSource, evaluation_batches, steps_of
@@ -135,7 +136,7 @@ def _line(done: Any, recent: list[Any], global_batch: int) -> str:
 
 
 def _tell(done: Any, *, quiet: bool) -> None:
-    """A line a step, on a terminal."""
+    """Print a line a step, on a terminal."""
     if not quiet and show.err.is_terminal:
         compiled = f", {done.num_traces} programs" if done.num_traces > 1 else ""
         held_out = "" if done.evaluation_loss is None else f", held-out loss {done.evaluation_loss:.4f}"
@@ -156,7 +157,7 @@ def _print(trained: Any, told: list[Any], seconds: float, *, as_json: bool) -> N
 
 
 def _record(trained: Any, told: list[Any]) -> Any:
-    """The first step of each width compiles it: its time is not a step's."""
+    """Return the record of a run. The first step of each width compiles it: its time is not a step's."""
     from upshift.benchmarking.environment import environment
     from upshift.hardware.detect import detect
     from upshift.record import Numbers, Record, Spread

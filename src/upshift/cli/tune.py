@@ -1,4 +1,5 @@
-"""``upshift tune``: searches hyper-parameters; starts no trial that cannot fit, ends early those that are no good."""
+"""Run ``upshift tune``: search hyper-parameters. Start no trial that cannot fit, and end early those that are no
+good."""
 
 from __future__ import annotations
 
@@ -89,7 +90,7 @@ def command(
 
 
 def _check(html: Path | None) -> None:
-    """Before anything is searched."""
+    """Check the options before anything is searched."""
     if installed_version("optuna") is None:
         raise MissingExtra(library="optuna", extra="tune", purpose="upshift tune")
     if html is not None:
@@ -183,7 +184,7 @@ def _print(found: Any, model: str, data: str, *, as_json: bool) -> None:
 
 
 def _print_transfer(found: Any, model: str, data: str) -> None:
-    """How what was found is taken to the whole model."""
+    """Print how to use the results for the whole model."""
     best = found.best[0].parameters
     flags = "".join(f" --{name.replace('_', '-')} {shown(best[name])}" for name in TRAIN_FLAGS if name in best)
     others = ", ".join(f"{name}={shown(value)}" for name, value in best.items() if name not in TRAIN_FLAGS)

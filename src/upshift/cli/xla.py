@@ -1,4 +1,5 @@
-"""``upshift xla compile``: the program of a training step or of generation, compiled for TPUs on a machine that has none."""
+"""Run ``upshift xla compile``: compile the program of a training step or of generation for TPUs, on a machine that
+has none."""
 
 from __future__ import annotations
 

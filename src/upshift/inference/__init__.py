@@ -1,1 +1,1 @@
-"""Runs models forward: encoding and generation, by the engine that a race on the user's own texts has found."""
+"""Run models forward: encoding and generation, by the engine that won a race on the user's own texts."""

@@ -1,4 +1,4 @@
-"""How far an engine's numbers agree with the reference's."""
+"""Compare an engine's numbers with the reference's."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import numpy as np
 
 
 def cosines(one: np.ndarray, other: np.ndarray) -> np.ndarray:
-    """Of each row of one with the same row of the other, [N]."""
+    """Return the cosine of each row of ``one`` with the same row of ``other``, [N]."""
     norms = np.linalg.norm(one, axis=1) * np.linalg.norm(other, axis=1)
     found: np.ndarray = (one * other).sum(1) / np.maximum(norms, 1e-12)
     return found

@@ -1,4 +1,4 @@
-"""What a user asks of whatever runs: how near to the reference, and how long to wait."""
+"""Define the bounds that a user sets: how near to the reference an answer must be, and how long it may take."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Quality = float | Literal["exact"]
 
 
 class Limits(Value):
-    """What the user can wait for. ``ttft_ms``: until the first token of prompts that are admitted together, or until the rows of
-    a batch of texts; ``tpot_ms``: for one token more of each sequence, in the mean."""
+    """The longest times that the user can wait. ``ttft_ms``: until the first token of prompts that are admitted
+    together, or until the rows of a batch of texts. ``tpot_ms``: for one more token of each sequence, in the mean."""
 
     ttft_ms: float | None = Field(None, gt=0)
     tpot_ms: float | None = Field(None, gt=0)
@@ -25,7 +25,7 @@ class Limits(Value):
 
 
 def read_quality(text: str) -> Quality:
-    """``exact``, or the lowest cosine that is allowed."""
+    """Return ``exact``, or the lowest cosine that is allowed."""
     if text == "exact":
         return "exact"
     try:
@@ -44,7 +44,7 @@ def read_limit(name: str, milliseconds: float | None) -> float | None:
 
 
 def read_seconds(seconds: float | None) -> float | None:
-    """Of a race."""
+    """Return the seconds of a race."""
     if seconds is not None and not 0.0 < seconds < math.inf:
         raise RequestError(f"--race-seconds {seconds:g} is not possible; give seconds above 0")
     return seconds

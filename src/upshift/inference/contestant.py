@@ -1,4 +1,4 @@
-"""What a contestant of a race is asked, and what it answers, in the process of its engine."""
+"""Define the messages to and from the process of an engine that takes part in a race."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ UNBOUNDED = 1e9  # seconds
 
 
 class Contest(Value):
-    """What is raced for."""
+    """The model, the task and the batches of a race."""
 
     task: Task
     source: ModelSource
@@ -33,8 +33,8 @@ class Contest(Value):
 
 
 class Run(Value):
-    """What came out of one contestant with one batch. Differences to the reference: of embeddings and scores as they are; of
-    logits over the largest of them."""
+    """The results of one contestant with one batch. Differences to the reference are absolute for embeddings and
+    scores. Those of logits are divided by the largest logit."""
 
     setup: EngineSetup
     failure: str | None = None
@@ -60,12 +60,13 @@ class Run(Value):
         return self.largest_difference <= EXACT_DIFFERENCE if quality == "exact" else self.worst_cosine >= quality
 
     def beyond(self, limits: Limits) -> float:
-        """The largest of its times over what is allowed; up to 1.0 it holds them."""
+        """Return the largest ratio of a measured time to its limit. Up to 1.0 the run keeps all limits."""
         first, step = self.first_seconds or 0.0, self.step_seconds or 0.0
         return 1e3 * max(first / (limits.ttft_ms or math.inf), step / (limits.tpot_ms or math.inf))
 
     def seconds_for(self, amount: float) -> float:
-        """Of so many texts or tokens; what compiles whenever it is loaded does so before the first."""
+        """Return the seconds for ``amount`` texts or tokens. An engine that compiles at each load does so before the
+        first."""
         compiling = (self.load_seconds or 0.0) if ENGINES[self.setup.engine].uncompiled else 0.0
         return compiling + amount / (self.per_second or math.inf)
 
@@ -75,8 +76,8 @@ class Run(Value):
 
 
 class LeftOut(Value):
-    """A contestant that did not race, and why. Of what compiles, ``rate``: texts or tokens a second that are expected of it;
-    of what rounds, ``cosine``: the highest that ``by``, which ran, leaves to it."""
+    """A contestant that did not race, and why. ``rate`` is the texts or tokens a second that are expected of an
+    engine that compiles. ``cosine`` is the highest that rounding can still reach, as the run of ``by`` showed."""
 
     setup: EngineSetup
     reason: Reason
@@ -86,7 +87,7 @@ class LeftOut(Value):
 
 
 class Entrants(Value):
-    """What the process of one engine is asked: its setups, one after the other."""
+    """The message to the process of one engine: its setups, to run one after the other."""
 
     contest: Contest
     setups: tuple[EngineSetup, ...]
@@ -99,7 +100,7 @@ class Entrants(Value):
 
 
 class Runs(Value):
-    """Of one contestant, with each batch."""
+    """The runs of one contestant, one for each batch."""
 
     runs: tuple[Run, ...] = ()
     left_out: LeftOut | None = None

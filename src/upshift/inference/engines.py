@@ -1,4 +1,4 @@
-"""Which engines there are, what each needs and can do, and the setups that a race is run between."""
+"""List the engines, what each needs and can do, and the setups of a race."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ NOTHING = Entry(  # computes nothing, and is none of those that can be chosen: w
 
 
 def build_engine(task: Task, name: EngineName, build: Any) -> Any:
-    """``build``: what the task's engines are built from."""
+    """Build an engine. ``build`` is what the task's engines are built from."""
     entry = NOTHING if name == "nothing" else ENGINES[name]
     try:
         return _named(task, entry.doors[task].name)(build)
@@ -122,8 +122,11 @@ def contestants(
     task: Task, source: ModelSource, host: Host, *, exact: bool, batch: int, hint: Hint, stored: EngineName | None = None,
     reference: Precision = "fp32",
 ) -> list[EngineSetup]:  # fmt: skip
-    """Of all engines that have such models, installed or not; transformers in ``reference`` first. ``exact``: nothing that
-    rounds to fewer bits than it can win then. ``stored``: weights are quantized already, and this engine alone loads them."""
+    """Return the setups of all engines that can run such models, installed or not. transformers in ``reference``
+    comes first.
+
+    ``exact`` leaves out setups that round to fewer bits, because they cannot win. ``stored`` names the only engine
+    that can load weights which are quantized already."""
     device = _device(host)
     threads = host.cpu.usable_cores if host.cpu is not None else 1
     some = EngineSetup(engine=stored or "torch", precision="stored", device=device, threads=threads, batch=batch, hint=hint)
@@ -165,11 +168,11 @@ def _has(task: Task, door: Door, source: ModelSource) -> bool:
 
 
 def _kind(source: ModelSource) -> str:
-    """Of the text model, where it is a part."""
+    """Return the type of the model, or of its text model if that is a part."""
     return str(source.config.get("text_config", source.config).get("model_type"))
 
 
 def _named(task: Task, name: str) -> Any:
-    """``name``: of a module in the task's folder of engines, and of what is in it."""
+    """Import an object by name: a module in the task's folder of engines, and an attribute of it."""
     module, found = name.split(":")
     return getattr(import_module(f"{PACKAGES[task]}.engines.{module}"), found)

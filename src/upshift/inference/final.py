@@ -1,5 +1,5 @@
-"""Contestants that a race leaves too near to each other to tell the fastest run again, in turn, each time in a process of its
-own: what else the machine does changes from minute to minute, and is shared so."""
+"""Run the contestants again that a race leaves too near to each other to tell the fastest. They run in turn, each
+time in a process of its own. What else the machine does changes from minute to minute, and the turns share it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Ran = Callable[[Entrants], Iterator[Run | LeftOut]]
 
 
 def finalists(runs: Sequence[Run], quality: Quality) -> list[Run]:
-    """Each with its best batch, the fastest first; none where nobody comes near. What compiles would do so in each turn."""
+    """Return each finalist with its best batch, the fastest first, or none if nobody comes near. An engine that
+    compiles is left out, because it would do so in each turn."""
     best: dict[str, Run] = {}
     able = [run for run in runs if run.within(quality) and not run.stopped and not ENGINES[run.setup.engine].uncompiled]
     for run in sorted(able, key=lambda run: -(run.per_second or 0.0)):
@@ -31,8 +32,8 @@ def finalists(runs: Sequence[Run], quality: Quality) -> list[Run]:
 
 
 def run_final(near: Sequence[Run], entrants: Entrants, ran: Ran, *, seconds: float) -> list[Run]:
-    """Each with the rate of its middle turn, or with its failure. ``entrants``: without setups. ``seconds``: of the final;
-    without time for a whole turn of all it gives nothing."""
+    """Return each finalist with the rate of its middle turn, or with its failure. ``entrants`` has no setups.
+    ``seconds`` limits the final. Without time for a whole turn of all, return nothing."""
     end = time.perf_counter() + min(seconds, FINAL_SECONDS)
     turns: list[list[Run]] = []
     longest = sum((run.load_seconds or 0.0) + 3.0 * (run.seconds.p50 if run.seconds else 0.0) for run in near)

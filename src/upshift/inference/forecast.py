@@ -1,4 +1,5 @@
-"""What the planner's formulas say of a setup before it is measured: a roofline of the model's products on this CPU."""
+"""Predict a setup's speed by the planner's formulas before it is measured: a roofline of the model's products on this
+CPU."""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ FORMATS: dict[Precision, tuple[WeightPrecision, CachePrecision]] = {
 
 
 def forecast_encoding(source: ModelSource, host: Host, lengths: Sequence[int]) -> Forecast:
-    """``lengths``: tokens of each text."""
+    """Return the forecast of encoding. ``lengths`` are the tokens of each text."""
     workload = InferenceWorkload(task="encode", prompt_length=_mean(lengths))
     engine_of = _engines(source, host, workload)
 
@@ -50,7 +51,7 @@ def forecast_encoding(source: ModelSource, host: Host, lengths: Sequence[int]) -
 
 
 def forecast_generation(source: ModelSource, host: Host, lengths: Sequence[int], new_tokens: int) -> Forecast:
-    """``lengths``: tokens of each prompt."""
+    """Return the forecast of generation. ``lengths`` are the tokens of each prompt."""
     workload = InferenceWorkload(task="generate", prompt_length=_mean(lengths), output_length=new_tokens)
     engine_of = _engines(source, host, workload)
 
@@ -70,8 +71,10 @@ def _mean(lengths: Sequence[int]) -> int:
 
 
 def _engines(source: ModelSource, host: Host, workload: InferenceWorkload) -> Callable[[EngineSetup], Engine | None]:
-    """``host``: measured now where it was not, so call it while nothing else runs; the model is traced for the first setup.
-    Nothing is forecast of a model that cannot be traced."""
+    """Return the function that predicts a setup's engine.
+
+    A host that is not measured is measured now, so call this while nothing else runs. The model is traced for the
+    first setup. A model that cannot be traced has no forecast."""
     from upshift.hardware.kept_probe import measure
 
     measured = host if host.measured is not None else measure(host)

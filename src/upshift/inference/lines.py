@@ -1,4 +1,4 @@
-"""Lines of a file that may be larger than memory, block by block, so that a run can go on where it stopped."""
+"""Read and write lines of a file that may be larger than memory, block by block, so that a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ T = TypeVar("T")
 
 
 def read_lines(path: Path, read: Callable[[str, str], T]) -> Iterator[T | str]:
-    """A .txt's lines as they are; of another file, what ``read`` makes of a line and of the words that say where it stands."""
+    """Yield a .txt's lines as they are. For another file, yield what ``read`` makes of a line and of the words that
+    name its place."""
     with path.open(encoding="utf-8-sig", errors="replace", newline="\n") as file:  # the lines that count_lines counts
         for number, line in enumerate(file, start=1):
             yield line.rstrip("\r\n") if path.suffix == ".txt" else read(line, f"{path} line {number}")
@@ -26,7 +27,7 @@ def is_empty(path: Path) -> bool:
 
 
 def is_text(value: object) -> bool:
-    """That tokenizers take."""
+    """Return whether the value is a text that tokenizers take."""
     return isinstance(value, str) and half_of_pair(value) is None
 
 

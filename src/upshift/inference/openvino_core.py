@@ -1,9 +1,8 @@
-"""OpenVINO's core, one for the process, so that Ctrl-C stays a signal.
+"""Provide OpenVINO's core, one for the process, so that Ctrl-C stays a signal.
 
-The CPU plugin of every core puts a stack for signal handlers in place of the one before, and puts that back when it goes
-(OpenVINO 2026.4, on Linux). Of two that do not go last in, first out, the one that is put back was unmapped before: the next
-signal then ends the process with SIGSEGV. NNCF makes such cores.
-"""
+The CPU plugin of every core replaces the stack for signal handlers, and puts the earlier one back when the core goes
+(OpenVINO 2026.4, on Linux). If two cores do not go last in, first out, the stack that is put back was unmapped
+before. The next signal then ends the process with SIGSEGV. NNCF makes such cores."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ def core() -> Any:
 
 @contextmanager
 def signal_stack_kept() -> Iterator[None]:
-    """Afterwards signal handlers run on the stack that they ran on before, whichever cores came and went."""
+    """Restore the stack of signal handlers afterwards, whichever cores came and went."""
     if sys.platform != "linux":
         yield
         return
@@ -42,6 +41,6 @@ def signal_stack_kept() -> Iterator[None]:
 
 
 class _Stack(ctypes.Structure):
-    """stack_t of signal.h, as Linux has it."""
+    """The struct stack_t of signal.h, as Linux has it."""
 
     _fields_ = (("pointer", ctypes.c_void_p), ("flags", ctypes.c_int), ("size", ctypes.c_size_t))

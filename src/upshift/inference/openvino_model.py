@@ -1,4 +1,4 @@
-"""A model as OpenVINO's pair of files, made once of transformers' weights."""
+"""Make a model's pair of OpenVINO files once from transformers' weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ from upshift.whole_file import make_once
 
 
 def make(path: Path, export: Callable[[], Any], rounded: Callable[[Any], Any] | None) -> None:
-    """``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of it without torch."""
+    """Make the file ``path``: fp32.xml, which ``export`` gives, or another one beside it, which ``rounded`` makes of
+    fp32.xml without torch."""
     core()  # before those of nncf
     plain = path.with_name("fp32.xml")
 

@@ -1,4 +1,4 @@
-"""Rows of token ids of unequal lengths as one array."""
+"""Pad rows of token ids of unequal lengths to one array."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import numpy as np
 
 
 def padded_rows(rows: Sequence[Sequence[int]], *, pad: int = 0, left: bool = False) -> tuple[np.ndarray, np.ndarray]:
-    """Ids and mask of 0 and 1, int64 [N, S] of the longest row (of one place where all are empty), padded on one side."""
+    """Return ids and mask of 0 and 1, int64 [N, S], padded on one side. S is the length of the longest row, or 1 if
+    all are empty."""
     longest = max(1, *(len(row) for row in rows))
     ids = np.full((len(rows), longest), pad, dtype=np.int64)
     mask = np.zeros_like(ids)

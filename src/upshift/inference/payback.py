@@ -1,4 +1,4 @@
-"""What a race may cost: the seconds of compiling, and of the race itself, against those of the user's own texts."""
+"""Limit the seconds of a race and of compiling by the seconds that they could save on the user's own texts."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ class Entering(NamedTuple):
 def entering(
     setups: tuple[EngineSetup, ...], runs: Sequence[Run], says: Forecast, *, quality: Quality, amount: float | None
 ) -> Entering:
-    """Which of one engine's setups run: of one that compiles the one that is expected to be the fastest, where it pays beside
-    ``runs``. ``amount``: texts or tokens of the whole run; None: all were asked for, whether it pays or not."""
+    """Return which of one engine's setups run.
+
+    Of an engine that compiles, only the setup with the fastest forecast runs, if compiling pays beside ``runs``.
+    ``amount`` is the texts or tokens of the whole run. None: the user asked for all setups, whether they pay or not."""
     if amount is None or ENGINES[setups[0].engine].uncompiled is None:
         return Entering(setups)
     rates = {setup: _compiled_rate(setup, runs, says, quality) for setup in setups}
@@ -39,22 +41,24 @@ def entering(
 
 
 def pays(rate: float | None, best: float | None, amount: float) -> bool:
-    """``rate``, ``best``: texts or tokens a second compiled, and of the fastest without; None: not known."""
+    """Return whether compiling saves more time than it takes. ``rate`` and ``best`` are texts or tokens a second,
+    compiled and of the fastest without. None: not known."""
     if not rate or not best:
         return False
     return amount / best - amount / rate > COMPILE_SECONDS
 
 
 def allowed(asked: float | None, runs: Sequence[Run], quality: Quality, amount: float) -> float:
-    """Seconds of a race, as they are asked for or by how long the run would take with what is fastest so far."""
+    """Return the seconds of a race: those that the user asks for, or a share of how long the run would take with the
+    fastest so far."""
     return asked or max(RACE_SECONDS, RACE_SHARE * amount / (fastest(runs, quality) or math.inf))
 
 
 def settled(
     runs: Sequence[Run], left_out: Sequence[LeftOut], quality: Quality, *, amount: float, limited: bool, longer: bool
 ) -> bool:
-    """Whether nothing that was left out, or stopped, could win under bounds that may be others than those it raced under.
-    ``longer``: there is more time than there was."""
+    """Return whether no setup that was left out or stopped could win under the present bounds, which may differ from
+    the race's. ``longer``: there is more time than there was."""
     best = fastest(runs, quality)
     left_out_rules: dict[Reason, Callable[[LeftOut], bool]] = {
         "compiling": lambda out: not pays(out.rate, best, amount),
@@ -75,8 +79,8 @@ def fastest(runs: Sequence[Run], quality: Quality) -> float | None:
 
 
 def _compiled_rate(setup: EngineSetup, runs: Sequence[Run], says: Forecast, quality: Quality) -> float | None:
-    """What ran uncompiled, times what the planner's formulas expect of compiling. None: it was not within the quality, or they
-    say nothing."""
+    """Return the rate of the uncompiled run, times the gain that the planner's formulas expect of compiling. Return
+    None if the run was not within the quality, or if there is no forecast."""
     uncompiled = ENGINES[setup.engine].uncompiled
     same = [run for run in runs if (run.setup.engine, run.setup.precision) == (uncompiled, setup.precision)]
     best = max((run for run in same if run.within(quality)), key=lambda run: run.per_second or 0.0, default=None)

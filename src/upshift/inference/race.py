@@ -1,8 +1,8 @@
-"""Which setup runs the user's own texts fastest within the user's quality bound: each engine runs in a process of its own.
+"""Find the setup that runs the user's own texts fastest within the user's quality bound. Each engine runs in a
+process of its own.
 
-The reference is transformers in fp32. Quality is what the user's texts show: the largest difference of any number, and the
-cosine to the reference's vector (of a text, or of the logits of a token) that agrees least.
-"""
+The reference is transformers in fp32. Quality is measured on the user's texts: the largest difference of any number,
+and the cosine to the reference's vector (of a text, or of the logits of a token) that agrees least."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ TIMEOUT_SECONDS = 300.0  # of one setup, loading and conversion included
 
 
 class Race(Value):
-    """All runs, in their order, and what was chosen of them."""
+    """All runs, in their order, and the chosen setup."""
 
     runs: tuple[Run, ...]
     chosen: EngineSetup
@@ -58,7 +58,8 @@ class Race(Value):
     ceiling: float | None = Field(None, description="texts or tokens a second where nothing is computed: no engine does more")
 
     def best(self) -> list[Run]:
-        """Of each contestant that ran, its fastest batch, or the one that was chosen, or in the final; the fastest first."""
+        """Return, for each contestant that ran, its fastest batch, or the chosen one, or the one in the final. The
+        fastest comes first."""
         found: dict[str, Run] = {}
         ran = [run for run in self.runs if not run.failure]
         known = (self.chosen, *self.final)
@@ -81,9 +82,11 @@ def race(
     no_room: Callable[[], Race] | None = None,
     on_run: Callable[[Run], None] = lambda run: None,
 ) -> Race:
-    """``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. ``amount``: of all texts, or
-    tokens to generate, which compiling is to pay for. ``seconds``: of the race; None: by the amount. ``no_room``: what is done
-    where none is remembered and the reference does not fit. Remembered by contest, weights, hardware, versions and lengths."""
+    """Run a race, or recall its result by contest, weights, hardware, versions and lengths.
+
+    ``sample``: token ids of some of the texts. ``engine``: only this one beside the reference. ``amount``: all texts,
+    or tokens to generate, for which compiling must pay. ``seconds``: of the race. None: by the amount. ``no_room``:
+    called if no race is remembered and the reference does not fit."""
     stored, batch = stored_for(contest.source), contest.batches[0]
     exact = quality == "exact"
     reference = reference_precision(contest.source, host)
@@ -122,7 +125,7 @@ def _alone(
     *,
     named: bool,
 ) -> Race | None:
-    """The reference, where nothing else is there to race with it, or only what compiles and does not pay."""
+    """Return the reference if no other setup can race with it, or only one that compiles and does not pay."""
     if len([setup for setup in asked if named or not ENGINES[setup.engine].uncompiled]) > 1:
         return None
     unknown = dict.fromkeys(setup.engine for setup in absent)
@@ -139,7 +142,8 @@ def _alone(
 def _recalled(
     kept: Path, quality: Quality, limits: Limits, amount: float, longest: Callable[[Sequence[Run]], float]
 ) -> Race | None:
-    """The same race under this bound, or under another where nothing that was left out could win under this one."""
+    """Return the same race under this bound, or under another bound if nothing that was left out could win under this
+    one."""
     for file in (kept / f"{quality}.json", *sorted(kept.glob("*.json"))):
         race = Race.from_file(file) if file.is_file() else None
         longer = race is not None and longest(race.runs) > LONGER * race.allowed
@@ -153,9 +157,11 @@ def _run_all(
     forecast: Callable[[], Forecast], enter: Callable[..., Entering], longest: Callable[[Sequence[Run]], float],
     near: Callable[[Sequence[Run]], Sequence[Run]], on_run: Callable[[Run], None],
 ) -> Race:  # fmt: skip
-    """``entrants``: without setups and files. ``absent``: of engines that are not installed. ``enter``: which of an engine's
-    setups run, by what ran before; ``longest``: seconds of the race, by the same; ``near``: who runs again at its end. What
-    computes nothing runs beside the reference."""
+    """Run all contestants.
+
+    ``entrants``: without setups and files. ``absent``: setups of engines that are not installed. ``enter``: returns
+    which of an engine's setups run, by the earlier runs. ``longest``: returns the seconds of the race, by the same.
+    ``near``: returns who runs again at the end. The engine that computes nothing runs beside the reference."""
     start, contest = time.perf_counter(), entrants.contest
     runs, left_out, ceiling = list[Run](), list[LeftOut](), 0.0
     says = forecast()
@@ -194,8 +200,8 @@ def _run_all(
 
 
 def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | None, amount: float) -> EngineSetup:
-    """The fastest within all bounds. Raises RequestError with what became of each that was asked for, or NothingFits with what
-    came nearest to the limits."""
+    """Return the fastest setup within all bounds. Raise RequestError with the result of each requested one, or
+    NothingFits with the one that came nearest to the limits."""
     asked = [run for run in race.runs if engine in (None, run.setup.engine)]
     able = [run for run in asked if run.within(quality)]
     if not able:
@@ -217,8 +223,8 @@ def _choose(race: Race, quality: Quality, limits: Limits, engine: EngineName | N
 
 
 def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run | LeftOut]:
-    """One of each setup and batch, as they come. What ends the process, or takes too long, is the failure of those that did not
-    run; the end of the race's time is none."""
+    """Yield the runs of each setup and batch, as they come. If the process ends or takes too long, the setups that
+    did not run have failed. The end of the race's time is no failure."""
     waiting = list(entrants.setups)
     limit = TIMEOUT_SECONDS * len(waiting)
     if entrants.before:  # the reference runs to its end
@@ -242,8 +248,11 @@ def runs_of(server: ForkServer, entrants: Entrants) -> Iterator[Run | LeftOut]:
 
 
 def _kept(contest: Contest, host: Host, sample: list[list[int]], setups: list[EngineSetup]) -> Path:
-    """A folder: a race leaves out what cannot win under its bound, so each bound has a file. The lengths by their quantiles to an
-    eighth of a power of two, and their number to a power of two: other texts of such lengths are the same race."""
+    """Return the folder of a race's files. A race leaves out what cannot win under its bound, so each bound has a
+    file.
+
+    The key has the quantiles of the lengths to an eighth of a power of two, and their number to a power of two: other
+    texts of such lengths are the same race."""
     lengths = np.quantile([len(row) for row in sample], (0.1, 0.5, 0.9)) if sample else np.zeros(3)
     shape = [round(8 * float(np.log2(max(length, 1.0)))) for length in lengths] + [len(sample).bit_length()]
     labels = [setup.label() for setup in setups]

@@ -1,4 +1,4 @@
-"""Which of the user's own texts a race is run on."""
+"""Pick the user's own texts that a race runs on."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ T = TypeVar("T")
 
 
 def spread(items: Sequence[T], count: int) -> list[T]:
-    """So many of them, evenly from first to last."""
+    """Return ``count`` of the items, evenly from first to last."""
     return spread_over(items, len(items), count)
 
 
 def spread_over(items: Iterable[T], total: int, count: int) -> list[T]:
-    """The same of items that are read once, one after the other, as those of a file are."""
+    """Return the same as ``spread`` for items that are read once, one after the other, as those of a file are."""
     places = {place * total // count for place in range(count)} if count < total else range(total)
     return [item for place, item in enumerate(items) if place in places]

@@ -1,4 +1,4 @@
-"""EngineSetup: every choice that changes how a model is run forward here, and nothing else."""
+"""Define EngineSetup: every choice that changes how a model is run forward here, and nothing else."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""Who can still win a race: what cannot is not converted, or not timed further, and the reason is said."""
+"""Decide which contestants can still win a race. Others are not converted, or not timed further, and the reason is
+recorded."""
 
 from __future__ import annotations
 
@@ -28,7 +29,7 @@ FOUR_OF_EIGHT = 16.0  # loss of cosine with 4 bits over that with 8, at least: s
 
 
 class Standing:
-    """Of one engine's process: what its setups, and the engines before, showed."""
+    """The position of one engine's setups in a race, by their runs and those of the engines before."""
 
     def __init__(self, entrants: Entrants) -> None:
         self._entrants, self._runs = entrants, list[Run]()
@@ -42,13 +43,14 @@ class Standing:
         self._runs += runs
 
     def left_out(self, setup: EngineSetup) -> LeftOut | None:
-        """Why it need not even be converted."""
+        """Return why a setup need not even be converted, or None."""
         if self.late and self._entrants.before:  # the reference runs in any case
             return LeftOut(setup=setup, reason="time")
         return implied(setup, self._runs, self._entrants.quality)
 
     def stopped(self, run: Run, share: float) -> Stopped | None:
-        """Why nothing more of a contestant is timed, by what it did so far. ``share``: of its threads' time that it computed."""
+        """Return why a contestant is timed no further, by its run so far, or None. ``share`` is the share of its
+        threads' time that it computed."""
         if not run.within(self._entrants.quality):
             return "quality"
         known = (*self._entrants.before, *self._runs)
@@ -58,13 +60,15 @@ class Standing:
 
 
 def behind(run: Run, others: Iterable[Run], quality: Quality) -> bool:
-    """Of batches of one size: how much a larger one brings differs between engines."""
+    """Return whether a run is too slow to win. Only batches of one size are compared, because the gain of a larger
+    one differs between engines."""
     alike = (one for one in others if one.setup.batch == run.setup.batch and one.within(quality))
     return (run.per_second or 0.0) * BEHIND < max((one.per_second or 0.0 for one in alike), default=0.0)
 
 
 def implied(setup: EngineSetup, runs: Sequence[Run], quality: Quality) -> LeftOut | None:
-    """Where a contestant of the same engine that rounds less has missed the quality, or comes so near that half its bits must."""
+    """Return why a setup cannot win: one of the same engine that rounds less missed the quality, or came so near that
+    half its bits must miss it. Otherwise return None."""
     for run in runs:
         known = run.setup.precision
         if quality == "exact" or run.worst_cosine is None or setup.precision not in COARSER.get(known, ()):
@@ -77,7 +81,8 @@ def implied(setup: EngineSetup, runs: Sequence[Run], quality: Quality) -> LeftOu
 
 
 def contend(path: Path, answer: Callable[[Runs], None], run: Callable[[Entrants, EngineSetup, Standing], list[Run]]) -> None:
-    """An engine's process: an answer for each setup of the Entrants in ``path``. An error is that setup's failure alone."""
+    """Run an engine's process: answer for each setup of the Entrants in ``path``. An error is that setup's failure
+    alone."""
     entrants = Entrants.from_file(path)
     standing = Standing(entrants)
     for setup in entrants.setups:

@@ -1,4 +1,4 @@
-"""The tokenizer of a model, and its files."""
+"""Load the tokenizer of a model, and list its files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILES = (
 
 
 def load_tokenizer(source: ModelSource) -> Any:
-    """Raises RequestError where there is none, or a slow one alone."""
+    """Load the tokenizer. Raise RequestError if there is none, or only a slow one."""
     from transformers import AutoTokenizer
 
     try:
@@ -27,6 +27,6 @@ def load_tokenizer(source: ModelSource) -> Any:
 
 
 def tokenizer_files(source: ModelSource) -> list[Path]:
-    """What transformers reads of a tokenizer and its chat template, where it is there."""
+    """Return the files that transformers reads of a tokenizer and its chat template."""
     found = [] if source.directory is None else [path for pattern in FILES for path in source.directory.glob(pattern)]
     return sorted({path for path in found if path.is_file()})

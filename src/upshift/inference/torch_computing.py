@@ -1,4 +1,4 @@
-"""How torch computes while a setup runs forward."""
+"""Set how torch computes while a setup runs forward."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ UNLIKE = (11, 13)  # rows and tokens to compile with: torch takes sizes that are
 
 @contextmanager
 def computing(setup: EngineSetup) -> Iterator[None]:
-    """Without gradients, by the setup's threads and kind of fp32 products; afterwards as it was."""
+    """Compute without gradients, by the setup's threads and kind of fp32 products. Afterwards restore the settings."""
     before = torch.get_float32_matmul_precision(), torch.get_num_threads()
     torch.set_num_threads(setup.threads)
     torch.set_float32_matmul_precision(MATMUL[setup.device] if setup.precision == "tf32" else "highest")
@@ -37,7 +37,8 @@ def computing(setup: EngineSetup) -> Iterator[None]:
 
 
 def layers_to_compile(model: nn.Module) -> list[nn.Module]:
-    """What other models of this process had compiled is dropped: torch compiles one function a few times only, then no more."""
+    """Return the layers to compile, and drop what other models of this process had compiled. Torch compiles one
+    function a few times only, then no more."""
     layers = [layer for _, stack in find_stacks(model) for layer in stack]
     if not layers:
         raise RequestError(f"{type(model).__name__} has no list of two layers or more to compile; use --engine torch")

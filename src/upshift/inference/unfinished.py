@@ -1,4 +1,4 @@
-"""An output that is written piece by piece: beside it stands how far it is, so that a run that was stopped goes on."""
+"""Write an output piece by piece. A file beside it records the progress, so that a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from upshift.whole_file import write_whole
 
 
 class Progress(Value):
-    """How many rows are in an unfinished output, and of which input, model and setup."""
+    """How many rows an unfinished output has, and its input, model and setup."""
 
     rows: int
     total: int
@@ -27,14 +27,17 @@ class Progress(Value):
 
 
 def made_of(given: Path, source: ModelSource, *by: str) -> str:
-    """Says what an output is made of: the same input, weights and tokenizer, as they are now, by the same setup give the same."""
+    """Return a text that identifies an output's origin. The same input, weights and tokenizer, as they are now, by
+    the same setup give the same text."""
     files = files_identity([given]), weights_identity(source), files_identity(tokenizer_files(source))
     return repr((*files, source.model_hash, *by))
 
 
 class Unfinished:
-    """``made_of``: says which input and setup the output belongs to. ``partial``: where it is written until it is whole, by one
-    process until it is closed. Raises RequestError where another process writes it."""
+    """An output that is being written.
+
+    ``made_of`` says which input and setup the output belongs to. ``partial`` is where it is written until it is
+    whole, by one process until it is closed. Raise RequestError if another process writes it."""
 
     def __init__(self, output: Path, total: int, made_of: str) -> None:
         self.output, self.total = output, total
@@ -51,7 +54,7 @@ class Unfinished:
             raise
 
     def close(self) -> None:
-        """So that another process may go on with it."""
+        """Release the output, so that another process may go on with it."""
         if self._lock is not None and self.partial.is_file() and not self.partial.stat().st_size:
             self.partial.unlink()
         self._release()
@@ -62,7 +65,7 @@ class Unfinished:
             self._lock = None
 
     def noted(self) -> int:
-        """Rows of an earlier run. Raises RequestError where they are of something else."""
+        """Return the number of rows of an earlier run. Raise RequestError if they are of something else."""
         if not (self._said.is_file() and self.partial.is_file() and self.partial.stat().st_size):
             return 0
         progress = Progress.from_file(self._said)
@@ -81,7 +84,7 @@ class Unfinished:
 
     @contextmanager
     def writing(self) -> Iterator[None]:
-        """A failed write ends the run with a line on what is safe."""
+        """End the run with a line on what is safe if a write fails."""
         try:
             yield
         except OSError as error:
@@ -102,7 +105,7 @@ class Unfinished:
 
 
 def check_output(output: Path, suffixes: tuple[str, ...], given: Path, *, overwrite: bool) -> None:
-    """``given``: what it is made of."""
+    """Raise RequestError if the output cannot be written. ``given`` is the file that it is made of."""
     if output.suffix not in suffixes:
         raise RequestError(f"--output {output} must end with {' or '.join(suffixes)}")
     check_folder(output)
@@ -114,7 +117,7 @@ def check_output(output: Path, suffixes: tuple[str, ...], given: Path, *, overwr
 
 
 def check_folder(output: Path) -> None:
-    """Raises RequestError where the folder around it is not there, or takes no files."""
+    """Raise RequestError if the folder of the output does not exist, or takes no files."""
     if not output.parent.is_dir():
         raise RequestError(f"--output {output}: the folder {output.parent} does not exist; make it first")
     try:

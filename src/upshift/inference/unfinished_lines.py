@@ -1,4 +1,4 @@
-"""JSON lines of an output, on disk block by block, so that a run can go on where it stopped."""
+"""Write an output's JSON lines to disk block by block, so that a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from upshift.inference.unfinished import Unfinished
 
 
 class UnfinishedLines(Unfinished):
-    """``done``: how many are there, those of an earlier run included."""
+    """An unfinished output of JSON lines. ``done`` is the number of lines, those of an earlier run included."""
 
     def __init__(self, output: Path, total: int, made_of: str) -> None:
         super().__init__(output, total, made_of)

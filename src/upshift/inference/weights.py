@@ -1,4 +1,4 @@
-"""The weights of a model on disk, and where an engine keeps what it made of them."""
+"""Find the weights of a model on disk, and the folder where an engine keeps what it made of them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ ROOM = 1.5  # over the weights: exporting a Llama of 134 M parameters for OpenVI
 
 
 def find_weights(model: str) -> ModelSource:
-    """Raises RequestError for a model without weights, or with an adapter. The weights may be quantized."""
+    """Return the model's source. Raise RequestError for a model without weights, or with an adapter. The weights may
+    be quantized."""
     source = find_model(model)
     if source.adapter is not None:
         raise RequestError(f"{model!r} has an adapter; merge it into its model (peft: merge_and_unload), then give that")
@@ -35,7 +36,7 @@ def find_weights(model: str) -> ModelSource:
 
 
 def find_plain_weights(model: str) -> ModelSource:
-    """Raises RequestError where they are quantized, too."""
+    """Return the model's source as ``find_weights`` does. Raise RequestError if the weights are quantized, too."""
     source = find_weights(model)
     if stored_for(source) is not None:
         raise RequestError(f"the weights of {model!r} are quantized already; give the model that it was made from")
@@ -43,14 +44,16 @@ def find_plain_weights(model: str) -> ModelSource:
 
 
 def stored_for(source: ModelSource) -> EngineName | None:
-    """The one engine that loads weights which are quantized already; None: they are not, and each engine makes its own."""
+    """Return the one engine that loads weights which are quantized already. None: they are not, and each engine makes
+    its own."""
     if source.config.get("quantization_config"):
         return "torch"
     return None if weight_files(source)[0].suffix == ".safetensors" else "openvino"
 
 
 def check_asked(task: Task, source: ModelSource, engine: str | None, host: Host) -> EngineName | None:
-    """The engine that was asked for. Raises RequestError where it, or the one that the weights are quantized for, cannot run."""
+    """Return the engine that the user asks for. Raise RequestError if it, or the one that the weights are quantized
+    for, cannot run."""
     asked, stored = (None if name is None else check_engine(task, name, source, host) for name in (engine, stored_for(source)))
     if stored is not None and asked not in (None, stored):
         raise RequestError(f"the weights of {source.reference!r} are stored for {stored}; --engine {engine} cannot load them")
@@ -58,7 +61,7 @@ def check_asked(task: Task, source: ModelSource, engine: str | None, host: Host)
 
 
 def weight_files(source: ModelSource) -> list[Path]:
-    """Those that transformers loads, whatever lies beside them, else that of OpenVINO."""
+    """Return the files that transformers loads, whatever lies beside them, or else that of OpenVINO."""
     folder = source.directory
     if folder is None:
         return []
@@ -71,12 +74,13 @@ def weight_files(source: ModelSource) -> list[Path]:
 
 
 def weights_size(source: ModelSource) -> int:
-    """Bytes on disk."""
+    """Return the bytes of the weights on disk."""
     return sum(path.stat().st_size for path in weight_files(source))
 
 
 def computing_host(stored: EngineName | None = None) -> Host:
-    """This machine with the GPU that torch computes on, else with its CPU alone; so, too, for weights that another loads."""
+    """Return this machine with the GPU that torch computes on, or else with its CPU alone. Weights that another
+    engine loads have the CPU alone, too."""
     import torch
 
     host = detect()
@@ -86,13 +90,13 @@ def computing_host(stored: EngineName | None = None) -> Host:
 
 
 def free_memory(host: Host) -> int | None:
-    """Of what computes."""
+    """Return the free bytes on the device that runs the model."""
     device = host.gpu or host.cpu
     return None if device is None else device.free_memory_bytes
 
 
 def reference_precision(source: ModelSource, host: Host) -> Precision:
-    """What transformers computes in at the start of a race: fp32; on a GPU that has no room for it 16 bits."""
+    """Return what transformers computes in at the start of a race: fp32, or 16 bits on a GPU without room for fp32."""
     free = free_memory(host)
     if host.gpu is None or free is None or needed_memory(source, "fp32") <= free:
         return "fp32"
@@ -100,7 +104,7 @@ def reference_precision(source: ModelSource, host: Host) -> Precision:
 
 
 def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
-    """Raises NothingFits where what every race begins with does not fit into free memory."""
+    """Raise NothingFits if the reference, with which every race begins, does not fit into free memory."""
     free, needed = free_memory(host), needed_memory(source, reference)
     if free is not None and needed > free:
         raise NothingFits(
@@ -110,14 +114,14 @@ def check_room(source: ModelSource, host: Host, reference: Precision) -> None:
 
 
 def needed_memory(source: ModelSource, precision: Precision) -> int:
-    """To run all of it in memory."""
+    """Return the bytes that running the whole model in memory takes."""
     if stored_for(source) is not None:
         return round(ROOM * weights_size(source))
     return round(ROOM * (4 if precision == "fp32" else 2) * _parameters(source))
 
 
 def _parameters(source: ModelSource) -> int:
-    """From the headers of its files alone."""
+    """Return the number of parameters, from the headers of the model's files alone."""
     return sum(prod(tensor.shape) for path in weight_files(source) for tensor in read_header(path).tensors)
 
 
@@ -126,7 +130,7 @@ def weights_identity(source: ModelSource) -> str:
 
 
 def files_identity(files: Iterable[Path]) -> str:
-    """As they are now: names, sizes and times of change."""
+    """Return a hash of the files as they are now: names, sizes and times of change."""
     said = [(file.name, (stat := file.stat()).st_size, stat.st_mtime_ns) for file in files]
     return hashlib.sha256(repr(said).encode()).hexdigest()[:12]
 

@@ -1,1 +1,1 @@
-"""Every name of another library that its makers may take away without notice: one file for each library."""
+"""Hold every name of another library that its makers may take away without notice, in one file for each library."""

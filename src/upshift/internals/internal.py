@@ -1,4 +1,5 @@
-"""Names of libraries that are not promised: looked up when they are used, refused in words where a library has them no longer."""
+"""Look up names of libraries that are not promised when they are used. If a library no longer has a name, raise an
+error that says so."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ from upshift.installed import installed_version
 
 @dataclass(frozen=True)
 class Internal:
-    """One name. ``feature`` is what needs it, as the subject of a sentence; ``instead`` is what a user can do without it."""
+    """One name. ``feature`` is what needs it, as the subject of a sentence. ``instead`` is what a user can do without
+    it."""
 
     library: str  # as pip names it
     name: str  # "torch.utils._pytree:tree_leaves", or "Module._parameters" of an object

@@ -1,4 +1,4 @@
-"""What Upshift uses of jax beside its documented names: libtpu's compiler is reached through it."""
+"""List the names of jax that Upshift uses beside the documented ones: libtpu's compiler is reached through it."""
 
 from __future__ import annotations
 

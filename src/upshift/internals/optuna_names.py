@@ -1,4 +1,4 @@
-"""What Upshift uses of Optuna beside its documented names."""
+"""List the names of Optuna that Upshift uses beside the documented ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Upshift uses of peft beside its documented names."""
+"""List the names of peft that Upshift uses beside the documented ones."""
 
 from __future__ import annotations
 

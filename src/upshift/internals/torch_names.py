@@ -1,7 +1,7 @@
-"""What Upshift uses of PyTorch beside its documented names, each with the feature that needs it.
+"""List the names of PyTorch that Upshift uses beside the documented ones, each with the feature that needs it.
 
-A function here has a plain fall-back that gives the same; a constant is refused where it is used, and ends that feature alone.
-"""
+A function here has a plain fall-back that gives the same. A constant is refused where it is used, and ends that
+feature alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What Upshift uses of transformers beside its documented names, each with the feature that needs it."""
+"""List the names of transformers that Upshift uses beside the documented ones, each with the feature that needs it."""
 
 from __future__ import annotations
 

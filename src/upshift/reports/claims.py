@@ -1,4 +1,4 @@
-"""One page of all claims: how far each is from its goal, the worst first, and what its rows said over time."""
+"""Draw one page of all claims: how far each is from its goal, the worst first, and its rows over time."""
 
 from __future__ import annotations
 

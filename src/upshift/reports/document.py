@@ -20,7 +20,7 @@ from upshift.reports.plots import Figure
 
 @dataclass(frozen=True)
 class Section:
-    """``link`` is its short title in the navigation."""
+    """A section of a page. ``link`` is its short title in the navigation."""
 
     name: str
     title: str
@@ -30,8 +30,8 @@ class Section:
 
 @dataclass(frozen=True)
 class Page:
-    """What a page says. ``figures`` and ``words`` are by the id of the element that they go into. Anywhere in these two,
-    ``{"by": control, "choices": [...]}`` is the choice that the control of this id selects."""
+    """The content of a page. ``figures`` and ``words`` are by the id of the element that they go into. Anywhere in
+    these two, ``{"by": control, "choices": [...]}`` is the choice that the control of this id selects."""
 
     title: str
     summary: str

@@ -1,1 +1,2 @@
-"""Models behind HTTP: engines in processes of their own, admission that keeps a promise, OpenAI's requests and answers."""
+"""Serve models over HTTP: engines in processes of their own, admission that keeps a promise, OpenAI's requests and
+answers."""

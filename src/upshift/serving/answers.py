@@ -1,4 +1,4 @@
-"""Pieces of text as OpenAI's answers: whole, or as events that a server sends."""
+"""Build OpenAI's answers from pieces of text: a whole answer, or server-sent events."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class Choice(NamedTuple):
 
 
 async def together(choices: list[AsyncIterator[Piece]], seconds: float) -> AsyncGenerator[Choice]:
-    """The pieces of several texts as they come. Who stops listening ends all; what one raises ends all, too, as does TimeoutError
-    after ``seconds``."""
+    """Yield the pieces of several texts as they come. When the consumer stops, all texts end. An exception of one
+    text ends all texts and is raised. Raise TimeoutError after ``seconds``."""
     found: asyncio.Queue[Choice | BaseException | None] = asyncio.Queue()
 
     async def follow(index: int, pieces: AsyncIterator[Piece]) -> None:
@@ -59,7 +59,7 @@ async def together(choices: list[AsyncIterator[Piece]], seconds: float) -> Async
 
 
 class Answer:
-    """``ids``: one for the whole answer. ``add``: every piece, once."""
+    """An answer with one or several choices. The whole answer has one ``id``. Pass every piece to ``add`` once."""
 
     def __init__(self, asked: Asked) -> None:
         short, self.kind = KINDS[type(asked)]
@@ -96,7 +96,7 @@ class Answer:
         return self._head(self.kind) | {"choices": choices, "usage": self.usage.model_dump()}
 
     def event(self, choice: Choice, *, first: bool) -> bytes:
-        """``first``: of its choice."""
+        """Return a piece as a server-sent event. ``first`` says that the piece is the first one of its choice."""
         index, piece = choice
         if isinstance(self.asked, ChatRequest):
             delta = {"content": piece.text} | ({"role": "assistant"} if first else {})
@@ -115,7 +115,7 @@ class Answer:
         return usage + b"data: [DONE]\n\n"
 
     def _likely(self, index: int, scores: Sequence[TokenScore]) -> dict[str, Any] | None:
-        """Of a choice's last tokens; None: nobody asked."""
+        """Return the log-probabilities of a choice's last tokens, or None if the request does not ask for them."""
         if self.asked.top is None:
             return None
         if isinstance(self.asked, ChatRequest):
@@ -132,7 +132,7 @@ class Answer:
 
 
 def error_event(error: dict[str, Any]) -> bytes:
-    """Of an answer whose status is sent already."""
+    """Return the events that end an answer with an error after its status has been sent."""
     return _event(error) + b"data: [DONE]\n\n"
 
 

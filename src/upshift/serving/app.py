@@ -1,4 +1,4 @@
-"""The addresses of the server: OpenAI's, health, metrics and a page to talk to the model."""
+"""Define the addresses of the server: OpenAI's, health, metrics and a page to talk to the model."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ EVENTS = "text/event-stream"
 
 @dataclass(frozen=True)
 class Limits:
-    """``keys``: of clients; none: everybody may ask."""
+    """The limits of requests, and the ``keys`` of clients. Without keys, everybody may send requests."""
 
     request_seconds: float = 600.0
     body_bytes: int = 4 * 2**20
@@ -135,7 +135,7 @@ class Server:
 
     @asynccontextmanager
     async def _using(self, name: str, task: str) -> AsyncIterator[tuple[Replicas, float]]:
-        """The engine, loaded, and the seconds that are left of what a request may take."""
+        """Yield the loaded engine, and the seconds that are left of the time that a request may take."""
         start, most = time.monotonic(), self.limits.request_seconds
         async with AsyncExitStack() as using:
             try:

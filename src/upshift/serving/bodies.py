@@ -1,8 +1,8 @@
-"""The body of a request, before an address reads it: a JSON object in UTF-8, whatever the client calls it.
+"""Check the body of a request before an address reads it: a JSON object in UTF-8, whatever type the client names.
 
-``curl -d`` names every body a form. As with OpenAI-compatible servers elsewhere such a body is read as the JSON that it is.
-Browsers are the exception: a page of another site may send a form without asking, so there the type has to be named.
-"""
+``curl -d`` names every body a form. As with other OpenAI-compatible servers, such a body is read as the JSON that it
+is. Browsers are the exception: a page of another site may send a form without asking, so there the type has to be
+named."""
 
 from __future__ import annotations
 

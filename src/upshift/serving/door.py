@@ -1,4 +1,4 @@
-"""``upshift serve``: engines first, then the addresses; SIGTERM lets what was asked be answered."""
+"""Run ``upshift serve``: start the engines, then open the addresses. After SIGTERM, answer the open requests first."""
 
 from __future__ import annotations
 
@@ -42,8 +42,10 @@ def serve(
     on_ready: Callable[[str, Ready], None] = lambda name, ready: None,
     on_open: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Until it is told to stop. ``requests``: by the names that clients say; ``replicas``: engines of each. Raises what keeps
-    one from starting."""
+    """Serve models until a signal ends the server.
+
+    ``requests`` maps the names that clients use to engine requests. ``replicas`` is the number of engines of each
+    model. Raise the error that keeps an engine from starting."""
     listening = _listen(address)  # a port that is taken is told before minutes of racing
     metrics = Metrics()
     engines = {name: Replicas(one, replicas) for name, one in requests.items()}
@@ -86,12 +88,14 @@ async def _serve(
 
 
 def _least_bytes(request: EngineRequest) -> int:
-    """That an engine of it takes: its files' size, or a quarter where fp32 may become 8 bits."""
+    """Return the least bytes that an engine of the model takes: its files' size, or a quarter where fp32 may become 8
+    bits."""
     return weights_size(find_model(request.model)) // (1 if request.quality == "exact" else 4)
 
 
 def _end_by_signals(ended: asyncio.Event) -> None:
-    """Before uvicorn takes signals over, and when it gives them back: it raises again what ended it, which is no failure."""
+    """Set ``ended`` at SIGTERM and SIGINT before uvicorn takes signals over, and when uvicorn gives them back.
+    Uvicorn raises again the signal that ended it, which is no failure."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(ended.set))

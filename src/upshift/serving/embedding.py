@@ -1,4 +1,4 @@
-"""An engine's process that encodes: what came together is batched together, first come, first served."""
+"""Encode texts in an engine's process. Requests that wait together are batched together, first come, first served."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Embedding:
         )  # fmt: skip
 
     def take(self, asked: Embed | Cancel) -> list[Value]:
-        """Into the queue; what is refused is answered at once."""
+        """Add the request to the queue, or cancel a request. Return the refusal of a rejected request at once."""
         if isinstance(asked, Cancel):
             self.waiting = deque(one for one in self.waiting if one.id != asked.id)
         elif len(self.waiting) > self.request.max_waiting:  # the first of them is computed next
@@ -62,7 +62,8 @@ class Embedding:
         return []
 
     def work(self) -> list[Value]:
-        """The first of those that wait, and those behind it, up to so many texts."""
+        """Encode the first waiting request and those behind it, until ``TOGETHER`` texts are reached. Return the
+        answers."""
         asked: list[Embed] = []
         while self.waiting and sum(len(one.texts) for one in asked) < TOGETHER:
             asked.append(self.waiting.popleft())
@@ -76,7 +77,8 @@ class Embedding:
         return said + self._answers(read)
 
     def _answers(self, asked: list[tuple[Embed, list[list[int]]]]) -> list[Value]:
-        """Together; where that fails, each by itself, so that it fails alone."""
+        """Encode all requests together. If that fails, encode each request by itself, so that a bad request fails
+        alone."""
         said: list[Value] = []
         try:
             rows: np.ndarray = self.encoding.rows([ids for _, all_ids in asked for ids in all_ids])
@@ -91,7 +93,7 @@ class Embedding:
         return said
 
     def _told(self, asked: Embed, rows: np.ndarray, all_ids: list[list[int]]) -> list[Value]:
-        """A message a text: together they may be longer than any line."""
+        """Return one message for each text, because together they may be longer than a line may be."""
         finite = np.isfinite(rows).all(1)
         if not finite.all():
             place = int(finite.argmin())
@@ -116,7 +118,7 @@ class Embedding:
 
 
 def embed(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[Value]], None]) -> None:
-    """Until the inbox gives None."""
+    """Answer requests until the inbox gives None."""
     engine = Embedding(request)
     tell([engine.ready])
     while True:
@@ -143,6 +145,8 @@ def _expected(request: EngineRequest) -> list[str]:
 
 
 def shortened(rows: np.ndarray, dimensions: int, *, normalize: bool) -> np.ndarray:
-    """rows [N, D] -> [N, dimensions], of length one again where they were (Kusupati and others 2022, arXiv:2205.13147)."""
+    """Return the first ``dimensions`` columns of rows [N, D] as [N, dimensions].
+
+    The rows are scaled to length one again if ``normalize`` is set (Kusupati and others 2022, arXiv:2205.13147)."""
     found = rows[:, :dimensions]
     return found / np.maximum(np.linalg.norm(found, axis=1, keepdims=True), 1e-12) if normalize else found

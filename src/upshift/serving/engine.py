@@ -1,4 +1,4 @@
-"""An engine as the server sees it: a process that is started, asked, and started again when it dies."""
+"""Run an engine for the server as a process that is started, sent requests, and started again when it dies."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ IDLE = Beat(live=0, waiting=0, resident_bytes=0)  # until it says
 
 
 class EngineDied(JobFailed):
-    """The request was in its hands."""
+    """The engine died while it had the request, or is starting again."""
 
 
 class RequestRefused(RequestError):
@@ -48,14 +48,15 @@ class RequestRefused(RequestError):
 
 
 class Vectors(NamedTuple):
-    """``rows``: of each text, fp32 in base64."""
+    """The vectors of a request's texts. ``rows`` holds one vector a text, fp32 in base64."""
 
     rows: list[str]
     tokens: int
 
 
 class EngineProcess:
-    """One model. ``on_death``: told after each, with the seconds until it was ready again."""
+    """The process of one model's engine. ``on_restart`` gets the seconds from a death until the engine was ready
+    again."""
 
     def __init__(self, request: EngineRequest, on_restart: Callable[[float], None] = lambda seconds: None) -> None:
         self.request, self.on_restart = request, on_restart
@@ -79,7 +80,8 @@ class EngineProcess:
         return len(self._open)
 
     async def start(self) -> Ready:
-        """When it is ready. Raises what keeps it from that."""
+        """Start the process, and return when the engine is ready. Raise the error that keeps the engine from
+        starting."""
         if self._runner is None or self._runner.done():
             self.state, self.failure = "starting", None
             self._runner = asyncio.create_task(self._run())
@@ -93,7 +95,7 @@ class EngineProcess:
         return self.ready
 
     async def stop(self) -> None:
-        """What is in its hands is lost: ask ``in_flight`` before."""
+        """Stop the process. Open requests are lost, so check ``in_flight`` first."""
         if self._runner is not None:
             self._runner.cancel()
             await asyncio.wait({self._runner})
@@ -102,7 +104,8 @@ class EngineProcess:
         self._lose()
 
     async def pieces(self, asked: Generate) -> AsyncGenerator[Piece]:
-        """Who stops listening cancels it. Raises RequestRefused, or EngineDied."""
+        """Yield the pieces of an answer. The request is canceled when the consumer stops. Raise RequestRefused or
+        EngineDied."""
         number = next(self._numbers)
         inbox = self._listen(number)
         try:
@@ -119,7 +122,8 @@ class EngineProcess:
             await self._leave(number)
 
     async def vectors(self, asked: Embed) -> Vectors:
-        """As ``pieces``."""
+        """Return the vectors of a request. The request is canceled when the caller stops. Raise RequestRefused or
+        EngineDied."""
         number = next(self._numbers)
         inbox = self._listen(number)
         rows, tokens = list[str](), 0
@@ -164,7 +168,9 @@ class EngineProcess:
         self._become("failed")
 
     async def _live(self, died: float) -> bool:
-        """From a process's start to its end, which all who wait are told -> whether it was ready. ``died``: when another did."""
+        """Run one process from its start to its end, and tell all waiting requests of its end.
+
+        Return whether the engine was ready. ``died`` is the time when the process before it died, or 0."""
         was_ready, self.beat = False, IDLE
         try:
             self._process = await asyncio.create_subprocess_exec(
@@ -212,7 +218,7 @@ class EngineProcess:
         self._changed.set()
 
     def _lose(self) -> None:
-        """Who waits is told."""
+        """Tell all waiting requests that the engine is gone."""
         for inbox in self._open.values():
             inbox.put_nowait(None)
         self._open.clear()

@@ -1,5 +1,7 @@
-"""The process of one engine: ``python -m upshift.serving.engine_process``. Its first line of input is an EngineRequest; then it
-is asked and answers line by line until its input ends. It imports no web server, and the web server imports no torch."""
+"""Run the process of one engine: ``python -m upshift.serving.engine_process``.
+
+The first line of input is an EngineRequest. Then the process reads requests and writes answers, line by line, until
+its input ends. It imports no web server, and the web server imports no torch."""
 
 from __future__ import annotations
 
@@ -49,7 +51,7 @@ def main() -> None:
 
 
 def _take_share(request: EngineRequest) -> None:
-    """Of what the machine computes with, before a library asks what there is."""
+    """Take the replica's share of the cores, or a GPU of its own, before a library asks which devices there are."""
     if detect().gpus_per_node:
         take_gpu(request.replica)
     else:
@@ -57,7 +59,7 @@ def _take_share(request: EngineRequest) -> None:
 
 
 def _serving(source: Any) -> Any:
-    """What a model of this kind does."""
+    """Return the function that serves a model of this kind: ``embed`` or ``generate``."""
     from upshift.inference.encoding.recipe import is_encoder, read_recipe
     from upshift.inference.generation.model import generation_task
 

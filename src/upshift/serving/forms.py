@@ -1,4 +1,4 @@
-"""What an answer is to look like, by OpenAI's names: any text, any JSON object, or JSON of a schema."""
+"""Define the form of an answer by OpenAI's names: any text, any JSON object, or JSON of a schema."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ class Form(BaseModel):
 
     @property
     def schema_of_answer(self) -> dict[str, Any] | None:
-        """None: it may be anything."""
+        """Return the JSON schema of the answer, or None if any text is allowed."""
         return None
 
 

@@ -1,4 +1,4 @@
-"""An engine's process that generates: races, proves what it can promise, then computes for whoever asks."""
+"""Generate text in an engine's process: race the engines, prove what the server can promise, then answer requests."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DEFAULT_ANSWER = 1024  # tokens, where a request does not say and the model has 
 
 
 class Open(NamedTuple):
-    """A request that is being answered. ``spelled``: a token's bytes."""
+    """A request that is being answered. ``spelled`` returns the bytes of a token."""
 
     ticket: Ticket
     stream: TextStream
@@ -56,7 +56,7 @@ class NewToken(NamedTuple):
 
 
 def pieces(new: list[NewToken]) -> list[Piece | Refused]:
-    """One of each request, in the order of their first tokens."""
+    """Return one piece for each request, in the order of their first tokens."""
     found: dict[int, list[NewToken]] = {}
     for one in new:
         found.setdefault(one.of.ticket.id, []).append(one)
@@ -134,13 +134,14 @@ class Generating:
         )  # fmt: skip
 
     def _cache_tokens(self) -> int | None:
-        """Replicas on the CPU share its memory."""
+        """Return the tokens that the cache holds, or None if no limit is known. Replicas on the CPU share its memory.
+        """
         found = self.generator.cache_tokens()
         shared = self.generator.host.device == "cpu"
         return found // self.request.replicas if shared and found is not None else found
 
     def take(self, asked: Generate | Cancel) -> Value | None:
-        """Into the queue; what is refused is answered at once."""
+        """Add the request to the queue, or cancel a request. Return the refusal of a rejected request at once."""
         if isinstance(asked, Cancel):
             self.scheduler.cancel(asked.id)
             self._open.pop(asked.id, None)
@@ -158,7 +159,7 @@ class Generating:
         return refused
 
     def work(self) -> list[NewToken]:
-        """One pass; of requests whose answers are still wanted."""
+        """Run one pass, and return the new tokens of requests whose answers are still wanted."""
         found: list[NewToken] = []
         for ticket, token in self.scheduler.step():
             if (open_ := self._open.get(ticket.id)) is not None:
@@ -169,7 +170,7 @@ class Generating:
         return found
 
     def failures(self) -> list[Refused]:
-        """Of the last pass: those whose token could not be chosen."""
+        """Return the refusals of requests for which the last pass could not choose a token."""
         failed, self.scheduler.failed = self.scheduler.failed, []
         for ticket, _ in failed:
             self._open.pop(ticket.id, None)
@@ -199,8 +200,10 @@ class Generating:
         return Sequence(0, ids, options, generator.prompts.tokenizer, start=generator.start, grammar=grammar)
 
     def _expected(self) -> list[list[int]]:
-        """Prompts as they are to be expected, at least as many as may run at once, cut to what it has positions for. No two
-        are the same: what all begin with would be computed once."""
+        """Return token ids of prompts like the expected ones, at least as many as may run at once.
+
+        Each prompt is cut to the positions that the model has. Made-up prompts all differ, because a beginning that
+        prompts share would be computed only once."""
         chance, vocabulary = random.Random(0), min(len(self.generator.prompts.tokenizer), self.generator.vocabulary)
         found: list[list[int]] = []
         if self.request.prompts is not None:
@@ -222,8 +225,10 @@ def _is_ids(prompt: Any) -> bool:
 
 
 def generate(request: EngineRequest, inbox: queue.Queue[Any], tell: Callable[[list[Value]], None]) -> None:
-    """Until the inbox gives None. Tokens become text and are told of while the next pass computes; the first and the last one of
-    a text at once, others with those that follow soon."""
+    """Answer requests until the inbox gives None.
+
+    Tokens become text and are sent while the next pass computes. The first and the last token of a text are sent at
+    once, others together with those that follow soon."""
     engine = Generating(request)
     tell([engine.prepare()])
     beat = spoke = time.monotonic()

@@ -1,4 +1,5 @@
-"""Before a request is read: its key, its size, its pace; behind it: a line in the log, without what was said, and a count."""
+"""Check the API key, the body size and the upload rate before a request is read. Afterwards log a line without the
+request's text, and count the request."""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ class TooLarge(Exception):
 
 
 class Guard:
-    """ASGI. ``paths``: that are counted by their names; others are one."""
+    """An ASGI middleware that guards the server. Metrics count ``paths`` by their names, and all others as one."""
 
     def __init__(self, app: Any, server: Server, paths: frozenset[str]) -> None:
         self._app, self._server, self._paths = app, server, paths
@@ -64,7 +65,7 @@ class Guard:
         return None
 
     async def _pass(self, scope: Any, receive: Any, send: Any) -> None:
-        """The body is read here, whole, so that what is too large or too slow never comes to an address."""
+        """Read the whole body here, so that a body that is too large or too slow never reaches an address."""
         limits = self._server.limits
         try:
             async with asyncio.timeout(limits.body_seconds):
@@ -86,7 +87,7 @@ class Guard:
         await self._run(scope, body, receive, send)
 
     async def _run(self, scope: Any, body: bytes, receive: Any, send: Any) -> None:
-        """Until it is answered, or nobody waits for the answer any more."""
+        """Run the application until the request is answered, or the client disconnects."""
         gone, messages = asyncio.Event(), [{"type": "http.request", "body": body, "more_body": False}]
 
         async def read() -> Any:

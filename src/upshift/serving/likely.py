@@ -1,4 +1,4 @@
-"""How likely a token was, and which ones were likeliest in its place."""
+"""Compute the log-probability of a token, and the likeliest tokens in its place."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Likely(NamedTuple):
 
     @classmethod
     def of(cls, logits: np.ndarray, token: int, count: int) -> Likely:
-        """logits [V]; ``count``: of the likeliest."""
+        """Return the log-probability of ``token`` from logits [V], with the ``count`` likeliest tokens."""
         whole = logits.astype(np.float64)
         shifted = whole - whole.max()
         found = np.maximum(shifted - np.log(np.exp(shifted).sum()), LEAST)

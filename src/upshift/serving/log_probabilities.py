@@ -1,4 +1,4 @@
-"""How likely an answer's tokens were, in OpenAI's two forms."""
+"""Write the log-probabilities of an answer's tokens in OpenAI's two forms."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from upshift.serving.messages import TokenScore
 
 
 class Places:
-    """Characters of a text before each of its tokens; those of one character all begin where it does."""
+    """The number of characters before each token of a text. Tokens that share a character all begin where it begins."""
 
     def __init__(self) -> None:
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
@@ -30,7 +30,10 @@ def of_chat(scores: Sequence[TokenScore]) -> dict[str, Any]:
 
 
 def of_completion(scores: Sequence[TokenScore], places: Sequence[int]) -> dict[str, Any]:
-    """``places``: where in the text they begin. The token that was chosen is among the likeliest, as OpenAI has it."""
+    """Return log-probabilities in the form of completions.
+
+    ``places`` holds the character at which each token begins. The chosen token is among the likeliest, as in OpenAI's
+    answers."""
     tokens = [score.text for score in scores]
     tops = [{one.text: one.logprob for one in (*score.top, score)} for score in scores]
     likely = [score.logprob for score in scores]

@@ -1,4 +1,4 @@
-"""What the server and an engine's process say to each other: a line of JSON each."""
+"""Define the messages between the server and an engine's process: one line of JSON each."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ EXPECTED = (128, 128)  # tokens of a prompt, and of an answer
 
 
 class EngineRequest(Value):
-    """What an engine is started with. The race and the proof run on ``prompts``, else on made-up ones of ``prompt_length``."""
+    """The settings that an engine starts with. The race and the proof run on ``prompts``, or else on made-up prompts
+    of ``prompt_length``."""
 
     model: str
     quality: str = "exact"
@@ -38,9 +39,11 @@ class EngineRequest(Value):
 
 
 class Generate(Value):
-    """``options``: GenerationOptions by their names. ``json_schema``: the answer is JSON that it allows; a text, as pydantic
-    reads no more than 200 levels. ``top``: so many of the likeliest tokens are told of beside each token that is chosen; None:
-    nothing is told of either."""
+    """A request for one text.
+
+    ``options`` are GenerationOptions by their names. ``json_schema`` is the schema that the answer must keep to. It
+    is a text, because pydantic reads no more than 200 levels. ``top`` is the number of likeliest tokens that are
+    reported beside each chosen token. None reports no scores at all."""
 
     kind: Literal["generate"] = "generate"
     id: int = 0  # the engine numbers them
@@ -51,7 +54,7 @@ class Generate(Value):
 
 
 class Embed(Value):
-    """``dimensions``: of each vector, the first ones; None: all."""
+    """A request for vectors. ``dimensions`` is how many of the first dimensions each vector keeps. None keeps all."""
 
     kind: Literal["embed"] = "embed"
     id: int = 0  # the engine numbers them
@@ -60,14 +63,15 @@ class Embed(Value):
 
 
 class Cancel(Value):
-    """Nobody waits for it any more."""
+    """A request is canceled because nobody waits for its answer any more."""
 
     kind: Literal["cancel"] = "cancel"
     id: int
 
 
 class Ready(Value):
-    """``seconds``: of importing, racing, loading and proving. ``capacity``: requests a second of the expected lengths."""
+    """The engine is ready. ``seconds`` are of importing, racing, loading and proving. ``capacity`` is in requests a
+    second of the expected lengths."""
 
     kind: Literal["ready"] = "ready"
     task: Task
@@ -85,7 +89,7 @@ class Ready(Value):
 
 
 class Failed(Value):
-    """It cannot start; ``exit_code``: that of the command line."""
+    """The engine cannot start. ``exit_code`` is the exit code of the command line."""
 
     kind: Literal["failed"] = "failed"
     why: str
@@ -93,7 +97,8 @@ class Failed(Value):
 
 
 class TokenScore(Value):
-    """``logprob``: by the model's own logits, before temperature, penalties and forms. ``top``: the likeliest in its place."""
+    """The log-probability of a token. ``logprob`` comes from the model's own logits, before temperature, penalties
+    and forms. ``top`` holds the likeliest tokens in its place."""
 
     spelled: tuple[int, ...] = Field(description="its bytes, which may be a part of a character")
     logprob: float
@@ -101,7 +106,7 @@ class TokenScore(Value):
 
     @property
     def text(self) -> str:
-        """A part of a character as OpenAI writes it: bytes:\\xe2\\x80."""
+        r"""Return the token as text. A part of a character is written as OpenAI writes it: bytes:\xe2\x80."""
         try:
             return bytes(self.spelled).decode()
         except UnicodeDecodeError:
@@ -109,8 +114,11 @@ class TokenScore(Value):
 
 
 class Piece(Value):
-    """More of a text. ``tokens``: of this piece; ``cached_tokens``: of the prompt, that were not computed for it; ``scores``: of
-    the tokens, where they were asked for, that which ends a text left out; ``ending``: it is the last one."""
+    """A further part of an answer's text.
+
+    ``tokens`` counts those of this piece. ``cached_tokens`` counts those of the prompt that were not computed for
+    this request. ``scores`` are those of the tokens, if the request asks for them, without the token that ends the
+    text. ``ending`` marks the last piece."""
 
     kind: Literal["piece"] = "piece"
     id: int
@@ -123,7 +131,8 @@ class Piece(Value):
 
 
 class Vector(Value):
-    """Of one text, in the order of the request's. ``row``: fp32 in base64, as clients may ask for it; ``tokens``: of the text."""
+    """The vector of one text, in the order of the request's texts. ``row`` is fp32 in base64, as clients may ask for
+    it. ``tokens`` counts those of the text."""
 
     kind: Literal["vector"] = "vector"
     id: int
@@ -133,8 +142,8 @@ class Vector(Value):
 
 
 class Refused(Value):
-    """A request that is not done, by the status of HTTP that says so: 400, 413, 429 or 500. ``failure``: the type of what it
-    raised, which is all that a log may say."""
+    """A request that is not done. ``status`` is the HTTP status: 400, 413, 429 or 500. ``failure`` is the type of the
+    exception, which is all that a log may say."""
 
     kind: Literal["refused"] = "refused"
     id: int
@@ -145,7 +154,7 @@ class Refused(Value):
 
     @classmethod
     def failed(cls, id: int, error: Exception) -> Refused:
-        """By its own doing: the others go on."""
+        """Return the refusal of a request that failed alone: the other requests go on."""
         if isinstance(error, RequestError):
             return cls(id=id, status=400, why=str(error))
         name = type(error).__name__
@@ -153,7 +162,7 @@ class Refused(Value):
 
 
 class Beat(Value):
-    """The engine runs; what it has to do."""
+    """A sign that the engine runs, with the number of live and waiting sequences."""
 
     kind: Literal["beat"] = "beat"
     live: int

@@ -1,8 +1,8 @@
-"""How long a request that comes now would wait for its first token: by what the engine's own passes took.
+"""Estimate how long a new request would wait for its first token, from the times of the engine's own passes.
 
-Passes are measured as they run: prompts by their tokens, steps by their rows. The estimate is then held against what came true:
-the factor by which nine in ten admitted requests would have been promised right is what the next estimate is multiplied with.
-"""
+Passes are measured as they run: prompts by their tokens, steps by their rows. Each estimate is compared with the time
+that the request really waited. The next estimate is multiplied by the factor with which nine in ten admitted requests
+would have been promised right."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ LEAST_FACTOR, MOST_FACTOR = 0.5, 4.0
 
 class Pace:
     def __init__(self, *, token_seconds: float, step_seconds: float, output_length: float) -> None:
-        """``token_seconds``: of a prompt's token; ``step_seconds``: one token more of all rows; ``output_length``: tokens of an
-        answer, all as the race or the proof measured them."""
+        """Start from values that the race or the proof measured. ``token_seconds`` is for one token of a prompt.
+        ``step_seconds`` is for one more token of all rows. ``output_length`` is the number of tokens of an answer."""
         self.token_seconds, self.step_seconds = token_seconds, step_seconds
         self._lengths: deque[float] = deque([output_length], maxlen=KEPT)
         self._ratios: deque[float] = deque(maxlen=KEPT)
@@ -35,7 +35,7 @@ class Pace:
         self._lengths.append(tokens)
 
     def came(self, expected: float, seconds: float) -> None:
-        """A first token that was expected so, and when it came."""
+        """Record the expected and the real seconds to a first token."""
         self._ratios.append(seconds / max(expected, 1e-3))
 
     @property
@@ -46,8 +46,11 @@ class Pace:
         return min(max(ordered[int(SURE * (len(ordered) - 1))], LEAST_FACTOR), MOST_FACTOR)
 
     def first_token(self, prompt_tokens: int, *, free: int, live: Iterable[tuple[int, int]], before: int) -> float:
-        """Seconds, before the factor. ``prompt_tokens``: of this request and of those ``before`` it that wait already; ``free``:
-        rows; ``live``: tokens that each sequence has, and the most that it may still have."""
+        """Return the expected seconds to the first token, before the factor.
+
+        ``prompt_tokens`` are those of this request and of the ``before`` requests that wait already. ``free`` is the
+        number of free rows. ``live`` holds, for each sequence, the tokens that it has and the most that it may still
+        get."""
         ends, length = [self._still(told, most) for told, most in live], fmean(self._lengths)  # in steps from now
         heapq.heapify(ends)
         waited = 0.0
@@ -57,7 +60,8 @@ class Pace:
         return waited * self.step_seconds + self.token_seconds * prompt_tokens + self.step_seconds / 2
 
     def _still(self, told: int, most: int) -> float:
-        """Steps that a sequence stays, in the mean of the answers of late that were longer than it is."""
+        """Return the steps that a sequence still stays: the mean of the recent answers that were longer than it is
+        now."""
         longer = [length for length in self._lengths if length > told]
         return min(fmean(longer) - told if longer else 1.0, most)
 

@@ -1,4 +1,4 @@
-"""What of a prompt was computed before: keys and values of conversations that go on, and of what prompts begin with again."""
+"""Keep keys and values of earlier prompts, for conversations that go on and for beginnings that prompts share."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Kept(NamedTuple):
 
 
 class PromptCache:
-    """``most_tokens``: of all that is kept together; what was not used for longest goes first."""
+    """Kept prompts with at most ``most_tokens`` tokens together. The least recently used ones are dropped first."""
 
     def __init__(self, most_tokens: int) -> None:
         self._most = most_tokens
@@ -28,7 +28,8 @@ class PromptCache:
         self._recent: deque[np.ndarray] = deque(maxlen=RECENT)
 
     def find(self, prompt: Sequence[int]) -> Prefix | None:
-        """The most that is kept of what it begins with, without its last token, which its first logits come from."""
+        """Return the longest kept beginning of the prompt, or None. The last token is left out, because the first
+        logits come from it."""
         ids = np.asarray(prompt)
         lengths = [_shared(kept.tokens, ids[:-1]) for kept in self._kept]
         longest = max(lengths, default=0)
@@ -39,7 +40,8 @@ class PromptCache:
         return found.prefix._replace(length=longest)
 
     def repeats(self, prompt: Sequence[int], known: int) -> bool:
-        """Whether a recent prompt began as this one does, for longer than what is known of it; it is a recent one from now on."""
+        """Return whether a recent prompt shares more of this prompt's beginning than is known of it. The prompt then
+        counts as recent."""
         ids = np.asarray(prompt)
         longest = max((_shared(one, ids) for one in self._recent), default=0)
         self._recent.append(ids)

@@ -1,4 +1,4 @@
-"""What an engine can promise, measured on prompts as they are to be expected before anybody asks."""
+"""Measure what an engine can promise, on prompts like the expected ones, before the first request comes."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ class Joined(NamedTuple):
 
 
 def prove(scheduler: Scheduler, prompts: list[list[int]], tokenizer: Any, rows: int) -> tuple[float, float, float]:
-    """(seconds of one prompt alone, of a prompt's token beside the other rows, of a step of all rows), each after a pass that
-    warms up. Who joins costs its prompt, and that rows are moved together, which the step behind it may do."""
+    """Return the seconds of one prompt alone, of a prompt's token beside the other rows, and of a step of all rows.
+
+    Each is measured after a pass that warms up. A joining request costs its prompt, and the moving of rows into one
+    batch, which the step behind it may do."""
     run = Run(scheduler, prompts, tokenizer)
     scheduler.part_tokens = PASS_TOKENS  # answers are short here
     alone, steps, joined = list[float](), list[float](), list[Joined]()
@@ -53,7 +55,7 @@ class Run:
         self._options = GenerationOptions(max_new_tokens=PROOF_TOKENS)
 
     def add(self, count: int) -> int:
-        """Tokens of the prompts that wait now."""
+        """Add ``count`` prompts to the waiting requests, and return the number of their tokens."""
         for prompt in self._prompts[:count]:
             sequence = Sequence(0, prompt, self._options, self._tokenizer)
             self._scheduler.waiting.append(Ticket(-1, sequence, time.perf_counter()))
@@ -64,7 +66,8 @@ class Run:
         self._scheduler.live = [self._scheduler.live[place] for place in places]
 
     def timed(self, steps: int) -> tuple[int, float]:
-        """Until no prompt is left, and so many steps more: passes that told all rows a token, and seconds."""
+        """Run until no prompt is left, and ``steps`` steps more. Return the passes that gave all rows a token, and
+        the seconds."""
         start, passes = time.perf_counter(), 0
         while self._scheduler.computing:
             self._scheduler.step()

@@ -1,4 +1,4 @@
-"""What went wrong, as a status of HTTP and an error in OpenAI's form."""
+"""Turn errors into a status of HTTP and an error in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Refusal(NamedTuple):
 
 
 def refusal(error: BaseException) -> Refusal | None:
-    """None: it is nobody's fault but ours."""
+    """Return the refusal for an error, or None if the error is a fault of the server itself."""
     if isinstance(error, RequestRefused):
         return Refusal(error.status, str(error), retry_after=error.retry_after)
     if isinstance(error, RequestValidationError):
@@ -69,7 +69,8 @@ def answer_of(found: Refusal | None) -> JSONResponse:
 
 
 def _invalid(error: RequestValidationError) -> Refusal:
-    """The first problem, without what was sent; of a field that takes several types one that is of more than the type."""
+    """Return the first problem, without what the client sent. For a field with several types, prefer a problem that
+    is not about the type."""
     problems = error.errors()
     problem = next((one for one in problems if not one["type"].endswith(("_type", "_parsing"))), problems[0])
     where = [str(part) for part in problem["loc"] if part != "body"]

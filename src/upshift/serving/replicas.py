@@ -1,7 +1,7 @@
-"""Several engines of one model behind one name, each with a part of the cores or a GPU of its own.
+"""Run several engines of one model behind one name, each with a part of the cores or a GPU of its own.
 
-Who begins alike is sent to one engine, which keeps what it computed (prompt_cache.py), unless another has far less to do.
-"""
+Prompts with the same beginning go to the same engine, which keeps what it computed (prompt_cache.py), unless another
+engine has far less to do."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ BUSY = 429
 
 
 class Replicas:
-    """At least one. What one refuses because too much waits is asked of the others."""
+    """The engines of one model, at least one. A request that one engine rejects because too many wait goes to the
+    others."""
 
     def __init__(self, request: EngineRequest, count: int = 1) -> None:
         self.request, self.last_used = request, 0.0
@@ -30,13 +31,13 @@ class Replicas:
 
     @property
     def state(self) -> State:
-        """Of the one that is best off."""
+        """Return the state of the engine that is best off."""
         states: tuple[State, ...] = ("ready", "starting", "failed", "asleep")
         return next(state for state in states if any(engine.state == state for engine in self.engines))
 
     @property
     def failed(self) -> bool:
-        """Of any: the others go on."""
+        """Return whether any engine has failed. The other engines go on."""
         return any(engine.state == "failed" for engine in self.engines)
 
     @property
@@ -56,7 +57,7 @@ class Replicas:
 
     @property
     def ready(self) -> Ready | None:
-        """What they hold together; the rest as the first one found it."""
+        """Return rows, bytes and capacity of all engines together, and the rest as the first engine reported it."""
         said = [engine.ready for engine in self.engines if engine.ready is not None]
         if not said:
             return None
@@ -67,7 +68,8 @@ class Replicas:
         )  # fmt: skip
 
     async def start(self) -> Ready:
-        """The first one races; the others remember what won. Raises what keeps one from starting."""
+        """Start the engines. The first one races, and the others reuse its result. Raise the error that keeps one
+        from starting."""
         first, *others = self.engines
         await first.start()
         await asyncio.gather(*(engine.start() for engine in others))
@@ -79,7 +81,7 @@ class Replicas:
         await asyncio.gather(*(engine.stop() for engine in self.engines))
 
     async def pieces(self, asked: Generate) -> AsyncIterator[Piece]:
-        """As of one engine."""
+        """Yield the pieces of an answer, as ``EngineProcess.pieces`` does."""
         prompt = asked.prompt
         *others, last = self._order(prompt if isinstance(prompt, str) else repr(prompt[:ALIKE]))
         for engine in others:
@@ -96,7 +98,7 @@ class Replicas:
                 yield piece
 
     async def vectors(self, asked: Embed) -> Vectors:
-        """Likewise."""
+        """Return the vectors of a request, as ``EngineProcess.vectors`` does."""
         *others, last = self._order("")
         for engine in others:
             try:
@@ -107,7 +109,8 @@ class Replicas:
         return await last.vectors(asked)
 
     def _order(self, beginning: str) -> list[EngineProcess]:
-        """Who is asked first. One that starts again is asked where there is no other: it says so itself."""
+        """Return the engines in the order in which they get the request. If none is ready, return the first one,
+        which reports that itself."""
         able = [engine for engine in self.engines if engine.state == "ready"] or self.engines[:1]
         home = able[zlib.crc32(beginning[:ALIKE].encode()) % len(able)]
         rows = home.ready.rows if home.ready is not None else 1

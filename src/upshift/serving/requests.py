@@ -82,24 +82,24 @@ class Sampled(Body):
 
     @property
     def most(self) -> int | None:
-        """Tokens of an answer."""
+        """Return the most tokens that an answer may have."""
         return self.max_tokens
 
     @property
     def top(self) -> int | None:
-        """Of the likeliest tokens, that are told of; None: nor is the one that was chosen."""
+        """Return the number of likeliest tokens to report, or None to report no log-probabilities at all."""
         return None
 
     @property
     def json_schema(self) -> str | None:
-        """That the answer keeps to."""
+        """Return the schema that the answer must keep to, as JSON."""
         return None
 
     def of_engine(self, prompt: Prompt, *, seed: int) -> Generate:
         return Generate(prompt=prompt, options=self._options(seed), json_schema=self.json_schema, top=self.top)
 
     def _options(self, seed: int) -> dict[str, Any]:
-        """GenerationOptions, those that are asked for."""
+        """Return the GenerationOptions that the request asks for."""
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "frequency_penalty", "presence_penalty")
         found: dict[str, Any] = {name: getattr(self, name) for name in names if getattr(self, name) is not None}
         if self.temperature == 0:
@@ -212,7 +212,8 @@ class Usage(BaseModel):
 
     @classmethod
     def of(cls, prompts: list[Piece], made: int) -> Usage:
-        """``prompts``: a piece of each, whatever number of choices it has; ``made``: tokens of all choices."""
+        """Return the token counts. ``prompts`` holds one piece a prompt, whatever its number of choices. ``made``
+        counts the tokens of all choices."""
         prompt = sum(piece.prompt_tokens for piece in prompts)
         known = PromptTokens(cached_tokens=sum(piece.cached_tokens for piece in prompts))
         return cls(

@@ -1,5 +1,5 @@
-"""Which sequences share the engine's rows: first come, first served, as long as what was promised to the others is kept. What of
-a prompt was computed before is not computed again."""
+"""Decide which sequences share the engine's rows: first come, first served, as long as promises to the others are
+kept. The part of a prompt that was computed before is not computed again."""
 
 from __future__ import annotations
 
@@ -27,10 +27,12 @@ UNLIMITED_TOKENS = 65_536  # of earlier prompts, where nothing says how much mem
 
 @dataclass(eq=False)
 class Ticket:
-    """A request. ``goes_on``: a conversation, whose next prompt begins as this one and its answer. ``top``: likeliest tokens that
-    are told of; None: no score is. ``expected``: seconds to its first token when it was admitted, the factor left out.
-    ``known``: tokens of its prompt that are not computed for it. ``keep``: its keys and values are worth it. ``likely``: of its
-    last token."""
+    """A request in the scheduler.
+
+    ``goes_on``: the request is a conversation, whose next prompt begins as this one and its answer. ``top``: the
+    number of likeliest tokens to report. None reports no scores. ``expected``: seconds to the first token when the
+    request was admitted, without the factor. ``known``: tokens of the prompt that are not computed for it. ``keep``:
+    its keys and values are worth keeping. ``likely``: the log-probabilities of its last token."""
 
     id: int
     sequence: Sequence
@@ -44,7 +46,7 @@ class Ticket:
 
     @property
     def tokens(self) -> int:
-        """Places of the cache that are reserved for it."""
+        """Return the places of the cache that are reserved for the request."""
         return len(self.sequence.prompt) + self.sequence.options.max_new_tokens
 
 
@@ -55,8 +57,10 @@ class Coming(NamedTuple):
 
 @dataclass
 class Scheduler:
-    """``cache_tokens``: places of all rows together; None: no limit is known. ``max_ttft``: seconds that are promised.
-    ``part_tokens``: of prompts in one pass with the next tokens of others."""
+    """The requests of one engine.
+
+    ``cache_tokens``: places of all rows together. None: no limit is known. ``max_ttft``: promised seconds to a first
+    token. ``part_tokens``: the most tokens of prompts in one pass with the next tokens of others."""
 
     decoder: Decoder
     rows: int
@@ -80,7 +84,8 @@ class Scheduler:
         return bool(self.live or self.waiting)
 
     def add(self, ticket: Ticket) -> Refused | None:
-        """It waits from now on; or why it does not: 413 where it never fits, 429 where it would wait too long."""
+        """Admit the request to the queue and return None, or return why not. The status is 413 if the request never
+        fits, and 429 if it would wait too long."""
         if self.cache_tokens is not None and ticket.tokens > self.cache_tokens:
             why = (
                 f"prompt and answer take {ticket.tokens:,} tokens of the cache, which holds {self.cache_tokens:,}; ask for fewer"
@@ -108,7 +113,7 @@ class Scheduler:
         self.waiting = deque(ticket for ticket in self.waiting if ticket.id != id)
 
     def step(self) -> list[tuple[Ticket, int]]:
-        """One pass of the engine: each sequence that was in it, with its new token."""
+        """Run one pass of the engine. Return each sequence that got a new token, with the token."""
         if self._gone:
             self._keep([ticket for ticket in self.live if ticket.id not in self._gone])
             self._gone.clear()
@@ -129,7 +134,7 @@ class Scheduler:
         return found
 
     def _told(self, told: list[Ticket], logits: np.ndarray) -> list[tuple[Ticket, int]]:
-        """Each with its next token, which it has from now on."""
+        """Choose the next token of each request, and add it to the sequence. Return the requests with their tokens."""
         found = []
         for ticket, row, likeliest in zip(told, logits, logits.argmax(1).tolist(), strict=True):
             try:
@@ -143,7 +148,7 @@ class Scheduler:
         return found
 
     def _pass(self, coming: list[Coming]) -> tuple[list[Ticket], np.ndarray]:
-        """Those that one pass of the engine told a next token, and its logits."""
+        """Run one pass of the engine. Return the requests that get a next token from it, and their logits."""
         start, before = self.clock(), self.live
         self.live = [*before, *(one.ticket for one in coming)]
         stepping = bool(before) and (self.decoder.mixes or not coming)
@@ -169,7 +174,8 @@ class Scheduler:
         return told, logits
 
     def _next(self) -> list[Coming]:
-        """Of those that wait, in their order, the ones that fit now; of an engine that does not mix, those that begin alike."""
+        """Return the waiting requests that fit now, in their order. An engine that does not mix takes only those that
+        begin alike."""
         coming: list[Coming] = []
         mixes, most = self.decoder.mixes, PASS_TOKENS
         if mixes:
@@ -190,7 +196,7 @@ class Scheduler:
 
     @property
     def computing(self) -> bool:
-        """Somebody has no token yet."""
+        """Return whether a request has no token yet."""
         return bool(self.waiting) or any(not ticket.sequence.tokens for ticket in self.live)
 
     def _keep(self, kept: list[Ticket]) -> None:
@@ -201,7 +207,7 @@ class Scheduler:
 
 
 def _from_one(coming: list[Coming]) -> list[Coming]:
-    """All from the shortest of what they begin with."""
+    """Return all requests with the shortest of their prefixes."""
     prefix = min((one.prefix for one in coming), key=_length, default=None)
     for one in coming:
         one.ticket.known = _length(prefix)
@@ -217,5 +223,5 @@ def _states(prefix: Prefix | None) -> Any:
 
 
 def _new(ticket: Ticket) -> int:
-    """Tokens of its prompt that are to be computed."""
+    """Return the number of the prompt's tokens that are still to be computed."""
     return len(ticket.sequence.prompt) - ticket.known

@@ -1,4 +1,4 @@
-"""Which models have an engine now: loaded when they are asked for, the least recently used unloaded where memory ends."""
+"""Load models when requests ask for them. Unload the least recently used ones when memory runs out."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ logger = logging.getLogger(__name__)
 
 
 class NoRoom(JobFailed):
-    """For now."""
+    """The model has no room in memory for now."""
 
 
 @dataclass
 class Served:
-    """``memory_bytes``: of all engines together; None: no limit. A model that was never loaded is expected to take ``sizes``, at
-    least; what it took then is known."""
+    """The models that are served.
+
+    ``memory_bytes``: the limit of all engines together. None: no limit. ``sizes``: the least bytes that a model is
+    expected to take before its first load. After it, the measured bytes replace them."""
 
     engines: dict[str, Replicas]
     metrics: Metrics
@@ -41,7 +43,7 @@ class Served:
 
     @asynccontextmanager
     async def using(self, name: str) -> AsyncIterator[Replicas]:
-        """A model's engine, ready. It is not unloaded meanwhile."""
+        """Yield a model's engine, ready. The engine is not unloaded meanwhile."""
         engine = self.engines[name]
         self._users[name] = self._users.get(name, 0) + 1
         try:
@@ -53,7 +55,7 @@ class Served:
             self._users[name] -= 1
 
     async def start(self) -> None:
-        """As many as have room, in their order. Raises what keeps one from starting."""
+        """Start as many engines as have room, in their order. Raise the error that keeps one from starting."""
         for name in self.engines:
             self._check_size(name)
         async with AsyncExitStack() as started:  # in use, so that none makes room for a later one
@@ -65,7 +67,7 @@ class Served:
         await asyncio.gather(*(engine.stop() for engine in self.engines.values()))
 
     def observe(self) -> None:
-        """What gauges show, at the moment that they are asked for."""
+        """Set the gauges when they are read."""
         for name, engine in self.engines.items():
             self.metrics.in_flight.labels(name).set(engine.in_flight)
             self.metrics.live.labels(name).set(engine.beat.live)
@@ -90,7 +92,8 @@ class Served:
                 raise
 
     async def _make_room(self, name: str) -> None:
-        """Raises where it is too large, or has no room beside those that are answering; then nobody is unloaded for it."""
+        """Unload idle models until the model fits. Raise RequestError if it is too large for the limit, and NoRoom if
+        busy models leave no room. Then no model is unloaded."""
         self._check_size(name)
         while (excess := self._excess(name)) > 0:
             others = {one: engine for one, engine in self.engines.items() if one != name}
@@ -100,7 +103,7 @@ class Served:
             await self.engines[min(idle, key=lambda one: self.engines[one].last_used)].stop()
 
     def _excess(self, name: str) -> int:
-        """Bytes above the limit, with this model."""
+        """Return the bytes above the limit if this model is loaded. Without a limit, return 0."""
         if self.memory_bytes is None:
             return 0
         return self._size(name) + sum(self._held(one) for one in self.engines if one != name) - self.memory_bytes

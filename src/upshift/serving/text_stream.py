@@ -1,4 +1,4 @@
-"""Tokens to text as it may be shown: whole characters, and nothing of a stop string."""
+"""Turn tokens into text that may be shown: whole characters, and nothing of a stop string."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ BROKEN = "\N{REPLACEMENT CHARACTER}"  # the first bytes of a character
 
 
 class TextStream:
-    """``decode``: tokens to text. A text ends before the first of the ``stops``; what may be the begin of one is held back."""
+    """The text of one answer. ``decode`` turns tokens into text. The text ends before the first of the ``stops``.
+    Characters that may begin a stop string are held back."""
 
     def __init__(self, decode: Callable[[Sequence[int]], str], stops: Sequence[str] = ()) -> None:
         self._decode, self._stops = decode, tuple(stops)
@@ -20,7 +21,7 @@ class TextStream:
         self._stopped = False
 
     def add(self, tokens: Sequence[int], *, last: bool) -> str:
-        """What more can be shown. ``last``: nothing more comes."""
+        """Add tokens, and return the text that can be shown now. ``last`` says that no more tokens come."""
         if self._stopped:
             return ""
         self._tokens += tokens
@@ -38,5 +39,5 @@ class TextStream:
 
 
 def _begun(text: str, stop: str) -> int:
-    """How many of the last characters may be the first of ``stop``."""
+    """Return how many of the last characters may be the beginning of ``stop``."""
     return next((size for size in range(min(len(stop) - 1, len(text)), 0, -1) if text.endswith(stop[:size])), 0)

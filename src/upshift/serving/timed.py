@@ -1,4 +1,4 @@
-"""How long texts take, for the metrics."""
+"""Time texts for the metrics."""
 
 from __future__ import annotations
 

@@ -27,7 +27,8 @@ DTYPES: dict[Dtype, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.
 
 
 class XlaModel(tf.Module):  # type: ignore[misc]  # tensorflow has no types
-    """``weights``: variables by their first Hugging Face name; ``names``: every name of the state_dict with that first name."""
+    """A model in TensorFlow. ``weights`` holds variables by their first Hugging Face name. ``names`` maps every name
+    of the state_dict to that first name."""
 
     def __init__(self, source: ModelSource, torch_model: PreTrainedModel, weights: dict[str, tf.Variable]) -> None:
         super().__init__(name="xla_model")
@@ -45,7 +46,8 @@ class XlaModel(tf.Module):  # type: ignore[misc]  # tensorflow has no types
         return dict(self._names)
 
     def save(self, directory: str | Path) -> None:
-        """A Hugging Face directory, by transformers' own save_pretrained: safetensors, in the names that it is published in."""
+        """Save a Hugging Face directory by transformers' own save_pretrained: safetensors, in the names that it is
+        published in."""
         from upshift.xla.saving import save
 
         save(self, Path(directory))
@@ -55,9 +57,10 @@ def build(
     reference: str | ModelSource, *, dtype: Dtype = "float32", weights_dtype: Dtype | None = None, from_config: bool = False,
     seed: int = 0,
 ) -> XlaModel:  # fmt: skip
-    """``weights_dtype``: None: as ``dtype``. ``from_config``: random weights, by ``seed``.
+    """Build a model.
 
-    Raises RequestError for adapters, quantized weights, and directories without weights."""
+    ``weights_dtype``: None is the same as ``dtype``. ``from_config``: random weights, by ``seed``. Raise RequestError
+    for adapters, quantized weights, and directories without weights."""
     for name in (dtype, weights_dtype or dtype):
         if name not in DTYPES:
             raise RequestError(f"dtype {name!r} is not computed under XLA here; use {' or '.join(DTYPES)}")
@@ -82,7 +85,7 @@ def _check(source: ModelSource) -> None:
 
 
 def _loaded(source: ModelSource) -> PreTrainedModel:
-    """In the dtype that the config says, so that weights stay the files' own pages."""
+    """Load the model in the dtype that the config says, so that weights stay the files' own pages."""
     fetch_weights(source)
     return load_source(source)
 
@@ -95,7 +98,8 @@ def _random(source: ModelSource, seed: int) -> PreTrainedModel:
 
 
 def _variables(model: PreTrainedModel, dtype: torch.dtype, computed: torch.dtype) -> dict[str, tf.Variable]:
-    """Each weight of the model is let go of when its variable is made; an empty one of the computed dtype stays in its place."""
+    """Make the variables. Each weight of the model is let go of when its variable is made. An empty one of the
+    computed dtype stays in its place."""
     state: dict[str, Any] = model.state_dict(keep_vars=True)
     variables: dict[str, tf.Variable] = {}
     for name, first in names_of(model).items():

@@ -1,8 +1,9 @@
-"""A mixture of experts without shapes that depend on data: every expert computes every token, and those not chosen weigh nothing.
+"""Compute a mixture of experts without shapes that depend on data: every expert computes every token, and those not
+chosen weigh nothing.
 
-It costs experts / experts_per_token times the FLOPs of the chosen ones, and no memory for copies of weights. For a few tokens, as
-in a step of generation, weights of the chosen ones are gathered (transformers' batched_mm), which reads less.
-"""
+This costs experts / experts_per_token times the FLOPs of the chosen ones, and no memory for copies of weights. For a
+few tokens, as in a step of generation, weights of the chosen ones are gathered (transformers' batched_mm), which
+reads less."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A torch module as core ATen, for one shape of its inputs. Data-dependent branches and shapes end here, in one line.
+"""Export a torch module as core ATen, for one shape of its inputs. Data-dependent branches and shapes end here, in
+one line.
 
-The first two rules of XLA hold by construction: torch.export refuses a branch or a shape that depends on data, and every shape of
-the result is a number.
-"""
+The first two rules of XLA hold by construction: torch.export refuses a branch or a shape that depends on data, and
+every shape of the result is a number."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from upshift.internals.torch_names import tree_map
 
 
 def export(module: nn.Module, example: Mapping[str, Any]) -> ExportedProgram:
-    """``example``: arguments by name, tensors or nested lists of them. Raises RequestError where a branch or a shape depends on
-    data, or where torch cannot trace the module."""
+    """Export a module. ``example`` holds arguments by name, tensors or nested lists of them. Raise RequestError if a
+    branch or a shape depends on data, or if torch cannot trace the module."""
     # The same tensor twice would be one input of the graph.
     distinct = tree_map(torch.Tensor, torch.clone, dict(example))
     try:

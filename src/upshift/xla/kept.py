@@ -1,4 +1,5 @@
-"""Where compiled programs are kept for later processes: a folder for each TensorFlow and each host, as they are machine code."""
+"""Keep compiled programs for later processes, in a folder for each TensorFlow and each host, as they are machine
+code."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from upshift.settings import keep_xla_programs, read_settings
 
 
 def keep_programs() -> Path:
-    """TensorFlow reads it at its first compilation: call this before. Raises RequestError where the cache takes no files."""
+    """Return the folder of compiled programs. TensorFlow reads it at its first compilation, so call this before.
+    Raise RequestError if the cache takes no files."""
     versions = (installed_version(name) for name in ("tensorflow", "tensorflow-cpu"))
     version = next((version for version in versions if version is not None), "unknown")
     folder = read_settings().cache_dir / "xla" / f"{version}-{detect().fingerprint}"

@@ -1,4 +1,5 @@
-"""Is TensorFlow here? Asked before anything imports it, so that its absence is one line with the install command."""
+"""Check that TensorFlow is installed before anything imports it, so that its absence is one line with the install
+command."""
 
 from __future__ import annotations
 
@@ -9,7 +10,8 @@ from upshift.settings import quiet_tensorflow
 
 
 def need_tensorflow(purpose: str = "the xla backend") -> None:
-    """Raises MissingExtra where it is not installed. Call it before importing: its C++ log is kept to errors from here on."""
+    """Raise MissingExtra if TensorFlow is not installed. Call it before importing: its C++ log is kept to errors from
+    here on."""
     if find_spec("tensorflow") is None:
         raise MissingExtra(library="tensorflow", extra="xla", purpose=purpose)
     quiet_tensorflow()

@@ -1,4 +1,5 @@
-"""The trained model as a Hugging Face directory: transformers names, shards and writes; the weights come from TensorFlow."""
+"""Save the trained model as a Hugging Face directory: transformers names, shards and writes; the weights come from
+TensorFlow."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ MAX_SHARD_SIZE = "4GB"  # safetensors wants every tensor of one file in host mem
 
 
 def save(model: XlaModel, directory: Path) -> None:
-    """In the dtype of the variables."""
+    """Save the model in the dtype of the variables."""
     directory.mkdir(parents=True, exist_ok=True)
     state = torch_state(model)
     kept, shown = model.config.dtype, transformers_logging.is_progress_bar_enabled()
@@ -31,7 +32,7 @@ def save(model: XlaModel, directory: Path) -> None:
 
 
 def torch_state(model: XlaModel) -> dict[str, Tensor]:
-    """Variables as torch's tensors on the same memory, by every name of the state_dict."""
+    """Return variables as torch's tensors on the same memory, by every name of the state_dict."""
     found = {name: as_torch(variable.numpy()) for name, variable in model.weights.items()}
     return {name: found[first] for name, first in model.names.items()}
 

@@ -1,8 +1,8 @@
-"""The unmodified torch model with empty weights: what is exported. Its weights live in TensorFlow, never in torch.
+"""Build the unmodified torch model with empty weights, which is exported. Its weights live in TensorFlow, never in
+torch.
 
-Decides how attention and experts are computed, for every model the same: attention as plain products and a softmax (eager),
-which XLA fuses itself; experts without shapes that depend on data.
-"""
+Attention and experts are computed the same way for every model. Attention is plain products and a softmax (eager),
+which XLA fuses itself. Experts have no shapes that depend on data."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from upshift.xla import experts
 
 
 def skeleton(source: ModelSource, *, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
-    """In evaluation mode. Weights have addresses and are never touched, so that the system gives them no memory; buffers that
-    no checkpoint holds are computed."""
+    """Return the model in evaluation mode. Weights have addresses and are never touched, so that the system gives
+    them no memory. Buffers that no checkpoint holds are computed."""
     config = read_config(source)
     config.dtype = dtype
     model = build_empty(class_of(config, source), config, dtype)
@@ -58,7 +58,8 @@ def _allocate(model: nn.Module, dtype: torch.dtype) -> None:
 
 
 def untouched(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-    """Addresses without memory behind them until somebody writes: torch.empty may give memory that was used before."""
+    """Return addresses without memory behind them until somebody writes: torch.empty may give memory that was used
+    before."""
     if not shape.numel():
         return torch.empty(shape, dtype=dtype)
     pages = mmap.mmap(-1, shape.numel() * dtype.itemsize, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -66,6 +67,6 @@ def untouched(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
 
 
 def names_of(model: PreTrainedModel) -> dict[str, str]:
-    """Every name of the state_dict, with the first name of what is tied to it."""
+    """Return every name of the state_dict, with the first name of the weight that it is tied to."""
     first: dict[int, str] = {}
     return {name: first.setdefault(id(tensor), name) for name, tensor in model.state_dict(keep_vars=True).items()}

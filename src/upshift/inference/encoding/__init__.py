@@ -1,1 +1,1 @@
-"""Vectors and class scores from texts."""
+"""Compute vectors and class scores from texts."""

@@ -1,4 +1,4 @@
-"""Batches of texts that are alike in length: padding costs as much as tokens do."""
+"""Batch texts of similar lengths, because padding costs as much as tokens do."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from upshift.inference.padding import padded_rows
 
 
 class Batch(NamedTuple):
-    """Padded on the right. ``places``: where its texts stand in the order that they came in."""
+    """A batch of texts, padded on the right. ``places`` holds the positions of its texts in the input."""
 
     ids: np.ndarray  # [B, S] int64
     mask: np.ndarray  # [B, S] int64
@@ -19,7 +19,8 @@ class Batch(NamedTuple):
 
 
 def by_length(lengths: Sequence[int], token_budget: int) -> list[list[int]]:
-    """Places of the texts of each batch, longest first; padded, a batch has at most ``token_budget`` tokens, or is one text."""
+    """Return the places of the texts of each batch, longest first. A padded batch has at most ``token_budget``
+    tokens, or is one text."""
     batches: list[list[int]] = []
     for place in sorted(range(len(lengths)), key=lambda place: (-lengths[place], place)):
         if batches and (len(batches[-1]) + 1) * lengths[batches[-1][0]] <= token_budget:

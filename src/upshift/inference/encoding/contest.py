@@ -1,4 +1,4 @@
-"""One contestant of a race that encodes, of one engine's process."""
+"""Run one contestant of an encoding race, in the process of its engine."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]
 
 
 def _round(encoding: Encoding, sample: list[list[int]]) -> list[float]:
-    """Seconds of all at once; or of each batch alone, as a user who waits for it does."""
+    """Return the seconds of the whole sample at once, or of each batch alone, as for a user who waits for it."""
     parts, setup = [sample], encoding.setup
     if setup.hint == "latency":
         parts = [[sample[place] for place in places] for places in by_length([len(row) for row in sample], setup.batch)]

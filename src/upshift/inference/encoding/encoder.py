@@ -1,4 +1,5 @@
-"""``upshift.Encoder``: texts to vectors, class scores or token scores, by the setup that won the race on the user's own texts."""
+"""Define ``upshift.Encoder``: it turns texts into vectors, class scores or token scores, by the setup that won the
+race on the user's own texts."""
 
 from __future__ import annotations
 
@@ -70,23 +71,25 @@ class Encoder:
 
     @property
     def labels(self) -> tuple[str, ...]:
-        """What a classifier's columns of scores are called; of another model nothing."""
+        """Return the names of a classifier's columns of scores, or nothing for other models."""
         if self.recipe.output == "embeddings":
             return ()
         label_names: dict[Any, str] = read_config(self.source).id2label or {}
         return tuple(label_names[place] for place in sorted(label_names))
 
     def encode(self, texts: Sequence[str]) -> np.ndarray | list[np.ndarray]:
-        """In the order of the texts, fp32: [N, H] embeddings; [N, C] scores of a classifier; of a token classifier an array
-        [T, L] for each text, what ``token_scores`` gives without its places. The first call runs the race."""
+        """Return one result for each text, in the order of the texts, in fp32.
+
+        The results are embeddings [N, H], or scores [N, C] of a classifier. A token classifier gives an array [T, L]
+        for each text: the scores of ``token_scores`` without their places. The first call runs the race."""
         if self.recipe.output == "token scores":
             return [found.scores for found in self.token_scores(texts)]
         _check_list(texts)
         return self.prepare(texts).rows(self.tokens.of(texts)) if len(texts) else np.empty((0, 0), dtype=np.float32)
 
     def token_scores(self, texts: Sequence[str]) -> list[TokenScores]:
-        """Of a token classifier: for each text its tokens, where they stand in it, and the scores of their labels, those of
-        transformers' pipeline with aggregation_strategy="none"."""
+        """Return, for each text, its tokens, their places in the text, and the scores of their labels. Only token
+        classifiers have them. The scores are those of transformers' pipeline with aggregation_strategy="none"."""
         if self.recipe.output != "token scores":
             raise RequestError(f"{self.source.reference!r} gives {self.recipe.output}; token scores are a token classifier's")
         _check_list(texts)
@@ -104,11 +107,12 @@ class Encoder:
         ]
 
     def prepare(self, texts: Sequence[str]) -> Encoding:
-        """The engine that won on some of ``texts``, or that won before."""
+        """Return the engine that wins a race on some of ``texts``, or that won before."""
         return self.prepare_from(partial(spread, texts), len(texts))
 
     def prepare_from(self, take: Callable[[int], Sequence[str]], total: int) -> Encoding:
-        """The same of ``total`` texts that need not be in memory. ``take``: so many of them, evenly from first to last."""
+        """Return the engine as ``prepare`` does, for ``total`` texts that need not be in memory. ``take`` returns a
+        given number of them, evenly from first to last."""
         if self._encoding is None:
             pad = self.tokens.pad
             asked = self.recipe.to_json()
@@ -127,7 +131,7 @@ class Encoder:
         return self._encoding
 
     def _sample(self, take: Callable[[int], Sequence[str]], total: int, num_tokens: int) -> list[list[int]]:
-        """SAMPLE_TEXTS, or as many more as have so many tokens."""
+        """Return SAMPLE_TEXTS texts, or more of them until they have ``num_tokens`` tokens."""
         sample = self.tokens.of(take(SAMPLE_TEXTS))
         wanted = math.ceil(len(sample) * num_tokens / max(sum(map(len, sample)), 1))
         return self.tokens.of(take(min(wanted, total))) if wanted > len(sample) < total else sample

@@ -1,4 +1,4 @@
-"""Token ids through an engine: batched by length, pooled, and put back in the order that they came in."""
+"""Run token ids through an engine: batched by length, pooled, and put back into the order of the input."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ CALIBRATION_BATCHES = 128  # of one text each, spread over the lengths of the sa
 
 
 class Encoding:
-    """One model under one setup. ``sample``: tokens of the user's own texts, which a quantized engine is calibrated on."""
+    """One model under one setup. ``sample`` holds token ids of the user's own texts, on which a quantized engine is
+    calibrated."""
 
     def __init__(self, source: ModelSource, recipe: Recipe, setup: EngineSetup, sample: list[list[int]], *, pad: int) -> None:
         self.recipe, self.setup, self.pad = recipe, setup, pad
@@ -26,7 +27,8 @@ class Encoding:
         self.engine: Engine = build_engine("encode", setup.engine, build)
 
     def rows(self, ids: list[list[int]]) -> np.ndarray:
-        """[N, H] fp32 embeddings, [N, C] class scores, or [T, L] scores of the tokens of all texts, text by text."""
+        """Return [N, H] fp32 embeddings, [N, C] class scores, or [T, L] scores of the tokens of all texts, text by
+        text."""
         found: np.ndarray | None = None
         lengths = [len(row) for row in ids]
         counts = token_counts(lengths, self.recipe) if self.recipe.output == "token scores" else np.ones(len(ids), dtype=int)

@@ -1,4 +1,5 @@
-"""Texts from a file that may be larger than memory, and rows to one: block by block, so that a run can go on where it stopped."""
+"""Read texts from a file that may be larger than memory, and write rows to one, block by block, so that a stopped run
+can continue."""
 
 from __future__ import annotations
 
@@ -43,7 +44,7 @@ def check_form(output: Path, of: Output) -> None:
 
 
 def read_texts(path: Path) -> Iterator[str]:
-    """Raises RequestError with the number of the line that holds no text."""
+    """Yield the texts of a file. Raise RequestError with the number of a line that holds no text."""
     return read_lines(path, _text)
 
 
@@ -61,7 +62,7 @@ def _text(line: str, where: str) -> str:
 
 
 class Rows:
-    """Rows of an output, on disk block by block. ``made_of``: says which input and setup they belong to."""
+    """The rows of an output, on disk block by block. ``made_of`` says which input and setup they belong to."""
 
     block = 16_384  # texts at once in memory
 
@@ -95,8 +96,8 @@ class Rows:
 
 
 def _reserve(path: Path, start: int) -> None:
-    """Room on the disk for all of a file that is empty from ``start`` on: a disk that is full under a mapped file ends the
-    process with SIGBUS. Raises OSError."""
+    """Reserve disk space for a file that is empty from ``start`` on. Raise OSError. Otherwise a disk that is full
+    under a mapped file ends the process with SIGBUS."""
     size = path.stat().st_size
     with path.open("rb+") as file:
         try:

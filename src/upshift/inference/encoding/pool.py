@@ -1,4 +1,4 @@
-"""Token states to one vector a text."""
+"""Pool token states into one vector a text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ Array = np.ndarray
 
 
 def pool(states: Array, mask: Array, recipe: Recipe) -> Array:
-    """states [B, S, H] fp32, mask [B, S] of 0 and 1 -> [B, H] fp32, 0 without tokens. Texts are padded on the right."""
+    """Return [B, H] fp32 from states [B, S, H] fp32 and mask [B, S] of 0 and 1, with 0 for a text without tokens.
+    Texts are padded on the right."""
     if recipe.pooling == "cls":
         found = states[:, 0]
     elif recipe.pooling == "last":

@@ -1,9 +1,9 @@
-"""How a model's directory says that its outputs become the answer: what is put before a text, its longest, which outputs,
-pooling, normalization.
+"""Read how outputs become the answer from a model's directory: the prompt before a text, its longest length, the
+outputs, pooling, normalization.
 
-sentence-transformers directories say it in modules.json and the folders it names; classifiers of texts and of tokens by their
-architecture. A plain encoder says nothing: then the mean over its tokens is taken, unless the user asks otherwise.
-"""
+sentence-transformers directories say it in modules.json and the folders it names. Classifiers of texts and of tokens
+say it by their architecture. A plain encoder says nothing: then the mean over its tokens is taken, unless the user
+asks otherwise."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Recipe(Value):
 
 
 def read_recipe(source: ModelSource) -> Recipe:
-    """Raises RequestError for a pooling or a module that is not known, naming it."""
+    """Return the recipe of a model. Raise RequestError that names a pooling or a module that is not known."""
     from upshift.models.build import find_architecture, read_config
 
     objective = find_architecture(read_config(source), source.reference).objective
@@ -95,7 +95,7 @@ def _pooling(path: Path, prompt: str) -> Pooling:
 
 
 def _prompt(folder: Path) -> str:
-    """Of the name that texts have where no other is asked for."""
+    """Return the prompt that texts get if no other is asked for."""
     said = read_json(folder / PROMPTS) if (folder / PROMPTS).is_file() else {}
     name, known = said.get("default_prompt_name"), said.get("prompts") or {}
     if name is None:

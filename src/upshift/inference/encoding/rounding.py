@@ -1,5 +1,5 @@
-"""How encoders are rounded: OpenVINO's 8 bits of weights and of what they are multiplied with, calibrated on the user's own
-texts; 4 bits of weights by groups, fitted to them."""
+"""Round encoders with OpenVINO. With 8 bits, weights and what they are multiplied with are rounded, calibrated on the
+user's own texts. With 4 bits, weights are rounded by groups, fitted to the texts."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def rounding_of(source: ModelSource, texts: list[str]) -> Rounding:
 
 
 def _rounded(pad: int, bits: Bits, model: Any, texts: list[list[int]]) -> Any:
-    """With the names that transformers' inputs and outputs have."""
+    """Return the rounded model. Its inputs get the names that transformers' inputs have."""
     for port, name in zip(model.inputs, ("input_ids", "attention_mask"), strict=True):
         port.get_tensor().set_names({name})
     return int4_weights(model, texts) if bits == 4 else calibrated(model, examples(texts, pad))

@@ -1,4 +1,4 @@
-"""Scores of tokens to a file, a row a text: block by block, so that a run can go on where it stopped."""
+"""Write scores of tokens to a file, a row a text, block by block, so that a stopped run can continue."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ DIGITS = 7  # behind the point: what fp32 tells apart near 1
 
 
 class TokenRows:
-    """Lists of one length in each row: of each token itself, where it starts and ends in the text, its likeliest label and
-    that label's score. JSON lines until the output is whole. ``made_of``: says which input and setup they belong to."""
+    """Rows with lists of one length each: the tokens, where each starts and ends in the text, its likeliest label and
+    that label's score. They are JSON lines until the output is whole. ``made_of`` says which input and setup they
+    belong to."""
 
     block = 4096  # texts at once in memory, with the scores of all labels
 
@@ -59,7 +60,7 @@ class TokenRows:
 
 
 def _write_parquet(rows: Iterator[list[bytes]], path: Path) -> None:
-    """``rows``: blocks of JSON lines."""
+    """Write ``rows``, blocks of JSON lines, as Parquet."""
     import pyarrow
     from pyarrow import json as arrow_json
     from pyarrow import parquet

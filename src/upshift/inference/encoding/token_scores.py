@@ -1,4 +1,4 @@
-"""Logits of tokens to scores of their labels, without the tokens that are of no text."""
+"""Turn logits of tokens into scores of their labels, without the special tokens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ Array = np.ndarray
 
 
 class TokenScores(NamedTuple):
-    """Of the tokens of one text, T of them. ``offsets`` [T, 2]: the characters of the text, from and up to."""
+    """The scores of the T tokens of one text. ``offsets`` [T, 2] holds the characters of the text, from and up to."""
 
     tokens: list[str]
     offsets: Array
@@ -21,13 +21,14 @@ class TokenScores(NamedTuple):
 
 
 def token_counts(lengths: Sequence[int], recipe: Recipe) -> Array:
-    """How many tokens of each text are given scores."""
+    """Return how many tokens of each text get scores."""
     counts: Array = np.maximum(np.asarray(lengths, dtype=int) - sum(recipe.special), 0)
     return counts
 
 
 def score_tokens(logits: Array, mask: Array, recipe: Recipe) -> Array:
-    """logits [B, S, L], mask [B, S] of 0 and 1 -> [T, L] fp32, text by text. Texts are padded on the right."""
+    """Return [T, L] fp32 scores, text by text, from logits [B, S, L] and mask [B, S] of 0 and 1. Texts are padded on
+    the right."""
     before, behind = recipe.special
     places, lengths = np.arange(mask.shape[1]), mask.sum(1, keepdims=True)
     own = logits[(places >= before) & (places < lengths - behind)].astype(np.float32, copy=False)

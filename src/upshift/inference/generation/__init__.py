@@ -1,1 +1,1 @@
-"""Text from prompts: a loop of our own over what an engine does, with transformers' sampling."""
+"""Generate text from prompts: a decoding loop over an engine, with transformers' sampling."""

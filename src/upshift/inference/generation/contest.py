@@ -1,5 +1,5 @@
-"""One contestant of a race that generates: it follows the texts that the reference chose, so that every
-contestant computes the same logits, and is timed at that."""
+"""Run one contestant of a generation race. It follows the texts that the reference chose, so that every contestant
+computes the same logits, and is timed at that."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def run(entrants: Entrants, setup: EngineSetup, standing: Standing) -> list[Run]
 
 
 def _agreeing(run: Run, found: np.ndarray, expected: np.ndarray) -> Run:
-    """With how far its logits, [tokens, N, V], are those of the reference."""
+    """Return the run with the agreement of its logits, [tokens, N, V], with those of the reference."""
     width = expected.shape[-1]
     agree = cosines(found.reshape(-1, width), expected.reshape(-1, width))
     return run.changed(
@@ -86,7 +86,7 @@ def _agreeing(run: Run, found: np.ndarray, expected: np.ndarray) -> Run:
 
 
 def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | None, count: int) -> Pass:
-    """tokens [count, N]: what is generated; None: the likeliest."""
+    """Run one pass over ``tokens`` [count, N]. None: generate the likeliest tokens."""
     decoder.keep([])
     computed, start = time.process_time(), time.perf_counter()
     logits = [decoder.admit(prompts)]
@@ -102,7 +102,7 @@ def _follow(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray | Non
 
 
 def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, known: Pass | None) -> list[Pass]:
-    """``known``: a pass that took so long that no other is worth its time."""
+    """Run the timed passes. ``known`` is a pass that took so long that no other is worth its time."""
     passes = [] if known is None else [known]
     while known is None and len(passes) < TIMED and sum(one.seconds for one in passes) < ENOUGH_SECONDS:
         passes.append(_follow(decoder, prompts, tokens, len(tokens)))
@@ -110,7 +110,8 @@ def _passes(decoder: Decoder, prompts: list[list[int]], tokens: np.ndarray, know
 
 
 def _timed(run: Run, passes: list[Pass], new_tokens: int) -> Run:
-    """With the seconds of all tokens that are asked: a step is taken for as long as the median of those that ran."""
+    """Return the run with the seconds of all requested tokens. A step counts as long as the median of those that ran.
+    """
     steps = [median(one.step_seconds or [0.0]) for one in passes]
     seconds = [one.first_seconds + step * (new_tokens - 1) for one, step in zip(passes, steps, strict=True)]
     spread = Spread.of(seconds, num_warmup=1)

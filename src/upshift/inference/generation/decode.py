@@ -1,4 +1,4 @@
-"""Continuous batching: prompts are admitted as sequences end, so that the engine's rows stay filled."""
+"""Decode with continuous batching: prompts are admitted as sequences end, so that the engine's rows stay filled."""
 
 from __future__ import annotations
 
@@ -19,8 +19,10 @@ ADMIT_SHARE = 4  # of the rows: admission copies the cache, so a quarter of them
 def decode(
     decoder: Decoder, waiting: list[Sequence], *, rows: int, lookup: Lookup | None = None
 ) -> Iterator[tuple[Sequence, int]]:
-    """Each sequence with each of its tokens, as they come; at most ``rows`` sequences at once, longest prompts first, so that
-    those that are admitted together are alike. ``lookup``: of a decoder that extends; guesses while one sequence is there."""
+    """Yield each sequence with each of its tokens, as they come.
+
+    At most ``rows`` sequences run at once, longest prompts first, so that those that are admitted together are alike.
+    ``lookup`` is for a decoder that extends: it guesses while there is one sequence."""
     queue = deque(sorted(waiting, key=lambda sequence: (-len(sequence.prompt), sequence.place)))
     common = common_prefix([sequence.prompt for sequence in waiting]) if decoder.joins else []
     known = decoder.compute(common) if common else None
@@ -48,7 +50,8 @@ def decode(
 
 
 def _coming(decoder: Decoder, queue: deque[Sequence], live: list[Sequence], rows: int, known: int) -> list[Sequence]:
-    """Out of the queue: who is admitted now. Where nothing is copied for it, as soon as there is a row."""
+    """Take the sequences to admit now out of the queue. If admission copies nothing, a sequence comes as soon as
+    there is a row."""
     free = rows - len(live)
     if decoder.mixes:
         most = PASS_TOKENS - sum(sequence.pending for sequence in live)
@@ -64,7 +67,7 @@ def _coming(decoder: Decoder, queue: deque[Sequence], live: list[Sequence], rows
 
 
 def join(decoder: Decoder, live: list[Sequence], coming: list[tuple[Sequence, Prefix | None]]) -> None:
-    """Of an engine that mixes: rows of these, each behind what its prompt begins with."""
+    """Add rows for these sequences to an engine that mixes, each behind the beginning of its prompt that is known."""
     for sequence, prefix in coming:
         decoder.join(prefix)
         sequence.computed = prefix.length if prefix else 0
@@ -72,8 +75,8 @@ def join(decoder: Decoder, live: list[Sequence], coming: list[tuple[Sequence, Pr
 
 
 def advance(decoder: Decoder, live: list[Sequence], most: int) -> tuple[list[Sequence], np.ndarray]:
-    """One pass of an engine that mixes, with so many tokens of prompts (Sarathi, arXiv:2308.16369) -> those that it told a next
-    token, and its logits."""
+    """Run one pass of an engine that mixes, with at most so many tokens of prompts (Sarathi, arXiv:2308.16369).
+    Return the sequences that get a next token, and its logits."""
     parts, told = list[list[int]](), list[int]()
     for row, sequence in enumerate(live):
         part = sequence.prompt[sequence.computed :][: max(most, 1)]
@@ -86,7 +89,7 @@ def advance(decoder: Decoder, live: list[Sequence], most: int) -> tuple[list[Seq
 
 
 def _looked_up(decoder: Decoder, sequence: Sequence, lookup: Lookup) -> Iterator[tuple[Sequence, int]]:
-    """A token of one sequence, and those behind it that were guessed right."""
+    """Yield a token of the only sequence, and those behind it that were guessed right."""
     guess = lookup.guess([*sequence.prompt, *sequence.tokens], sequence.left - 1)
     start = time.perf_counter()
     logits = decoder.extend([sequence.tokens[-1], *guess])

@@ -1,4 +1,4 @@
-"""A model that has no room runs in transformers, as it is stored, with weights on the disk: nothing is raced."""
+"""Run a model that has no room in transformers, as it is stored, with weights on the disk. Nothing is raced."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ STORED: dict[str, Precision] = {"F32": "fp32", "BF16": "bf16", "F16": "fp16"}
 
 
 def room(host: Host, max_memory: Mapping[str | int, str | int] | None) -> int | None:
-    """Bytes for the model and its work."""
+    """Return the bytes for the model and its work."""
     if max_memory is not None:
         said = {read_device(device, host): read_size(size) for device, size in max_memory.items()}
         if "cpu" in said:
@@ -30,7 +30,8 @@ def room(host: Host, max_memory: Mapping[str | int, str | int] | None) -> int | 
 
 
 def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int, str | int] | None) -> bool:
-    """Whether a race, which begins with transformers in fp32, has no room on the CPU, and its parts have some."""
+    """Return whether the CPU has no room for a race, which begins with transformers in fp32, although the model's
+    parts have some."""
     free = room(host, max_memory)
     return host.gpu is None and stored_for(source) is None and free is not None and needed_memory(source, "fp32") > free
 
@@ -38,8 +39,8 @@ def is_too_large(source: ModelSource, host: Host, max_memory: Mapping[str | int,
 def divide(
     source: ModelSource, host: Host, quality: Quality, max_memory: Mapping[str | int, str | int] | None, *, rows: int, tokens: int
 ) -> tuple[EngineSetup, Where, str]:
-    """The setup, where its weights go, and why. Raises NothingFits where not even one layer at a time fits, or where a quality is
-    asked for that the files' dtype may not have."""
+    """Return the setup, where its weights go, and why. Raise NothingFits if not even one layer at a time fits, or if
+    the requested quality is one that the files' dtype may not have."""
     assert source.directory is not None
     stored = {STORED.get(tensor.dtype) for tensor in find_checkpoint(source.directory).tensors.values()} - {None}
     precision = next((name for name in ("fp16", "bf16", "fp32") if name in stored), "fp32")

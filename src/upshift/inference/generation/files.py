@@ -1,4 +1,4 @@
-"""Prompts from a file, block by block."""
+"""Read prompts from a file, block by block."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def check_files(prompts: Path, output: Path, *, overwrite: bool) -> None:
 
 
 def read_prompts(path: Path) -> Iterator[Prompt]:
-    """Raises RequestError with the number of the line that is no prompt."""
+    """Yield the prompts of a file. Raise RequestError with the number of the line that is no prompt."""
     return read_lines(path, _prompt)
 
 
@@ -65,7 +65,7 @@ def _check_keys(record: dict[str, Any], where: str) -> None:
 
 
 def _is_message(message: Any) -> bool:
-    """Whether a message has a role and a text, parts, or a call of tools without a text."""
+    """Return whether a message has a role and a text, parts, or a call of tools without a text."""
     if not isinstance(message, dict) or not is_text(message.get("role")):
         return False
     content = message.get("content")

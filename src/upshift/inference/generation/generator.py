@@ -1,4 +1,4 @@
-"""``upshift.Generator``: prompts to texts, by the setup that won the race on the user's own prompts."""
+"""Define ``upshift.Generator``: prompts to texts, by the setup that won the race on the user's own prompts."""
 
 from __future__ import annotations
 
@@ -91,14 +91,16 @@ class Generator:
         return found
 
     def generate(self, prompts: list[Prompt], **options: Any) -> list[Completion]:
-        """In the order of the prompts. ``options``: GenerationOptions by their transformers names."""
+        """Return the texts in the order of the prompts. ``options`` are GenerationOptions by their transformers
+        names."""
         if isinstance(prompts, str | Mapping) or not isinstance(prompts, Collection):
             said = "one text" if isinstance(prompts, str) else f"{prompts!r:.80}"
             raise RequestError(f"generate() takes a list of prompts and was given {said}; use generate([text]), or stream(text)")
         return self.complete(prompts, self.options(**options))
 
     def complete(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[Completion]:
-        """``first``: the place of the first of them among all, which its seed depends on."""
+        """Return the completions of the prompts. ``first`` is the place of the first of them among all, which its
+        seed depends on."""
         ids = self.read(prompts, options, first=first)
         found: dict[int, Completion] = {}
         for sequence, _ in self._tokens(ids, options, first=first):
@@ -108,11 +110,11 @@ class Generator:
         return [found[first + place] for place in range(len(ids))]
 
     def stream(self, prompt: Prompt, **options: Any) -> Iterator[str]:
-        """The text of one prompt, piece by piece."""
+        """Yield the text of one prompt, piece by piece."""
         return self.pieces(prompt, self.options(**options))
 
     def pieces(self, prompt: Prompt, options: GenerationOptions) -> Iterator[str]:
-        """A character as soon as all of its bytes are there."""
+        """Yield pieces of the text. A character comes as soon as all of its bytes are there."""
         tokens: list[int] = []
         said, shown = 0, 0  # tokens that are shown; those among them that the next ones are read together with start here
         for sequence, token in self._tokens(self.read([prompt], options), options):
@@ -123,8 +125,8 @@ class Generator:
                 said, shown = shown, len(tokens)
 
     def prepare(self, ids: list[list[int]], options: GenerationOptions, *, total: int | None = None) -> Race:
-        """Race on some of the first call's prompts, or remember what won before; later calls use the same. ``total``: how many
-        prompts there are, where these are some of them."""
+        """Race on some of the first call's prompts, or recall what won before. Later calls use the same setup.
+        ``total`` is the number of prompts, if these are only some of them."""
         options = self._within_positions(max(ids, key=len), options)
         beyond = self.race is None and is_too_large(self.source, self.host, self._max_memory)
         too_large = beyond and self._engine in (None, "torch")
@@ -175,51 +177,53 @@ class Generator:
         return Race(runs=(), chosen=chosen, file=None, divided=reason)
 
     def _batches(self, sampled: int, room: int) -> tuple[int, ...]:
-        """Under a limit every power of two below what memory holds: more rows make each wait longer. One prompt at a time where
-        padding before a prompt would change what comes after it."""
+        """Return the batches to race. Under a limit they are every power of two below what memory holds, because more
+        rows make each wait longer. If padding before a prompt would change the text after it, it is one prompt at a
+        time."""
         if isolation_of(self.source).left_padding:
             return (1,)
         doubled = {2**power for power in range(room.bit_length())} if self.limits else set[int]()
         return tuple(sorted({sampled, room} | doubled))
 
     def _room(self, ids: list[list[int]], options: GenerationOptions) -> int:
-        """Sequences whose cache fits beside the model; a power of two of them where memory is short, so that the race which is
-        remembered stays the same while free memory goes a little up and down."""
+        """Return the number of sequences whose cache fits beside the model. If memory is short it is a power of two,
+        so that the remembered race stays the same while free memory goes a little up and down."""
         tokens, one = self.cache_tokens(), max(len(prompt) for prompt in ids) + options.max_new_tokens
         most = MANY if tokens is None else max(min(tokens // one, MANY), 1)
         return min(len(ids), 1 << (most.bit_length() - 1))
 
     def _positions_left(self, ids: list[list[int]]) -> int | None:
-        """For new tokens of each of them."""
+        """Return the positions that are left for new tokens of each prompt."""
         if self.longest is None:
             return None
         return self.longest - (max(len(prompt) for prompt in ids) if self.start is None else 1)
 
     def cache_tokens(self) -> int | None:
-        """Of all sequences together, that have room beside the model; None where nothing says how much memory there is."""
+        """Return the tokens of all sequences together that have room beside the model, or None if nothing says how
+        much memory there is."""
         known = room(computing_host(stored_for(self.source)), self._max_memory)
         return None if known is None else int(CACHE_SHARE * known / cache_bytes(self.source))
 
     @cached_property
     def vocabulary(self) -> int:
-        """Token ids are below it."""
+        """Return the number that all token ids are below."""
         return int(read_config(self.source).get_text_config(decoder=True).vocab_size)
 
     @property
     def decoder(self) -> Decoder:
-        """What ``prepare`` has built."""
+        """Return the decoder that ``prepare`` has built."""
         assert self._decoder is not None
         return self._decoder
 
     def read(self, prompts: list[Prompt], options: GenerationOptions, *, first: int = 0) -> list[list[int]]:
-        """Token ids. Raises RequestError for a prompt that is empty, or too long for the model."""
+        """Return token ids. Raise RequestError for a prompt that is empty, or too long for the model."""
         ids = self.prompts.of(prompts, first=first)
         for number, prompt in enumerate(ids, start=first + 1):
             self.check_positions(prompt, options, f"prompt {number}")
         return ids
 
     def check_positions(self, prompt: list[int], options: GenerationOptions, name: str) -> None:
-        """Raises RequestError where prompt and answer are longer than the model allows."""
+        """Raise RequestError if prompt and answer are longer than the model allows."""
         new = self._within_positions(prompt, options).max_new_tokens
         needed = len(prompt) + new if self.start is None else max(len(prompt), new + 1)  # an encoder has its own positions
         if self.longest is not None and needed > self.longest:

@@ -1,5 +1,5 @@
-"""Texts that keep to a form: before each token those that would break it are excluded (llguidance, which knows for every state of
-the grammar which tokens may follow; Moskal, Musuvathi and others, github.com/guidance-ai/llguidance)."""
+"""Keep texts to a form: before each token, exclude the tokens that would break it. llguidance knows for every state
+of the grammar which tokens may follow (Moskal, Musuvathi and others, github.com/guidance-ai/llguidance)."""
 
 from __future__ import annotations
 
@@ -16,14 +16,15 @@ WHITESPACE = r"[ \n]{0,16}"
 
 
 class Grammars:
-    """Of one model's tokens. ``vocabulary``: of its logits; ``ends``: tokens that end its texts."""
+    """The grammars over one model's tokens. ``vocabulary`` is the number of its logits. ``ends`` are tokens that end
+    its texts."""
 
     def __init__(self, tokenizer: Any, vocabulary: int, ends: Sequence[int]) -> None:
         self._tokenizer, self._vocabulary, self._ends = tokenizer, vocabulary, list(ends)
 
     def of_json(self, schema: str) -> Grammar:
-        """Values that a JSON schema allows; {"type": "object"}: all objects. Raises RequestError for a schema that is none, or
-        says what is not supported."""
+        """Return the grammar of values that a JSON schema allows. {"type": "object"} allows all objects. Raise
+        RequestError for an invalid schema, or one that is not supported."""
         import llguidance
 
         try:
@@ -33,17 +34,18 @@ class Grammars:
         return Grammar(self._matcher(said), self._ends)
 
     def check(self) -> None:
-        """Raises RequestError where its tokens are not to be told apart."""
+        """Raise RequestError if the model's tokens cannot be told apart."""
         _ = self.tokens
 
     def spelled(self, token: int) -> bytes:
-        """What a token adds to a text, which may be a part of a character; nothing where a model has more tokens than words."""
+        """Return the bytes that a token adds to a text, which may be a part of a character. If a model has more
+        tokens than words, the rest have none."""
         found: bytes = self.tokens.decode_bytes([token]) if token < len(self._tokenizer) else b""
         return found
 
     @cached_property
     def tokens(self) -> Any:
-        """Takes a second for 100,000 tokens."""
+        """Return llguidance's tokenizer. Building it takes a second for 100,000 tokens."""
         import llguidance.hf
         from transformers import PreTrainedTokenizerFast
 
@@ -62,13 +64,13 @@ class Grammars:
 
 
 class Grammar:
-    """Where a text stands in its form. ``ends``: tokens that end it, which some models have words among."""
+    """The state of a text in its form. ``ends`` are tokens that end the text. Some models have words among them."""
 
     def __init__(self, matcher: Any, ends: Sequence[int]) -> None:
         self._matcher, self._ends = matcher, list(ends)
 
     def allowed(self, logits: np.ndarray) -> np.ndarray:
-        """logits [V] -> logits [V], those of tokens that would break the form are -inf. Raises RequestError where all would."""
+        """Return logits [V] in which tokens that would break the form are -inf. Raise RequestError if all would."""
         bits = np.unpackbits(np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8), bitorder="little")
         may = np.zeros(len(logits), dtype=bool)
         may[: len(bits)] = bits[: len(logits)]
@@ -86,6 +88,6 @@ class Grammar:
 
 
 def _first_line(matcher: Any) -> str:
-    """Of what went wrong: a dump of its states follows."""
+    """Return the first line of the error, because a dump of the matcher's states follows it."""
     said: str = matcher.get_error()
     return said.partition("\n")[0]

@@ -1,9 +1,10 @@
-"""Prompt-lookup decoding: what followed the same words before is guessed to follow them again, and one pass checks the guess.
+"""Decode with prompt lookup: guess that what followed the same words before follows them again, and check the guess
+in one pass.
 
-Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding); transformers' name for it is ``prompt_lookup_num_tokens``. A token is
-chosen from the logits that a step of its own would give, so the text is the same, sampled or not. One sequence at once: the rows
-of several would be of different lengths after each pass. Whether guessing pays is measured while it runs.
-"""
+Saxena 2023 (github.com/apoorvumang/prompt-lookup-decoding); transformers' name for it is
+``prompt_lookup_num_tokens``. A token is chosen from the logits that a step of its own would give, so the text is the
+same, sampled or not. One sequence runs at once: the rows of several would be of different lengths after each pass.
+Whether guessing pays is measured while it runs."""
 
 from __future__ import annotations
 
@@ -17,7 +18,7 @@ AGAIN = 64  # passes without guesses, after which they are tried again: texts ch
 
 
 class Lookup:
-    """``count``: most tokens of a guess."""
+    """The guesses of one sequence. ``count`` is the most tokens of a guess."""
 
     def __init__(self, count: int) -> None:
         self._count = count
@@ -25,7 +26,7 @@ class Lookup:
         self._resting = 0
 
     def guess(self, tokens: Sequence[int], most: int) -> list[int]:
-        """What may follow; nothing where nothing is known, or guessing does not pay."""
+        """Return the tokens that may follow, or nothing if nothing is known or guessing does not pay."""
         if self._resting or not self._step.passes:  # a pass without one comes first, to compare with
             self._resting = max(self._resting - 1, 0)
             return []
@@ -35,7 +36,7 @@ class Lookup:
         return continuation(tokens, min(self._count, most))
 
     def add(self, tokens: int, seconds: float, *, guessed: bool) -> None:
-        """A pass that gave so many tokens."""
+        """Record a pass that gave ``tokens`` tokens."""
         (self._guessed if guessed else self._step).add(tokens, seconds)
 
 
@@ -54,7 +55,7 @@ class Rate:
 
 
 def continuation(tokens: Sequence[int], most: int) -> list[int]:
-    """What followed the last place where the last tokens stood before, the longest match first."""
+    """Return what followed the last tokens at their previous place. The longest match comes first."""
     text = np.asarray(tokens)
     for length in range(min(LONGEST_MATCH, len(text) - 1), 0, -1):
         windows = np.lib.stride_tricks.sliding_window_view(text[:-1], length)

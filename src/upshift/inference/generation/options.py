@@ -1,4 +1,5 @@
-"""How text is chosen, by transformers' own names: as the model's generation_config.json says, where the user says nothing."""
+"""Read how text is chosen, by transformers' own names: the user's options, and else those of the model's
+generation_config.json."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ Bias = tuple[Words, float]
 
 
 class GenerationOptions(Value):
-    """``seed``: the text of a prompt depends on it and on the prompt's place alone, however prompts are batched."""
+    """The options of generation. The text of a prompt depends on ``seed`` and on the prompt's place alone, however
+    prompts are batched."""
 
     max_new_tokens: int = Field(128, gt=0)
     min_new_tokens: int = Field(0, ge=0)
@@ -48,12 +50,13 @@ class GenerationOptions(Value):
 
 
 def read_options(source: ModelSource, given: Mapping[str, Any]) -> GenerationOptions:
-    """Raises RequestError for a name or a value that is not possible, with what is."""
+    """Return the options. Raise RequestError for a name or a value that is not possible, with what is possible."""
     return merge_options(GenerationOptions, source, given, only_asked=ONLY_ASKED)
 
 
 def check_tokens(options: GenerationOptions, given: Mapping[str, Any], vocabulary: int) -> None:
-    """Raises RequestError for tokens that the model does not have; files of models may name such ends. ``given``: by the user."""
+    """Raise RequestError for tokens that the model does not have. Files of models may name such ends. ``given`` are
+    the user's options."""
     biased = tuple(words for words, _ in options.sequence_bias)
     for name, said in (("sequence_bias", biased), *((name, getattr(options, name)) for name in TOKENS)):
         wrong = [token for token in _tokens(said) if not 0 <= token < vocabulary]
@@ -64,7 +67,7 @@ def check_tokens(options: GenerationOptions, given: Mapping[str, Any], vocabular
 
 
 def _tokens(said: Any) -> Iterator[int]:
-    """Of one, of several, or of several words."""
+    """Yield the tokens of one, of several, or of several words."""
     if isinstance(said, tuple):
         for part in said:
             yield from _tokens(part)
@@ -73,5 +76,6 @@ def _tokens(said: Any) -> Iterator[int]:
 
 
 def unused(source: ModelSource, given: Collection[str] = ()) -> dict[str, Any]:
-    """What generation_config.json asks for and is not done: beams, other processors. ``given``: what the user asks for."""
+    """Return the settings of generation_config.json that Upshift does not apply: beams, other processors. ``given``
+    are the user's options."""
     return unused_options(GenerationOptions, source, given)

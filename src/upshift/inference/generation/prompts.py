@@ -1,7 +1,7 @@
-"""Prompts to token ids, by the model's own tokenizer and chat template; tokens back to text.
+"""Turn prompts into token ids, by the model's own tokenizer and chat template, and tokens back into text.
 
-A prompt is used whole or refused: a chat's tools and the fields of its messages must change what the chat template writes.
-"""
+A prompt is used whole or refused: a chat's tools and the fields of its messages must change what the chat template
+writes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ FORM = 'a text of Unicode characters, or the messages of a chat: [{"role": "user
 
 
 class Prompts:
-    """``chat``: texts are what a user says, too."""
+    """The prompts of a model. ``chat``: a plain text is also read as a user's message."""
 
     def __init__(self, source: ModelSource, *, chat: bool = False) -> None:
         self.tokenizer = load_tokenizer(source)
@@ -32,7 +32,8 @@ class Prompts:
             self._check_template()
 
     def of(self, prompts: Sequence[Prompt], *, first: int = 0) -> list[list[int]]:
-        """Raises RequestError for a prompt that is none, has no tokens, or is not what the chat template takes."""
+        """Return token ids. Raise RequestError for a prompt that is none, has no tokens, or is not what the chat
+        template takes."""
         found = []
         for number, prompt in enumerate(prompts, start=first + 1):
             if not _is_prompt(prompt):
@@ -124,7 +125,7 @@ def _without(chat: Mapping[str, Any], field: str) -> dict[str, Any]:
 
 
 def _is_prompt(prompt: object) -> bool:
-    """What a template makes of a message is the template's."""
+    """Return whether the value has the form of a prompt. The chat template itself checks what a message holds."""
     if isinstance(prompt, Mapping):
         return "messages" in prompt and not set(prompt) - {*CHAT_KEYS} and _is_prompt(prompt["messages"])
     if isinstance(prompt, list | tuple):

@@ -1,6 +1,6 @@
-"""How models that generate are rounded: OpenVINO's 8 bits scaled by output; 4 bits by groups, fitted to the user's own texts
-(AWQ, arXiv:2306.00978, and scale estimation, both of NNCF). Of an encoder-decoder the encoder alone is fitted: a decoder would be
-to the answers, which are not there."""
+"""Round models that generate: OpenVINO's 8 bits scaled by output, or 4 bits by groups, fitted to the user's own texts
+(AWQ, arXiv:2306.00978, and scale estimation, both of NNCF). In an encoder-decoder only the encoder is fitted: a
+decoder would be fitted to the answers, which are not there."""
 
 from __future__ import annotations
 

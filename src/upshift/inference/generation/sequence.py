@@ -1,4 +1,4 @@
-"""A text that is being generated: its tokens so far, how the next one is chosen, and when it ends."""
+"""Keep a text that is being generated: its tokens so far, how the next one is chosen, and when it ends."""
 
 from __future__ import annotations
 
@@ -18,8 +18,11 @@ STOP_TOKENS = 8  # beside the bytes of the longest stop string, a token each at 
 
 
 class Sequence:
-    """``place``: of the prompt in the order that it came in. ``tokenizer``: to look for stop strings in the text. ``start``: what
-    a decoder beside an encoder begins with; None: the text goes on from the prompt. ``grammar``: that the text keeps to."""
+    """A text that is being generated.
+
+    ``place``: the position of its prompt in the input. ``tokenizer``: to look for stop strings in the text.
+    ``start``: the first token of a decoder beside an encoder. None: the text goes on from the prompt. ``grammar``:
+    the form that the text keeps to."""
 
     def __init__(
         self,
@@ -43,21 +46,21 @@ class Sequence:
 
     @property
     def plain(self) -> bool:
-        """Its next token is the likeliest one."""
+        """Return whether the next token is simply the likeliest one."""
         return not self._processors and self._generator is None and self._grammar is None
 
     @property
     def left(self) -> int:
-        """Tokens that it may have more."""
+        """Return how many more tokens the text may have."""
         return self.options.max_new_tokens - len(self.tokens)
 
     @property
     def pending(self) -> int:
-        """Tokens of the prompt that are to be computed."""
+        """Return the number of the prompt's tokens that are still to be computed."""
         return len(self.prompt) - self.computed
 
     def choose(self, logits: np.ndarray) -> int:
-        """logits [V] fp32 -> the next token."""
+        """Return the next token from logits [V] fp32."""
         if self._grammar is not None:
             logits = self._grammar.allowed(logits)
         ids: Any = torch.tensor([self._before + self.tokens])
@@ -87,12 +90,13 @@ class Sequence:
 
 
 def _generator(seed: int, place: int) -> torch.Generator:
-    """Of both: torch itself takes the lower 32 bits alone."""
+    """Return a generator that depends on both numbers. Torch itself takes only the lower 32 bits of a seed."""
     return torch.Generator().manual_seed(int(np.random.SeedSequence((seed, place)).generate_state(1)[0]))
 
 
 def processors(options: GenerationOptions, prompt_length: int) -> LogitsProcessorList:
-    """In transformers' own order (GenerationMixin._get_logits_processor and, for sampling, its warpers)."""
+    """Return the processors in transformers' own order (GenerationMixin._get_logits_processor and, for sampling, its
+    warpers)."""
     found = LogitsProcessorList()
     if options.sequence_bias:
         found.append(process.SequenceBiasLogitsProcessor([[list(words), bias] for words, bias in options.sequence_bias]))

@@ -1,4 +1,4 @@
-"""What a contestant of a race that generates is asked."""
+"""Define the task of a contestant in a generation race."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from upshift.value import Value
 
 
 class GenerationTask(Value):
-    """``new_tokens``: asked of every prompt, as a power of two, so that a race serves all that are alike; of the two powers
-    around the number the lower one where the model has no positions for the other."""
+    """The task of a race. ``new_tokens`` is the length of every answer, as a power of two, so that a race serves all
+    that are alike. If the model has no positions for the nearest power, it is the lower of the two around the number.
+    """
 
     new_tokens: int
 

@@ -42,8 +42,8 @@ class Cell:
 
 @dataclass(frozen=True)
 class Grid:
-    """``cells`` are by sequence length, then by micro-batch. The profile was traced at lengths from ``traced[0]`` to
-    ``traced[1]``. ``best`` are the indices of the best plan's cell."""
+    """The cells of a page. ``cells`` are by sequence length, then by micro-batch. The profile was traced at lengths
+    from ``traced[0]`` to ``traced[1]``. ``best`` are the indices of the best plan's cell."""
 
     sequence_lengths: tuple[int, ...]
     micro_batches: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""A plan and its predicted cost in words, so that the page also says what it draws."""
+"""Write a plan and its predicted cost in words, so that the page also says what it draws."""
 
 from __future__ import annotations
 

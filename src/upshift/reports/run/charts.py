@@ -33,7 +33,7 @@ KINDS = (("rejected", GREY, "x-thin"), ("possible", SKY, "circle"), ("other math
 
 
 class CandidatePlot(NamedTuple):
-    """``num_predicted`` plans have both predictions; ``num_drawn`` of them are drawn."""
+    """The plot of a run's plans. ``num_predicted`` plans have both predictions; ``num_drawn`` of them are drawn."""
 
     figure: Figure | None
     num_drawn: int

@@ -1,7 +1,6 @@
-"""What the report page of one run says, as plain data. None is unknown, never zero; loss is per token.
+"""Hold the content of one run's report page as plain data. None is unknown, never zero; loss is per token.
 
-Nothing here knows how a run is planned or trained: whoever writes a page copies the numbers in.
-"""
+Nothing here knows how a run is planned or trained: whoever writes a page copies the numbers in."""
 
 from __future__ import annotations
 
@@ -44,7 +43,7 @@ class PredictionRow(Value):
 
     @property
     def error(self) -> float | None:
-        """predicted / measured - 1."""
+        """Return predicted / measured - 1, or None if a number is missing."""
         return None if self.predicted is None or not self.measured else self.predicted / self.measured - 1
 
 

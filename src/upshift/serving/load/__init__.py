@@ -1,1 +1,2 @@
-"""Load for a server of OpenAI's addresses: open loop, so that a slow server is not asked less."""
+"""Send load to a server of OpenAI's addresses. The load is an open loop, so a slow server does not get fewer
+requests."""

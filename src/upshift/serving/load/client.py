@@ -1,4 +1,4 @@
-"""One request, timed at its first text and at its last."""
+"""Send one request, and time its first text and its last."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class Counts(BaseModel):
 
 
 class Event(BaseModel):
-    """Of an answer that comes in parts; what else servers say in one is their own."""
+    """One event of a streamed answer. Fields that only some servers send are ignored."""
 
     choices: list[Any] | None = None
     usage: Counts | None = None
@@ -28,7 +28,8 @@ class Event(BaseModel):
 
 
 class Asked(Value):
-    """``status``: of HTTP; 0: the connection failed. Seconds are from when it was due to be sent."""
+    """A request that was sent. ``status`` is that of HTTP, or 0 if the connection failed. Seconds count from the time
+    when the request was due."""
 
     status: int
     due: float
@@ -45,14 +46,15 @@ class Asked(Value):
 
     @property
     def token_seconds(self) -> float | None:
-        """A token more, in the mean."""
+        """Return the mean seconds of a further token, or None without a first text and a second token."""
         if self.first_seconds is None or self.tokens < 2:
             return None
         return (self.seconds - self.first_seconds) / (self.tokens - 1)
 
 
 async def ask(client: httpx2.AsyncClient, model: str, prompt: str, max_tokens: int, *, due: float, start: float) -> Asked:
-    """``due`` seconds after ``start`` (of ``time.perf_counter``), which may be past: the delay counts."""
+    """Send a request that is due ``due`` seconds after ``start`` (of ``time.perf_counter``), and time its answer. The
+    due time may be past: the delay counts."""
     body = {"model": model, "prompt": prompt, "max_tokens": max_tokens, "stream": True, "stream_options": {"include_usage": True}}
     told: dict[str, Any] = {"status": 0, "due": due}
     try:
@@ -93,7 +95,7 @@ async def _follow(answer: httpx2.Response, told: dict[str, Any], start: float) -
 
 
 def _reason(body: bytes) -> str:
-    """As OpenAI's servers say it, or as it is."""
+    """Return the error's message in OpenAI's form, or else the body as text."""
     try:
         said = json.loads(body)["error"]
         return str(said["message"] if isinstance(said, dict) else said)[:MOST_WORDS]

@@ -1,4 +1,4 @@
-"""A load test, drawn, as one HTML file."""
+"""Draw a load test as one HTML file."""
 
 from __future__ import annotations
 

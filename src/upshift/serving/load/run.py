@@ -1,4 +1,4 @@
-"""A load test: each rate for its seconds, and what came of it."""
+"""Run a load test: send requests at each rate for some seconds, and summarize the answers."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ MOST_PORT = 2**16 - 1
 
 
 class Phase(Value):
-    """One rate. Times are of requests that were answered whole, in seconds; ``goodput``: of those within what is promised, a
-    second."""
+    """The results of one rate. Times are in seconds and cover requests that were answered whole. ``goodput`` is the
+    number of answers a second that kept the promise."""
 
     rate: float
     seconds: float
@@ -53,8 +53,10 @@ def load_test(
     url: str, traffic: Traffic, *, model: str | None = None, key: str | None = None,
     promised_ttft_ms: float | None = None, on_phase: Callable[[Phase], None] = lambda phase: None,
 ) -> LoadTest:  # fmt: skip
-    """``model``: of several. ``promised_ttft_ms``: else what the server itself promises. Raises RequestError where nobody answers
-    at ``url``, JobFailed where no request was answered."""
+    """Run a load test on the server at ``url``.
+
+    ``model`` names one of several served models. ``promised_ttft_ms`` replaces the server's own promise. Raise
+    RequestError if nobody answers at ``url``, and JobFailed if no request was answered."""
     if not any(next(arrivals(traffic, rate), None) for rate in traffic.rates):
         rates = ", ".join(f"{rate:g}" for rate in traffic.rates)
         said = f"--rate {rates} asks nothing within --duration {traffic.seconds:g}"
@@ -63,7 +65,7 @@ def load_test(
 
 
 def _address(url: str) -> str:
-    """What stands before /v1."""
+    """Return the part of the URL before /v1."""
     try:
         found = httpx2.URL(url)
         whole = found.scheme in ("http", "https") and bool(found.host) and (found.port or 0) <= MOST_PORT
@@ -116,7 +118,7 @@ async def _model(client: httpx2.AsyncClient, url: str, model: str | None) -> str
 
 
 async def _promise(client: httpx2.AsyncClient, model: str) -> dict[str, Any]:
-    """Of an Upshift server; of another one nothing."""
+    """Return the numbers of an Upshift server's promise for the model, or an empty dict for another server."""
     try:
         answer = await client.get("/health")
         found = answer.json()["models"][model].items()

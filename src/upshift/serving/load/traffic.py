@@ -1,4 +1,4 @@
-"""What is asked, and when: independent arrivals at a rate, whatever the server answers."""
+"""Define a load test's requests and their times: independent arrivals at a rate, whatever the server answers."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upshift.value import Value
 
 
 class Traffic(Value):
-    """``rates``: requests a second, one after the other, ``seconds`` each."""
+    """The load of a test: each of the ``rates`` (requests a second) for ``seconds``, one rate after the other."""
 
     rates: tuple[float, ...] = (1.0,)
     seconds: float = Field(30.0, gt=0)
@@ -29,12 +29,12 @@ class Arrival(NamedTuple):
 
 
 def arrivals(traffic: Traffic, rate: float) -> Iterator[Arrival]:
-    """A Poisson process. The same seed gives the same load to whoever is measured."""
+    """Yield the arrivals of a Poisson process. The same seed gives every server the same load."""
     chance, at = random.Random(f"{traffic.seed}/{rate}"), 0.0
     while (at := at + chance.expovariate(rate)) < traffic.seconds:
         yield Arrival(at, chance.choice(traffic.prompts) if traffic.prompts else _made_up(chance, traffic.prompt_words))
 
 
 def _made_up(chance: random.Random, words: int) -> str:
-    """Of different lengths: half to one and a half times as many words."""
+    """Return a prompt with half to one and a half times as many words as ``words``."""
     return " ".join(chance.choice(WORDS) for _ in range(max(round(words * chance.uniform(0.5, 1.5)), 1)))

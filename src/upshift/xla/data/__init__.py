@@ -1,1 +1,1 @@
-"""Data for programs of static shapes: TFRecord files, planned widths, batches."""
+"""Prepare data for programs of static shapes: TFRecord files, planned widths, batches."""

@@ -1,4 +1,5 @@
-"""Global batches of planned shapes: rows as they come from the data, widened to the bucket that holds the longest."""
+"""Make global batches of planned shapes: rows as they come from the data, widened to the bucket that holds the
+longest."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ Arrays = Mapping[str, NDArray[Any]]
 
 @dataclass(frozen=True, kw_only=True)
 class Batches:
-    """``start``: the global batches from an optimizer step on, endless, the same for the same step whenever it is asked."""
+    """Global batches. ``start`` yields them endlessly from an optimizer step on. The same step always gives the same
+    batch."""
 
     start: Callable[[int], Iterator[Arrays]]
     global_batch: int
@@ -50,7 +52,7 @@ class Batches:
         return more
 
     def padded(self, arrays: Arrays) -> dict[str, NDArray[Any]]:
-        """Raises RequestError for a row that is longer than the widest bucket."""
+        """Pad a batch to its bucket. Raise RequestError for a row that is longer than the widest bucket."""
         given = dict(arrays)
         rows = [value for value in given.values() if value.ndim == 2]
         longest = max(value.shape[1] for value in rows) if rows else 0

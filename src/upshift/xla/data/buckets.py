@@ -1,7 +1,7 @@
-"""The widths that batches are padded to: few, as each one is a program to compile; many, as padding is computed like tokens.
+"""Plan the widths that batches are padded to. Few are good, as each one is a program to compile. Many are good, as
+padding is computed like tokens.
 
-Decided from the lengths of the data: the widths with the least cost over the run, counted in steps of full width.
-"""
+The widths come from the lengths of the data: those with the least cost over the run, counted in steps of full width."""
 
 from __future__ import annotations
 
@@ -18,20 +18,22 @@ SAMPLE_BATCHES = 512
 
 
 class Buckets(Value):
-    """``widths``: rising, the last is the longest that a batch may have. ``padded_share``: of the computed tokens, expected."""
+    """The planned widths. ``widths`` rise, and the last is the longest that a batch may have. ``padded_share`` is the
+    expected share of padding among the computed tokens."""
 
     widths: tuple[int, ...]
     padded_share: float
 
     def width_of(self, length: int) -> int:
-        """The narrowest that holds it."""
+        """Return the narrowest width that holds the length."""
         return self.widths[bisect_left(self.widths, length)]
 
 
 def plan_buckets(
     lengths: Sequence[int], counts: Sequence[int], *, longest: int, batch_size: int, num_steps: int, multiple: int = MULTIPLE
 ) -> Buckets:
-    """``lengths`` with their ``counts``: of the data's sequences. A batch is as wide as its longest sequence needs."""
+    """Return the planned widths. ``lengths`` with their ``counts`` are those of the data's sequences. A batch is as
+    wide as its longest sequence needs."""
     drawn = random.Random(0).choices(lengths, weights=counts, k=SAMPLE_BATCHES * batch_size)
     batches = [drawn[start : start + batch_size] for start in range(0, len(drawn), batch_size)]
     needed = sorted(max(batch) for batch in batches)
@@ -46,7 +48,8 @@ def _up(length: int, multiple: int) -> int:
 
 
 def _cheapest(candidates: list[int], needed: list[int], num_steps: int) -> list[int]:
-    """Over all choices of at most MAX_BUCKETS widths that have the last one: a shortest path, width by width."""
+    """Return the cheapest of all choices of at most MAX_BUCKETS widths that have the last one: a shortest path, width
+    by width."""
     full = candidates[-1]
     below = [bisect_left(needed, width + 1) for width in candidates]  # batches that a width holds
 

@@ -1,7 +1,8 @@
-"""Token sequences as TFRecord files, written and read: on a local disk or in a bucket (gs://), which a TPU's host reads best.
+"""Write and read token sequences as TFRecord files, on a local disk or in a bucket (gs://), which a TPU's host reads
+best.
 
-A folder has shards and one index.json that says what is in them: widths are planned and steps counted without reading them.
-"""
+A folder has shards and one index.json that says what is in them: widths are planned and steps counted without reading
+them."""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ Example = Mapping[str, NDArray[Any]]  # input_ids and labels; the model shifts l
 
 
 class Index(Value):
-    """``lengths`` with their ``counts``: of the longer of input_ids and labels."""
+    """The index of a folder. ``lengths`` with their ``counts`` are of the longer of input_ids and labels."""
 
     files: tuple[str, ...]
     num_examples: int = Field(ge=1)
@@ -38,7 +39,8 @@ class Index(Value):
 
 
 def write_records(examples: Iterable[Example], folder: str, *, pad_token_id: int = 0, shards: int = 1) -> Index:
-    """Into a new folder, shard by shard in turn. Raises RequestError where records are there already, or there is no example."""
+    """Write records into a new folder, shard by shard in turn. Raise RequestError if records are there already, or
+    there is no example."""
     if tf.io.gfile.exists(f"{folder}/{INDEX}"):
         raise RequestError(f"{folder} has records already; give another folder")
     names = [f"data-{number:05d}-of-{shards:05d}.tfrecord" for number in range(shards)]

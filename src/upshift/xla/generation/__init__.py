@@ -1,1 +1,1 @@
-"""Text by programs that XLA compiles whole: prompts to tokens, with nothing of Python between two tokens."""
+"""Generate text by programs that XLA compiles whole: prompts to tokens, with nothing of Python between two tokens."""

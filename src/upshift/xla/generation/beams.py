@@ -1,7 +1,8 @@
-"""Beam search as arithmetic of fixed shapes: transformers' own (GenerationMixin._beam_search), with all prompts at once.
+"""Search by beams as arithmetic of fixed shapes: transformers' own (GenerationMixin._beam_search), with all prompts
+at once.
 
-B prompts, K beams each. Running beams are texts that have not ended; finished ones are kept beside them, by their scores.
-"""
+There are B prompts with K beams each. Running beams are texts that have not ended. Finished ones are kept beside
+them, by their scores."""
 
 from __future__ import annotations
 
@@ -37,8 +38,8 @@ def first_beams(prompts: int, options: XlaGeneration, fill: int) -> Beams:
 
 
 def advance(beams: Beams, logits: Any, number: Any, options: XlaGeneration) -> tuple[Beams, Any, Any]:
-    """``logits`` [B K, V] of the token with this number -> the beams with it, the rows [B K] that they go on from, and their
-    last tokens [B K]."""
+    """Return the beams with the token of this number, the rows [B K] that they go on from, and their last tokens [B
+    K]. ``logits`` are [B K, V]."""
     prompts, count = beams.running_scores.shape
     words = logits.shape[-1]
     scores = process(tf.nn.log_softmax(tf.cast(logits, tf.float32)), number, options)
@@ -69,7 +70,7 @@ def _ended(tokens: Any, number: Any, options: XlaGeneration) -> Any:
 
 
 def _finish(beams: Beams, texts: Any, best: Any, ended: Any, number: Any, options: XlaGeneration) -> tuple[Any, Any, Any]:
-    """The best of those that had finished and of those that have now: only of the first K candidates."""
+    """Return the best of those that had finished and of those that have now. Only the first K candidates may finish."""
     count = beams.running_scores.shape[1]
     now = ended & (tf.range(best.shape[1]) < count)[None]
     scores = best / _penalty(number + 1, options)
@@ -100,7 +101,7 @@ def _take(values: Any, places: Any) -> Any:
 
 
 def _write(texts: Any, tokens: Any, number: Any) -> Any:
-    """``tokens`` [B, C] as the one with this number of ``texts`` [B, C, N]."""
+    """Write ``tokens`` [B, C] at place ``number`` of ``texts`` [B, C, N]."""
     here = tf.range(texts.shape[-1]) == number
     return tf.where(here[None, None], tokens[:, :, None], texts)
 

@@ -1,4 +1,4 @@
-"""Which prompts are generated together, and how wide: few shapes, as each compiles a program."""
+"""Choose which prompts are generated together, and how wide. Shapes are few, as each compiles a program."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ class Group(NamedTuple):
 
 
 def width_of(length: int, *, multiple: int | None) -> int:
-    """A power of two from 32 on, so that any lengths need few programs; or the next multiple."""
+    """Return a power of two from 32 on, so that any lengths need few programs, or the next multiple."""
     if multiple is not None:
         return -(-length // multiple) * multiple
     return max(NARROWEST, 1 << (length - 1).bit_length())
 
 
 def groups(lengths: Sequence[int], *, rows: int, multiple: int | None = None) -> Iterator[Group]:
-    """Groups of at most ``rows`` prompts of one width. A width of few prompts joins the next one that there is, so that no
-    program is compiled for less than a group."""
+    """Return groups of at most ``rows`` prompts of one width. A width of few prompts joins the next one that there
+    is, so that no program is compiled for less than a group."""
     by_width: dict[int, list[int]] = {}
     for place, length in enumerate(lengths):
         by_width.setdefault(width_of(length, multiple=multiple), []).append(place)

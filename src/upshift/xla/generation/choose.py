@@ -1,8 +1,9 @@
-"""The next token of each row from its logits: transformers' processors and warpers, as arithmetic of fixed shapes.
+"""Choose the next token of each row from its logits: transformers' processors and warpers, as arithmetic of fixed
+shapes.
 
-Thresholds of top-k and top-p are found by halving the range of the scores' bits, not by sorting: 32 passes over the vocabulary
-whatever the options are. So temperature, top_k, top_p and the seed are inputs, and a change of them compiles nothing.
-"""
+Thresholds of top-k and top-p are found by halving the range of the scores' bits, not by sorting: 32 passes over the
+vocabulary whatever the options are. So temperature, top_k, top_p and the seed are inputs, and a change of them
+compiles nothing."""
 
 from __future__ import annotations
 
@@ -16,7 +17,7 @@ NEVER = float("-inf")
 
 
 class Sampling(NamedTuple):
-    """Scalars, but ``uniform`` [R, N]: a number in [0, 1) for each token to come."""
+    """The inputs of sampling. All are scalars but ``uniform`` [R, N]: a number in [0, 1) for each token to come."""
 
     temperature: Any
     top_k: Any
@@ -25,7 +26,7 @@ class Sampling(NamedTuple):
 
 
 def process(scores: Any, number: Any, options: XlaGeneration) -> Any:
-    """scores [R, V] of the token with this ``number``, from 0 on -> what transformers' processors make of them, in its order."""
+    """Return scores [R, V] of the token ``number`` (from 0 on) after transformers' processors, in its order."""
     words = tf.range(scores.shape[-1])
     if options.min_new_tokens and options.eos_token_id:
         early = _among(words, options.eos_token_id) & (number < options.min_new_tokens)
@@ -53,7 +54,8 @@ def greedy(scores: Any) -> Any:
 
 
 def sample(scores: Any, number: Any, sampling: Sampling) -> Any:
-    """scores [R, V] fp32 -> tokens [R], each with the probability that temperature, then top-k, then top-p leave it."""
+    """Return tokens [R] from scores [R, V] fp32, each with the probability that temperature, then top-k, then top-p
+    leave it."""
     scores = scores / sampling.temperature
     scores = _top_k(scores, sampling.top_k)
     chances = _top_p(tf.nn.softmax(scores), sampling.top_p)
@@ -66,14 +68,14 @@ def sample(scores: Any, number: Any, sampling: Sampling) -> Any:
 
 
 def _top_k(scores: Any, top_k: Any) -> Any:
-    """All but the ``top_k`` largest, and those that are equal to the last of them, get no chance."""
+    """Exclude all scores but the ``top_k`` largest, and those that are equal to the last of them."""
     keys = _ordered(scores)
     least = _largest(lambda limit: tf.reduce_sum(tf.cast(keys >= limit, tf.int32), axis=-1, keepdims=True) >= top_k, keys)
     return tf.where(keys >= least, scores, NEVER)
 
 
 def _top_p(chances: Any, top_p: Any) -> Any:
-    """A word stays where the words of more chance than it have less than ``top_p`` together."""
+    """Keep a word if the words of more probability than it have less than ``top_p`` together."""
     keys = _ordered(chances)
 
     def enough_above(limit: Any) -> Any:
@@ -84,13 +86,14 @@ def _top_p(chances: Any, top_p: Any) -> Any:
 
 
 def _ordered(values: Any) -> Any:
-    """int32 that compare as these fp32 do."""
+    """Return int32 that compare as these fp32 do."""
     bits = tf.bitcast(values, tf.int32)
     return tf.where(bits < 0, tf.bitwise.bitwise_xor(bits, tf.int32.max), bits)
 
 
 def _largest(holds: Any, keys: Any) -> Any:
-    """[R, 1]: the largest int32 of which ``holds`` is true; it is true of the least, and of all below one of which it is."""
+    """Return [R, 1]: the largest int32 for which ``holds`` is true. It must be true for the least, and for all below
+    one for which it is true."""
     first = tf.zeros_like(keys[:, :1])
     start = tf.where(holds(first), first, tf.int32.min)  # the sign, then 31 bits from the highest on
 

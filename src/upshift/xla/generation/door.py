@@ -1,4 +1,4 @@
-"""``upshift.xla.generate``: the one call. Programs that were compiled before are found again."""
+"""Define ``upshift.xla.generate``: the one call. Programs that were compiled before are found again."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from upshift.xla.kept import keep_programs
 
 
 def generate(model: str | XlaModel, prompts: Sequence[str] | Sequence[Sequence[int]], **options: Any) -> list[Any]:
-    """Texts behind prompts that are texts, or token ids behind token ids. ``options``: by transformers' names, such as
-    max_new_tokens, do_sample, temperature, top_k, top_p, num_beams, seed. For several calls keep an XlaGenerator."""
+    """Return texts behind prompts that are texts, or token ids behind token ids. ``options`` have transformers'
+    names, such as max_new_tokens, do_sample, temperature, top_k, top_p, num_beams, seed. For several calls keep an
+    XlaGenerator."""
     if isinstance(prompts, str):
         raise RequestError("generate() takes a list of prompts and was given one text; use generate(model, [text])")
     keep_programs()

@@ -1,4 +1,4 @@
-"""``upshift.xla.generate``: text of any Hugging Face model that generates, by programs that XLA compiles whole."""
+"""Generate text of any Hugging Face model that generates, by programs that XLA compiles whole."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BELOW_ONE = 1.0 - 2.0**-23  # a draw times a sum stays below that sum in fp32
 
 
 class CompiledShape(Value):
-    """Of one program; ``seconds``: of its first call, with export, tracing and compilation."""
+    """The shape of one program. ``seconds`` is the time of its first call, with export, tracing and compilation."""
 
     rows: int
     width: int
@@ -57,8 +57,8 @@ class XlaGenerator:
         return read_options(self.model.source, given, decodes_beside=not self._passes.left)
 
     def generate(self, prompts: Sequence[Sequence[int]], **options: Any) -> list[list[int]]:
-        """Token ids of each text behind its prompt of token ids, up to its end. ``options``: XlaGeneration's, by transformers'
-        names."""
+        """Return the token ids of each text behind its prompt of token ids, up to its end. ``options`` are
+        XlaGeneration's, by transformers' names."""
         asked = self.options(**options)
         found: dict[int, list[int]] = dict(self.generate_each(prompts, asked))
         return [found[place] for place in range(len(prompts))]
@@ -66,7 +66,8 @@ class XlaGenerator:
     def generate_each(
         self, prompts: Sequence[Sequence[int]], options: XlaGeneration, *, first: int = 0
     ) -> Iterator[tuple[int, list[int]]]:
-        """Places of prompts with their texts, as they are done. ``first``: the place of the first of them among all."""
+        """Yield places of prompts with their texts, as they are done. ``first`` is the place of the first of them
+        among all."""
         self._check(prompts, options)
         rows = min(len(prompts), MANY)
         for group in groups([len(prompt) for prompt in prompts], rows=rows, multiple=self._multiple):
@@ -111,7 +112,7 @@ class XlaGenerator:
         return run
 
     def _check(self, prompts: Sequence[Sequence[int]], options: XlaGeneration) -> None:
-        """Raises RequestError for a prompt that is empty, or too long for the model."""
+        """Raise RequestError for a prompt that is empty, or too long for the model."""
         for number, prompt in enumerate(prompts, start=1):
             if not len(prompt):
                 raise RequestError(f"prompt {number} is empty; write what the text begins with")
@@ -125,7 +126,7 @@ class XlaGenerator:
 
 
 def passes_of(model: Any, source: ModelSource) -> Passes:
-    """Raises RequestError for a model that generates no text."""
+    """Return the passes of a model. Raise RequestError for a model that generates no text."""
     if not model.can_generate():
         raise RequestError(f"{type(model).__name__} generates no text; give a causal language model or an encoder-decoder")
     if not model.config.is_encoder_decoder:
@@ -134,7 +135,7 @@ def passes_of(model: Any, source: ModelSource) -> Passes:
 
 
 def _sampling(options: XlaGeneration, places: Sequence[int]) -> Sampling:
-    """Draws are made here: the same on every device, however prompts are batched."""
+    """Make the random draws on the host: they are the same on every device, however prompts are batched."""
     draws = np.zeros((len(places), options.max_new_tokens), np.float32)
     if options.do_sample:
         for row, place in enumerate(places):

@@ -1,4 +1,5 @@
-"""What one compiled program of generation does, by transformers' own names; which of it makes another program."""
+"""Define the options of one compiled program of generation, by transformers' own names, and which of them need
+another program."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ INPUTS = ("temperature", "top_k", "top_p", "seed")  # of a program: a change of 
 
 
 class XlaGeneration(Value):
-    """``seed``: the text of a prompt depends on it and on the prompt's place alone, however prompts are batched."""
+    """The options of generation. The text of a prompt depends on ``seed`` and on the prompt's place alone, however
+    prompts are batched."""
 
     max_new_tokens: int = Field(128, gt=0)
     min_new_tokens: int = Field(0, ge=0)
@@ -34,13 +36,14 @@ class XlaGeneration(Value):
     seed: int = Field(0, ge=0)
 
     def program(self) -> XlaGeneration:
-        """The same for all options that one program serves."""
+        """Return a value that is the same for all options that one program serves."""
         plain: dict[str, Any] = {name: type(self).model_fields[name].default for name in INPUTS}
         return self.changed(**plain)
 
 
 def read_options(source: ModelSource, given: Mapping[str, Any], *, decodes_beside: bool) -> XlaGeneration:
-    """``decodes_beside``: beside an encoder. Raises RequestError for a name or a value that is not possible, with what is."""
+    """Return the options. ``decodes_beside``: the model decodes beside an encoder. Raise RequestError for a name or a
+    value that is not possible, with what is possible."""
     options = merge_options(XlaGeneration, source, given)
     if options.num_beams > 1 and options.do_sample:
         if given.get("do_sample") or given.get("num_beams"):

@@ -1,7 +1,7 @@
-"""The passes that generate, lowered for the shapes that they are used with: each is exported once for a shape.
+"""Lower the passes that generate, for the shapes that they are used with. Each is exported once for a shape.
 
-What differs between a decoder and an encoder-decoder ends here: both ``begin`` with prompts and take ``step`` after step.
-"""
+What differs between a decoder and an encoder-decoder ends here: both ``begin`` with prompts and take ``step`` after
+step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Begun(NamedTuple):
 
 
 class DecoderOnly:
-    """Prompts [R, P] are left-padded, so that all texts go on at the same place."""
+    """The passes of a decoder. Prompts [R, P] are left-padded, so that all texts go on at the same place."""
 
     left = True
 
@@ -45,7 +45,7 @@ class DecoderOnly:
         return Begun(logits, _room(states, new - 1), (mask,))
 
     def step(self, weights: Weights, tokens: Any, number: Any, states: tuple[Any, ...], context: tuple[Any, ...]) -> Any:
-        """``tokens`` [R] with the number before ``number`` -> logits, states."""
+        """Return logits and states from ``tokens`` [R], those before the token ``number``."""
         (prompt,) = context
         rows, length = prompt.shape
         places = states[0].shape[2]
@@ -61,8 +61,8 @@ class DecoderOnly:
 
 
 class EncoderDecoder:
-    """Prompts [R, S] are right-padded, as encoders that count positions from the first token need it. ``start``: what the
-    decoder begins with."""
+    """The passes of an encoder-decoder. Prompts [R, S] are right-padded, as encoders that count positions from the
+    first token need it. ``start`` is the decoder's first token."""
 
     left = False
 
@@ -97,7 +97,7 @@ def _exported(lower: Callable[[Any], Lowered], known: dict[Any, Lowered], module
 
 
 def _ids(rows: int, length: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Two tensors: torch.export takes one that is given twice for one input."""
+    """Return two separate tensors: torch.export takes one that is given twice for one input."""
     return torch.ones(rows, length, dtype=torch.long), torch.ones(rows, length, dtype=torch.long)
 
 
@@ -110,5 +110,5 @@ def _like(model: Any, states: Any) -> list[torch.Tensor]:
 
 
 def _room(states: Any, more: int) -> tuple[Any, ...]:
-    """Places for ``more`` tokens behind those that are there."""
+    """Add places for ``more`` tokens behind those that are there."""
     return tuple(tf.pad(one, [[0, 0], [0, 0], [0, more], [0, 0]]) for one in states)

@@ -1,7 +1,6 @@
-"""All of generation as one function of tensors: the prompts are read, and a loop writes token after token.
+"""Build all of generation as one function of tensors: the prompts are read, and a loop writes token after token.
 
-Nothing in it depends on the data but the number of turns of the loop, which ends when all texts have.
-"""
+Nothing in it depends on the data but the number of turns of the loop, which ends when all texts have."""
 
 from __future__ import annotations
 
@@ -20,7 +19,7 @@ Passes = DecoderOnly | EncoderDecoder
 def generate(
     passes: Passes, options: XlaGeneration, fill: int, weights: Weights, ids: Any, mask: Any, sampling: Sampling
 ) -> Any:
-    """Tokens [R, N] of prompts [R, P], ``fill`` behind those that end a text."""
+    """Return tokens [R, N] of prompts [R, P], with ``fill`` behind the tokens that end a text."""
     if options.num_beams > 1:
         return _searched(passes, options, fill, weights, ids, mask)
     return _chosen(passes, options, fill, weights, ids, mask, sampling)

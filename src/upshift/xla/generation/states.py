@@ -19,7 +19,7 @@ States = tuple[torch.Tensor, ...]  # keys and values of the first layer, then of
 
 
 class FirstStates(DynamicLayer):
-    """Those of one pass are all that there are."""
+    """A cache with the states of one pass alone."""
 
     def update(self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         self.keys, self.values, self.is_initialized = key_states, value_states, True
@@ -27,7 +27,7 @@ class FirstStates(DynamicLayer):
 
 
 class PlacedStates(CacheLayerMixin):
-    """Keys and values of all places; what a pass adds is written from ``place`` on."""
+    """Keys and values of all places. A pass writes its own from ``place`` on."""
 
     is_compileable = True
     is_sliding = False
@@ -80,7 +80,7 @@ def _encoded_cache(states: Sequence[torch.Tensor]) -> Cache:
 
 
 class Pass(torch.nn.Module):
-    """Of a model whose ``forward`` takes some of the optional inputs."""
+    """A pass of a model whose ``forward`` takes some of the optional inputs."""
 
     def __init__(self, model: Any) -> None:
         super().__init__()
@@ -88,7 +88,7 @@ class Pass(torch.nn.Module):
         self._takes = frozenset(inspect.signature(model.forward).parameters)
 
     def run(self, **given: Any) -> torch.Tensor:
-        """Logits [R, V] of the last token of each row."""
+        """Return the logits [R, V] of the last token of each row."""
         more = {"logits_to_keep": 1, "position_ids": given.pop("position_ids", None)}
         known = {name: value for name, value in more.items() if name in self._takes and value is not None}
         logits: torch.Tensor = self.model(**given, **known, use_cache=True).logits
@@ -96,7 +96,7 @@ class Pass(torch.nn.Module):
 
 
 class Prefill(Pass):
-    """Left-padded prompts [R, P] -> logits and states of P places."""
+    """A pass from left-padded prompts [R, P] to logits and states of P places."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> States:
         cache = _first_cache()
@@ -105,7 +105,8 @@ class Prefill(Pass):
 
 
 class Step(Pass):
-    """One token [R, 1] at ``place`` [1] among T, of which ``mask`` [R, T] says which are tokens -> logits and states."""
+    """A pass of one token [R, 1] at ``place`` [1] among T, to logits and states. ``mask`` [R, T] says which places
+    are tokens."""
 
     def forward(
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, place: torch.Tensor, states: list[torch.Tensor]
@@ -116,8 +117,8 @@ class Step(Pass):
 
 
 class Encode(Pass):
-    """Right-padded prompts [R, S] and the decoder's first token [R, 1] -> logits, the decoder's states of one place, and the
-    states that it attends to of the encoder, none of which is computed again."""
+    """A pass from right-padded prompts [R, S] and the decoder's first token [R, 1] to logits, the decoder's states of
+    one place, and the encoder's states that it attends to, none of which is computed again."""
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, first: torch.Tensor) -> States:
         cache = EncoderDecoderCache(_first_cache(), _first_cache())
@@ -127,7 +128,7 @@ class Encode(Pass):
 
 
 class DecodeStep(Pass):
-    """One token [R, 1] of a decoder at ``place`` beside its encoder's states."""
+    """A pass of one token [R, 1] of a decoder at ``place`` beside its encoder's states."""
 
     def forward(
         self, ids: torch.Tensor, mask: torch.Tensor, place: torch.Tensor, states: list[torch.Tensor], encoded: list[torch.Tensor]

@@ -1,1 +1,2 @@
-"""From torch.export's core ATen to TensorFlow operations: one file for each family of operators, behind one registry."""
+"""Lower torch.export's core ATen to TensorFlow operations: one file for each family of operators, behind one
+registry."""

@@ -1,5 +1,5 @@
-"""Convolutions and pooling. torch has channels before space, TensorFlow on CPUs after: they are moved around each one, and
-XLA chooses its own layout."""
+"""Lower convolutions and pooling. torch has channels before space, TensorFlow on CPUs after: they are moved around
+each one, and XLA chooses its own layout."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def _grouped(value: tf.Tensor, kernel: tf.Tensor, stride: list[int], dilation: l
 def _transposed(
     value: tf.Tensor, weight: tf.Tensor, stride: list[int], padding: list[int], dilation: list[int], extra: list[int], groups: int
 ) -> tf.Tensor:
-    """A convolution of the value with zeros between its numbers, by the kernel turned around."""
+    """Return a convolution of the value with zeros between its numbers, by the kernel turned around."""
     rank, sizes = len(value.shape), [int(size) for size in weight.shape[2:]]
     spread = value
     for place, step in enumerate(stride):
@@ -98,7 +98,7 @@ def _max_pool(
     node: Node, value: tf.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
     dilation: Sequence[int] = (1,), ceil_mode: bool = False,
 ) -> tuple[tf.Tensor, None]:  # fmt: skip
-    """Its places are not lowered: no model of transformers reads them."""
+    """Lower the maximum. Its places are not lowered: no model of transformers reads them."""
     pads = _each(padding, 2)
     edges = [[0, 0], [0, 0], *([one, one + _ceil_more(node, value, kernel, stride, pads, place, ceil_mode)]
              for place, one in enumerate(pads))]  # fmt: skip
@@ -120,7 +120,7 @@ def _avg_pool(
     node: Node, value: tf.Tensor, kernel: Sequence[int], stride: Sequence[int] = (), padding: Sequence[int] = (0,),
     ceil_mode: bool = False, count_include_pad: bool = True, divisor_override: int | None = None,
 ) -> tf.Tensor:  # fmt: skip
-    """The mean of each whole window, zeros beyond the edges included, times what torch divides by less."""
+    """Return the mean of each whole window, zeros beyond the edges included, corrected where torch divides by less."""
     rank, out = len(value.shape), result(node).shape[2:]
     space = rank - 2
     kernel, padding = _each(kernel, space), _each(padding, space)
@@ -144,7 +144,7 @@ def _avg_pool(
 
 @lowers("aten._adaptive_avg_pool2d.default", "aten.adaptive_avg_pool1d.default")
 def _adaptive_avg_pool(node: Node, value: tf.Tensor, size: Sequence[int]) -> tf.Tensor:
-    """The mean of each of ``size`` parts, which overlap where they do not divide the image."""
+    """Return the mean of each of ``size`` parts, which overlap if they do not divide the image."""
     value, dtype = as_wide(value), value.dtype
     for dim, count in enumerate(size, start=len(value.shape) - len(size)):
         whole = int(value.shape[dim])

@@ -1,4 +1,4 @@
-"""Tensors out of nothing: constants, ranges, random numbers, and dropout."""
+"""Lower operators that create tensors: constants, ranges, random numbers, and dropout."""
 
 from __future__ import annotations
 
@@ -79,7 +79,8 @@ def uniform(node: Node, size: Sequence[int]) -> tf.Tensor:
 
 
 def _seed_of(node: Node) -> tf.Tensor:
-    """Of this node alone: the same program with the same seed draws the same numbers, wherever it runs."""
+    """Return the seed of this node alone: the same program with the same seed draws the same numbers, wherever it
+    runs."""
     seed = SEED.get()
     if seed is None:
         raise NotImplementedError("it draws random numbers, and the program was called without a seed")

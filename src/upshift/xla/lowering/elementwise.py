@@ -1,7 +1,7 @@
-"""One number of the result for one of each argument: arithmetic, comparisons, activations, casts.
+"""Lower operators of one number for one of each argument: arithmetic, comparisons, activations, casts.
 
-Functions of half precision, and its arithmetic with a number, are in float32 and rounded once, as in torch's kernels: 0.044715 in
-bfloat16 is another number, and a GELU of five steps that each round is another GELU."""
+Functions of half precision, and its arithmetic with a number, are in float32 and rounded once, as in torch's kernels:
+0.044715 in bfloat16 is another number, and a GELU of five steps that each round is another GELU."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ Binary = Callable[[tf.Tensor, tf.Tensor], tf.Tensor]
 
 
 def _arithmetic(compute: Binary) -> Callable[..., tf.Tensor]:
-    """In the dtype of torch's result. Two tensors of it need no wider one: one operation rounds once by itself."""
+    """Return a lowering in the dtype of torch's result. Two tensors of it need no wider one: one operation rounds
+    once by itself."""
 
     def lowering(node: Node, left: Any, right: Any, *, alpha: float = 1, **_: Any) -> tf.Tensor:
         dtype = result_dtype(node)
@@ -35,7 +36,7 @@ def _arithmetic(compute: Binary) -> Callable[..., tf.Tensor]:
 
 
 def _compared(compute: Binary) -> Callable[..., tf.Tensor]:
-    """In the dtype that torch would compute left + right in."""
+    """Return a lowering in the dtype that torch would compute left + right in."""
 
     def lowering(node: Node, left: Any, right: Any) -> tf.Tensor:
         values: list[Any] = [argument.meta["val"] if isinstance(argument, Node) else argument for argument in node.args[:2]]

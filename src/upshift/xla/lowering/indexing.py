@@ -1,4 +1,5 @@
-"""Numbers by their places: lookups, gathers, scatters. Out of range is not checked, as on every accelerator."""
+"""Lower lookups, gathers and scatters of numbers by their places. Out of range is not checked, as on every
+accelerator."""
 
 from __future__ import annotations
 
@@ -41,7 +42,8 @@ def _last(rank: int, dim: int) -> list[int]:
 
 
 def _coordinates(value: tf.Tensor, places: Sequence[tf.Tensor | None]) -> tuple[tf.Tensor, list[int]]:
-    """Of every number that ``places`` name, over the dimensions that they index; and these dimensions."""
+    """Return the coordinates of every number that ``places`` name, over the dimensions that they index, and these
+    dimensions."""
     dims = [dim for dim, one in enumerate(places) if one is not None]
     found = []
     for dim in dims:
@@ -58,7 +60,8 @@ def _indexed_first(dims: list[int], rank: int) -> list[int]:
 
 
 def _result_order(dims: list[int], rank: int, width: int) -> list[int]:
-    """Where torch puts the indexed dimensions: in their place where they stand together, in front where they do not."""
+    """Return where torch puts the indexed dimensions: in their place if they stand together, in front if they do not.
+    """
     rest = rank - len(dims)
     before = dims[0] if dims == list(range(dims[0], dims[0] + len(dims))) else 0
     return [*range(width, width + before), *range(width), *range(width + before, width + rest)]
@@ -100,7 +103,7 @@ def _index_put(
 
 @lowers("aten.index_copy.default")
 def _index_copy(node: Node, value: tf.Tensor, dim: int, places: tf.Tensor, source: tf.Tensor) -> tf.Tensor:
-    """One place, as a step of generation writes, is one slice that XLA updates where it is."""
+    """Copy values to places. One place, as a step of generation writes, is one slice that XLA updates where it is."""
     dim = positive(dim, len(value.shape))
     if places.shape != (1,):
         order = _indexed_first([dim], len(value.shape))

@@ -1,4 +1,4 @@
-"""Softmax and the normalizations. Statistics of half precision are in float32, as in torch's kernels."""
+"""Lower softmax and the normalizations. Statistics of half precision are in float32, as in torch's kernels."""
 
 from __future__ import annotations
 
@@ -60,7 +60,8 @@ def _batch_norm(
     node: Node, value: tf.Tensor, weight: tf.Tensor | None, bias: tf.Tensor | None, mean: tf.Tensor, variance: tf.Tensor,
     momentum: float, epsilon: float,
 ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor]:  # fmt: skip
-    """By the statistics that the model keeps. With those of the batch, which training would change, it is not lowered."""
+    """Normalize by the statistics that the model keeps. With those of the batch, which training would change, it is
+    not lowered."""
     wide = as_wide(value)
     along = [1, int(value.shape[1]), *[1] * (len(value.shape) - 2)]
     made = (wide - tf.reshape(as_wide(mean), along)) * tf.math.rsqrt(tf.reshape(as_wide(variance), along) + epsilon)

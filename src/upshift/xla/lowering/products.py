@@ -1,4 +1,5 @@
-"""Matrix products, and Fourier's. Sums are in float32 on TPUs and CPUs whatever the dtype, which is torch's own practice."""
+"""Lower matrix products, and Fourier transforms. Sums are in float32 on TPUs and CPUs whatever the dtype, which is
+torch's own practice."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ def _product(node: Node, left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 def _added_product(
     node: Node, bias: tf.Tensor, left: tf.Tensor, right: tf.Tensor, *, beta: float = 1, alpha: float = 1
 ) -> tf.Tensor:  # fmt: skip
-    """Half precision is rounded once, behind the bias."""
+    """Add a bias to a product. Half precision is rounded once, behind the bias."""
     product = _wide_product(left, right) if is_half(left.dtype) else tf.matmul(left, right)
     if alpha != 1:
         product = product * tf.constant(alpha, product.dtype)
@@ -32,7 +33,7 @@ def _added_product(
 
 @tf.custom_gradient  # type: ignore[untyped-decorator]
 def _wide_product(left: tf.Tensor, right: tf.Tensor) -> tuple[tf.Tensor, Callable[..., tuple[tf.Tensor, tf.Tensor]]]:
-    """Of half precision, in float32. TensorFlow's own gradients of it would be products in float32, too."""
+    """Multiply half precision in float32. TensorFlow's own gradients of it would be products in float32, too."""
 
     def gradient(of_product: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         # Nothing is lost: what comes from a rounded result was half precision.
@@ -60,7 +61,7 @@ def _cdist(node: Node, left: tf.Tensor, right: tf.Tensor, power: float = 2.0, *_
 
 @lowers("aten._fft_c2c.default")
 def _fft(node: Node, value: tf.Tensor, dims: Sequence[int], normalization: int, forward: bool) -> tf.Tensor:
-    """``normalization``: torch divides by nothing, the root of the size, or the size."""
+    """Transform over ``dims``. ``normalization``: torch divides by nothing, the root of the size, or the size."""
     rank, size = len(value.shape), 1
     for dim in (positive(dim, rank) for dim in dims):
         order = list(range(rank))

@@ -35,7 +35,8 @@ WEIGHTS = (InputKind.PARAMETER, InputKind.BUFFER)
 
 
 class UnloweredOp(RequestError):
-    """``missing``: ATen operators with the module that first uses each."""
+    """The graph has operators that are not lowered. ``missing`` maps ATen operators to the module that first uses
+    each."""
 
     def __init__(self, missing: Mapping[str, str]) -> None:
         self.missing = dict(missing)
@@ -99,7 +100,8 @@ class Program:
 
 
 def lower(exported: ExportedProgram, *, strip: str = "model.") -> Program:
-    """``strip``: what stands before the names of weights where the model is a part of the exported module. Raises UnloweredOp."""
+    """Lower an exported module. ``strip`` is the prefix of weights' names if the model is a part of the exported
+    module. Raise UnloweredOp."""
     return Program(exported, strip=strip)
 
 
@@ -121,7 +123,7 @@ def _check_lowered(nodes: Any) -> None:
 
 
 def module_of(node: Node) -> str:
-    """The innermost module of the model that a node comes from."""
+    """Return the innermost module of the model that a node comes from."""
     stack = list((node.meta.get("nn_module_stack") or {}).values())
     if not stack:
         return "the model"

@@ -1,4 +1,4 @@
-"""Many numbers to one or few: sums, means, extremes, sorting, running sums."""
+"""Lower operators from many numbers to one or few: sums, means, extremes, sorting, running sums."""
 
 from __future__ import annotations
 
@@ -146,7 +146,8 @@ def _sort(node: Node, value: tf.Tensor, dim: int = -1, descending: bool = False,
 
 
 def _last(value: tf.Tensor, dim: int) -> tuple[list[int], list[int]]:
-    """The order that puts a dimension last; it is exchanged with the last one, so it is its own inverse."""
+    """Return the order that puts a dimension last. The dimension is exchanged with the last one, so the order is its
+    own inverse."""
     order = list(range(len(value.shape)))
     dim = positive(dim, len(order))
     order[dim], order[-1] = order[-1], order[dim]

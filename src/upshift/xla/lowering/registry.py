@@ -24,7 +24,7 @@ DTYPES = {
 
 
 def lowers(*names: str) -> Callable[[Lowering], Lowering]:
-    """``names``: as str(node.target) writes them, such as aten.add.Tensor."""
+    """Register a lowering. ``names`` are as str(node.target) writes them, such as aten.add.Tensor."""
 
     def register(lowering: Lowering) -> Lowering:
         for name in names:
@@ -36,7 +36,7 @@ def lowers(*names: str) -> Callable[[Lowering], Lowering]:
 
 
 def result(node: Node, index: int | None = None) -> torch.Tensor:
-    """What torch computed for the node, without data; ``index``: of several results."""
+    """Return what torch computed for the node, without data. ``index`` picks one of several results."""
     value = node.meta["val"]
     found: torch.Tensor = value if index is None else value[index]
     return found
@@ -51,14 +51,14 @@ def is_tensor(value: Any) -> bool:
 
 
 def as_dtype(value: Any, dtype: tf.DType) -> tf.Tensor:
-    """A tensor or a number; torch writes -100.0 for integers, too."""
+    """Return a tensor or a number in this dtype. torch writes -100.0 for integers, too."""
     if is_tensor(value):
         return tf.cast(value, dtype)
     return tf.constant(int(value) if dtype.is_integer else value, dtype)
 
 
 def as_wide(value: tf.Tensor) -> tf.Tensor:
-    """Half precision as float32: torch's kernels compute in it, and round to half once, at their end."""
+    """Return half precision as float32: torch's kernels compute in it, and round to half once, at their end."""
     return tf.cast(value, tf.float32) if is_half(value.dtype) else value
 
 
@@ -71,7 +71,7 @@ def positive(dim: int, rank: int) -> int:
 
 
 def dims_of(dims: int | Sequence[int] | None, rank: int) -> list[int]:
-    """All of them where none is named, as torch reads an empty list."""
+    """Return the dimensions, or all of them if none is named, as torch reads an empty list."""
     if dims is None or (not isinstance(dims, int) and len(dims) == 0):
         return list(range(rank))
     return [positive(dim, rank) for dim in ([dims] if isinstance(dims, int) else dims)]

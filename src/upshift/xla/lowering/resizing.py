@@ -1,4 +1,4 @@
-"""Images in another size. Sizes are static, so how much of which row goes where is known before the program is compiled: each
+"""Resize images. Sizes are static, so how much of which row goes where is known before the program is compiled: each
 direction is a product with a constant matrix."""
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ Numbers = np.ndarray
 def _linear(
     node: Node, value: tf.Tensor, size: Sequence[int] | None, align_corners: bool, scales: Sequence[float] | None
 ) -> tf.Tensor:  # fmt: skip
-    """Between the two nearest; as torch's area_pixel_compute_source_index places them."""
+    """Interpolate between the two nearest, placed as by torch's area_pixel_compute_source_index."""
 
     def places(count: int, whole: int, scale: float | None) -> Numbers:
         if align_corners:

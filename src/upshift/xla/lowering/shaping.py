@@ -1,4 +1,4 @@
-"""The same numbers in another shape, order or number: views, slices, concatenation, padding."""
+"""Lower changes of shape, order or number: views, slices, concatenation, padding."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def slices_at(value: tf.Tensor, dim: int, one: slice | int) -> tuple[slice | int
 
 
 def whole_slice(value: tf.Tensor, dim: int, start: int | None, end: int | None, step: int) -> slice:
-    """As torch cuts it: ends beyond the size mean the size."""
+    """Return a slice as torch cuts it: ends beyond the size mean the size."""
     size = int(value.shape[dim])
     return slice(*slice(start, end, step).indices(size))
 
@@ -120,7 +120,7 @@ def _roll(node: Node, value: tf.Tensor, shifts: Sequence[int], dims: Sequence[in
 
 
 def paddings(pad: Sequence[int], rank: int) -> list[list[int]]:
-    """torch counts pairs from the last dimension."""
+    """Return paddings in TensorFlow's order. torch counts pairs from the last dimension."""
     pairs = [[pad[2 * place], pad[2 * place + 1]] for place in range(len(pad) // 2)]
     return [[0, 0]] * (rank - len(pairs)) + pairs[::-1]
 
@@ -168,7 +168,7 @@ def _diagonal(node: Node, value: tf.Tensor, offset: int = 0, dim1: int = 0, dim2
 
 @lowers("aten.as_strided.default", "aten.as_strided_copy.default")
 def _as_strided(node: Node, value: tf.Tensor, size: Sequence[int], stride: Sequence[int], offset: int | None = None) -> tf.Tensor:
-    """Of a tensor that is contiguous, as every tensor is here."""
+    """Lower as_strided of a tensor that is contiguous, as every tensor is here."""
     places = tf.fill(list(size), offset or 0)
     for dim, (count, step) in enumerate(zip(size, stride, strict=True)):
         shape = [1] * len(size)

@@ -1,1 +1,1 @@
-"""Programs for Cloud TPUs, compiled by Google's own compiler on a machine that has none."""
+"""Compile programs for Cloud TPUs by Google's own compiler on a machine that has none."""

@@ -1,7 +1,7 @@
-"""Generation and a training step as HLO, with weights and optimizer states as arguments of which only shapes are known.
+"""Build generation and a training step as HLO. Weights and optimizer states are arguments of which only shapes are
+known.
 
-No weight is ever made: a model of any size takes the memory of its graph.
-"""
+No weight is ever made: a model of any size takes the memory of its graph."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def generation_program(source: ModelSource, options: XlaGeneration, *, rows: int
 
 
 def training_program(source: ModelSource, *, rows: int, length: int, dtype: str) -> Program:
-    """One AdamW step on the model's own loss; weights and states are fp32, ``dtype`` is computed in."""
+    """Return one AdamW step on the model's own loss. Weights and states are fp32, and ``dtype`` is computed in."""
     model = skeleton(source, dtype=DTYPES[dtype])
     if not model.can_generate():
         raise RequestError(f"{source.reference!r} is no language model, whose step alone is compiled; see docs/xla_generation.md")
@@ -99,7 +99,7 @@ def training_program(source: ModelSource, *, rows: int, length: int, dtype: str)
 
 
 def _adamw(weight: Any, gradient: Any, first: Any, second: Any, step: Any) -> tuple[Any, Any, Any]:
-    """As torch.optim.AdamW."""
+    """Update a weight as torch.optim.AdamW does."""
     gradient = tf.convert_to_tensor(gradient)
     first = BETAS[0] * first + (1 - BETAS[0]) * gradient
     second = BETAS[1] * second + (1 - BETAS[1]) * gradient * gradient
@@ -108,7 +108,7 @@ def _adamw(weight: Any, gradient: Any, first: Any, second: Any, step: Any) -> tu
 
 
 def _weights(model: Any) -> list[_Input]:
-    """One for all that are tied."""
+    """Return one argument for all weights that are tied."""
     state = model.state_dict()
     first = [name for name, first in names_of(model).items() if name == first]
     specs = {name: tf.TensorSpec(tuple(one.shape), TENSORFLOW_DTYPES[one.dtype]) for name, one in state.items()}

@@ -31,7 +31,8 @@ SHOWN = 12  # lines of what the compiler says
 
 
 class TpuProgram(Value):
-    """A compiled program. Bytes are of one chip; ``roofline_seconds``: the least that its arithmetic and its traffic take."""
+    """A compiled program. Bytes are of one chip. ``roofline_seconds`` is the least that its arithmetic and its
+    traffic take."""
 
     model: str
     model_hash: str
@@ -59,8 +60,8 @@ def compile_for_tpu(
     model: str, topology: str, *, kind: Kind = "train", rows: int | None = None, length: int = 512, max_new_tokens: int = 128,
     dtype: str = "bfloat16", on_step: Callable[[str], None] = lambda text: None,
 ) -> TpuProgram:  # fmt: skip
-    """``rows``: sequences of all chips together; None: one a chip. Raises NothingFits with the compiler's words where the program
-    is too big."""
+    """Compile a program. ``rows`` are the sequences of all chips together. None: one a chip. Raise NothingFits with
+    the compiler's words if the program is too big."""
     where = read_topology(topology)
     _need_compiler()
     rows = where.chips if rows is None else rows
@@ -112,7 +113,8 @@ def _lowered(source: ModelSource, kind: Kind, *, rows: int, length: int, max_new
 
 
 def _record(program: TpuProgram) -> Record:
-    """Compiled, not run: the memory is the compiler's, and no time was measured but its own."""
+    """Return a record of a program that was compiled, not run: the memory is the compiler's, and only its own time
+    was measured."""
     where = program.topology
     return Record(
         kind="trial", name="tpu program",
@@ -156,8 +158,9 @@ def _refuse(problem: str, where: Topology) -> None:
 def _roofline(
     answer: CompileAnswer, where: Topology, *, kind: Kind, parameters: int, weights: int, tokens: int, steps: int
 ) -> tuple[float, float]:
-    """Seconds of one chip, of arithmetic at the datasheet's bf16 rate and of traffic at its memory's. The compiler counts a
-    loop's turn once, so for generation it is 2 FLOPs a parameter and token, and the weights read at each step."""
+    """Return the seconds of one chip, of arithmetic at the datasheet's bf16 rate and of traffic at its memory's. The
+    compiler counts a loop's turn once, so for generation it is 2 FLOPs a parameter and token, and the weights read at
+    each step."""
     peak = where.facts.gpu.peak
     assert peak is not None and peak.bf16 is not None and peak.memory_bytes_per_second is not None
     if kind == "train":

@@ -23,7 +23,7 @@ TWO_CORES_AS_ONE = "megacore"  # how programs see a chip of v4, by default
 
 
 def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
-    """``dump``: an empty folder for the compiler's own text of the program."""
+    """Compile a program. ``dump`` is an empty folder for the compiler's own text of the program."""
     import numpy as np
     from jax.experimental import topologies
 
@@ -52,7 +52,8 @@ def compile_program(request: CompileRequest, dump: Path) -> CompileAnswer:
 
 
 def _read(hlo: bytes) -> Any:
-    """TensorFlow's HLO as StableHLO, without mhlo.copy, which changes nothing and which the compiler does not know."""
+    """Read TensorFlow's HLO as StableHLO, without mhlo.copy, which changes nothing and which the compiler does not
+    know."""
 
     ir = IR.get()
     module = ir.Module.parse(BINDINGS.get().mlir.hlo_to_stablehlo(hlo))
@@ -71,7 +72,7 @@ def _read(hlo: bytes) -> Any:
 
 
 def _annotate(module: Any, request: CompileRequest) -> None:
-    """Which results are written over arguments, and how arguments lie on the chips."""
+    """Mark which results are written over arguments, and how arguments lie on the chips."""
 
     ir = IR.get()
     number = ir.IntegerType.get_signless(32)

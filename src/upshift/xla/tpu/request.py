@@ -1,4 +1,5 @@
-"""What the process that compiles is asked, and what it answers. Imports nothing that the compiler's process does not need."""
+"""Define the request and the answer of the process that compiles. Imports nothing that the compiler's process does
+not need."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ Part = Literal["weights", "optimizer", "data"]
 
 
 class Argument(Value):
-    """Of the program. ``becomes``: the result that is written over it; ``divided``: over the chips, by its first dimension."""
+    """An argument of the program. ``becomes`` is the result that is written over it. ``divided``: over the chips, by
+    its first dimension."""
 
     name: str
     part: Part
@@ -29,7 +31,7 @@ class CompileRequest(Value):
 
 
 class CompileAnswer(Value):
-    """Of one chip. ``problem``: the compiler's own words, where it refuses."""
+    """The compiler's answer for one chip. ``problem`` holds the compiler's own words if it refuses."""
 
     problem: str | None = None
     compile_seconds: float = 0.0

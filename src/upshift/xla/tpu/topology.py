@@ -1,4 +1,4 @@
-"""Slices of Cloud TPUs by Google's names, v5e-4, and what the compiler calls them."""
+"""Name slices of Cloud TPUs by Google's names, such as v5e-4, and by the compiler's."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Topology(Value):
 
     @property
     def accelerator_type(self) -> str:
-        """As TPU_ACCELERATOR_TYPE has it."""
+        """Return the name as TPU_ACCELERATOR_TYPE has it."""
         return self.name.replace("v5e-", "v5litepod-")
 
     @property
@@ -32,7 +32,7 @@ class Topology(Value):
 
 
 def read_topology(text: str) -> Topology:
-    """Raises RequestError with the names that there are."""
+    """Return the slice. Raise RequestError with the names that there are."""
     found = re.fullmatch(r"(v\d+[a-z]?)-(\d+)", text.strip().lower())
     if found is None or f"tpu-{found[1]}" not in TPUS:
         versions = ", ".join(key.removeprefix("tpu-") for key in TPUS)

@@ -31,7 +31,7 @@ STATE, WEIGHTS, OPTIMIZER = "upshift_state.json", "model.safetensors", "optimize
 
 
 class Standing(Value):
-    """Where a run stands apart from tensors: with the same one, and the same data, it goes on the same way."""
+    """The state of a run apart from tensors: with the same one, and the same data, it goes on the same way."""
 
     step: int  # optimizer steps done
     losses: tuple[float, ...]
@@ -69,7 +69,8 @@ def write_checkpoint(
 
 
 def newest_checkpoint(output: Path) -> tuple[Path, Standing] | None:
-    """The newest that is whole, every byte of it compared with what was saved; a warning for each newer one that is not."""
+    """Return the newest checkpoint that is whole, every byte of it compared with what was saved. Warn of each newer
+    one that is not."""
     for path in _found(output):
         standing = _standing(path)
         if standing is not None:
@@ -79,7 +80,7 @@ def newest_checkpoint(output: Path) -> tuple[Path, Standing] | None:
 
 
 def restore(path: Path, weights: Mapping[str, tf.Variable], optimizer: Mapping[str, tf.Variable]) -> None:
-    """Bit for bit. Raises RequestError where the model or the optimizer is another one."""
+    """Restore the tensors bit for bit. Raise RequestError if the model or the optimizer is another one."""
     for name, variables in ((WEIGHTS, weights), (OPTIMIZER, optimizer)):
         with safe_open(path / name, framework="numpy") as stored:
             if set(stored.keys()) != set(variables):
@@ -93,7 +94,7 @@ def restore(path: Path, weights: Mapping[str, tf.Variable], optimizer: Mapping[s
 
 
 def _found(output: Path) -> list[Path]:
-    """Newest first."""
+    """Return the checkpoints, newest first."""
     if not output.is_dir():
         return []
     paths = [path for path in output.iterdir() if path.is_dir() and NAME.fullmatch(path.name)]
@@ -101,7 +102,7 @@ def _found(output: Path) -> list[Path]:
 
 
 def _standing(path: Path) -> Standing | None:
-    """None: it is not whole."""
+    """Return the state, or None if the checkpoint is not whole."""
     try:
         document = unsealed((path / STATE).read_bytes())
         if document is None:

@@ -1,4 +1,4 @@
-"""``upshift.xla.train``: a Hugging Face directory and batches in, a trained Hugging Face directory out."""
+"""Define ``upshift.xla.train``: a Hugging Face directory and batches in, a trained Hugging Face directory out."""
 
 from __future__ import annotations
 
@@ -58,9 +58,11 @@ def train(
     from_config: bool = False, devices: Devices | None = None, on_step: Callable[[StepDone], None] = lambda done: None,
     **arguments: Any,
 ) -> Trained:  # fmt: skip
-    """``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``XlaArguments``, max_steps at least.
+    """Train a model.
 
-    Raises RequestError over what was asked, Interrupted after SIGINT or SIGTERM, with a checkpoint that ``resume`` continues."""
+    ``data``: a folder of TFRecord files, or batches. ``arguments``: the fields of ``XlaArguments``, max_steps at
+    least. Raise RequestError for a wrong argument, and Interrupted after SIGINT or SIGTERM, with a checkpoint that
+    ``resume`` continues."""
     given = XlaArguments.from_fields(arguments)
     output, rates = Path(output), learning_rates(given)
     devices = devices or choose_devices()
@@ -95,7 +97,8 @@ def _train(
 
 
 def _start_of(output: Path, *, resume: bool) -> tuple[Path, Standing] | None:
-    """The checkpoint to go on from; None: from the beginning. Nothing that is in the directory is ever written over otherwise."""
+    """Return the checkpoint to go on from. None: from the beginning. Nothing that is in the directory is ever written
+    over otherwise."""
     inside = sorted(path for path in output.iterdir() if path.name != LOCK_NAME) if output.is_dir() else []
     if inside and not resume:
         raise RequestError(f"{output} is not empty ({inside[0].name}); resume its run (--resume), or give another directory")
@@ -166,7 +169,7 @@ class _Run:
                 self._save_at(number + 1, stop)
 
     def _evaluated(self, done: int) -> float | None:
-        """After every eval_steps, and after the last step."""
+        """Evaluate after every eval_steps, and after the last step."""
         every = self.arguments.eval_steps
         if self.data.evaluation is None or not (done == self.arguments.max_steps or (every and done % every == 0)):
             return None
@@ -191,8 +194,8 @@ class _Run:
 
 @contextmanager
 def _stop_asked(devices: Devices) -> Iterator[list[int]]:
-    """The list has a number once SIGINT or SIGTERM came. Of several hosts none can stop alone: there signals end the process, and
-    the run goes on from the newest checkpoint."""
+    """Yield a list that has a number once SIGINT or SIGTERM came. With several hosts none can stop alone: there
+    signals end the process, and the run goes on from the newest checkpoint."""
     asked: list[int] = []
     is_alone = not isinstance(devices.strategy, tf.distribute.MultiWorkerMirroredStrategy)
     signals = (signal.SIGINT, signal.SIGTERM) if is_alone else ()

@@ -1,4 +1,4 @@
-"""Held-out loss under XLA: the mean over all labels, dropout off, as the torch backend has it."""
+"""Compute the held-out loss under XLA: the mean over all labels, dropout off, as the torch backend has it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Sums = tuple[tf.Tensor, tf.Tensor]  # of the labels' losses, and their number
 
 
 class Evaluation:
-    """One program for each width of the batches."""
+    """The evaluation of a run, with one program for each width of the batches."""
 
     def __init__(self, model: XlaModel, devices: Devices) -> None:
         self.model, self.devices = model, devices

@@ -40,8 +40,8 @@ def shapes_of(batch: Mapping[str, Any]) -> Shapes:
 
 
 def loss_program(model: PreTrainedModel, shapes: Shapes, *, training: bool) -> Program:
-    """``training``: with dropout. Raises RequestError where the model has no loss, no static graph, or an operator that is not
-    lowered."""
+    """Return the loss as a program. ``training``: with dropout. Raise RequestError if the model has no loss, no
+    static graph, or an operator that is not lowered."""
     if "labels" not in shapes:
         raise RequestError(f"the batches have {', '.join(shapes)} and no labels; training needs labels")
     example = {name: torch.ones(shape, dtype=getattr(torch, dtype)) for name, (shape, dtype) in shapes.items()}
@@ -56,14 +56,16 @@ def loss_program(model: PreTrainedModel, shapes: Shapes, *, training: bool) -> P
 
 
 def shifts_labels(model: PreTrainedModel) -> bool:
-    """Whether the model predicts each label from the token before it: then the first label of a row never counts. Those do that
-    compute their loss by transformers' ForCausalLMLoss; loss_type alone says it of T5 too, and not of GPT-2."""
+    """Return whether the model predicts each label from the token before it: then the first label of a row never
+    counts. Models do that compute their loss by transformers' ForCausalLMLoss. loss_type alone says it of T5 too, and
+    not of GPT-2."""
     computes_by_it = "loss_function" in inspect.unwrap(type(model).forward).__code__.co_names
     return computes_by_it and model.loss_function is CAUSAL_LOSS.get()
 
 
 def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:
-    """Those that the mean was taken over. Rows where labels are numbers to regress or classes of a row."""
+    """Count the labels that the mean was taken over. These are rows if labels are numbers to regress or classes of a
+    row."""
     if not labels.dtype.is_integer or len(labels.shape) < 2:
         return tf.constant(float(labels.shape[0]))
     counted = labels[:, 1:] if shifted else labels
@@ -73,7 +75,8 @@ def count_labels(labels: tf.Tensor, *, shifted: bool) -> tf.Tensor:
 def loss_sum(
     program: Program, inputs: Mapping[str, Any], weights: Mapping[str, tf.Variable], seed: tf.Tensor, *, shifted: bool
 ) -> tuple[tf.Tensor, tf.Tensor]:  # fmt: skip
-    """(sum of the labels' losses, their number). A micro-batch without labels has the sum 0 and gradients of 0."""
+    """Return the sum of the labels' losses, and their number. A micro-batch without labels has the sum 0 and
+    gradients of 0."""
     labels = inputs["labels"]
     number = count_labels(labels, shifted=shifted)
     if labels.dtype.is_integer:

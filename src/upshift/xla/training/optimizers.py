@@ -35,7 +35,7 @@ class Optimizer(tf.Module):  # type: ignore[misc]  # tensorflow has no types
         return [self.state[key] for state in STATES[self.arguments.optim] if (key := f"{name}.{state}") in self.state]
 
     def scalars(self, step: int, learning_rate: float) -> dict[str, float]:
-        """Of optimizer step ``step``, counted from 0."""
+        """Return the numbers of optimizer step ``step``, counted from 0."""
         given = self.arguments
         return {
             "learning_rate": learning_rate,
@@ -44,7 +44,8 @@ class Optimizer(tf.Module):  # type: ignore[misc]  # tensorflow has no types
         }
 
     def update(self, weight: tf.Variable, states: list[tf.Variable], gradient: tf.Tensor, scalars: Scalars) -> tf.Operation:
-        """One weight, where it is. No weight decay on biases and norms (vectors), as transformers.Trainer has it."""
+        """Update one weight in place. Biases and norms (vectors) have no weight decay, as transformers.Trainer has
+        it."""
         given, rate = self.arguments, scalars["learning_rate"]
         decay = given.weight_decay if len(weight.shape) >= 2 else 0.0
         if given.optim == "sgd":

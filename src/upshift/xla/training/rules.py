@@ -16,7 +16,7 @@ SHAPES_OF_DATA = {"Where", "Unique", "UniqueV2", "DynamicPartition", "SetDiff1D"
 
 
 def check_rules(operations: Iterable[Any]) -> None:
-    """``operations``: of a traced graph. Raises RequestError naming the first that breaks a rule."""
+    """Check the ``operations`` of a traced graph. Raise RequestError naming the first that breaks a rule."""
     for operation in operations:
         if operation.type in BRANCHES:
             raise RequestError(f"{operation.name} branches on data ({operation.type}); XLA compiles it for every step anew")
@@ -31,5 +31,5 @@ def dynamic_dimensions(stablehlo: str) -> int:
 
 
 def custom_calls(stablehlo: str) -> list[str]:
-    """Work that XLA hands to a kernel outside of the program, which a TPU may not have."""
+    """Return the work that XLA hands to a kernel outside of the program, which a TPU may not have."""
     return re.findall(r"custom_call @(\w+)", stablehlo)

@@ -47,7 +47,8 @@ class Step:
         return int(self.function.experimental_get_tracing_count())
 
     def __call__(self, batch: Mapping[str, np.ndarray], scalars: Mapping[str, float], seed: tuple[int, int]) -> Results:
-        """``batch``: of all replicas. Raises JobFailed where it is traced for a shape that was not planned."""
+        """Run the step on the ``batch`` of all replicas. Raise JobFailed if it is traced for a shape that was not
+        planned."""
         given = {name: tf.constant(value, tf.float32) for name, value in scalars.items()}
         made: Results = self.function(divided(batch, self.devices), given, tf.constant(seed, tf.int32))
         if self.num_traces > self.max_traces:
@@ -79,7 +80,7 @@ class Step:
         return loss / number, norm
 
     def _update_all(self, strategy: Any, gradients: list[Any], scalars: Scalars) -> None:
-        """All replicas have the same gradients; each updates its own copy."""
+        """Update all replicas. They have the same gradients, and each updates its own copy."""
         for (name, weight), gradient in zip(self.optimizer.trained.items(), gradients, strict=True):
             states = self.optimizer.states_of(name)
 
@@ -89,7 +90,7 @@ class Step:
             strategy.extended.update(weight, update, args=(gradient, scalars, *states), group=False)
 
     def _clipped(self, gradients: list[tf.Tensor], number: tf.Tensor) -> tuple[list[tf.Tensor], tf.Tensor]:
-        """Means over all labels, cut to the norm that is allowed, as torch.nn.utils.clip_grad_norm_ does."""
+        """Return means over all labels, cut to the norm that is allowed, as torch.nn.utils.clip_grad_norm_ does."""
         means = [gradient / number for gradient in gradients]
         norm = tf.linalg.global_norm(means)
         limit = self.optimizer.arguments.max_grad_norm
@@ -99,7 +100,7 @@ class Step:
         return [gradient * scale for gradient in means], norm
 
     def _gradients(self, batch: Batch, seed: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor, list[tf.Tensor]]:
-        """Sums over a replica's micro-batches, one after the other."""
+        """Return sums over a replica's micro-batches, one after the other."""
         parts = self.optimizer.arguments.gradient_accumulation_steps
         if parts == 1:
             return self._of_micro_batch(batch, seed)

@@ -1,7 +1,7 @@
-"""Which devices a run takes: a TPU where one answers, else the hosts of TF_CONFIG, else all devices of this host, else one.
+"""Choose the devices of a run: a TPU if one answers, else the hosts of TF_CONFIG, else all devices of this host, else
+one.
 
-Each choice carries its reason, which is shown.
-"""
+Each choice carries its reason, which is shown."""
 
 from __future__ import annotations
 
@@ -29,12 +29,13 @@ class Devices:
 
     @property
     def is_chief(self) -> bool:
-        """The one process that writes."""
+        """Return whether this is the one process that writes."""
         return self.strategy is None or bool(self.strategy.extended.should_save_summary)
 
 
 def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]:
-    """Rows of the global batch, in order, to the replicas. Of several hosts each has the whole and takes its own."""
+    """Divide the rows of the global batch, in order, among the replicas. With several hosts, each has the whole and
+    takes its own."""
     strategy, number = devices.strategy, devices.num_replicas
     if strategy is None:
         return {name: tf.constant(value) for name, value in batch.items()}
@@ -52,7 +53,7 @@ def divided(batch: Mapping[str, np.ndarray], devices: Devices) -> dict[str, Any]
 
 
 def choose_devices() -> Devices:
-    """Raises RequestError where a TPU is named and does not answer."""
+    """Return the devices. Raise RequestError if a TPU is named and does not answer."""
     tpu = _tpu()
     if tpu is not None:
         return tpu

@@ -1,1 +1,1 @@
-"""One file an engine, behind one protocol."""
+"""Hold the encoding engines, one file an engine, behind one protocol."""

@@ -1,4 +1,4 @@
-"""CTranslate2 on the CPU: encoders in the form of BERT, of which it computes no padding, in fp32 or with int8 products."""
+"""Run encoders in the form of BERT in CTranslate2 on the CPU, in fp32 or with int8 products. It computes no padding."""
 
 from __future__ import annotations
 

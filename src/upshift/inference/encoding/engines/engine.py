@@ -1,4 +1,4 @@
-"""What every engine is to the rest: batches in, arrays out."""
+"""Define the protocol of every encoding engine: batches in, arrays out."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from upshift.models.source import ModelSource
 
 class Engine(Protocol):
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Each batch with token states [B, S, H], class scores [B, C], or logits of tokens [B, S, L], in fp32; in any order."""
+        """Yield each batch with token states [B, S, H], class scores [B, C], or logits of tokens [B, S, L], in fp32,
+        in any order."""
         ...
 
 
 class Build(NamedTuple):
-    """What an engine is built from. ``folder``: its own, kept between runs; ``examples``: batches to calibrate on."""
+    """The parts that an engine is built from. ``folder`` is the engine's own and is kept between runs. ``examples``
+    are batches to calibrate on."""
 
     source: ModelSource
     recipe: Recipe
@@ -36,7 +38,8 @@ class Build(NamedTuple):
 def in_order(
     batches: Iterable[Batch], start: Callable[[Batch], Callable[[], np.ndarray]], *, at_once: int
 ) -> Iterator[tuple[Batch, np.ndarray]]:
-    """``start`` begins a batch and gives what waits for its output: ``at_once`` of them run, waited for in their order."""
+    """Yield each batch with its output, in order. ``start`` begins a batch and returns the function that waits for
+    its output. ``at_once`` batches run at the same time."""
     running: deque[tuple[Batch, Callable[[], np.ndarray]]] = deque()
     for batch in batches:
         if len(running) == at_once:

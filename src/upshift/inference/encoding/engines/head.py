@@ -1,4 +1,4 @@
-"""What a classifier does to the token states of its encoder, where an engine has computed those: transformers' own modules."""
+"""Compute a classifier's head by transformers' own modules, from token states that an engine has computed."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Head:
         setattr(model, model.base_model_prefix, self.given)
 
     def __call__(self, batch: Batch, states: np.ndarray) -> np.ndarray:
-        """states [B, S, H] -> class scores [B, C], or logits of tokens [B, S, L]."""
+        """Return class scores [B, C], or logits of tokens [B, S, L], from states [B, S, H]."""
         self.given.states = torch.from_numpy(states)
         with computing(self.setup):
             found: np.ndarray = self.forward(torch.from_numpy(batch.ids), torch.from_numpy(batch.mask)).numpy()
@@ -30,7 +30,8 @@ class Head:
 
 
 class _Given(torch.nn.Module):
-    """In the encoder's place: gives the states that were computed elsewhere, and pools them as the encoder does."""
+    """A stand-in for the encoder. It gives the states that were computed elsewhere, and pools them as the encoder
+    does."""
 
     def __init__(self, pooler: torch.nn.Module | None) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Computes nothing: what batching, padding and pooling alone take."""
+"""Compute nothing, to measure what batching, padding and pooling alone take."""
 
 from __future__ import annotations
 

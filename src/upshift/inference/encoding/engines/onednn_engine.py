@@ -1,8 +1,8 @@
-"""oneDNN's fused products under PyTorch: the model exported once, its weights in oneDNN's own order, several batches at once.
+"""Run oneDNN's fused products under PyTorch: the model is exported once, its weights are in oneDNN's own order, and
+several batches run at once.
 
-A batch of a few hundred tokens stays in one core's caches, so each core computes a batch of its own, by one thread: nobody
-waits for another core inside of a layer.
-"""
+A batch of a few hundred tokens stays in one core's caches. So each core computes a batch of its own, by one thread,
+and no core waits for another inside of a layer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class OneDnnEngine:
 
 
 def _exported(build: Build) -> torch.fx.GraphModule:
-    """For any number of rows and tokens. Raises RequestError where the model's code does not allow that."""
+    """Return the model exported for any number of rows and tokens. Raise RequestError if the model's code does not
+    allow that."""
     forward = load_forward(build.source, build.recipe).to(DTYPES[build.setup.precision])
     ids = torch.zeros(UNLIKE, dtype=torch.int64)
     mask = torch.ones_like(ids)

@@ -1,9 +1,8 @@
-"""A model's exported graph, rewritten for oneDNN on a CPU: the same numbers by fewer and quicker kernels.
+"""Rewrite a model's exported graph for oneDNN on a CPU: the same numbers by fewer and quicker kernels.
 
-Weights are put once into the order that oneDNN's kernels read; products of one input become one; an activation or a residual
-sum is computed while a product is still in registers; in bf16 attention over short rows is two batched products, which take
-half of what PyTorch's flash kernel takes there. The rest of the graph stays as it is.
-"""
+Weights are put once into the order that oneDNN's kernels read. Products of one input become one. An activation or a
+residual sum is computed while a product is still in registers. In bf16, attention over short rows is two batched
+products, which take half of what PyTorch's flash kernel takes there. The rest of the graph stays as it is."""
 
 from __future__ import annotations
 
@@ -25,7 +24,8 @@ SHORT = 512  # tokens of a row: longer ones' scores would not stay in a core's c
 
 
 def for_onednn(module: GraphModule, *, batch_tokens: int) -> GraphModule:
-    """``module``: of ``torch.export``, on the CPU; it is changed in place. ``batch_tokens``: of the usual input."""
+    """Rewrite ``module`` (of ``torch.export``, on the CPU) in place. ``batch_tokens`` is the number of tokens of the
+    usual input."""
     graph = module.graph
     for node in list(graph.nodes):
         if node.target is METADATA_CHECK.get():
@@ -54,8 +54,8 @@ def _products(graph: Graph) -> list[Node]:
 
 
 def _join(module: GraphModule, first: Node) -> None:
-    """Products of one input, such as queries, keys and values: one product of all their weights, and parts of its output.
-    ``first``: of them in the graph's order."""
+    """Replace products of one input, such as queries, keys and values, by one product of all their weights, and parts
+    of its output. ``first`` is the first of them in the graph's order."""
     source: Any = first.args[0]  # torch's type of an argument is a union of all that a graph may hold
     products = [user for user in source.users if user.target is aten.linear.default and user.args[0] is source]
     given: list[list[Any]] = [[one for one in product.args[1:] if one is not None] for product in products]
@@ -78,7 +78,7 @@ def _join(module: GraphModule, first: Node) -> None:
 
 
 def _joined(module: GraphModule, weights: tuple[Node, ...]) -> Node:
-    """Once, however many layers share them."""
+    """Join weights once, however many layers share them."""
     name = "_".join(("joined", *(str(weight.target).replace(".", "_") for weight in weights)))
     if not hasattr(module, name):
         module.register_buffer(name, torch.cat([_tensor(module, weight) for weight in weights]))
@@ -86,14 +86,14 @@ def _joined(module: GraphModule, weights: tuple[Node, ...]) -> Node:
 
 
 class _Packed:
-    """Weights in oneDNN's order, each once, however many layers share it."""
+    """Weights in oneDNN's order. Each is packed once, however many layers share it."""
 
     def __init__(self, module: GraphModule, batch_tokens: int) -> None:
         self.module, self.batch_tokens = module, batch_tokens
         self._names: dict[str, str] = {}
 
     def product(self, product: Node, residual: Node | None, activation: str, form: str) -> Node:
-        """One kernel for the product and what follows it, where the graph stands now."""
+        """Insert one kernel for the product and what follows it, at the current place of the graph."""
         arguments: tuple[Any, ...] = product.args
         source, weight, *bias = arguments
         graph, given = self.module.graph, bias[0] if bias else None
@@ -116,7 +116,7 @@ class _Packed:
 
 
 def _fuse(packed: _Packed, product: Node) -> None:
-    """``product``, with the activation or the sum that alone takes its output, by one kernel."""
+    """Replace ``product``, with the activation or the sum that alone takes its output, by one kernel."""
     graph, last, activation, form = packed.module.graph, product, "none", ""
     residual: Any = None
     follower = next(iter(product.users)) if len(product.users) == 1 else None
@@ -135,7 +135,7 @@ def _fuse(packed: _Packed, product: Node) -> None:
 
 
 def _adds_alike(node: Node) -> bool:
-    """Two different tensors of one shape and dtype."""
+    """Return whether the node adds two different tensors of one shape and dtype."""
     terms = [one for one in node.args if isinstance(one, Node)]
     if node.target is not aten.add.Tensor or node.kwargs or len(terms) != len(node.args):
         return False
@@ -144,7 +144,8 @@ def _adds_alike(node: Node) -> bool:
 
 
 def _attend(node: Node, biases: dict[Node, Node]) -> None:
-    """Attention in bf16 with a mask and as many heads of keys as of queries; other attention stays PyTorch's own."""
+    """Replace attention in bf16 with a mask and as many heads of keys as of queries. Other attention stays PyTorch's
+    own."""
     arguments: list[Any] = [*node.args, *[None] * max(0, 4 - len(node.args))]
     query, key, _, mask, *more = arguments
     plain = not any(more) and not {*node.kwargs} - {"scale", "attn_mask"}
@@ -163,7 +164,8 @@ def _attend(node: Node, biases: dict[Node, Node]) -> None:
 
 
 def _score_bias(mask: torch.Tensor, query: torch.Tensor) -> torch.Tensor | None:
-    """``mask``: broadcast to [B, H, S, S], False where nothing is seen, or what is added to scores -> [B * H, S, S]."""
+    """Return the bias of scores, [B * H, S, S]. ``mask`` can be broadcast to [B, H, S, S]. It is False where nothing
+    is seen, or holds numbers that are added to scores."""
     rows, heads, length, _ = query.shape
     if length > SHORT:
         return None
@@ -176,7 +178,8 @@ def _attention(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor, bias: torch.Tensor | None,
     scale: float | None,
 ) -> torch.Tensor:  # fmt: skip
-    """[B, H, S, D] each -> [B, H, S, D]. ``bias``: of ``_score_bias``; None: PyTorch's own kernel."""
+    """Return attention [B, H, S, D] of queries, keys and values [B, H, S, D]. ``bias`` is from ``_score_bias``. With
+    None PyTorch's own kernel computes."""
     if bias is None:
         return torch.nn.functional.scaled_dot_product_attention(query, key, value, attn_mask=mask, scale=scale)
     rows, heads, length, width = query.shape
@@ -186,7 +189,8 @@ def _attention(
 
 
 def _softmax(scores: torch.Tensor) -> torch.Tensor:
-    """Of bf16. Rows that are shorter than a register PyTorch's kernel goes through one by one, in twice the time of this."""
+    """Return the softmax of bf16 scores. PyTorch's kernel goes through rows that are shorter than a register one by
+    one, in twice the time of this."""
     if scores.shape[-1] >= VECTOR:
         return scores.softmax(-1)
     found = scores.float()
@@ -201,7 +205,7 @@ def _tensor(module: GraphModule, node: Node) -> torch.Tensor:
 
 
 def _drop_unused(module: GraphModule) -> None:
-    """Weights that the graph does not read any more, which would be held twice."""
+    """Delete the weights that the graph does not read any more, which would be held twice."""
     used = {node.target for node in module.graph.nodes if node.op == "get_attr"}
     for name, _ in [*module.named_parameters(), *module.named_buffers()]:
         if name not in used:

@@ -1,4 +1,5 @@
-"""ONNX Runtime on the CPU: the model exported once, in fp32 or with int8 weights and activations quantized as they come."""
+"""Run ONNX Runtime on the CPU. The model is exported once, in fp32 or with int8 weights and activations that are
+quantized as they come."""
 
 from __future__ import annotations
 

@@ -1,4 +1,5 @@
-"""OpenVINO on the CPU: the model converted once, products in fp32, bf16, or int8 calibrated on the user's own texts."""
+"""Run OpenVINO on the CPU. The model is converted once, with products in fp32, bf16, or int8 calibrated on the user's
+own texts."""
 
 from __future__ import annotations
 
@@ -54,8 +55,10 @@ class OpenVinoEngine:
         self.requests = [compiled.create_infer_request() for _ in range(number)]
 
     def outputs(self, batches: Iterable[Batch]) -> Iterator[tuple[Batch, np.ndarray]]:
-        """Each on a part of the cores. Without Python callbacks: a thread that wants the interpreter's lock for one while the
-        model is being deleted waits for ever (OpenVINO 2026.4)."""
+        """Yield each batch with its output, each computed on a part of the cores.
+
+        No Python callbacks are used: a thread that wants the interpreter's lock for one while the model is being
+        deleted waits for ever (OpenVINO 2026.4)."""
         requests = cycle(self.requests)  # the next one is the one that ended last
 
         def start(batch: Batch) -> Callable[[], np.ndarray]:
@@ -86,7 +89,7 @@ def _rounded(build: Build, model: Any) -> Any:
 
 
 def calibrated(model: Any, examples: list[Batch]) -> Any:
-    """Weights and what they are multiplied with in 8 bits."""
+    """Return the model with weights, and what they are multiplied with, in 8 bits."""
     import nncf
     from nncf.quantization.advanced_parameters import AdvancedQuantizationParameters, AdvancedSmoothQuantParameters
 

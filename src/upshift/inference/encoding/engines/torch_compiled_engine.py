@@ -1,4 +1,5 @@
-"""transformers and PyTorch with compiled layers: one compilation for all layers that are alike, and for all lengths."""
+"""Run transformers and PyTorch with compiled layers: one compilation for all layers that are alike, and for all
+lengths."""
 
 from __future__ import annotations
 

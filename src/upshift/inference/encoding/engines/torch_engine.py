@@ -1,4 +1,4 @@
-"""transformers and PyTorch, kernel by kernel: the reference of every other engine."""
+"""Run transformers and PyTorch kernel by kernel. This is the reference of every other engine."""
 
 from __future__ import annotations
 

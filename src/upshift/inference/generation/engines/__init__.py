@@ -1,1 +1,1 @@
-"""One file an engine, behind one protocol."""
+"""Hold the generation engines, one file an engine, behind one protocol."""

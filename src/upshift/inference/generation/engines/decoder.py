@@ -1,4 +1,5 @@
-"""What every engine that generates is to the rest: tokens in, the logits of the next ones out. It keeps keys and values."""
+"""Define the protocol of every generation engine: tokens in, the logits of the next ones out. The engine keeps keys
+and values."""
 
 from __future__ import annotations
 
@@ -14,7 +15,7 @@ from upshift.models.source import ModelSource
 
 
 class Prefix(NamedTuple):
-    """What prompts begin with: an engine's keys and values, in its own form, of at least so many tokens."""
+    """The beginning of prompts: an engine's keys and values, in its own form, of at least ``length`` tokens."""
 
     length: int
     states: Any
@@ -24,7 +25,7 @@ NO_ROWS = np.zeros((0, 0), dtype=np.int64)
 
 
 class Decoder(Protocol):
-    """Rows are sequences that are being generated, in the order of their admission."""
+    """An engine that generates. Rows are sequences that are being generated, in the order of their admission."""
 
     weight_bytes: int  # read for every step
     joins: bool  # rows can be admitted beside others, and go on from a prefix
@@ -32,45 +33,48 @@ class Decoder(Protocol):
     mixes: bool  # prompts, also parts of them, and the next tokens of other rows in one pass
 
     def compute(self, tokens: Sequence[int]) -> Prefix:
-        """Of an engine that joins: apart from the rows."""
+        """Compute a prefix apart from the rows, in an engine that joins."""
         ...
 
     def of_row(self, row: int) -> Prefix:
-        """Of an engine that joins: what a row has so far, but for the token that ``step`` would be given."""
+        """Return a row's keys and values so far, in an engine that joins. The token that ``step`` would be given is
+        not among them."""
         ...
 
     def admit(self, prompts: Sequence[Sequence[int]], prefix: Prefix | None = None) -> np.ndarray:
-        """Token ids of N rows more, behind those that are there -> their logits [N, V] fp32. All begin with the prefix, which
-        is shorter than any of them."""
+        """Add N rows with these token ids behind the present rows. Return their logits [N, V] fp32. All prompts begin
+        with the prefix, which is shorter than any of them."""
         ...
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
-        """tokens [R]: the next of each row -> logits [R, V] fp32."""
+        """Return logits [R, V] fp32 from tokens [R], the next of each row."""
         ...
 
     def join(self, prefix: Prefix | None = None) -> None:
-        """Of an engine that mixes: a row more, behind those that are there, of which nothing but the prefix is computed."""
+        """Add a row behind the present rows, in an engine that mixes. Only its prefix is computed so far."""
         ...
 
     def advance(self, tokens: Sequence[Sequence[int]]) -> np.ndarray:
-        """Of an engine that mixes: one or more tokens that come next in each row -> logits behind each row's last [R, V] fp32."""
+        """Add one or more next tokens to each row, in an engine that mixes. Return the logits behind each row's last
+        token [R, V] fp32."""
         ...
 
     def extend(self, tokens: Sequence[int]) -> np.ndarray:
-        """Of an engine that extends, while one row is there: its next tokens -> the logits behind each [S, V] fp32."""
+        """Add the next tokens of the only row, in an engine that extends. Return the logits behind each of them [S,
+        V] fp32."""
         ...
 
     def cut(self, tokens: int) -> None:
-        """Of an engine that extends: so many of the last ones are none of the row's."""
+        """Remove the last ``tokens`` tokens from the row, in an engine that extends."""
         ...
 
     def keep(self, rows: list[int]) -> None:
-        """Only these, in this order; none: as new."""
+        """Keep only these rows, in this order. No rows: the decoder is as new."""
         ...
 
 
 class NoMixing:
-    """Of an engine that does not."""
+    """A base class of engines that do not mix."""
 
     mixes = False
 
@@ -82,7 +86,7 @@ class NoMixing:
 
 
 class NoExtension(NoMixing):
-    """Of an engine that does not extend, either."""
+    """A base class of engines that neither mix nor extend."""
 
     extends = False
 
@@ -94,7 +98,8 @@ class NoExtension(NoMixing):
 
 
 class DecoderBuild(NamedTuple):
-    """What a decoder is built from. ``folder``: its own, kept between runs. ``where``: of one that runs partly from the disk."""
+    """The parts that a decoder is built from. ``folder`` is its own and is kept between runs. ``where`` is for a
+    decoder that runs partly from the disk."""
 
     source: ModelSource
     setup: EngineSetup
@@ -103,7 +108,7 @@ class DecoderBuild(NamedTuple):
 
 
 class Padding:
-    """Which places of the cache are padding, of every row: [R, T] of 0 and 1, padded on the left."""
+    """The mask of every row's places in the cache, [R, T] of 0 and 1, padded on the left."""
 
     def __init__(self) -> None:
         self.mask = NO_ROWS
@@ -113,8 +118,8 @@ class Padding:
         return len(self.mask)
 
     def admit(self, mask: np.ndarray) -> tuple[int, int, int]:
-        """How many places of the rows that are there fall away, because all are padding; then by how many they, and the new
-        rows, are padded to one length."""
+        """Return how many places of the present rows fall away, because all are padding. Then return by how many the
+        present and the new rows are padded to one length."""
         dropped = int(self.mask.any(0).argmax()) if self.mask.size else 0
         before = self.mask[:, dropped:]
         longest = max(before.shape[1], mask.shape[1])
@@ -122,7 +127,7 @@ class Padding:
         return dropped, longest - before.shape[1], longest - mask.shape[1]
 
     def step(self) -> np.ndarray:
-        """A place more of each row -> its position, [R, 1]."""
+        """Add a place to each row. Return its position, [R, 1]."""
         self.mask = np.concatenate([self.mask, np.ones((self.rows, 1), dtype=np.int64)], axis=1)
         found: np.ndarray = self.mask.sum(1, keepdims=True) - 1
         return found

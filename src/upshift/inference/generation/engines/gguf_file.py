@@ -1,4 +1,4 @@
-"""A model's weights as llama.cpp's GGUF file, written tensor by tensor of safetensors; llama.cpp itself rounds them."""
+"""Write a model's weights as llama.cpp's GGUF file, tensor by tensor of safetensors. llama.cpp itself rounds them."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ WHOLE = "ALL_F32"
 
 
 def make(source: ModelSource, folder: Path, weights: str, threads: int) -> Path:
-    """Its file of this llama_ftype, which llama.cpp makes of that in fp32. Each is put in place whole."""
+    """Return the model's file of this llama_ftype, which llama.cpp makes from the fp32 file. Each file is put in
+    place whole."""
     text: Any = read_config(source).get_text_config(decoder=True)
     family_of(text)  # refused before anything is loaded
     plain, path = folder / f"{WHOLE}.gguf", folder / f"{weights}.gguf"

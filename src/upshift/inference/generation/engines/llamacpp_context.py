@@ -1,5 +1,5 @@
-"""Sequences of tokens in llama.cpp, whose keys and values share one buffer: a place that other sequences use is skipped, and what
-several begin with is there once."""
+"""Keep sequences of tokens in llama.cpp. Their keys and values share one buffer: a place that other sequences use is
+skipped, and a beginning that several share is there once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ LONG = 1024  # places from which on flash attention is as quick for one sequence
 
 
 class LlamaCppContext:
-    """``cache``: ggml's type of keys and values, such as F16. ``several``: sequences are to be there at once."""
+    """A context of llama.cpp. ``cache`` is ggml's type of keys and values, such as F16. ``several``: several
+    sequences are to be there at once."""
 
     def __init__(self, path: Path, cache: str, threads: int, *, several: bool) -> None:
         self._library = llamacpp()
@@ -36,7 +37,7 @@ class LlamaCppContext:
         self._free: Any = None
 
     def ask_room(self, sequences: int, places: int) -> None:
-        """Makes the buffer larger, with all that it holds, where it is too small for so many."""
+        """Make the buffer larger, with all that it holds, if it is too small for so many sequences and places."""
         if sequences <= self._sequences and places <= self._places:
             return
         held = None
@@ -58,7 +59,8 @@ class LlamaCppContext:
             raise JobFailed(f"llama.cpp could not go on in a larger buffer: {self._library.said}")
 
     def run(self, tokens: np.ndarray, positions: np.ndarray, sequences: np.ndarray, asked: np.ndarray) -> np.ndarray:
-        """Of T tokens, each in a sequence, those of one in their order; ``asked`` [T]: whose logits -> [asked, V] fp32."""
+        """Compute T tokens, each in a sequence, those of one sequence in their order. ``asked`` [T] says whose logits
+        are wanted. Return them as [asked, V] fp32."""
         found = []
         for start in range(0, len(tokens), BATCH):
             part = slice(start, start + BATCH)
@@ -69,11 +71,11 @@ class LlamaCppContext:
         self._api.llama_memory_seq_cp(self._memory, one, other, -1, -1)
 
     def drop(self, sequence: int, first: int = -1) -> None:
-        """Its places, from ``first`` on."""
+        """Drop the sequence's places, from ``first`` on."""
         self._api.llama_memory_seq_rm(self._memory, sequence, first, -1)
 
     def state(self, sequence: int) -> Any:
-        """Its keys and values, as bytes of llama.cpp's own."""
+        """Return the sequence's keys and values, as bytes of llama.cpp's own."""
         held = (c_uint8 * self._api.llama_state_seq_get_size(self._context, sequence))()
         self._api.llama_state_seq_get_data(self._context, held, len(held), sequence)
         return held

@@ -1,4 +1,4 @@
-"""llama.cpp on the CPU, from a GGUF file that is made of the model's own weights."""
+"""Run llama.cpp on the CPU, from a GGUF file that is made of the model's own weights."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PREFIX = 0  # the sequence of what prompts begin with
 
 
 class Kind(NamedTuple):
-    """In llama.cpp's words. Products of rounded weights round activations, too: to 16 bits, or to 8."""
+    """A precision in llama.cpp's words. Products of rounded weights round activations, too: to 16 bits, or to 8."""
 
     weights: str
     cache: str  # keys and values
@@ -38,14 +38,14 @@ class Row(NamedTuple):
 
 
 class State(NamedTuple):
-    """Of a sequence: its keys and values as bytes of llama.cpp's own, and its tokens."""
+    """The state of a sequence: its keys and values as bytes of llama.cpp's own, and its tokens."""
 
     held: Any
     tokens: int
 
 
 class LlamaCppDecoder(NoExtension):
-    """Rows are of different lengths as they are: there is no padding."""
+    """The decoder of llama.cpp. Rows have different lengths as they are: there is no padding."""
 
     joins = True
 
@@ -118,7 +118,7 @@ class LlamaCppDecoder(NoExtension):
         return self._shared + sum(row.length - row.shared for row in self._rows)
 
     def _run(self, tokens: np.ndarray, rows: list[Row], sizes: list[int]) -> np.ndarray:
-        """New tokens, so many of each of these rows -> the logits behind the last of each."""
+        """Compute new tokens, ``sizes`` of each of these rows. Return the logits behind the last of each."""
         self._context.ask_room(max(row.sequence for row in rows) + 1, self._used + len(tokens))
         last = np.zeros(len(tokens), dtype=bool)
         last[np.cumsum(sizes) - 1] = True

@@ -1,4 +1,4 @@
-"""llama.cpp's library, loaded once, which tells its errors to us instead of the terminal."""
+"""Load llama.cpp's library once. It reports its errors to Upshift instead of the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Computes nothing: what padding, choosing tokens and keeping rows alone take."""
+"""Compute nothing, to measure what padding, choosing tokens and keeping rows alone take."""
 
 from __future__ import annotations
 

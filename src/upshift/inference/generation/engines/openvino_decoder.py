@@ -1,4 +1,5 @@
-"""OpenVINO on the CPU: keys and values in pages where it knows the model's attention, in the model's own states elsewhere."""
+"""Run OpenVINO on the CPU. Keys and values are in pages where OpenVINO knows the model's attention, and in the
+model's own states elsewhere."""
 
 from __future__ import annotations
 
@@ -58,7 +59,7 @@ def _file(build: DecoderBuild) -> Path:
 
 
 def made(folder: Path, export: Callable[[], Any], setup: EngineSetup) -> Path:
-    """The model of this precision, made where ``folder`` has none."""
+    """Return the model of this precision. Make it if ``folder`` has none."""
     from upshift.inference.generation.engines.openvino_export import int4_weights
     from upshift.inference.generation.engines.openvino_mixed import mixed_weights
 

@@ -1,8 +1,8 @@
-"""A causal language model of transformers as an OpenVINO model that keeps its keys and values between calls.
+"""Export a causal language model of transformers as an OpenVINO model that keeps its keys and values between calls.
 
-Inputs: input_ids [R, S], attention_mask [R, T], position_ids [R, S] where the model takes them, beam_idx [R]: rows of the cache
-that these rows go on with. Output: logits [R, 1, V] of the last token. OpenVINO's generation library reads it, too.
-"""
+Inputs: input_ids [R, S], attention_mask [R, T], position_ids [R, S] where the model takes them, beam_idx [R]: rows of
+the cache that these rows go on with. Output: logits [R, 1, V] of the last token. OpenVINO's generation library reads
+it, too."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def int4_weights(model: Any, texts: Sequence[Sequence[int]] = ()) -> Any:
 
 
 def _inputs(ids: Sequence[int], names: Collection[str]) -> dict[str, np.ndarray]:
-    """Of one text from its first token on."""
+    """Return the inputs of one text from its first token on."""
     row = np.array([ids], dtype=np.int64)
     given: dict[str, np.ndarray] = {
         "input_ids": row, "attention_mask": np.ones_like(row), "position_ids": np.arange(row.size)[None],
@@ -51,7 +51,8 @@ def export(source: ModelSource) -> Any:
 
 
 def _example(model: Any, *, rows: int, cached: int, new: int) -> tuple[Any, ...]:
-    """Of tokens that differ, so that a mixture of experts sends them different ways; the first one cached is padding."""
+    """Return inputs of tokens that differ, so that a mixture of experts sends them different ways. The first cached
+    token is padding."""
     import torch
 
     tokens = torch.arange(rows * (cached + new)).reshape(rows, -1) % model.config.get_text_config(decoder=True).vocab_size

@@ -1,8 +1,9 @@
-"""Which weights keep 16 bits beside others in 8: those that come first, as what is lost there goes through all that follows.
+"""Choose which weights keep 16 bits beside others in 8: those that come first, as what is lost there goes through all
+that follows.
 
-Of a Llama of 12 layers with random weights the first one had 0.73 of what the cosine of logits lost with 8 bits everywhere, the
-first four 0.93, the last and the head 0.01 each (docs/log.md). Embeddings are looked up, not multiplied: they cost no time.
-"""
+In a Llama of 12 layers with random weights, the first layer had 0.73 of what the cosine of logits lost with 8 bits
+everywhere, the first four 0.93, the last and the head 0.01 each (docs/log.md). Embeddings are looked up, not
+multiplied: they cost no time."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ LARGEST = 127
 
 
 def mixed_weights(model: Any) -> Any:
-    """Matrices in 8 bits, scaled by output, but for the first third of them; that, and all else, in fp16."""
+    """Round matrices to 8 bits, scaled by output, but for the first third of them. That third, and all else, is in
+    fp16."""
     from openvino import opset13
 
     products = [(node, node.input_value(1).get_node()) for node in model.get_ordered_ops() if _is_rounded(node)]
@@ -35,7 +37,8 @@ def mixed_weights(model: Any) -> Any:
 
 
 def _is_rounded(node: Any) -> bool:
-    """Products with a matrix of weights; those of several experts in one stay as they are."""
+    """Return whether the node is a product with a matrix of weights. Those of several experts in one stay as they
+    are."""
     if node.get_type_name() != "MatMul":
         return False
     weights = node.input_value(1).get_node()
@@ -43,7 +46,7 @@ def _is_rounded(node: Any) -> bool:
 
 
 def eight_bits(weights: np.ndarray, *, outputs: int) -> tuple[np.ndarray, np.ndarray]:
-    """Of a matrix, int8, and a scale of each output, which is this axis of it."""
+    """Return a matrix as int8, and a scale of each output. ``outputs`` is the axis of the outputs."""
     scales = np.abs(weights).max(1 - outputs, keepdims=True).astype(np.float32) / LARGEST
     scales = np.where(scales > 0.0, scales, np.float32(1.0))
     return np.rint(weights / scales).astype(np.int8), scales

@@ -1,4 +1,4 @@
-"""Operators of torch that OpenVINO's converter does not know, in those that it does."""
+"""Convert operators of torch that OpenVINO's converter does not know into those that it knows."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def operators() -> list[Any]:
 
 
 def _histc(node: Any) -> Any:
-    """Mixtures of experts count the tokens of each expert so."""
+    """Convert aten::histc, with which mixtures of experts count the tokens of each expert."""
     from openvino import opset13
 
     values = node.get_input(0)

@@ -1,8 +1,8 @@
-"""OpenVINO on the CPU with paged attention (Kwon and others, arXiv:2309.06180): keys and values lie in pages, which sequences
-take as they grow, so nothing is moved when one joins or leaves, and rows of different lengths are computed without padding.
+"""Run OpenVINO on the CPU with paged attention (Kwon and others, arXiv:2309.06180).
 
-The model is the one that keeps states, its attention exchanged for OpenVINO's own over pages.
-"""
+Keys and values lie in pages, which sequences take as they grow. So nothing is moved when one joins or leaves, and
+rows of different lengths are computed without padding. The model is the one that keeps states, its attention
+exchanged for OpenVINO's own over pages."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ class OpenVinoPages:
         return Prefix(row.length, [pool.data[pages] for pool in self._pools])
 
     def _run(self, rows: list[Row], tokens: Sequence[Sequence[int]]) -> np.ndarray:
-        """New tokens of each -> the logits behind the last [R, V]; what is long in parts."""
+        """Compute new tokens of each row, long ones in parts. Return the logits behind the last token [R, V]."""
         width, longest = max(PASS_TOKENS // len(rows), 1), max(map(len, tokens))
         if longest <= width:
             return self._pass(rows, tokens)
@@ -109,7 +109,8 @@ class OpenVinoPages:
         return np.stack([found[place] for place in range(len(rows))])
 
     def _pass(self, rows: list[Row], tokens: Sequence[Sequence[int]], told: np.ndarray | None = None) -> np.ndarray:
-        """``told``: places among the tokens of all rows, behind which logits are wanted; None: each row's last."""
+        """Run one pass. ``told`` holds places among the tokens of all rows, behind which logits are wanted. None:
+        each row's last."""
         past, sizes = [row.length for row in rows], [len(part) for part in tokens]
         for row, size in zip(rows, sizes, strict=True):
             self._take(row, size)
@@ -135,8 +136,8 @@ class OpenVinoPages:
         return found
 
     def _infer(self, given: list[tuple[Any, np.ndarray]]) -> None:
-        """By tensors over arrays that are kept while their shapes stay the same: each that is set takes a hundredth of a
-        millisecond here, and makes the pass begin later."""
+        """Run the model with tensors over arrays that are kept while their shapes stay the same. Each tensor that is
+        set takes a hundredth of a millisecond here, and delays the pass."""
         import openvino
 
         for name, value in given:
@@ -150,7 +151,7 @@ class OpenVinoPages:
         self._request.wait()
 
     def _take(self, row: Row, more: int) -> None:
-        """Pages for so many tokens more."""
+        """Take pages for ``more`` tokens."""
         missing = -(-(row.length + more) // self._page) - len(row.pages)
         while missing > len(self._free):
             self._grow(2 * self._pools[0].pages)
@@ -184,7 +185,8 @@ class Pool:
 
 
 def paged(model: Any) -> Any | None:
-    """The model, which is changed; None where OpenVINO finds no attention that it knows, or not all of it."""
+    """Return the model, which is changed in place, or None if OpenVINO finds no attention that it knows, or not all
+    of it."""
     from openvino import PartialShape, opset13
 
     states = len(model.get_variables())

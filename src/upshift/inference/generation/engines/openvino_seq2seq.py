@@ -1,4 +1,5 @@
-"""An encoder-decoder in OpenVINO on the CPU: the encoder, and a decoder that keeps its own keys and values inside."""
+"""Run an encoder-decoder in OpenVINO on the CPU: the encoder, and a decoder that keeps its own keys and values
+inside."""
 
 from __future__ import annotations
 
@@ -21,7 +22,7 @@ MASK = "encoder_attention_mask"
 
 
 class OpenVinoSeq2Seq(NoExtension):
-    """Rows are not admitted beside others, as in torch_seq2seq."""
+    """An encoder-decoder in OpenVINO. Rows are not admitted beside others, as in torch_seq2seq."""
 
     joins = False
 
@@ -61,7 +62,7 @@ class OpenVinoSeq2Seq(NoExtension):
 
 
 def _stored(build: DecoderBuild) -> tuple[Any, Any, int]:
-    """Encoder, decoder, and bytes of the decoder's weights, as ``upshift quantize`` wrote them."""
+    """Return encoder, decoder, and bytes of the decoder's weights, as ``upshift quantize`` wrote them."""
     assert build.source.directory is not None
     paths = [build.source.directory / name for name in OPENVINO_PARTS]
     if not all(path.is_file() for path in paths):

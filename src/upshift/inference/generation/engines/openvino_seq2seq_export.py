@@ -1,9 +1,9 @@
-"""An encoder-decoder of transformers as two OpenVINO models.
+"""Export an encoder-decoder of transformers as two OpenVINO models.
 
-The encoder, of input_ids and attention_mask [R, S], gives the keys and values that each layer of the decoder attends to beside
-its own: none of them is computed again in a step. The decoder takes them with encoder_attention_mask [R, S],
-decoder_input_ids [R, 1] and beam_idx [R], gives logits [R, 1, V], and keeps its own keys and values inside.
-"""
+The encoder takes input_ids and attention_mask [R, S]. It gives the keys and values that each layer of the decoder
+attends to beside its own: none of them is computed again in a step. The decoder takes them with
+encoder_attention_mask [R, S], decoder_input_ids [R, 1] and beam_idx [R], gives logits [R, 1, V], and keeps its own
+keys and values inside."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def export_decoder(model: Any) -> Any:
 
 
 class _FirstStates(DynamicLayer):
-    """Those of one call are all that there are: joined to none before, which would be of another rank in the trace."""
+    """A cache with the states of one call alone. Joining them to none before would be of another rank in the trace."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -64,7 +64,7 @@ class _Example(NamedTuple):
 
 
 def _example(model: Any, *, rows: int, length: int, cached: int) -> _Example:
-    """Of tokens that differ; the last one of the first prompt is padding."""
+    """Return inputs of tokens that differ. The last token of the first prompt is padding."""
     words = model.config.get_text_config(decoder=True).vocab_size
     prompt = torch.arange(rows * length).reshape(rows, -1) % words
     mask = torch.ones_like(prompt)
@@ -77,7 +77,7 @@ def _example(model: Any, *, rows: int, length: int, cached: int) -> _Example:
 
 
 def _first_step(model: Any, ids: torch.Tensor, mask: torch.Tensor, tokens: torch.Tensor) -> tuple[Any, Any]:
-    """What the encoder gives, and the keys and values of the decoder's ``tokens`` and of the encoder's ``ids``."""
+    """Return the encoder's output, and the keys and values of the decoder's ``tokens`` and of the encoder's ``ids``."""
     cache = EncoderDecoderCache(*(Cache(layer_class_to_replicate=_FirstStates) for _ in range(2)))
     encoded = model.get_encoder()(input_ids=ids, attention_mask=mask)
     model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=tokens, past_key_values=cache, use_cache=True)
@@ -96,7 +96,8 @@ class _Encoder(torch.nn.Module):
 
 
 class _Decoder(torch.nn.Module):
-    """``output``: what holds the encoder's. ``count``: of its own keys and values; those of the encoder come behind them."""
+    """The decoder to trace. ``output`` is the class that holds the encoder's output. ``count`` is the number of the
+    decoder's own keys and values. Those of the encoder come behind them."""
 
     def __init__(self, model: Any, output: type, count: int) -> None:
         super().__init__()

@@ -1,5 +1,6 @@
-"""A model of transformers, traced and converted, that keeps its keys and values between calls: the form and the names that
-OpenVINO's own tools give (optimum-intel's stateful models), made here because those tools need an older transformers."""
+"""Trace and convert a model of transformers into one that keeps its keys and values between calls. The form and the
+names are those of OpenVINO's own tools (optimum-intel's stateful models). It is made here because those tools need an
+older transformers."""
 
 from __future__ import annotations
 
@@ -24,8 +25,10 @@ def convert_stateful(
     past: Sequence[Any],
     beside: Mapping[str, Sequence[int]],
 ) -> Any:
-    """``step`` gives logits and the keys and values that come next, of the inputs ``plain`` (names of tokens first, then of
-    what the model may not take), ``past`` (keys and values), and ``beside`` (shapes by name)."""
+    """Convert a model to one with states.
+
+    ``step`` gives logits and the keys and values that come next. Its inputs are ``plain`` (names of tokens first,
+    then of what the model may not take), ``past`` (keys and values), and ``beside`` (shapes by name)."""
     converted = convert(step, example, other)
     shapes = shapes_of(past, "past_key_values")
     taken = plain[: len(converted.inputs) - len(shapes) - len(beside)]
@@ -36,8 +39,8 @@ def convert_stateful(
 
 
 def convert(step: Any, example: tuple[Any, ...], other: tuple[Any, ...]) -> Any:
-    """``step``: a torch module. ``other``: inputs of other sizes and tokens than the example's. Raises RequestError where a
-    size, or a choice by value, became a constant of the trace: the model would be wrong without a word."""
+    """Convert a torch module. ``other`` holds inputs of other sizes and tokens than the example's. Raise RequestError
+    if a size, or a choice by value, became a constant of the trace: the model would be wrong without a word."""
     import openvino
     import torch
 
@@ -63,18 +66,18 @@ def _check(traced: Any, step: Any, other: tuple[Any, ...]) -> None:
 
 
 def keys_and_values(cache: Any) -> tuple[Any, ...]:
-    """Of the first layer, then of the next."""
+    """Return keys and values of the first layer, then of the next."""
     return tuple(states for layer in cache.layers for states in (layer.keys, layer.values))
 
 
 def shapes_of(states: Sequence[Any], prefix: str) -> dict[str, list[int]]:
-    """Of keys and values by their names: any number of rows and tokens."""
+    """Return the shapes of keys and values by their names, with any number of rows and tokens."""
     names = [f"{prefix}.{layer}.{kind}" for layer in range(len(states) // 2) for kind in ("key", "value")]
     return {name: [ANY, one.shape[1], ANY, one.shape[3]] for name, one in zip(names, states, strict=True)}
 
 
 def name_ports(model: Any, inputs: Mapping[str, Sequence[int]], outputs: Sequence[str]) -> None:
-    """``inputs``: their shapes. Both in the model's order."""
+    """Name the inputs and outputs, both in the model's order. ``inputs`` holds the shapes by name."""
     import openvino
 
     for port, (name, shape) in zip(model.inputs, inputs.items(), strict=True):
@@ -86,8 +89,8 @@ def name_ports(model: Any, inputs: Mapping[str, Sequence[int]], outputs: Sequenc
 
 
 def _keep_inside(model: Any, past: Mapping[str, str], rows: str) -> None:
-    """``past``: inputs that become states, and the outputs that they are in the next call. ``rows``: an input that has as many
-    rows. A new input, ``beam_idx`` [R], says which rows of the states these rows go on with."""
+    """Turn inputs into states. ``past`` maps these inputs to the outputs that they are in the next call. ``rows`` is
+    an input with as many rows. A new input, ``beam_idx`` [R], says which rows of the states these rows go on with."""
 
     _reorder(model, past)
     STATEFUL.get()(model, dict(past))
@@ -112,7 +115,7 @@ def _reorder(model: Any, past: Mapping[str, str]) -> None:
 
 
 def _start_empty(model: Any, rows: str) -> None:
-    """A state that was reset has as many rows as the input, and no tokens."""
+    """Give a state that was reset as many rows as the input, and no tokens."""
     from openvino import opset13
 
     zero = opset13.constant(np.array(0, dtype=np.int64))

@@ -1,4 +1,5 @@
-"""OpenVINO on the CPU where the compiled model itself keeps keys and values: in the form of a cache that each step moves."""
+"""Run OpenVINO on the CPU where the compiled model itself keeps keys and values, in the form of a cache that each
+step moves."""
 
 from __future__ import annotations
 
@@ -78,8 +79,8 @@ def _prefix(request: Any, row: int, length: int) -> Prefix:
 
 
 def _joined(old: np.ndarray, order: np.ndarray, dropped: int, before: int, new: np.ndarray, behind: int) -> np.ndarray:
-    """[R, heads, T, width]: rows of the old, in this order and without the places that are dropped, then the new, each with so
-    many places more on the left. Each number is copied once: a copy of all takes as long as a step."""
+    """Return [R, heads, T, width]: rows of the old in this order, without the dropped places, then the new, each with
+    so many more places on the left. Each number is copied once: a copy of all takes as long as a step."""
     kept = len(order)
     found = np.zeros((kept + len(new), *new.shape[1:2], behind + new.shape[2], *new.shape[3:]), dtype=new.dtype)
     for place, row in enumerate(order):

@@ -1,8 +1,8 @@
-"""transformers and PyTorch with compiled layers: steps alone, over keys and values whose places are there before they are needed.
+"""Run transformers and PyTorch with compiled layers. Only steps are compiled, over keys and values whose places are
+there before they are needed.
 
-One compilation serves all layers that are alike, all lengths, and all numbers of rows above one; torch compiles one row apart.
-Prompts run kernel by kernel: their products are large, and hide what compiling saves.
-"""
+One compilation serves all layers that are alike, all lengths, and all numbers of rows above one. Torch compiles one
+row apart. Prompts run kernel by kernel: their products are large, and hide what compiling saves."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class TorchCompiledDecoder(TorchDecoder):
         self._compile(build.setup.batch)
 
     def _compile(self, rows: int) -> None:
-        """Before any text waits for it."""
+        """Compile before any text waits for it."""
         several, length = UNLIKE
         self.admit([[0] * length])
         for count in (1,) if rows == 1 else (1, several):
@@ -65,8 +65,8 @@ class TorchCompiledDecoder(TorchDecoder):
 
 
 class Place:
-    """What a compiled layer sees of the cache: its own keys and values [R, heads, T, width], the last of T not written yet. Of
-    a cache of all layers it would be compiled for each layer's number."""
+    """The part of the cache that a compiled layer sees: its own keys and values [R, heads, T, width], the last of T
+    not written yet. With a cache of all layers it would be compiled for each layer's number."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor) -> None:
         self.keys, self.values = keys, values
@@ -78,8 +78,9 @@ class Place:
 
 
 class Buffer:
-    """Places of a layer's keys and values, [C, R, heads, width]: powers of two, so that few steps copy them. A place is
-    outermost, so that strides do not tell how many there are: a compiled layer is for its strides."""
+    """Places of a layer's keys and values, [C, R, heads, width]. Their number is a power of two, so that few steps
+    copy them. A place is outermost, so that strides do not tell how many there are: a compiled layer is for its
+    strides."""
 
     def __init__(self) -> None:
         self._whole: list[torch.Tensor] = []

@@ -1,4 +1,4 @@
-"""transformers and PyTorch, kernel by kernel: the reference of every other engine."""
+"""Run transformers and PyTorch kernel by kernel. This is the reference of every other engine."""
 
 from __future__ import annotations
 
@@ -83,14 +83,14 @@ class TorchDecoder(NoMixing):
         return logits
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
-        """``last``: of so many tokens the logits [R, last, V]; 0: of the last one [R, V]."""
+        """Return the logits [R, last, V] of the last ``last`` tokens. With 0, return those of the last one [R, V]."""
         tokens, seen, positions = (torch.from_numpy(array).to(self.model.device) for array in (ids, mask, places))
         with computing(self.setup):
             logits = self._logits(tokens, seen, positions, cache, last=max(last, 1))
             return self._told(logits if last else logits[:, -1])
 
     def _logits(self, ids: torch.Tensor, mask: torch.Tensor, places: torch.Tensor, cache: Any, *, last: int = 1) -> torch.Tensor:
-        """Of the last tokens of each row, [R, last, V]."""
+        """Return the logits of the last tokens of each row, [R, last, V]."""
         given = {
             "input_ids": ids, "attention_mask": mask, "position_ids": places,
             "past_key_values": cache, "use_cache": True, "logits_to_keep": last,
@@ -111,5 +111,5 @@ def _prefix(cache: Any, row: int, length: int) -> Prefix:
 
 
 def _padded(states: torch.Tensor, places: int) -> torch.Tensor:
-    """[R, heads, T, width], so many places more on the left."""
+    """Return [R, heads, T, width] with ``places`` more places on the left."""
     return torch.nn.functional.pad(states, (0, 0, places, 0)) if places else states

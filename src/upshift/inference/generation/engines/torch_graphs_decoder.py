@@ -1,8 +1,8 @@
-"""transformers and PyTorch on a GPU, a step replayed as one CUDA graph: its kernels are queued once, not in every step.
+"""Run transformers and PyTorch on a GPU. A step is replayed as one CUDA graph: its kernels are queued once, not in
+every step.
 
-Keys and values have their places before they are needed, and what a step reads lies where it lay when the graph was captured.
-Prompts run kernel by kernel: their products are large, and hide what queueing takes.
-"""
+Keys and values have their places before they are needed, and what a step reads lies where it lay when the graph was
+captured. Prompts run kernel by kernel: their products are large, and hide what queueing takes."""
 
 from __future__ import annotations
 
@@ -50,7 +50,8 @@ class TorchGraphsDecoder(TorchDecoder):
 
 
 class Room:
-    """Places of all layers' keys and values, [rows, heads, places, width]; a step is captured for each power of two of rows."""
+    """Places of all layers' keys and values, [rows, heads, places, width]. A step is captured for each power of two
+    of rows."""
 
     def __init__(self, cache: Any, rows: int, places: int) -> None:
         self.rows, self.places = rows, places
@@ -63,7 +64,7 @@ class Room:
         self._told: list[torch.Tensor] = []  # keys of each layer as the cache was told of them
 
     def take(self, cache: Any, mask: np.ndarray) -> None:
-        """What the cache holds, where rows came or went since the last step, and which places of it are padding."""
+        """Copy the cache if rows came or went since the last step, and mark which of its places are padding."""
         rows, length = mask.shape
         if self._told and all(layer.keys is told for layer, told in zip(cache.layers, self._told, strict=True)):
             self.mask[:, length - 1] = 1
@@ -87,7 +88,7 @@ class Room:
 
 
 class Given:
-    """What a step of so many rows reads, always at the same addresses, and the step as it was captured."""
+    """The inputs of a step of so many rows, always at the same addresses, and the step as it was captured."""
 
     def __init__(self, room: Room, rows: int) -> None:
         device = room.mask.device
@@ -106,7 +107,7 @@ class Given:
         self.place.fill_(place)
 
     def run(self, step: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Logits [rows, V]. A CPU has no graphs: it runs kernel by kernel."""
+        """Return logits [rows, V]. A CPU has no graphs: it runs kernel by kernel."""
         if self.ids.device.type != "cuda":
             return step()
         if self._graph is None:
@@ -116,7 +117,8 @@ class Given:
         return self._logits
 
     def _capture(self, step: Callable[[], torch.Tensor]) -> None:
-        """As torch.cuda.CUDAGraph's notes say: a few runs beside, on a stream of their own. They write the same place."""
+        """Capture the step as torch.cuda.CUDAGraph's notes say, after a few runs on a stream of their own. These runs
+        write the same place."""
         beside = torch.cuda.Stream()
         beside.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(beside):
@@ -129,8 +131,8 @@ class Given:
 
 
 class Placed(StaticLayer):
-    """A layer of transformers' cache whose next place is a tensor, so that it can move under a captured step. It looks back to
-    the first place; masks say less, of sliding windows, too."""
+    """A layer of transformers' cache whose next place is a tensor, so that it can move under a captured step. The
+    layer looks back to the first place. Masks limit that, for sliding windows, too."""
 
     def __init__(self, keys: torch.Tensor, values: torch.Tensor, place: torch.Tensor) -> None:
         super().__init__(max_cache_len=keys.shape[2])

@@ -1,4 +1,4 @@
-"""An encoder-decoder of transformers: the prompt is encoded once, the text is decoded beside it."""
+"""Run an encoder-decoder of transformers: the prompt is encoded once, the text is decoded beside it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ from upshift.models.generation_config import start_token
 
 
 class TorchSeq2Seq(NoExtension):
-    """Rows are not admitted beside others: absolute positions of decoders are counted from the cache, the same for all rows."""
+    """An encoder-decoder in torch. Rows are not admitted beside others: absolute positions of decoders are counted
+    from the cache, the same for all rows."""
 
     joins = False
 
