@@ -96,7 +96,7 @@ def compare(
     timeout: Annotated[float, typer.Option("--timeout", min=0.1, help="seconds of one run")] = 3600.0,
     results: Results = None, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """Which of two commands or functions is faster, or how many more rounds would say it. Exit code 0 whatever it is."""
+    """Tell which of two commands or functions is faster, or how many more rounds would tell. Exit code 0 either way."""
     from upshift.benchmarking import contest
     from upshift.benchmarking.harness import append_rows, check_results
 
@@ -134,7 +134,7 @@ def report(
     write: Annotated[bool, typer.Option("--write", help="renew the numbers and tables in README and docs")] = False,
     cases: Cases = None,
 ) -> None:
-    """Whether README and docs say what the rows do. Exit code 1: they do not."""
+    """Check that README and docs say what the rows say. Exit code 1: they do not."""
     from upshift.benchmarking import documents
     from upshift.benchmarking.figures import find_cases
 

@@ -47,7 +47,7 @@ def command(
     tpu: Tpu = False, data: Data = None, output: Output = Path("upshift-output"), network: Network = False, hosts: Hosts = None,
     port: Port = RENDEZVOUS_PORT, wait: Wait = 30.0, as_json: Json = False,
 ) -> None:  # fmt: skip
-    """What is wrong with this machine and its software, each line with what to type. Exit code 1: an error was found."""
+    """Find what is wrong with this machine and its software; each line says what to type. Exit code 1: an error was found."""
     _check_used([option for option in given_options(context).values() if option not in OF_ALL])
     if run_dir is not None:
         _tell_run(run_dir, as_json=as_json)

@@ -63,7 +63,8 @@ def read_workload(
     generate: bool, encode: bool, generation: tuple[int, int, int | None], sequences: tuple[int, int],
     limits: tuple[float | None, float | None], allow: tuple[str, ...],
 ) -> InferenceWorkload:  # fmt: skip
-    """Of ``--generate`` (prompt length, output length, concurrency), or of ``--encode`` (sequence length, batch)."""
+    """Return the workload of ``--generate`` (prompt length, output length, concurrency), or of ``--encode`` (sequence length,
+    batch)."""
     check_one_task(generate, encode)
     ttft, tpot = _positive("--max-ttft-ms", limits[0]), _positive("--max-tpot-ms", limits[1])
     names = check_allow(allow)

@@ -1,5 +1,5 @@
-"""What ``upshift plan`` answers beside the ranking, or instead of it: why not, what would help, the largest that fits, which
-host to rent, and what has moved since a plan was locked."""
+"""Answer what ``upshift plan`` is asked beside the ranking, or instead of it: why not, what would help, the largest that fits,
+which host to rent, and what has moved since a plan was locked."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ CheckFile = Annotated[
 
 @dataclass(frozen=True)
 class Request:
-    """What of the command line the questions are about."""
+    """The part of the command line that the questions are about."""
 
     source: ModelSource
     workload: Workload
@@ -94,7 +94,7 @@ class Questions:
 
     @property
     def instead(self) -> list[Instead]:
-        """What is asked in place of a ranking."""
+        """Return the questions that are asked in place of a ranking."""
         asked: dict[Instead, object] = {"--largest": self.largest, "--compare": self.compare, "--check": self.locked}
         return [name for name, value in asked.items() if value is not None]
 
@@ -125,7 +125,7 @@ class Questions:
         return bool(self.instead)
 
     def answers(self, request: Request, planning: Planning) -> Answers:
-        """What was asked beside the ranking; writes the lock."""
+        """Return the answers to what was asked beside the ranking, and write the lock."""
         if self.lock is not None:
             described = request.on is not None
             write_lock(self.lock, lock_plan(planning, request.source, fixed=request.fixed, described=described))

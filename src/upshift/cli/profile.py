@@ -21,8 +21,10 @@ EXAMPLE = "upshift profile -- train MODEL --data DATA"
 
 
 def command(command: Command, output: Output = Path("upshift-profile"), steps: Steps = 6, as_json: Json = False) -> None:
-    """Where the steps of a training run go, against what this machine could do, and which three changes would help most. Nothing
-    is trained or saved."""
+    """Show where the time of training steps goes, against what this machine could do, and which three changes would help most.
+
+    Nothing is trained or saved.
+    """
     from upshift.training.profiling.run import profile
 
     given = _read(command)

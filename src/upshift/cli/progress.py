@@ -1,4 +1,4 @@
-"""What a command does now, as a plain line on standard error every ten seconds where that is no terminal: a log, a pipe, a job.
+"""Say what a command does, in a plain line every ten seconds, where standard error is no terminal but a log, a pipe or a job.
 
 On a terminal there are bars instead. Whoever does something long opens an ``activity`` and updates it; the innermost one that is
 open is written. The lines have no control characters, and standard output gets none of them.

@@ -22,7 +22,7 @@ STOPPED = {
 
 
 def dim(text: str, console: Console = show.out) -> None:
-    """As it is: the names of extras look like markup."""
+    """Print a text as it is, in gray: the names of extras look like markup."""
     console.print(text, style="dim", markup=False, highlight=False)
 
 
@@ -54,7 +54,7 @@ def table(race: Any, batch: str, unit: str, more: Mapping[str, Callable[[Any], s
 
 
 def failures(race: Any, unit: str) -> None:
-    """How fast anything could be, what did not run, what is not installed, and where the race is remembered."""
+    """Print how fast anything could be, what did not run, what is not installed, and where the race is remembered."""
     from upshift.inference.engines import install_line
 
     if race.ceiling:

@@ -44,7 +44,7 @@ def byte_bar(model: str) -> Iterator[Callable[[int, int], None]]:
 
 
 def _of_disk(model: str) -> str:
-    """Return the disk's rate if somebody looks, since measuring it takes a moment."""
+    """Return the rate of the disk in words; nothing where no terminal shows it (measuring takes a moment) or none is known."""
     if not show.err.is_terminal:
         return ""
     path = Path(model)

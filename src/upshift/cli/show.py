@@ -149,7 +149,7 @@ def _alike(candidate: Candidate, group: list[Candidate]) -> bool:
 
 
 def time_line(candidate: Candidate) -> str:
-    """What the best plan's step is made of, the binding term first."""
+    """Return a line about the parts of the best plan's step, the longest first."""
     terms = sorted(candidate.time.terms.items(), key=lambda item: -item[1])
     shares = [f"{name} {seconds / candidate.time.total:.0%}" for name, seconds in terms if seconds > 0.005 * candidate.time.total]
     return f"Its step is bound by {', '.join(shares)}\n"
@@ -179,7 +179,7 @@ def wrapped(items: list[str], width: int) -> str:
 
 
 def sureness(numbers: Numbers) -> list[str]:
-    """How each predicted number is known, and what the truth should be, over it."""
+    """Return a line for each predicted number: what it rests on, and between which factors of it the measured one should lie."""
     step = Basis(tier=numbers.tier, interval=numbers.interval, num_records=numbers.num_records)
     lines = []
     for name, basis in (("Time", step), ("Allocated", numbers.peak_basis), ("Held", numbers.resident_basis)):
@@ -295,7 +295,7 @@ PADDING_WORDS = {
 
 
 def isolation_table(isolation: Isolation) -> Table:
-    """What was seen of texts that share a row or a batch."""
+    """Return a table of what was seen of texts that share a row or a batch."""
     table = new_table("What reaches a text, seen on a small copy with random weights", "", "")
     if not isolation.proven:
         table.add_row("not proven", isolation.reason)

@@ -84,7 +84,7 @@ def command(
 
 
 def arguments_of(given: dict[str, Any]) -> dict[str, Any]:
-    """Of the command's options, those of the optimization. ``given``: all of them by name."""
+    """Return the options of the optimization. ``given``: all options of the command, by name."""
     names = (
         "max_steps", "learning_rate", "warmup_steps", "seed", "weight_decay", "max_grad_norm", "lr_scheduler_type", "eval_steps",
         "save_steps", "save_total_limit",

@@ -42,7 +42,7 @@ WRITERS: tuple[EngineName, ...] = ("torch", "openvino")
 
 
 class Quality(Value):
-    """What rounding did, on texts that it was not fitted to; ``before`` and ``after`` ran one after the other."""
+    """The effect of rounding, on texts that it was not fitted to; ``before`` and ``after`` ran one after the other."""
 
     model: str
     task: Task
@@ -67,7 +67,7 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Rounding:
-    """What a task says of its models. ``fitted``: the bits whose rounding is fitted to texts."""
+    """The inputs of rounding that depend on the task. ``fitted``: the numbers of bits whose rounding is fitted to texts."""
 
     task: Task
     ids: list[list[int]]  # of the user's texts

@@ -19,7 +19,7 @@ from upshift.whole_file import write_whole
 
 
 class Progress(Value):
-    """How many rows an unfinished output has, and its input, model and setup."""
+    """The number of rows in an unfinished output, and its input, model and setup."""
 
     rows: int
     total: int

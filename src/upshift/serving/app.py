@@ -75,7 +75,7 @@ class Server:
         return {"object": "list", "data": [self._model(name) for name in self.served.engines]}
 
     def health(self) -> dict[str, Any]:
-        """What runs, and what it promises: ``upshift load-test`` holds its figures against these."""
+        """Return what runs and what it promises: ``upshift load-test`` compares its figures with these."""
         engines = {name: self._engine(engine) for name, engine in self.served.engines.items()}
         bad = any(engine.failed for engine in self.served.engines.values())
         return {"status": "draining" if self.draining else "failed" if bad else "ok", "models": engines}

@@ -1,4 +1,4 @@
-"""What clients send, by OpenAI's names. A field that is not here is an error that names it: nothing is left out silently."""
+"""Define what clients send, by OpenAI's names. A field that is not defined here is an error that names it."""
 
 from __future__ import annotations
 

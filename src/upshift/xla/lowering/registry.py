@@ -1,4 +1,4 @@
-"""Which TensorFlow operations stand for which ATen operator, and what every family of them needs.
+"""Register the TensorFlow operations that stand for each ATen operator, and define what every family of them needs.
 
 A lowering takes the node of the graph (its ``meta["val"]`` has torch's own result: shape and dtype), then the operator's
 arguments with tensors of TensorFlow in the place of torch's. Shapes are static: programs are exported for one shape each.

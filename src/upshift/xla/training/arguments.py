@@ -1,4 +1,4 @@
-"""What a user decides about a training run under XLA: what every run has, and what a plan decides for the torch backend."""
+"""Define what a user decides about a training run under XLA: what every run has, and what a plan decides for torch."""
 
 from __future__ import annotations
 

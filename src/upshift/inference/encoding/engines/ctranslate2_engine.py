@@ -46,7 +46,7 @@ class CTranslate2Engine:
                 yield batch, states if self.head is None else self.head(batch, states)
 
     def _states(self, batch: Batch) -> np.ndarray:
-        """Of a text without any token it gets one of padding: it fails on a batch of nothing."""
+        """Return the states of a batch. A text without any token gets one of padding: the library fails on an empty one."""
         ids, lengths = batch.ids.astype(np.int32), np.maximum(batch.mask.sum(1), 1).astype(np.int32)
         view = self.library.StorageView.from_array  # of arrays that it reads where they are
         return np.array(self.encoder.forward_batch(view(ids), view(lengths)).last_hidden_state)

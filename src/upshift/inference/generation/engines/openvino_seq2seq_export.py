@@ -90,7 +90,7 @@ class _Encoder(torch.nn.Module):
         self.model = model
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor) -> Any:
-        """Which token the decoder is given does not matter: what it attends to beside its own depends on none."""
+        """Return the keys and values of cross attention. They depend on no token of the decoder, so any token is given to it."""
         _, cache = _first_step(self.model, ids, mask, ids[:, :1])
         return keys_and_values(cache.cross_attention_cache)
 
