@@ -379,6 +379,28 @@ def test_every_module_says_what_it_is() -> None:
     refuse(broken, "no docstring at the top")
 
 
+NO_BEGINNING = ("Of", "What", "Whether", "Likewise", "As", "Where", "Which", "Whose", "How", "Who")
+
+
+def riddles(file: Path) -> list[int]:
+    """Return the lines of docstrings that begin with neither a verb nor a noun, so that a reader must guess what is meant."""
+    kinds = ast.Module | ast.ClassDef | ast.FunctionDef | ast.AsyncFunctionDef
+    documented = [node for node in nodes(file) if isinstance(node, kinds)]
+    texts = [(getattr(node, "lineno", 1), ast.get_docstring(node) or "") for node in documented]
+    return [line for line, text in texts if text and text.split()[0].rstrip(",.:;") in NO_BEGINNING]
+
+
+def test_docstrings_begin_with_what_is_done() -> None:
+    broken = [at(file, line) for file in sources() for line in riddles(file)]
+    refuse(broken, f"a docstring begins with one of {', '.join(NO_BEGINNING)}")
+
+
+def test_a_riddle_is_seen(tmp_path: Path) -> None:
+    file = tmp_path / "a.py"
+    file.write_text('"""Whether."""\n\ndef one():\n    """Of two."""\n\ndef two():\n    """Return two."""\n')
+    assert riddles(file) == [1, 3]
+
+
 def repository_files() -> list[Path]:
     """Everything that is, or is about to be, in the repository."""
     command = ["git", "-C", str(ROOT), "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
