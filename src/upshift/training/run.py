@@ -183,7 +183,7 @@ def train(
         job = prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume, heal=heal)
         return job, prepared
 
-    with ExitStack() as writing:  # of several ranks the first makes the job, and holds the output's lock
+    with ExitStack() as writing:  # if there are several ranks, the first makes the job and holds the output's lock
         if ranks is not None:
             return _train_launched(ranks, make_job, global_batch, watcher)
         job, prepared = make_job()

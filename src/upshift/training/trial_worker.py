@@ -54,7 +54,7 @@ from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, Stepper
 from upshift.training.weight_offload import in_memory_bytes
 
 CHECK_SEQUENCES = 4
-WARM_STEPS = 2  # of a run whose first steps allocate, compile and tune: as many as its own meter leaves out
+WARM_STEPS = 2  # a run's first steps allocate, compile and tune: as many as its own meter leaves out
 MIN_TIMED, MAX_TIMED = 2, 24  # steps or micro-batches
 WHOLE_STEPS_SHARE = 4.0  # times the timed seconds that warm and timed steps may take, else micro-batches stand for them
 EXPENSIVE = 2.0  # times the timed seconds: such a micro-batch is run once, and not under the meter
