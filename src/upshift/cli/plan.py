@@ -1,4 +1,4 @@
-"""``upshift plan``: the ranked plans, with memory, time and reasons. Loads no weights, needs no accelerator."""
+"""Run ``upshift plan``: print ranked plans with memory, time and reasons. It loads no weights and needs no accelerator."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from upshift.planning.planner import Planning, plan_training
 from upshift.planning.space import check_allow
 from upshift.planning.workload import Workload
 
-LARGEST_BATCH = 10_000_000  # sequences; what is planned for the lengths of data draws so many
+LARGEST_BATCH = 10_000_000  # sequences; a plan for the lengths of data draws so many
 Model = Annotated[str, typer.Argument(metavar="MODEL", help="local Hugging Face directory, a config.json, or a hub id")]
 SequenceLength = Annotated[
     int | None, typer.Option("--sequence-length", min=2, help=f"tokens of the longest sequence; {SEQUENCE_HELP}")

@@ -1,4 +1,4 @@
-"""How long the sequences of some data are: as the request cuts them, and cut at other lengths from one reading."""
+"""Read the lengths of the sequences of data: as the request cuts them, and cut at other lengths from one reading."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from upshift.planning.lengths import LengthHistogram
 def read_lengths(
     model: str, data: str | None, *, sequence_length: int, text_column: str | None = None
 ) -> LengthHistogram | None:
-    """Return None where every sequence is full, as without data."""
+    """Return the lengths of the sequences, or None if every sequence is full or there is no data."""
     if data is None:
         return None
     from upshift.training.run import lengths_of  # reading data needs tokenizers
@@ -24,7 +24,7 @@ def read_lengths(
 
 
 def lengths_at(model: str, data: str, *, text_column: str | None = None) -> Callable[[int], LengthHistogram | None]:
-    """The same data cut at any length; None where all sequences are full then."""
+    """Return a function that gives the lengths of the data cut at any length, or None if all sequences are full then."""
 
     @cache
     def documents() -> tuple[int, ...]:

@@ -1,4 +1,4 @@
-"""Which options of ``upshift plan`` each of its questions uses. One that is given and not used is refused, never ignored."""
+"""Reject options of ``upshift plan`` that its question does not use. Such an option is never ignored."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import typer
 from upshift.cli.given import given_options
 from upshift.errors import RequestError
 
-Instead = Literal["--largest", "--compare", "--check"]  # of a ranking
+Instead = Literal["--largest", "--compare", "--check"]  # these answers come instead of a ranking
 Question = Literal["--train", "--generate", "--encode", Instead]
 OF_TRAINING = (
     "train", "data", "text_column", "risk", "max_grad_norm", "steps", "lora_rank", "load_in_4bit", "why", "shadow_prices",
@@ -30,7 +30,7 @@ UNUSED: dict[Question, tuple[str, ...]] = {
 
 
 def refuse_unused(context: typer.Context, question: Question) -> None:
-    """Raises RequestError with every option of the command line that the question does not use."""
+    """Raise RequestError that names every option on the command line that the question does not use."""
     written = given_options(context)
     given = [written[name] for name in UNUSED[question] if name in written]
     if given:

@@ -1,4 +1,4 @@
-"""What of a model can be placed: its layers and leaves with their bytes, read off the model on the meta device."""
+"""List the parts of a model that can be placed: its layers and leaves with their bytes, from the model on the meta device."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from upshift.models.lengths import default_length
 from upshift.models.measure import fake_masks
 from upshift.settings import read_settings
 
-CACHED_TOKENS = 8  # enough to see what a token keeps
+CACHED_TOKENS = 8  # enough to see what the cache keeps of a token
 
 
 @dataclass
 class _Found:
-    """A unit while it is found."""
+    """A unit that is still being put together."""
 
     names: list[str]
     parameters: dict[int, nn.Parameter] = field(default_factory=dict)
@@ -54,10 +54,12 @@ def place_model(
     host: Host | None = None,
     memory_bytes_per_second: float | None = None,
 ) -> Placement:
-    """Of a model on the meta device in its final dtypes. The rate is the CPU's: with it, those of the disk and of products are
-    measured, and what loading and a token cost is predicted. ``sequence_length``: None takes the default for the model.
+    """Place a model that is on the meta device in its final dtypes. ``sequence_length``: None takes the default for the model.
 
-    Raises RequestError for a device_map that does not fit the model, and NothingFits.
+    ``memory_bytes_per_second`` is the rate of the CPU's memory. If it is given, the rates of the disk and of products are
+    measured, and the times of loading and of a token are predicted.
+
+    Raise RequestError for a device_map that does not fit the model, and NothingFits.
     """
     host = host or detect(visible_devices=read_settings().cuda_visible_devices)
     limits = memory_limits(host, max_memory)
@@ -80,7 +82,10 @@ def place_model(
 
 
 def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host: Host) -> dict[str, str]:
-    """The devices as they are called here. Raises RequestError for names that are not the model's, and for what has no device."""
+    """Return the devices by the names that are used here.
+
+    Raise RequestError for names that are not the model's, and for parameters without a device.
+    """
     names = {"", *(name for name, _ in model.named_modules()), *_parameters(model)}
     unknown = sorted(name for name in device_map if name not in names)
     if unknown:
@@ -95,7 +100,7 @@ def check_device_map(model: nn.Module, device_map: Mapping[str, str | int], host
 
 
 def units_of(model: PreTrainedModel, *, inside: Mapping[str, object] | None = None) -> tuple[Unit, ...]:
-    """In the order in which the model lists them. No name of ``inside`` is within a unit."""
+    """Return the units in the order in which the model lists them. No name of ``inside`` is within a unit."""
     whole = set(WHOLE_MODULES.read(model) or ()) or {
         type(layer).__name__ for _, stack in find_stacks(model) for layer in stack
     }
@@ -116,7 +121,7 @@ def units_of(model: PreTrainedModel, *, inside: Mapping[str, object] | None = No
 
 
 def _parts(module: nn.Module, path: str, whole: set[str], inside: set[str]) -> Iterator[tuple[str, nn.Module, bool]]:
-    """(path, module, whether it is a unit: else only the parameters beside its modules are meant)."""
+    """Yield (path, module, whether it is a unit). If it is no unit, only the parameters beside its modules are meant."""
     children = [(name, child) for name, child in module.named_children() if next(child.parameters(), None) is not None]
     divided = any(name.startswith(f"{path}." if path else "") and name != path for name in inside)
     if not children or (type(module).__name__ in whole and not divided):
@@ -141,7 +146,7 @@ def _add(found: dict[int, _Found], path: str, module: nn.Module, alone: bool) ->
 
 
 def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:
-    """A model that is not filled yet is not tied yet; which weights will be one, it says itself."""
+    """Replace weights by those that they will be tied to. The model lists its ties, and makes them only when it is filled."""
     weights = dict(model.named_parameters(remove_duplicate=False))
     ties = getattr(model, "all_tied_weights_keys", {}).items()
     same = {id(weights[name]): weights[source] for name, source in ties if name in weights and source in weights}
@@ -151,7 +156,7 @@ def _tie(model: PreTrainedModel, units: Iterable[_Found]) -> None:
 
 
 def _joined_by_ties(units: list[_Found]) -> list[_Found]:
-    """Units that share a parameter become one, at the place of the first."""
+    """Join units that share a parameter into one, at the place of the first."""
     owner: dict[int, _Found] = {}
     kept: list[_Found] = []
     for unit in units:
@@ -180,7 +185,7 @@ def _parameters(model: nn.Module) -> list[str]:
 def work_of(
     model: PreTrainedModel, units: tuple[Unit, ...], limits: dict[str, int], *, batch: int, sequence_length: int
 ) -> tuple[tuple[Unit, ...], dict[str, int], Work]:
-    """The units with what their layers keep of ``batch`` sequences, the limits as they are, and the memory beside the weights."""
+    """Return the units with the bytes that they keep of ``batch`` sequences, ``limits``, and the memory beside the weights."""
     if next(iter(limits)) == CPU:
         met = _experts_met(model)
         units = tuple(replace(unit, read=unit.read - _not_chosen(model, unit, batch, met)) for unit in units)
@@ -199,7 +204,7 @@ def work_of(
 
 
 def _experts_met(model: PreTrainedModel) -> dict[nn.Module, int]:
-    """Return how many experts a token meets, by the module of experts; none where a pass without numbers is not possible."""
+    """Return how many experts a token meets, by the module of experts, or {} if a pass without numbers is not possible."""
     if next(experts_in(model), None) is None:
         return {}
     try:
@@ -211,7 +216,7 @@ def _experts_met(model: PreTrainedModel) -> dict[nn.Module, int]:
 
 
 def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int, met: Mapping[nn.Module, int]) -> int:
-    """Bytes of experts that a pass of one token a sequence is not expected to ask for, if each is chosen as often."""
+    """Return the expected bytes of experts that a pass of one token a sequence does not use, if each is chosen as often."""
     modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
     idle = 0.0
     for experts in (inner for module in modules for inner in experts_in(module) if inner in met):
@@ -221,7 +226,7 @@ def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int, met: Mapping[nn.
 
 
 def _layers_in(model: nn.Module, unit: Unit) -> set[int]:
-    """The numbers by which a cache knows them."""
+    """Return the numbers by which a cache knows the layers of a unit."""
     inside = (module for name in unit.names if not _is_parameter(model, name) for module in model.get_submodule(name).modules())
     return {number for module in inside if isinstance(number := getattr(module, "layer_idx", None), int)}
 
@@ -232,8 +237,10 @@ def _is_parameter(model: nn.Module, name: str) -> bool:
 
 
 def _activation_bytes(model: PreTrainedModel, batch: int, sequence: int) -> int:
-    """At the widest moment of a layer: residual and its norm, the widest product's operand and result, and what is made of them;
-    and the scores of the next token, in fp32 too."""
+    """Return the bytes of activations at the widest moment of a layer, and of the scores of the next token, in fp32 too.
+
+    The activations are the residual and its norm, the widest product's operand and result, and what is made of these two.
+    """
     head = model.get_output_embeddings() if model.can_generate() else None
     products = [module for module in model.modules() if isinstance(module, nn.Linear | Conv1D) and module is not head]
     widest = max((sum(module.weight.shape) for module in products), default=0)
@@ -244,7 +251,10 @@ def _activation_bytes(model: PreTrainedModel, batch: int, sequence: int) -> int:
 
 
 def cache_bytes(model: PreTrainedModel, sequence: int) -> dict[int, int] | None:
-    """What each layer keeps of one sequence, by its number, from two short passes on the meta device. None: not known."""
+    """Return the bytes that each layer keeps of one sequence, by its number, or None if they are unknown.
+
+    Two short passes on the meta device show them.
+    """
     if not model.can_generate():
         return {}
     try:
@@ -264,7 +274,7 @@ def _ids(model: PreTrainedModel, tokens: int) -> dict[str, torch.Tensor]:
 
 
 def _kept(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, int | None]]:
-    """(bytes, how far it looks back) of each layer's cache."""
+    """Return (bytes, how many tokens back the layer looks, or None) for the cache of each layer."""
     given = _ids(model, tokens)
     with fake_masks(masked=False), torch.no_grad():
         cache: Any = model(**given, use_cache=True).past_key_values

@@ -1,10 +1,13 @@
-"""What a config says of attention and of padding. The names that transformers gives them are read here, and in models alone."""
+"""Read the sizes of attention and the padding token from a config.
+
+The names that transformers gives them are read here, and in models alone.
+"""
 
 from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-# Those of encoders and decoders that differ (LED) stand behind the usual one.
+# The names for encoders and decoders that differ (LED) follow the usual one.
 POSITIONS = ("max_position_embeddings", "max_encoder_position_embeddings", "max_decoder_position_embeddings")
 
 
@@ -15,7 +18,7 @@ class Heads(NamedTuple):
 
 
 def heads_of(text: Any) -> Heads | None:
-    """Return the heads of attention by a text config of transformers; None where it says no number."""
+    """Return the attention heads that a text config of transformers states, or None if it states no number."""
     queries, keys = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if not isinstance(queries, int) or queries <= 0:
         return None
@@ -26,19 +29,21 @@ def heads_of(text: Any) -> Heads | None:
 
 
 def window_of(text: Any) -> int | None:
-    """Return how far back some layers look, in tokens; None: all look at all before them, by the config."""
+    """Return how many tokens back some layers look, or None if by the config all layers look at all tokens before."""
     sizes = (getattr(text, name, None) for name in ("sliding_window", "attention_chunk_size"))
     return next((size for size in sizes if size), None)
 
 
 def positions_in(text: Any) -> int | None:
-    """Return the positions of the config, some of which a model may keep for padding: ``models.store.positions_of`` says how many
-    tokens the model takes. None: there is no limit."""
+    """Return the number of positions of the config, or None if there is no limit.
+
+    A model may keep some positions for padding: ``models.store.positions_of`` returns how many tokens the model takes.
+    """
     limits = [value for name in POSITIONS if isinstance(value := getattr(text, name, None), int) and value > 0]
     return min(limits, default=None)
 
 
 def padding_of(text: Any) -> int | None:
-    """Return the token of padding; None where the config names none, or one that the vocabulary does not have."""
+    """Return the id of the padding token, or None if the config names none, or one that is not in the vocabulary."""
     token = getattr(text, "pad_token_id", None)
     return token if token is not None and 0 <= token < text.vocab_size else None

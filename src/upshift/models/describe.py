@@ -1,4 +1,4 @@
-"""What a model says of itself: parameters by part, sharding plans, kernels, position limit; and which module refused."""
+"""Describe a model: parameters by part, sharding plans, kernels, position limit, and the module in which tracing failed."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def attention_kernels(model: PreTrainedModel) -> tuple[str, ...]:
 
 
 def _drops_attention(model: PreTrainedModel) -> bool:
-    """In training; transformers' flex_attention refuses it."""
+    """Return whether the model drops attention in training, which transformers' flex_attention refuses."""
     settings = vars(model.config.get_text_config())
     return any(
         "drop" in name and ("attn" in name or "attention" in name) and isinstance(value, float) and value > 0
@@ -46,14 +46,14 @@ def _drops_attention(model: PreTrainedModel) -> bool:
 def _input_embeddings(model: PreTrainedModel) -> nn.Module | None:
     try:
         return model.get_input_embeddings()
-    except NotImplementedError:  # of a model with none, or several: CLIP
+    except NotImplementedError:  # the model has none, or several: CLIP
         return None
 
 
 def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_fp32: int) -> Parameters:
-    """By part, of the whole model (which may be on the meta device); tied parameters once.
+    """Count the parameters of the whole model by part. Tied parameters count once. The model may be on the meta device.
 
-    ``always_fp32``: trainable parameters that are fp32 where the others are bf16.
+    ``always_fp32``: the number of trainable parameters that are fp32 where the others are bf16.
     """
     named = dict(model.named_parameters())
     base = base_of(model)
@@ -103,7 +103,7 @@ def count_parameters(model: nn.Module, stack_paths: tuple[str, ...], *, always_f
 
 
 def looked_up(model: nn.Module) -> tuple[ParameterShape, ...]:
-    """Return the trainable tables of embeddings, wherever they stand, that no other module computes a product with."""
+    """Return the shapes of all trainable embedding tables that no other module computes a product with."""
     tables: dict[int, nn.Parameter] = {}
     multiplied: set[int] = set()
     for module in model.modules():
@@ -133,13 +133,13 @@ def declarations(model: PreTrainedModel) -> Declares:
 
 
 def attention_heads(model: PreTrainedModel) -> tuple[int, int] | None:
-    """Of queries and of keys."""
+    """Return the number of heads of queries and of keys, or None if the config states none."""
     heads = heads_of(model.config.get_text_config())
     return None if heads is None else (heads.queries, heads.keys)
 
 
 def max_positions(model: PreTrainedModel) -> int | None:
-    """Return the most tokens that the model has positions for, in each of its parts; None where it sets no limit."""
+    """Return the most tokens that the model has positions for, in each of its parts, or None if it sets no limit."""
     limit = positions_in(model.config.get_text_config())
     if limit is None:
         return None
@@ -153,7 +153,7 @@ def max_positions(model: PreTrainedModel) -> int | None:
 
 
 def empty_positions(source: ModelSource) -> int | None:
-    """Return ``max_positions`` of a model that is built without numbers. Raises RequestError where it cannot be built."""
+    """Return ``max_positions`` of a model that is built without numbers. Raise RequestError if it cannot be built."""
     config = read_config(source)
     model_class = find_architecture(config, source.reference).model_class
     with building(repr(source.reference)), torch.device("meta"):
@@ -161,7 +161,7 @@ def empty_positions(source: ModelSource) -> int | None:
 
 
 def why_untraceable(source: ModelSource, error: BaseException) -> str:
-    """Name the innermost module of transformers (or of torch) that the traceback went through."""
+    """Return a message that names the innermost module of transformers (or of torch) that the traceback went through."""
     where, frame = "its forward", error.__traceback__
     while frame is not None:
         owner = frame.tb_frame.f_locals.get("self")

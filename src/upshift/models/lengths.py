@@ -1,4 +1,4 @@
-"""Choose the length of sequences: the user's, else a default that the model has positions for."""
+"""Choose the length of sequences: the length that the user gave, else a default that the model has positions for."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ SEQUENCE_HELP = f"default: {DEFAULT_SEQUENCE_LENGTH}, or the model's positions w
 
 
 def default_length(positions: int | None, default: int = DEFAULT_SEQUENCE_LENGTH) -> int:
-    """Return the default tokens of a sequence, for a length that the user did not give.
+    """Return the default number of tokens of a sequence, for a length that the user did not give.
 
-    ``positions``: of the model; None: any number."""
+    ``positions``: the positions of the model; None: any number."""
     return default if positions is None else min(default, positions)
 
 
 def sequence_length_of(source: ModelSource, length: int | None) -> int:
-    """Return ``length``, and the default for None. Raise RequestError for more tokens than the model has positions for."""
+    """Return ``length``, or the default for None. Raise RequestError for more tokens than the model has positions for."""
     positions = positions_of(source)
     if length is None:
         return default_length(positions)
@@ -38,11 +38,11 @@ def prompt_and_answer_of(
     source: ModelSource, prompt: int | None, answer: int | None, *, defaults: tuple[int, int], options: tuple[str, str],
     apart: bool = False,
 ) -> tuple[int, int]:  # fmt: skip
-    """Return the tokens of a prompt and of the answer behind it.
+    """Return the number of tokens of a prompt, and of the answer behind it.
 
-    None takes the default, less where the model has no positions for it: where neither is given, they share the positions as
-    the defaults do. ``options``: their names on the command line. ``apart``: an encoder has the prompt, and the answer follows
-    the one token that a decoder begins with. Raise RequestError for more tokens than the model has positions for."""
+    None takes the default, or less if the model has no positions for it. If neither is given, they share the positions as the
+    defaults do. ``options``: their names on the command line. ``apart``: an encoder has the prompt, and the answer follows the
+    one token that the decoder begins with. Raise RequestError for more tokens than the model has positions for."""
     positions = positions_of(source)
     if positions is None:
         return (defaults[0] if prompt is None else prompt), (defaults[1] if answer is None else answer)

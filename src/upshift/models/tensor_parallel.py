@@ -1,4 +1,4 @@
-"""What one rank of tensor parallelism runs: the model with its own slice of every weight that its plan divides.
+"""Reduce a model to the part that one rank of tensor parallelism runs, with its own slice of every weight that the plan divides.
 
 transformers' plans name, for each weight, the dimension that ranks share (transformers.distributed.tensor_parallel). A module
 with sliced weights computes what a rank computes between two collectives, so it can be measured without other ranks. The
@@ -32,12 +32,12 @@ WHOLE = (
 
 
 def declared_plan(model: PreTrainedModel) -> dict[str, str]:
-    """Weight or module, its number of a layer as ``*``, to the style that divides it."""
+    """Return the style that divides each weight or module. The name has ``*`` for the number of a layer."""
     return dict(TENSOR_PLAN.read(model) or {})
 
 
 def describe_tensor_parallel(model: PreTrainedModel) -> TensorParallel | str:
-    """What the model's plan divides, or why that cannot be said. ``model`` may be on the meta device."""
+    """Return the number of weights that the model's plan divides, or why it is unknown. ``model`` may be on the meta device."""
     plan = declared_plan(model)
     unknown = unknown_styles(plan)
     if not plan or set(plan.values()) <= set(GATHERED):
@@ -76,21 +76,21 @@ def keep_slice(model: PreTrainedModel, degree: int) -> None:
 
 
 def _heads(model: PreTrainedModel) -> int:
-    """A degree divides the heads of keys and of queries."""
+    """Return the largest degree that divides the heads of keys and of queries, or 0 if the config states no heads."""
     config = model.config.get_text_config()
     heads = heads_of(config)
     return 0 if heads is None else gcd(heads.queries, heads.keys)
 
 
 def divided_dimension(name: str, parameter: nn.Parameter, plan: dict[str, str]) -> tuple[int, bool] | None:
-    """(the dimension of this weight or bias that ranks share, whether it is of two halves); None: each rank has all of it."""
+    """Return (the dimension of this weight or bias that ranks share, whether it has two halves), or None if it is whole."""
     style = _style_of(name, plan)
     dimension = _divided(style, parameter)
     return None if dimension is None else (dimension, style in PACKED and parameter.ndim > 1)
 
 
 def unknown_styles(plan: dict[str, str]) -> str | None:
-    """The styles that this file does not know, where there are such."""
+    """Return the styles that this module does not know, with commas between them, or None."""
     return ", ".join(sorted({style for style in plan.values() if style not in (*DIVIDED_DIMENSION, *WHOLE)})) or None
 
 
@@ -104,7 +104,7 @@ def _style_of(parameter: str, plan: dict[str, str]) -> str | None:
 
 
 def _divided(style: str | None, parameter: nn.Parameter) -> int | None:
-    """The dimension of this weight or bias that ranks share; None: each has all of it."""
+    """Return the dimension of this weight or bias that ranks share, or None if each rank has all of it."""
     if style not in DIVIDED_DIMENSION:
         return None
     dimension = DIVIDED_DIMENSION[style]

@@ -1,14 +1,15 @@
-"""muP: learning rates and initial weights of a model, so that hyper-parameters of a narrower base hold for it.
+"""Scale learning rates and initial weights of a model by muP, so that hyper-parameters of a narrower base hold for it.
 
-Which dimensions grow with the width is read off the shapes: those in which a parameter differs from the base's. What a parameter
-is, a module's kind says. Of m, the times that its inputs are more than the base's (Yang et al., Tensor Programs V, 2022,
-arXiv:2203.03466, table 3, Adam):
+The shapes show which dimensions grow with the width: those in which a parameter differs from the base's. The kind of a module
+shows the role of its parameters. m is the number of a parameter's inputs over that of the base's (Yang et al., Tensor Programs
+V, 2022, arXiv:2203.03466, table 3, Adam):
 
     both sides grow (hidden)      initial deviation 1/sqrt(m)    learning rate 1/m
     inputs alone (output)         initial deviation 1/m          learning rate 1/m
     outputs alone, and vectors    as in the base                 as in the base
 
-Weight decay is multiplied by m where the learning rate is divided by it: their product is what a step takes of a weight.
+Weight decay is multiplied by m where the learning rate is divided by m: their product is the share of a weight that a step
+takes away.
 """
 
 from __future__ import annotations
@@ -39,15 +40,18 @@ INPUT_AXIS: tuple[tuple[type[nn.Module], int], ...] = (
 
 @dataclass(frozen=True)
 class Scale:
-    """Of one parameter, against the base's."""
+    """The factors of one parameter, against the base's."""
 
     rate: float = 1.0
     deviation: float = 1.0
-    kept: bool = True  # no dimension grows that its initial values depend on
+    kept: bool = True  # its initial values depend on no dimension that grows
 
 
 def widths_of(source: ModelSource, base: str) -> str:
-    """Plan.mup_base of a base that is a directory, a config.json or a hub id. Raises RequestError where it is no such base."""
+    """Return Plan.mup_base for a directory, a config.json or a hub id.
+
+    Raise RequestError if the base differs from the model in more than widths, or in no width.
+    """
     ours, theirs = (_plain(read_config(one)) for one in (source, find_model(base)))
     names = [name for name in {**theirs, **ours} if ours.get(name) != theirs.get(name)]
     other = next((name for name in names if not all(_is_width(one.get(name)) for one in (ours, theirs))), None)
@@ -62,7 +66,7 @@ def widths_of(source: ModelSource, base: str) -> str:
 
 
 def with_base(source: ModelSource, fixed: tuple[str, ...], base: str | None, *, from_config: bool) -> tuple[str, ...]:
-    """``fixed`` with the widths of ``base``. Raises RequestError where muP, however it is asked for, does not fit the model."""
+    """Return ``fixed`` with the widths of ``base``. Raise RequestError if muP, by either option, does not fit the model."""
     text = next((one.partition("=")[2] for one in fixed if one.startswith("mup_base=")), "")
     if base is not None:
         if text:
@@ -81,7 +85,7 @@ def check_random(*, from_config: bool) -> None:
 
 
 def check_base(source: ModelSource, text: str) -> None:
-    """Raises RequestError for a base that does not fit the model."""
+    """Raise RequestError for a base that does not fit the model."""
     config = read_config(source)
     model_class, _ = choose_class(config, source.reference)
     with torch.device("meta"):
@@ -89,7 +93,7 @@ def check_base(source: ModelSource, text: str) -> None:
 
 
 def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
-    """By the parameter's name. Raises RequestError where the rule does not say what to do."""
+    """Return the scale of each parameter, by its name. Raise RequestError for a parameter that the rule does not cover."""
     base_config = narrowed(model.config, read_base(text))
     _check_heads(model.config, base_config)
     with torch.device("meta"):
@@ -110,7 +114,7 @@ def scales(model: PreTrainedModel, text: str) -> dict[str, Scale]:
 
 
 def narrowed(config: PretrainedConfig, fields: dict[str, int]) -> PretrainedConfig:
-    """A copy with these fields, which the config must have."""
+    """Return a copy of the config with these fields. Raise RequestError for a field that the config does not have."""
     plain = config.to_dict()
     unknown = next((name for name in fields if not isinstance(plain.get(name), int)), None)
     if unknown is not None:
@@ -119,7 +123,7 @@ def narrowed(config: PretrainedConfig, fields: dict[str, int]) -> PretrainedConf
 
 
 def scale_initial(model: PreTrainedModel, text: str) -> None:
-    """The deviations of random weights become what the base's ask for. Measured, as models draw by rules of their own."""
+    """Multiply random weights so that their deviations follow from the base's. Both are measured, as models draw by own rules."""
     found = scales(model, text)
     with torch.random.fork_rng():
         base = dict(FROM_CONFIG.of(type(model))(narrowed(model.config, read_base(text))).named_parameters())
@@ -131,7 +135,7 @@ def scale_initial(model: PreTrainedModel, text: str) -> None:
 
 
 def split_by_rate(model: nn.Module, text: str, groups: list[dict[str, Any]], rate: float) -> list[dict[str, Any]]:
-    """An optimizer's groups, each as several of one learning rate; those of the rate that was asked for first."""
+    """Return an optimizer's groups, each split into several with one learning rate. Those with the requested rate come first."""
     whole = base_of(model)
     found = scales(whole, text)
     shares = {parameter: found[name].rate for name, parameter in whole.named_parameters()}
@@ -167,7 +171,10 @@ def _scale(name: str, module: nn.Module, shape: tuple[int, ...], base: tuple[int
 
 
 def _check_tied(model: PreTrainedModel, found: dict[str, Scale]) -> None:
-    """One table as input and as output would need a multiplier in the forward pass, which the saved model could not say."""
+    """Raise RequestError if one table that grows is both input and output.
+
+    The table would need a multiplier in the forward pass, and the saved model could not hold one.
+    """
     table = model.get_output_embeddings()
     weight = None if table is None else getattr(table, "weight", None)
     tied = {name for name, parameter in model.named_parameters() if parameter is weight}

@@ -1,4 +1,4 @@
-"""The whole road for training: data, plan, trials, run, Record. What ``upshift train`` and ``upshift.train`` call."""
+"""Train a model from data to Record: prepare data, plan, try plans, run. ``upshift train`` and ``upshift.train`` call this."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ TRIAL_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class Watcher:
-    """Callbacks for whoever shows progress; each does nothing by default."""
+    """Callbacks for showing progress. Each does nothing by default."""
 
     tokenizing: Callable[[int, int], None] = lambda done, total: None
     tracing: Callable[[int, int], None] = lambda done, total: None
@@ -58,7 +58,7 @@ class Watcher:
 
 @dataclass(frozen=True)
 class Prepared:
-    """A run that is planned and proven, and not started."""
+    """A run that is planned and proven, but not started."""
 
     source: ModelSource
     data: TrainingData
@@ -66,7 +66,7 @@ class Prepared:
     proof: Proof | None
     plan: Plan
     predicted: Numbers
-    of_model: dict[str, Any]  # what says which model to train, in a Job and in a TrialRequest
+    of_model: dict[str, Any]  # the fields of a Job and of a TrialRequest that say which model to train
     data_path: str
     text_column: str | None
 
@@ -113,11 +113,11 @@ def prepare_run(
     mup_base: str | None = None,
     watcher: Watcher | None = None,
 ) -> tuple[Prepared, int]:
-    """Everything before the first step: (what to run, number of steps). Trials are skipped for a given or resumed plan.
+    """Return (the prepared run, its number of steps). A plan that is given or resumed skips the trials.
     ``sequence_length``: None takes the default for the model.
     ``lora_rank``: train LoRA of this rank around every linear layer but the head; ``load_in_4bit``: below an adapter (QLoRA).
-    ``host``: that of a launcher's ranks; this machine where not given. ``mup_base``: a narrower model whose rates hold.
-    ``seed``: of the run, whose first batches are what trials compute."""
+    ``host``: the host of a launcher's ranks; None: this machine. ``mup_base``: a narrower model whose learning rates hold.
+    ``seed``: the seed of the run. Trials compute the run's first batches."""
     watcher = watcher or Watcher()
     numbers = {"epochs": epochs, "global_batch": global_batch, "sequence_length": sequence_length}
     RunNumbers.from_fields(numbers | {"trial_seconds": trial_seconds})  # the rank is checked with the source
@@ -159,9 +159,9 @@ def train(
     watcher: Watcher | None = None,
     **request: Any,
 ) -> Record | None:
-    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``; ``request``: options of ``prepare_run``; ``heal``:
+    """Plan, prove, train and save. ``arguments``: fields of ``Arguments``. ``request``: options of ``prepare_run``. ``heal``:
     a process that is killed is started again, and the others go on.
-    Of several ranks that a launcher started, each calls it, and rank 0 has the Record."""
+    If a launcher started several ranks, each calls this function, and rank 0 returns the Record."""
     watcher, output, given = watcher or Watcher(), Path(output), dict(arguments or {})
     max_steps, ranks = given.pop("max_steps", None), read_ranks()
     asked = Arguments.from_fields(given | {"max_steps": 1 if max_steps is None else max_steps})
@@ -183,7 +183,7 @@ def train(
         job = prepared.job(asked.changed(max_steps=steps), output=output, overwrite=overwrite, resume=resume, heal=heal)
         return job, prepared
 
-    with ExitStack() as writing:  # of several ranks the first makes the job, and holds the output's lock
+    with ExitStack() as writing:  # if there are several ranks, the first makes the job and holds the output's lock
         if ranks is not None:
             return _train_launched(ranks, make_job, global_batch, watcher)
         job, prepared = make_job()
@@ -193,7 +193,7 @@ def train(
 
 
 def _for_ranks(request: dict[str, Any], processes: int) -> dict[str, Any]:
-    """No trials: they would take the cores of ranks that wait."""
+    """Return the request for a launcher's ranks. It has no trials: they would take the cores of ranks that wait."""
     fixed = request.get("fixed", ())
     if processes_asked_for(fixed) not in (None, processes):
         raise RequestError(f"the launcher's ranks make {processes} processes; leave num_processes (--nproc) to the launcher")
@@ -217,7 +217,7 @@ def _train_launched(
 
 
 def _devices_asked_for(host: Host, fixed: tuple[str, ...]) -> Host:
-    """As many of its GPUs as there are to be processes, where fewer are asked for than there are."""
+    """Return the host with one GPU for each process, if fewer processes are asked for than it has GPUs; else the host."""
     count = processes_asked_for(fixed) or host.gpus_per_node
     if not 0 < count < host.gpus_per_node:
         return host
@@ -225,7 +225,7 @@ def _devices_asked_for(host: Host, fixed: tuple[str, ...]) -> Host:
 
 
 def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
-    """Its weights are whole unless they are to be random."""
+    """Check that the weights are whole, unless they are to be random. Raise RequestError for random weights with an adapter."""
     if not from_config:
         if source.directory is None:
             raise RequestError(f"{source.base_reference!r} is a config without weights; add --from-config for random weights")
@@ -241,13 +241,13 @@ def _check_trainable(source: ModelSource, *, from_config: bool) -> None:
 def lengths_of(
     model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, text_column: str | None = None
 ) -> Any:
-    """How long the sequences of some data are for a model, for planning: a histogram, None where all are full."""
+    """Return the histogram of the sequence lengths of data for a model, for planning, or None if all sequences are full."""
     how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
     return _lengths(prepare_data(find_model(model), data_path, **how))
 
 
 def _lengths(data: TrainingData) -> Any:
-    """None where every sequence is full: nothing to pad or pack, and no mask to plan for."""
+    """Return the histogram, or None if every sequence is full: nothing to pad or pack, and no mask to plan for."""
     histogram = data.histogram
     return None if histogram.mean >= histogram.sequence_length else histogram
 

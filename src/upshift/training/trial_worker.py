@@ -1,8 +1,8 @@
-"""One trial: the plan on the real model for a few seconds, on the batches that the run will begin with.
+"""Run one trial: the plan on the real model for a few seconds, on the batches that the run will begin with.
 
 The longest micro-batch of the run comes first: it shows what the plan allocates, and whether it fits at all. Then come whole
 optimizer steps over the run's own global batches, after warm-up, so that their speed and the memory that the process holds are
-those of the run. Where a whole step takes too long for a trial, some of its micro-batches stand for it.
+those of the run. If a whole step takes too long for a trial, some of its micro-batches stand for it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from upshift.training.step import WATCHED_MICRO_BATCHES, Shape, Stepper
 from upshift.training.weight_offload import in_memory_bytes
 
 CHECK_SEQUENCES = 4
-WARM_STEPS = 2  # of a run whose first steps allocate, compile and tune: as many as its own meter leaves out
+WARM_STEPS = 2  # a run's first steps allocate, compile and tune: as many as its own meter leaves out
 MIN_TIMED, MAX_TIMED = 2, 24  # steps or micro-batches
 WHOLE_STEPS_SHARE = 4.0  # times the timed seconds that warm and timed steps may take, else micro-batches stand for them
 EXPENSIVE = 2.0  # times the timed seconds: such a micro-batch is run once, and not under the meter
@@ -69,7 +69,7 @@ def main(path: Path, answer: Tell) -> None:
     start = time.perf_counter()
 
     def tell(partial: TrialResult) -> None:
-        """What is known so far, for the case that the trial is ended at its limit."""
+        """Answer with the results so far, for the case that the trial is ended at its limit."""
         answer(partial.changed(timed_out=True))
 
     def work(request: TrialRequest) -> TrialResult:
@@ -85,14 +85,14 @@ def main(path: Path, answer: Tell) -> None:
 
 @dataclass(frozen=True)
 class Batches:
-    """What a trial computes. ``upcoming``: the global batches of the run's first steps, in its order."""
+    """The batches that a trial computes. ``upcoming``: the global batches of the run's first steps, in the run's order."""
 
     upcoming: Iterator[GlobalBatch]
     ahead: Upcoming
     longest: GlobalBatch  # the one whose micro-batches hold most tokens
     largest_of_run: bool  # whether no later batch has a longer micro-batch
     checked: list[GlobalBatch]  # a few sequences, the same under every plan, whose loss is compared
-    data_bytes: int = 0  # of the data that a whole run reads, and with it holds; a trial reads little of it
+    data_bytes: int = 0  # of the data that a whole run reads and so holds in memory; a trial reads little of it
     tokenizer: Any = None  # a run holds it for what it saves
 
     @property
@@ -101,7 +101,7 @@ class Batches:
 
 
 def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
-    """Return what the plan does. ``tell``: takes what is known before the end; it is called on rank 0 alone."""
+    """Run the plan and return the measurements. ``tell`` takes results before the end, on rank 0 alone."""
     plan = request.plan
     set_process(plan)
     place = find_place(plan)
@@ -114,7 +114,10 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
     check_loss = evaluate(model, plan, batches.checked)
 
     def complete(result: TrialResult) -> TrialResult:
-        """``check_loss``: what compiling multiplied the loss by; None before anything was compiled."""
+        """Return the result with the measurements before the steps.
+
+        ``check_loss`` of ``result`` is the factor by which compiling changed the loss; None before anything was compiled.
+        """
         return result.changed(
             base_resident_bytes=base, check_loss=check_loss * (result.check_loss or 1.0),
             check_labels=max(batches.num_check_labels, 1),
@@ -131,12 +134,12 @@ def run_trial(request: TrialRequest, tell: Tell) -> TrialResult:
 
 
 def _does_not_fit(largest: Shape, smaller: Shape, words: str) -> None:
-    """A run would go on with smaller micro-batches. A trial says that those of the plan do not fit."""
+    """Raise MemoryError if the plan's micro-batches do not fit. A run would go on with smaller ones."""
     raise MemoryError(f"a micro-batch of {' x '.join(map(str, largest))} tokens does not fit: {words}")
 
 
 def _token_batches(request: TrialRequest, source: ModelSource, place: Place) -> Batches:
-    """The run's own batches where there is data, else sequences of random tokens, all of full length."""
+    """Return the run's own batches if there is data, else batches of random tokens, all of full length."""
     tokenizer = None
     if request.data is not None:
         data = load_data(Path(request.data))
@@ -171,7 +174,7 @@ def _synthetic(request: TrialRequest, sides: int, vocab_size: int) -> Sequences:
 
 
 def _stored_batches(request: TrialRequest) -> Batches:
-    """Of collated rows: a sample of the run's, as many global batches as they make."""
+    """Return as many global batches as the collated rows make, which are a sample of the run's rows."""
     rows, how = read_rows(Path(request.rows or ""))
     size = min(request.global_batch, len(rows))
     starts = range(0, len(rows) - size + 1, size)
@@ -187,7 +190,7 @@ def _stored_batches(request: TrialRequest) -> Batches:
 
 
 class Trial:
-    """Runs a plan's steps and measures them. ``tell``: takes a rough result before the steady ones are there."""
+    """The steps of a plan and their measurement. ``tell`` takes a rough result before the steady ones are there."""
 
     def __init__(
         self, stepper: Stepper, batches: Batches, request: TrialRequest, tell: Tell, *, meter: LoadMeter | None = None
@@ -222,7 +225,7 @@ class Trial:
         return result.changed(check_loss=factor)
 
     def _most_at_once(self) -> tuple[MicroBatch, ...]:
-        """The longest micro-batch of the run, and the one behind it: then gradients exist. A run watches as many."""
+        """Return the longest micro-batch of the run and the next one, at which gradients exist. A run watches as many."""
         return self.batches.longest.micro_batches[:WATCHED_MICRO_BATCHES]
 
     def _look(self, micro_batch: MicroBatch) -> Timing:
@@ -236,7 +239,7 @@ class Trial:
         )  # fmt: skip
 
     def _held_bytes(self) -> int:
-        """What a process of its own would hold at most, that has imported all libraries itself and reads all data."""
+        """Return the most bytes that a separate process would hold, if it imported all libraries itself and read all data."""
         return resident_peak_bytes() + bytes_left_with_parent() + self.batches.data_bytes
 
     def _whole_steps(self, update_seconds: float, once: float) -> TrialResult:
@@ -258,7 +261,7 @@ class Trial:
         return self._result(average, samples, update_seconds, once, [timing for timing, _ in chosen], resident, peak, scale)
 
     def _micro_batches(self, look: Timing, once: float) -> TrialResult:
-        """Measure some of a step's micro-batches, and an update. ``look``: of the last of the longest ones."""
+        """Measure some of a step's micro-batches, and an update. ``look``: the timing of the last of the longest ones."""
         batch = next(self.batches.upcoming)
         several = self.plan.num_processes > 1  # all of them time as many micro-batches
         chosen = _spread(batch.micro_batches, with_stand_ins=several)
@@ -307,7 +310,7 @@ class Trial:
         )  # fmt: skip
 
     def _goes_on(self, timed: list[Timing]) -> bool:
-        """Whether another step, or micro-batch, is timed. While other programs compute, until some were timed without them."""
+        """Return whether to time another step or micro-batch. If other programs compute, go on until some are undisturbed."""
         seconds, calm = self.request.seconds, [timing for timing in timed if not timing.busy]
         spent = sum(timing.seconds for timing in timed)
         if len(timed) < MIN_TIMED:
@@ -317,7 +320,7 @@ class Trial:
         return len(calm) < MIN_TIMED or sum(timing.seconds for timing in calm) < seconds
 
     def _step(self) -> tuple[Timing, GlobalBatch]:
-        """One optimizer step and the making of its batch, as a run counts them."""
+        """Time one optimizer step and the making of its batch, as a run counts them, and return the batch, too."""
         stepped: list[GlobalBatch] = []
 
         def work() -> None:
@@ -328,7 +331,7 @@ class Trial:
         return self._timed(work), stepped[0]
 
     def _timed(self, work: Callable[[], object]) -> Timing:
-        """Time work of all ranks: the slowest one's seconds, the processor time of all."""
+        """Time work of all ranks: the seconds of the slowest rank, and the processor time of all."""
         device = self.plan.device
         synchronise(device)
 
@@ -350,7 +353,7 @@ class Trial:
         return Timing(seconds, cpu, float(worst[1]), max(float(beside[0]), 0.0))
 
     def _agreed(self, number: float) -> float:
-        """The largest of all ranks': they wait for the one that has most to do."""
+        """Return the largest number of all ranks, because they wait for the rank that has most to do."""
         if self.plan.num_processes == 1:
             return number
         found = torch.tensor(number, dtype=torch.float64, device=self.plan.device)
@@ -369,7 +372,7 @@ class Trial:
         self.stepper.forget_gradients()
 
     def _give_birth(self) -> Timing:
-        """An update with zero gradients makes the optimizer's state and moves no weight."""
+        """Time an update with zero gradients, which makes the optimizer's state and moves no weight."""
         for parameter in self.stepper.model.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter)
@@ -391,7 +394,10 @@ class Trial:
         return peak.bytes
 
     def _compile(self, batch: GlobalBatch) -> tuple[float, float]:
-        """(compiled over eager loss of one micro-batch, or 1 where they agree as far as dropout lets them; seconds)."""
+        """Compile the layers, and return (compiled over eager loss of one micro-batch, seconds).
+
+        The ratio is 1 if the losses agree as far as dropout lets them.
+        """
         stepper, plan, micro_batch = self.stepper, self.plan, batch.micro_batches[0]
         if plan.torch_compile == "off":
             return 1.0, 0.0
@@ -412,13 +418,13 @@ def _num_padded_tokens(batch: GlobalBatch) -> int:
 
 
 def _calm(timed: list[tuple[Timing, Item]]) -> list[tuple[Timing, Item]]:
-    """Those that other programs did not disturb, where they are enough; else all."""
+    """Return the timings that other programs did not disturb if they are enough, else all."""
     calm = [pair for pair in timed if not pair[0].busy]
     return calm if len(calm) >= MIN_TIMED else timed
 
 
 def _spread(micro_batches: tuple[MicroBatch, ...], *, with_stand_ins: bool) -> list[MicroBatch]:
-    """At most four micro-batches: the largest first, then evenly through the sizes."""
+    """Return at most four micro-batches: the largest first, then evenly through the sizes."""
     ordered = sorted((m for m in micro_batches if m.num_label_tokens or with_stand_ins), key=lambda m: -m.num_padded_tokens)
     if len(ordered) <= 4:
         return ordered or list(micro_batches[:1])

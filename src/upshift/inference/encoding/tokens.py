@@ -1,4 +1,4 @@
-"""Texts to token ids, by the model's own tokenizer, all cores at once."""
+"""Turn texts into token ids with the model's own tokenizer, on all cores at once."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ UNSET_LENGTH = 10**9  # transformers' "very large integer" of a tokenizer that d
 
 
 class Tokens:
-    """``longest``: tokens that are kept of a text; None: all. ``alone``: a text must be a batch of its own."""
+    """The model's tokenizer. ``longest``: tokens kept of a text; None: all. ``alone``: a text must be a batch of its own."""
 
     def __init__(self, source: ModelSource, recipe: Recipe) -> None:
         tokenizer = load_tokenizer(source)
         self.pad, self.alone = tokenizer.pad_token_id or 0, False
-        if recipe.output == "class scores":  # a decoder's are those of the last token that is not the config's own padding
+        if recipe.output == "class scores":  # a decoder's scores are of the last token that is not the config's own padding
             known = _padding(source)
             self.pad, self.alone = (self.pad, True) if known is None else (known, False)
         isolation = isolation_of(source, states=recipe.output == "embeddings")
-        if not isolation.proven or isolation.padding == "none":  # what else is in its batch would change a text's vector
+        if not isolation.proven or isolation.padding == "none":  # other texts in its batch would change a text's vector
             self.alone = True
         self.longest = _longest(tokenizer, source, recipe)
         self._prompt = recipe.prompt
@@ -43,12 +43,12 @@ class Tokens:
         return [encoding.ids for encoding in self._backend.encode_batch_fast([self._prompt + text for text in texts])]
 
     def located(self, texts: Sequence[str]) -> list[Any]:
-        """The same with ``tokens`` and ``offsets``, the characters of the text that each token is made of."""
+        """Return encodings, with ``tokens`` and with ``offsets``: the characters of the text that each token is made of."""
         found: list[Any] = self._backend.encode_batch(list(texts))
         return found
 
     def special(self) -> tuple[int, int]:
-        """How many tokens that are of no text stand before those of a text and behind them."""
+        """Return how many special tokens come before the tokens of a text, and how many come after them."""
         mask = self._backend.encode("a").special_tokens_mask
         own = [place for place, is_special in enumerate(mask) if not is_special] or [len(mask)]
         return own[0], max(len(mask) - 1 - own[-1], 0)

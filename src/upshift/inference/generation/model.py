@@ -1,4 +1,4 @@
-"""The model of transformers that all engines start from, and what it must be like."""
+"""Load the model of transformers that all engines start from, and check that Upshift can generate with it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ WHOLE = {"full_attention", "global"}
 
 
 def generation_task(source: ModelSource) -> Task:
-    """Raises RequestError for a model that generates no text, or keeps something else than keys and values."""
+    """Return the task of a model. Raise RequestError if it generates no text, or keeps another state than keys and values."""
     config: Any = read_config(source)
     text = config.get_text_config(decoder=True)
     found = find_architecture(config, source.reference)
@@ -40,16 +40,16 @@ def generation_task(source: ModelSource) -> Task:
 
 
 def check_weights(source: ModelSource) -> None:
-    """Raise RequestError where the files lack weights of the model. Their headers are read, nothing else."""
+    """Raise RequestError if the files lack weights of the model. Only the headers of the files are read."""
     from upshift.loading.coverage import check_files
     from upshift.loading.load import empty_of
 
-    if stored_for(source) is None:  # else they are in a form that one engine alone knows
+    if stored_for(source) is None:  # other weights are in a form that only one engine knows
         check_files(source, empty_of(source))
 
 
 def attends_to_all(source: ModelSource) -> bool:
-    """Whether each token looks at all before it, by what the model declares: no window, no chunks, no slope of ALiBi."""
+    """Return whether each token looks at all tokens before it. The config then declares no window, chunks or slopes of ALiBi."""
     text: Any = read_config(source).get_text_config(decoder=True)
     kinds = set(getattr(text, "layer_types", None) or ()) | set(getattr(text, "attention_layers", None) or ())
     slopes = any(getattr(text, name, None) for name in ("alibi", "attn_config"))
@@ -57,7 +57,7 @@ def attends_to_all(source: ModelSource) -> bool:
 
 
 def cache_bytes(source: ModelSource) -> int:
-    """Keys and values of one token of one sequence, in fp32."""
+    """Return the bytes of the keys and values of one token of one sequence, in fp32."""
     text: Any = read_config(source).get_text_config(decoder=True)
     heads = heads_of(text)
     assert heads is not None and heads.width is not None  # generation_task has refused models without
@@ -76,15 +76,17 @@ def load_model(source: ModelSource, precision: Precision, device: Device = "cpu"
 
 
 def weight_bytes(source: ModelSource, model: Any) -> int:
-    """That a step reads."""
+    """Return the bytes of weights that a step reads."""
     if stored_for(source) is not None:  # tensors of quantized weights do not say their size
         return weights_size(source)
     return sum(weight.numel() * weight.element_size() for weight in model.parameters())
 
 
 def plain_cache(past: Sequence[Any] = ()) -> Any:
-    """Keys and values of all tokens, also where a layer looks back less far: its mask says so. ``past``: keys and values of
-    the first layer, then of the next."""
+    """Return a cache that keeps the keys and values of all tokens, also for a layer with a window, which its mask applies.
+
+    ``past``: keys and values of the first layer, then of the next.
+    """
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     cache = DynamicCache()

@@ -1,7 +1,7 @@
 """Read the rows of tables one after another, so that a table may be larger than memory: JSON, CSV, Parquet, Arrow.
 
 Each reader yields (place, row). The place names the file and the row for a message. A reader of a file with a schema first
-gives its columns to ``wanted``, which returns those that are to be read.
+gives its columns to ``wanted``, which returns the columns to read.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ARROW_ROWS = 1024  # at once in memory
 
 
 def read_json(file: Path) -> Iterator[Row]:
-    """Read an object a line, or, of a .json file, the objects of one array."""
+    """Yield an object for each line, or, from a .json file, the objects of one array."""
     with open_data(file) as handle:
         may_be_array = suffix_of(file) == ".json"
         for number, line in enumerate(handle, start=1):
@@ -73,7 +73,7 @@ def _parse(text: bytes, place: str) -> Any:
 
 @contextmanager
 def _refusing_json(place: str, instead: str) -> Iterator[None]:
-    """Raise RequestError for bytes that are no text, and for text that is no JSON."""
+    """Raise RequestError for bytes that are not UTF-8 text, and for text that is not JSON."""
     try:
         yield
     except UnicodeDecodeError:
@@ -85,11 +85,11 @@ def _refusing_json(place: str, instead: str) -> Iterator[None]:
 
 
 def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
-    """Decode the values of one JSON array, of which only the part that is decoded stands in memory."""
+    """Yield the values of one JSON array. Only the part that is being decoded is in memory."""
     decoder = json.JSONDecoder(object_pairs_hook=_unique)
     text = io.TextIOWrapper(handle, encoding="utf-8-sig")
     buffer, wanted, at_end = "", READ_CHARACTERS, False
-    previous = ""  # of the array: [ , or a value
+    previous = ""  # the last part of the array that was read: "[", "," or "value"
     with _refusing_json(str(file), "write an array of objects, or one object per line"):
         while True:
             buffer = buffer.lstrip(" \t\r\n")
@@ -121,7 +121,7 @@ def _array(handle: BinaryIO, file: Path) -> Iterator[Any]:
 
 
 def read_csv(file: Path) -> Iterator[Row]:
-    """Read a table whose first line names the columns; of .tsv, divided by tabs."""
+    """Yield the rows of a table whose first line names the columns. Tabs divide the fields of a .tsv file."""
     csv.field_size_limit(sys.maxsize)
     with open_data(file) as handle:
         text = io.TextIOWrapper(handle, encoding="utf-8-sig", newline="")
@@ -178,7 +178,7 @@ def read_parquet(file: Path, wanted: Wanted) -> Iterator[Row]:
 
 
 def read_arrow(file: Path, wanted: Wanted) -> Iterator[Row]:
-    """Read a file of Arrow's stream format, as datasets writes it, or of its file format."""
+    """Yield the rows of a file in Arrow's stream format, as datasets writes it, or in its file format."""
     arrow = need_pyarrow("reading .arrow files")
     try:
         with open_data(file) as opened:
@@ -201,7 +201,7 @@ def _damaged(file: Path, kind: str, error: Exception) -> RequestError:
 
 
 def rows_of(batches: Iterator[Any], origin: str) -> Iterator[Row]:
-    """Turn Arrow batches into rows: texts as str, lists of numbers as arrays."""
+    """Yield the rows of Arrow batches, with texts as str and lists of numbers as arrays."""
     number = 0
     for batch in batches:
         for start in range(0, batch.num_rows, ARROW_ROWS):

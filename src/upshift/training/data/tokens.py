@@ -1,6 +1,6 @@
-"""Tokens and how they are cut: one flat array of token ids, document borders, and sequences as (start, length).
+"""Hold tokens and cut them into sequences: one flat array of token ids, document borders, and sequences as (start, length).
 
-The flat array is in memory, or a file of the cache that is mapped into it, so that data may be larger than memory.
+The flat array is in memory, or it is a file of the cache that is mapped into memory, so that data may be larger than memory.
 
 A sequence is a piece of at most `sequence_length` tokens of ONE document. Long documents are cut into consecutive
 pieces; a piece shorter than two tokens is dropped, because it predicts nothing.
@@ -70,12 +70,12 @@ class Sequences:
 
     @property
     def arrays(self) -> dict[str, NDArray[Any]]:
-        """Return all that is held of the sequences, by the fields' names."""
+        """Return the fields that are arrays, by name."""
         values = {field.name: getattr(self, field.name) for field in fields(self)}
         return {name: value for name, value in values.items() if isinstance(value, np.ndarray)}
 
     def num_labels(self, members: NDArray[np.int64], *, first: int) -> NDArray[np.int64]:
-        """Return how many labels each of the sequences has that count, from position ``first`` on: 1 where they are shifted."""
+        """Return the number of labels that count in each sequence, from position ``first`` on: 1 if labels are shifted."""
         if self.labels is None:
             return np.maximum(self.lengths[members] - first, 0)
         spans = zip(self.starts[members].tolist(), self.lengths[members].tolist(), strict=True)
@@ -102,7 +102,8 @@ def cut_sequences(tokenized: TokenizedCorpus, sequence_length: int) -> Sequences
 def hold_out_evaluation(tokenized: TokenizedCorpus, *, sequence_length: int) -> tuple[TokenizedCorpus, TokenizedCorpus | None]:
     """Split the last documents off for evaluation: about 2 % of the sequences, at least 1, at most 64.
 
-    Whole documents where they fit in that number, else the tail of the last one. None out of fewer than two sequences.
+    Hold out whole documents if they fit in that number, else the tail of the last document. Return None in place of the
+    second part if there are fewer than two sequences.
     """
     pieces = _num_pieces(tokenized, sequence_length)
     total = int(pieces.sum())
@@ -133,7 +134,7 @@ def check_vocabulary(tokenized: TokenizedCorpus, vocab_size: int) -> None:
 
 
 def histogram_of(lengths: NDArray[np.int64], sequence_length: int) -> LengthHistogram:
-    """Of lengths up to ``sequence_length``."""
+    """Return the histogram of lengths up to ``sequence_length``, rounded up to at most MAX_BUCKETS values."""
     bucket = -(-sequence_length // MAX_BUCKETS)
     rounded = np.minimum(-(-lengths // bucket) * bucket, sequence_length)
     values, counts = np.unique(rounded, return_counts=True)
@@ -146,7 +147,7 @@ def histogram_of(lengths: NDArray[np.int64], sequence_length: int) -> LengthHist
 
 
 def _num_pieces(tokenized: TokenizedCorpus, sequence_length: int) -> NDArray[np.int64]:
-    """Pieces of two or more tokens in each document; only a last piece can be a single token."""
+    """Return the number of pieces of two or more tokens in each document. Only a last piece can be a single token."""
     lengths = np.diff(tokenized.offsets)
     whole, rest = np.divmod(lengths, sequence_length)
     return np.asarray(whole + (rest >= 2), np.int64)

@@ -1,4 +1,4 @@
-"""From a data path to tokenized sequences, checked against the model; once, for the plan and for the run."""
+"""Turn a data path into tokenized sequences, and check them against the model, once for the plan and the run."""
 
 from __future__ import annotations
 
@@ -53,8 +53,10 @@ def prepare_data(
     text_column: str | None = None,
     progress: Progress | None = None,
 ) -> TrainingData:
-    """Read, tokenize and cut. ``tokenizer``: None takes the model's own. ``sequence_length``: None takes the default for the
-    model. Raises RequestError over data that the model cannot be trained on."""
+    """Read, tokenize and cut the data. Raise RequestError for data that the model cannot be trained on.
+
+    ``tokenizer``: None takes the model's own. ``sequence_length``: None takes the default for the model.
+    """
     sequence_length = sequence_length_of(source, sequence_length)
     corpus = read_corpus(data_path, text_column=text_column)
     tokenizer = tokenizer or _own_tokenizer(source, needed=not corpus.is_tokenized)
@@ -84,7 +86,7 @@ def prepare_data(
 
 
 def _with_labels(sequences: Sequences, objective: Objective, origin: str) -> Sequences:
-    """Leave out sequences that teach nothing: a batch of them would have no mean."""
+    """Return the sequences that have a label to learn. A batch of the others would have no mean."""
     if sequences.labels is None:
         return sequences
     has_labels = objective.counted_labels(sequences, np.arange(len(sequences))) > 0
@@ -121,7 +123,7 @@ def _objective(source: ModelSource, tokenizer: Any | None) -> Objective:
 
 
 def save_data(data: TrainingData, folder: Path) -> None:
-    """For the processes of a run; ``load_data`` maps the arrays, so that all ranks share one copy in memory."""
+    """Save data for the processes of a run. ``load_data`` maps the arrays, so that all ranks share one copy in memory."""
     for name, sequences in (("training", data.training), ("evaluation", data.evaluation)):
         if sequences is not None:
             for array, values in sequences.arrays.items():
@@ -138,7 +140,7 @@ def save_data(data: TrainingData, folder: Path) -> None:
 
 
 def saved_data(data: TrainingData) -> Path:
-    """Return a folder that ``save_data`` wrote: once for the trials and the run, removed with the data."""
+    """Return a folder with the saved data. The trials and the run share the folder, and it is removed with the data."""
     folder = _saved.get(data)
     if folder is None:
         folder = Path(tempfile.mkdtemp(prefix="upshift-data-"))
@@ -149,12 +151,12 @@ def saved_data(data: TrainingData) -> Path:
 
 
 def _remove(folder: Path, process: int) -> None:
-    if os.getpid() == process:  # not in a fork, which ends with the same data
+    if os.getpid() == process:  # a fork ends with the same data, and must not remove it
         shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_data(folder: Path) -> TrainingData:
-    """Without the tokenizer: loading one may start threads, and processes are yet to be forked."""
+    """Load saved data without the tokenizer. Loading one may start threads, and processes are yet to be forked."""
     values = json.loads((folder / "data.json").read_bytes())
 
     def sequences(name: str) -> Sequences | None:

@@ -1,4 +1,4 @@
-"""The process of one job: quiet the libraries, and only then import what runs the job, which imports them.
+"""Start the process of one job: quiet the libraries, and only then import the module that runs the job and imports them.
 
     python -m upshift.with_parent PID BY_KERNEL upshift.training.job.job_process MODULE FOLDER
 """

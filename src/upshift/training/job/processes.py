@@ -1,7 +1,7 @@
-"""A job of several processes. A fresh Python process forks the ranks: in the caller's, thread pools may exist already,
-and those do not survive a fork.
+"""Run a job of several processes. A fresh Python process forks the ranks, because the caller's process may have thread pools
+already, and those do not survive a fork.
 
-The fresh process stands in a session of its own, so that Ctrl-C reaches the caller alone, which passes it on once.
+The fresh process has a session of its own, so that Ctrl-C reaches the caller alone. The caller passes it on once.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ JOB, RESULT, TOKENIZER = "job.json", "result.json", "tokenizer"
 
 
 def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module: str = "upshift.training.job.job") -> Record:
-    """In the caller: start the process, which runs ``module``, pass its events on, give back what rank 0 gave."""
+    """Start the fresh process, which runs ``module``, pass its events on, and return the record of rank 0."""
     with written(job, data) as folder:
         process = subprocess.Popen(
             with_parent.command(PROCESS, module, str(folder)), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -58,7 +58,7 @@ def run_in_processes(job: Job, data: TrainingData, on_event: OnEvent, *, module:
 
 @contextmanager
 def written(job: Job, data: TrainingData) -> Iterator[Path]:
-    """A folder with all that another process needs to run the job."""
+    """Yield a folder with all files that another process needs to run the job."""
     with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
         folder = Path(name)
         for path in saved_data(data).iterdir():
@@ -80,7 +80,7 @@ def result_in(folder: Path, exit_code: int, *, interrupted: bool, name: str = RE
 
 
 def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
-    """In the fresh process. Events are lines on its standard output; what libraries print goes to standard error."""
+    """Run the job in the fresh process. Standard output has the events as lines. Output of libraries goes to stderr."""
     events = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
 
@@ -92,7 +92,7 @@ def main(folder: Path, run_rank: RunRank, *, names: tuple[str, str] = (JOB, RESU
 
 
 def run_in(folder: Path, run_rank: RunRank, tell: OnEvent, *, names: tuple[str, str] = (JOB, RESULT)) -> None:
-    """The job that is written there; its result is written beside it."""
+    """Run the job that is written in ``folder``, and write its result beside it."""
 
     def work(job: Job) -> Record:
         data = load_data(folder)

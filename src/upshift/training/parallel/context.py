@@ -1,5 +1,5 @@
-"""Context parallelism: how ranks share every sequence. Outside attention each has its own range of tokens; in attention each has
-all tokens of its own heads (Ulysses, Jacobs et al. 2023).
+"""Share every sequence among ranks (context parallelism). Outside attention each rank has its own range of tokens. In attention
+each rank has all tokens of its own heads (Ulysses, Jacobs et al. 2023).
 
 The unmodified model runs on its rank's tokens. Masks are those of the whole sequence: padding, windows and the borders of
 packed sequences are where they are with one process. A rank's loss is the sum over its own labels, divided by the number of
@@ -48,17 +48,19 @@ FILLED = {"labels": IGNORED, "attention_mask": 0}
 
 @dataclass(frozen=True)
 class Whole:
-    """Of the sequences that ranks share in one micro-batch."""
+    """The whole sequences that ranks share in one micro-batch."""
 
     width: int
     attention_mask: torch.Tensor | None
     position_ids: torch.Tensor
-    packed: torch.Tensor | None  # of each token, the number of its sequence in the row
+    packed: torch.Tensor | None  # the number of each token's sequence in its row
 
 
 def share_context(models: list[PreTrainedModel], place: Place) -> None:
-    """Each of ``models``, the stages of one, is called with whole sequences and computes this rank's part of them. Attention is
-    set already."""
+    """Make each of ``models``, the stages of one model, take whole sequences and compute this rank's part of them.
+
+    The attention of the models is set already.
+    """
     if place.contexts is None:
         return
     shared = SharedContext(models[0], place)
@@ -71,12 +73,12 @@ def share_context(models: list[PreTrainedModel], place: Place) -> None:
 
 
 def padded_width(width: int, layout: Layout) -> int:
-    """Of sequences that ranks share: a multiple of these, and of those that share a rank's tokens in turn."""
+    """Return the width rounded up to a multiple of the ranks that share a sequence, sequence parallelism included."""
     return round_up(width, layout.context_parallel * (layout.tensor_parallel if layout.sequence_parallel else 1))
 
 
 def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
-    """Why ranks cannot share this model's sequences, and what they can do instead; None where they can."""
+    """Return why ranks cannot share this model's sequences and what to use instead, or None if they can."""
     degree = plan.layout.context_parallel
     if degree == 1:
         return None
@@ -102,7 +104,7 @@ def reason_not_context(model: nn.Module, plan: Plan) -> str | None:
 
 
 def _mixes_elsewhere(model: PreTrainedModel) -> str | None:
-    """What in the model looks at other tokens, or counts them, where ranks do not exchange them."""
+    """Return the reason why the model needs other tokens, or their number, outside the exchange of attention, or None."""
     config = model.config.get_text_config()
     if model.config.is_encoder_decoder:
         return "an encoder and a decoder have sequences of different lengths"
@@ -134,13 +136,15 @@ class Regrouped:
 
 
 def eager_of(module: nn.Module) -> Any:
-    """As transformers finds it: beside the module's class."""
+    """Return the eager attention function in the module of the class, where transformers finds it."""
     return sys.modules[type(module).__module__].eager_attention_forward
 
 
 def document_of_each_token(positions: torch.Tensor) -> torch.Tensor | None:
-    """Return the number of each token's document in its row [B, S]: one begins where positions do not go on by 1. Return None
-    where every row is one document, for which the rows of fake tensors, which have no values, are taken."""
+    """Return the number of each token's document in its row [B, S]. A document begins where positions do not go on by 1.
+
+    Return None if every row is one document. Rows of fake tensors, which have no values, count as one document each.
+    """
     if is_fake(positions):
         return None
     begins = torch.diff(positions, dim=-1, prepend=positions[:, :1] - 1) != 1
@@ -148,8 +152,10 @@ def document_of_each_token(positions: torch.Tensor) -> torch.Tensor | None:
 
 
 def within_documents(mask_function: Any, positions: torch.Tensor, documents: torch.Tensor) -> Any:
-    """Return a mask function, as transformers' AttentionMaskInterface takes them: it allows what ``mask_function`` allows at the
-    tokens' own positions, and only between tokens of one document."""
+    """Return a mask function as transformers' AttentionMaskInterface takes them.
+
+    It allows what ``mask_function`` allows at the tokens' own positions, and only between tokens of one document.
+    """
 
     def allowed(batch: Any, head: Any, query: Any, key: Any) -> Any:
         same = documents[batch, query] == documents[batch, key]
@@ -174,7 +180,7 @@ class SharedContext:
         self._num_labels: torch.Tensor
 
     def before(self, model: nn.Module, args: tuple[Any, ...], given: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Of whole sequences, this rank's tokens; a width that ranks cannot divide is padded on the right."""
+        """Replace whole sequences by this rank's tokens. A width that ranks cannot divide is padded on the right."""
         tensors = {name: value for name, value in given.items() if isinstance(value, torch.Tensor) and value.ndim >= 2}
         rows, width = (given["input_ids"] if "input_ids" in given else given["labels"]).shape[:2]
         missing = padded_width(width, self._layout) - width
@@ -210,7 +216,7 @@ class SharedContext:
         return output
 
     def mask(self, *, mask_function: Any, attention_mask: Any, **settings: Any) -> Any:
-        """Of all tokens against all, as the wrapped attention takes it."""
+        """Return the mask of all tokens against all, as the wrapped attention takes it."""
         whole = self.whole
         if whole.packed is not None:
             mask_function = within_documents(mask_function, whole.position_ids, whole.packed)
@@ -221,7 +227,7 @@ class SharedContext:
     def attend(
         self, module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: Any, **settings: Any
     ) -> tuple[torch.Tensor, None]:
-        """query [B, H, S / ranks, D], key and value [B, K, S / ranks, D] -> [B, S / ranks, H, D]."""
+        """Compute attention: query [B, H, S / ranks, D], key and value [B, K, S / ranks, D] -> [B, S / ranks, H, D]."""
         for name in BY_HEAD:
             if settings.get(name) is not None:
                 raise JobFailed(f"context_parallel cannot divide the heads of the model's {name}; use context_parallel=1")
@@ -240,7 +246,10 @@ class SharedContext:
         return self._exchange(out), None
 
     def _exchange(self, tensor: torch.Tensor) -> torch.Tensor:
-        """[B, heads, own tokens, D] -> [B, own heads, tokens, D], and [B, tokens, own heads, D] -> [B, own tokens, heads, D]."""
+        """Exchange between ranks.
+
+        [B, heads, own tokens, D] -> [B, own heads, tokens, D], and [B, tokens, own heads, D] -> [B, own tokens, heads, D].
+        """
         return Exchanged.apply(tensor, self.group, exchanged, exchanged_back)  # type: ignore[no-any-return,no-untyped-call]
 
     def _own(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -248,7 +257,7 @@ class SharedContext:
 
 
 def exchanged(tensor: torch.Tensor, group: dist.ProcessGroup, scattered: int = 1, gathered: int = 2) -> torch.Tensor:
-    """Ranks that had a part of one dimension of a tensor get a part of another one."""
+    """Divide dimension ``scattered`` among the ranks, and join dimension ``gathered``, of which each rank had a part."""
     sent = torch.stack(tensor.chunk(group.size(), scattered))
     sizes = [1] * group.size()
     received = _ops.wait_tensor(_ops.all_to_all_single(sent, sizes, sizes, group.group_name))

@@ -1,8 +1,8 @@
-"""A rank of fully_shard runs out of memory in a micro-batch: how it keeps pace, so that no other rank waits for it forever.
+"""Keep a rank of fully_shard in pace after it ran out of memory in a micro-batch, so that no other rank waits for it forever.
 
-The others wait in the next gather or sum. The rank begins the micro-batch anew with a few tokens of it, leaves out the exchanges
-that were done, and takes part in those that were not. What comes of it is worth nothing: at the end of the step all ranks learn
-of it, drop their gradients and do the step again in smaller micro-batches.
+The others wait in the next gather or sum. The rank begins the micro-batch anew with a few of its tokens. It leaves out the
+exchanges that were done, and takes part in those that were not. The result is worth nothing: at the end of the step all
+ranks learn of the failure, drop their gradients and do the step again in smaller micro-batches.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ logger = logging.getLogger(__name__)
 
 
 def can_keep_pace(layout: Layout) -> bool:
-    """Exchanges that fully_shard makes are of weights alone: of the same size whatever the micro-batch. Not where this torch has
-    the names no longer that count them, which is said once: a rank that runs out of memory then ends the run."""
+    """Return whether a rank that runs out of memory can keep pace with the others.
+
+    The ranks must exchange weights and gradients alone. These exchanges have the same size for every micro-batch. If this
+    torch no longer has the names by which they are counted, the function warns once and returns False: a rank that runs out of
+    memory then ends the run.
+    """
     if not (layout.gathers and layout.ranks_per_replica == 1 and layout.expert_parallel == 1):
         return False
     return _missing() is None
@@ -48,7 +52,7 @@ def _missing() -> str | None:
 
 
 class Counted:
-    """Exchanges of one kind in a micro-batch: how many are done, and how many of a second try are left out."""
+    """A count of the exchanges of one kind in a micro-batch: those done, and those that a second try leaves out."""
 
     def __init__(self, *, on_caught_up: Callable[[], None] = lambda: None) -> None:
         self.done, self.left_out = 0, 0
@@ -58,7 +62,7 @@ class Counted:
         self.done = self.left_out = 0
 
     def begin_again(self, *, exchanges: bool = True) -> None:
-        """``exchanges``: others do, but for those of the first try."""
+        """Begin a second try, which leaves out the exchanges of the first. ``exchanges``: False leaves out all of them."""
         self.done, self.left_out = 0, self.done if exchanges else sys.maxsize
         if not self.left_out:
             self._on_caught_up()
@@ -74,26 +78,29 @@ class Counted:
 
 
 class LeavesOut:
-    """An exchange of fully_shard's that is not done where the other ranks did it already."""
+    """An exchange of fully_shard that is left out if the other ranks did it already."""
 
     def __init__(self, counted: Counted) -> None:
         self.counted = counted
 
     def __call__(self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, *args: Any, **options: Any) -> Any:
         if self.counted.leaves_out():
-            output_tensor.zero_()  # any numbers would do, but not a number
+            output_tensor.zero_()  # any numbers would do, but not NaN
             return None
         exchange: Any = super()
         return exchange.__call__(output_tensor, input_tensor, *args, **options)
 
 
 def counting(exchange: Internal, counted: Counted) -> Any:
-    """Return torch's own exchange, counted."""
+    """Return torch's own exchange, with a count of its calls."""
     return type("CountedExchange", (LeavesOut, exchange.get()), {})(counted)
 
 
 class KeepPace:
-    """Of one rank. ``halve``, ``fewest``: what is done to a part of the step's work, by default to a MicroBatch."""
+    """The means by which one rank keeps pace.
+
+    ``halve`` and ``fewest`` make a part of the step's work smaller. By default a part is a MicroBatch.
+    """
 
     def __init__(
         self,
@@ -114,7 +121,7 @@ class KeepPace:
             module.set_custom_reduce_scatter(counting(FSDP_SUM, self._sums))
 
     def run(self, micro_batch: Any, compute: Callable[[Any], torch.Tensor], *, last: bool) -> torch.Tensor:
-        """``compute`` does the forward and the backward pass."""
+        """Compute a micro-batch, or a few of its tokens once memory ran out. ``compute`` does the forward and backward pass."""
         self._number, self._last = self._number + 1, last
         self._gathers.begin()
         self._sums.begin()
@@ -137,6 +144,6 @@ class KeepPace:
         return compute(self._fewest(micro_batch))
 
     def agree(self) -> None:
-        """At the end of a step."""
+        """Raise Agreed on all ranks, at the end of a step, if one of them ran out of memory."""
         self._number = 0
         self.agreement.agree()

@@ -50,13 +50,15 @@ READ_AS_TEXT = frozenset(
 
 
 class Unsplittable(Exception):
-    """The loss does not split, which is known only after measuring. The message says why."""
+    """An error: the loss does not split, which is known only after measuring. The message gives the reason."""
 
 
 @dataclass(frozen=True)
 class LossProbes:
-    """One loss, computed in several ways. Each is called with the inputs and num_items_in_batch, and leaves the generators as
-    they were."""
+    """One loss, computed in several ways.
+
+    Each function is called with the inputs and num_items_in_batch. It leaves the random number generators as they were.
+    """
 
     loss: LossOf
     gradient: LossOf
@@ -68,7 +70,7 @@ class LossProbes:
 
 @dataclass(frozen=True)
 class Split:
-    """How a loss splits over the rows of a batch.
+    """The way in which a loss splits over the rows of a batch.
 
     ``unit`` says how the loss of a batch follows from the losses of its parts: as their sum ("items", divided by
     num_items_in_batch), or as their mean weighted by labels or rows. None means that the loss does not split, for ``reason``.

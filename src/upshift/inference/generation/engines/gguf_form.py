@@ -1,7 +1,7 @@
-"""What llama.cpp computes of a family of models, and what its GGUF file says of one of them.
+"""Check that llama.cpp computes a model of a family as its config says, and write the model's sizes into a GGUF file.
 
-A file names an architecture and its sizes; everything else is fixed in llama.cpp's own code, so a config that says something else
-is refused. Read from its sources (src/models and conversion, September 2026).
+A file names an architecture and its sizes. Everything else is fixed in llama.cpp's own code, so a config that says something else
+is rejected. The facts are from llama.cpp's sources (src/models and conversion, September 2026).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ PLAIN_ROPES = ("default", "linear")
 ROTATED = (".q_proj.weight", ".q_proj.bias", ".k_proj.weight", ".k_proj.bias")
 TRANSPOSED = (".c_attn.weight", ".c_proj.weight", ".c_fc.weight")  # Conv1D keeps inputs first
 
-Change = Callable[[str, Any, Any], Any]  # a tensor by its name in transformers, and the config -> as llama.cpp has it
+Change = Callable[[str, Any, Any], Any]  # (name in transformers, tensor, config) -> the tensor as llama.cpp has it
 
 
 def _as_it_is(name: str, tensor: Any, text: Any) -> Any:
@@ -29,7 +29,7 @@ def _as_it_is(name: str, tensor: Any, text: Any) -> Any:
 
 
 def _pairs(name: str, tensor: Any, text: Any) -> Any:
-    """llama.cpp rotates neighbours of a head, where transformers rotates its halves."""
+    """Reorder rotated rows: llama.cpp rotates neighbours of a head, and transformers rotates its halves."""
     if not name.endswith(ROTATED):
         return tensor
     return tensor.unflatten(0, (-1, 2, head_width(text) // 2)).transpose(1, 2).flatten(0, 2)
@@ -40,13 +40,16 @@ def _transposed(name: str, tensor: Any, text: Any) -> Any:
 
 
 def _norms_from_zero(name: str, tensor: Any, text: Any) -> Any:
-    """Gemma's norms multiply with 1 + weight."""
+    """Add 1 to the weights of norms, because Gemma's norms multiply with 1 + weight."""
     return tensor + 1.0 if name.endswith("norm.weight") else tensor
 
 
 def _scaled(queries: str, largest: int) -> Change:
-    """llama.cpp scales queries by the width of a head, or in the ``largest`` of the family (layers) by that of the states over
-    heads; transformers by a number of the config."""
+    """Return the change that scales queries, as llama.cpp and transformers scale them by different numbers.
+
+    llama.cpp scales them by the width of a head. In the largest model of the family, which has ``largest`` layers, it scales
+    them by the width of the hidden states over the number of heads. transformers scales them by a number of the config.
+    """
 
     def changed(name: str, tensor: Any, text: Any) -> Any:
         width = text.hidden_size // _heads(text).queries if text.num_hidden_layers == largest else head_width(text)
@@ -57,11 +60,11 @@ def _scaled(queries: str, largest: int) -> Change:
 
 
 class Family(NamedTuple):
-    architecture: str  # in llama.cpp's words
-    able: Mapping[str, Callable[[Any], bool]]  # fields of the config: which of their values it computes
+    architecture: str  # by llama.cpp's name
+    able: Mapping[str, Callable[[Any], bool]]  # by field of the config: whether llama.cpp computes a value
     change: Change = _as_it_is
     ropes: tuple[str, ...] = PLAIN_ROPES
-    windows: bool = False  # layers that look back less far
+    windows: bool = False  # some layers look back a limited number of tokens
 
 
 GEMMA = {"attention_bias": not_, "use_bidirectional_attention": not_}
@@ -92,7 +95,7 @@ FAMILIES: dict[str, Family] = {  # by the config's model_type
 
 
 def family_of(text: Any) -> Family:
-    """``text``: a config of transformers. Raises RequestError for what llama.cpp computes otherwise."""
+    """Return the family of ``text``, a config of transformers. Raise RequestError if llama.cpp computes it otherwise."""
     found = FAMILIES[text.model_type]
     wrong = list(_unable(text, found))
     if wrong:
@@ -114,7 +117,7 @@ def _unable(text: Any, family: Family) -> Iterator[str]:
 
 
 def ropes(text: Any) -> dict[str, Any]:
-    """By kind of layer, where there is a difference; empty: positions are learned."""
+    """Return the rotary parameters by kind of layer, or under ``full_attention`` for all. Empty: positions are learned."""
     said = getattr(text, "rope_parameters", None) or {}
     return said if "full_attention" in said else {"full_attention": said} if said else {}
 
@@ -138,7 +141,7 @@ def _positions(text: Any) -> int:
 
 
 def describe(writer: Any, text: Any, family: Family) -> None:
-    """Into ``writer``, a gguf.GGUFWriter. Token ids go in and logits come out, so there is no vocabulary but its size."""
+    """Write the sizes into ``writer``, a gguf.GGUFWriter. Token ids go in, logits come out: no vocabulary but its size."""
     writer.add_tokenizer_model("none")
     writer.add_vocab_size(text.vocab_size)
     writer.add_context_length(_positions(text))
@@ -179,7 +182,7 @@ def _describe_positions(writer: Any, text: Any, family: Family) -> None:
 
 
 def rope_factors(text: Any) -> Any:
-    """What llama.cpp divides each frequency by, a tensor of half a head; None where the file's own numbers say it all."""
+    """Return the divisors of llama.cpp's frequencies [width of a head / 2], or None if the file's own numbers say it all."""
     rope = ropes(text).get("full_attention", {})
     if rope.get("rope_type") != "llama3":
         return None
