@@ -110,7 +110,7 @@ def test_a_second_run_does_not_touch_the_first(
     home: Path, prepared: Callable[[str], TrainingData], tmp_path: Path, started: list[subprocess.Popen[str]]  # noqa: F811
 ) -> None:
     output = tmp_path / "run"
-    job = a_job(home, output, max_steps=40, save_steps=10)
+    job = a_job(home, output, max_steps=400, save_steps=400)
     (tmp_path / "job.json").write_text(job.to_json())
     first = start(RUN.format(job=str(tmp_path / "job.json")), started)
     wait_for("StepDone", first)

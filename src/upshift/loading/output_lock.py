@@ -20,6 +20,7 @@ from upshift.errors import RequestError
 LOCK_NAME = ".upshift.lock"  # in a folder that is an output
 HOLDER_BYTES = 1000  # of the lock file's text that are read
 ENDING_SECONDS, POLL_SECONDS = 30.0, 0.05  # children of a killed process hold its lock until the disk has what they wrote
+DYING_SECONDS = 1.0  # a killed process is still there while the kernel frees its memory
 
 
 class OutputLock:
@@ -47,7 +48,7 @@ class OutputLock:
         os.close(self.descriptor)
 
     def _locked(self) -> int:
-        end = time.monotonic() + ENDING_SECONDS
+        start = time.monotonic()
         while True:
             descriptor = self._opened()
             try:
@@ -58,7 +59,8 @@ class OutputLock:
             except BlockingIOError:
                 holder = os.pread(descriptor, HOLDER_BYTES, 0).decode(errors="replace")
                 os.close(descriptor)
-                if time.monotonic() > end or _may_live(holder):
+                waited = time.monotonic() - start
+                if waited > ENDING_SECONDS or (waited > DYING_SECONDS and _may_live(holder)):
                     raise RequestError(self._refusal(holder)) from None
                 time.sleep(POLL_SECONDS)
 
