@@ -220,7 +220,8 @@ def _not_chosen(model: PreTrainedModel, unit: Unit, batch: int, met: Mapping[nn.
     modules = [model.get_submodule(name) for name in unit.names if unit.read and not _is_parameter(model, name)]
     idle = 0.0
     for experts in (inner for module in modules for inner in experts_in(module) if inner in met):
-        left_out = 1 - met[experts] / int(experts.num_experts)
+        number: Any = experts.num_experts  # an int; a module's attributes have no types
+        left_out = 1 - met[experts] / number
         idle += left_out**batch * sum(weight.nbytes for weight in experts.parameters())
     return int(idle)
 

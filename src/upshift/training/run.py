@@ -242,8 +242,10 @@ def lengths_of(
     model: str, data_path: str, *, sequence_length: int, tokenizer: str | None = None, text_column: str | None = None
 ) -> Any:
     """Return the histogram of the sequence lengths of data for a model, for planning, or None if all sequences are full."""
-    how = {"tokenizer": tokenizer, "sequence_length": sequence_length, "text_column": text_column}
-    return _lengths(prepare_data(find_model(model), data_path, **how))
+    data = prepare_data(
+        find_model(model), data_path, tokenizer=tokenizer, sequence_length=sequence_length, text_column=text_column
+    )
+    return _lengths(data)
 
 
 def _lengths(data: TrainingData) -> Any:
