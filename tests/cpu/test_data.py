@@ -38,7 +38,7 @@ from upshift.training.data import training_data
 from upshift.training.data.corpus import read_corpus
 from upshift.training.data.tokenizer import load_tokenizer, tokenize, tokenize_corpus, train_byte_level_bpe
 from upshift.training.data.tokens import TokenizedCorpus, cut_sequences
-from upshift.training.data.training_data import TrainingData, load_data, prepare_data, save_data, saved_data
+from upshift.training.data.training_data import TrainingData, load_data, prepare_data, save_data
 from upshift.training.job.processes import written as job_folder
 
 TEXTS = ["first document", "second, with ünïcödé", "third\nwith lines"]
@@ -444,7 +444,7 @@ def test_data_is_written_once_for_trials_and_run_and_goes_with_them(labelled, mo
     data = replace(labelled)  # which nobody else holds
     written_to = []
     monkeypatch.setattr(training_data, "save_data", lambda data, folder: (written_to.append(folder), save_data(data, folder)))
-    folder = saved_data(data)
+    folder = data.folder
     job = SimpleNamespace(to_json=lambda: "{}")
     for _ in range(2):
         with job_folder(job, data) as place:

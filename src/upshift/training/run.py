@@ -27,7 +27,6 @@ from upshift.settings import Ranks, read_ranks
 from upshift.training.arguments import Arguments, RunNumbers
 from upshift.training.batches.source import steps_of
 from upshift.training.checkpoint.checkpoint import check_output_directory
-from upshift.training.data.training_data import saved_data
 from upshift.training.given_plan import check_given_plan, find_given_plan, processes_asked_for
 from upshift.training.heal.heal import fixed_to_heal
 from upshift.training.job.job import Job, TrainingData, prepare_data, run_job
@@ -269,7 +268,7 @@ def _prove(
         workload = planning.workload
         trial = TrialRequest(
             **of_model, plan=planning.default.plan, global_batch=workload.global_batch, seconds=seconds,
-            limit_seconds=seconds, data=str(saved_data(data)), seed=seed, total_steps=workload.total_steps,
+            limit_seconds=seconds, data=str(data.folder), seed=seed, total_steps=workload.total_steps,
             clips_gradients=workload.clips_gradients,
         )  # fmt: skip
         proof = try_plans(planning, path, trial, seconds=seconds, trying=watcher.trying, tried=watcher.tried, fixed=fixed)

@@ -8,9 +8,9 @@ import shutil
 import tempfile
 import weakref
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -31,8 +31,6 @@ from upshift.training.data.tokens import (
     histogram_of,
 )
 
-_saved: WeakKeyDictionary[TrainingData, Path] = WeakKeyDictionary()
-
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class TrainingData:
@@ -42,6 +40,14 @@ class TrainingData:
     histogram: LengthHistogram
     summary: CorpusSummary
     tokenizer: Any | None  # None: the data was tokenized already and the model has none
+
+    @cached_property
+    def folder(self) -> Path:
+        """Return a folder with the saved data. The trials and the run share the folder, and it is removed with the data."""
+        folder = Path(tempfile.mkdtemp(prefix="upshift-data-"))
+        weakref.finalize(self, _remove, folder, os.getpid())
+        save_data(self, folder)
+        return folder
 
 
 def prepare_data(
@@ -137,17 +143,6 @@ def save_data(data: TrainingData, folder: Path) -> None:
     (folder / "data.json").write_text(json.dumps(document), encoding="utf-8")
     if data.tokenizer is not None:
         data.tokenizer.save_pretrained(folder / "tokenizer")
-
-
-def saved_data(data: TrainingData) -> Path:
-    """Return a folder with the saved data. The trials and the run share the folder, and it is removed with the data."""
-    folder = _saved.get(data)
-    if folder is None:
-        folder = Path(tempfile.mkdtemp(prefix="upshift-data-"))
-        weakref.finalize(data, _remove, folder, os.getpid())
-        save_data(data, folder)
-        _saved[data] = folder
-    return folder
 
 
 def _remove(folder: Path, process: int) -> None:

@@ -24,7 +24,7 @@ from upshift.loading.output_lock import held_descriptors
 from upshift.record import Record
 from upshift.training.checkpoint.files import still_loadable
 from upshift.training.data.tokenizer import load_tokenizer
-from upshift.training.data.training_data import TrainingData, load_data, saved_data
+from upshift.training.data.training_data import TrainingData, load_data
 from upshift.training.job.job_process import PROCESS
 from upshift.training.job.request import Job
 from upshift.training.loop.events import Event, OnEvent, event_from_json, event_to_json
@@ -61,7 +61,7 @@ def written(job: Job, data: TrainingData) -> Iterator[Path]:
     """Yield a folder with all files that another process needs to run the job."""
     with tempfile.TemporaryDirectory(prefix="upshift-job-") as name:
         folder = Path(name)
-        for path in saved_data(data).iterdir():
+        for path in data.folder.iterdir():
             (folder / path.name).symlink_to(path)
         (folder / JOB).write_text(job.to_json(), encoding="utf-8")
         yield folder
