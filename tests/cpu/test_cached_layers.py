@@ -9,6 +9,7 @@ import pytest
 import torch
 import transformers
 
+from upshift.models.cache import returned_cache
 from upshift.models.profile import ModelProfile
 from upshift.models.source import ModelSource
 from upshift.models.store import profile_model
@@ -42,7 +43,7 @@ def test_cached_elements(name: str) -> None:
     assert sum(layers.count for layers in profile.cache) == config.num_hidden_layers
     for tokens in (10, 100):
         with torch.no_grad():
-            cache = model(torch.zeros((1, tokens), dtype=torch.long), use_cache=True).past_key_values
+            cache = returned_cache(model(torch.zeros((1, tokens), dtype=torch.long), use_cache=True))
         held = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
         # Between steps transformers keeps one token less than the window: the next token's own comes to it.
         kept = [min(tokens, (layers.window or tokens + 1) - 1) for layers in profile.cache]

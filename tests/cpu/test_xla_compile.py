@@ -80,7 +80,7 @@ def test_wrong_requests(model: str, upshift: Command) -> None:
     for arguments, words in (
         (("--max-new-tokens", 4), "of --generate"),
         (("--sequence-length", 131_073), "131072 positions"),
-        (("--sequence-length", 131_000, "--generate"), "and --max-new-tokens 128 are longer"),
+        (("--sequence-length", 131_000, "--generate", "--max-new-tokens", 128), "and --max-new-tokens 128 are longer"),
     ):
         done = upshift("xla", "compile", model, "--topology", "v5e-4", *arguments)
         assert done.code == 2 and words in done.err and done.err.count("\n") == 1

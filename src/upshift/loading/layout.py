@@ -24,6 +24,7 @@ from upshift.loading.place import CPU, Placement, Unit, Work, follow, place
 from upshift.loading.products import product_rate
 from upshift.loading.speed import predict
 from upshift.models.build import find_stacks
+from upshift.models.cache import returned_cache
 from upshift.models.describe import max_positions
 from upshift.models.experts import experts_met
 from upshift.models.lengths import default_length
@@ -278,7 +279,7 @@ def _kept(model: PreTrainedModel, tokens: int) -> dict[int, tuple[int, int | Non
     """Return (bytes, how many tokens back the layer looks, or None) for the cache of each layer."""
     given = _ids(model, tokens)
     with fake_masks(masked=False), torch.no_grad():
-        cache: Any = model(**given, use_cache=True).past_key_values
+        cache: Any = returned_cache(model(**given, use_cache=True))
     both = [getattr(cache, name, None) for name in ("self_attention_cache", "cross_attention_cache")]
     found: dict[int, tuple[int, int | None]] = {}
     parts: list[Any] = both if both[0] is not None else [cache]

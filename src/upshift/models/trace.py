@@ -18,6 +18,7 @@ from upshift.errors import RequestError
 from upshift.models.adapter import base_of
 from upshift.models.block_attention import NAME
 from upshift.models.build import sample_inputs
+from upshift.models.cache import returned_cache
 from upshift.models.chunked_loss import why_not_chunked
 from upshift.models.compiled import load_partition
 from upshift.models.describe import (
@@ -260,7 +261,7 @@ def _filled_cache(tracer: Tracer, point: tuple[int, int]) -> Any:
     model.train(False)
     with fake_masks(masked=False), tracer.fake, torch.no_grad():
         inputs = sample_inputs(tracer.base, tracer.objective, batch=point[0], sequence=point[1], masked=False)
-        cache = getattr(model(**inputs, use_cache=True), "past_key_values", None)
+        cache = returned_cache(model(**inputs, use_cache=True))
     model.train()
     return getattr(cache, "self_attention_cache", cache)
 

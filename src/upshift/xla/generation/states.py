@@ -15,6 +15,8 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicLayer, EncoderDecoderCache
 from transformers.modeling_outputs import BaseModelOutput
 
+from upshift.models.cache import with_cache
+
 States = tuple[torch.Tensor, ...]  # keys and values of the first layer, then of the next; [R, H, T, D] each
 
 
@@ -87,11 +89,11 @@ class Pass(torch.nn.Module):
         self.model = model
         self._takes = frozenset(inspect.signature(model.forward).parameters)
 
-    def run(self, **given: Any) -> torch.Tensor:
+    def run(self, *, cache: Cache | EncoderDecoderCache, **given: Any) -> torch.Tensor:
         """Return the logits [R, V] of the last token of each row."""
         more = {"logits_to_keep": 1, "position_ids": given.pop("position_ids", None)}
         known = {name: value for name, value in more.items() if name in self._takes and value is not None}
-        logits: torch.Tensor = self.model(**given, **known, use_cache=True).logits
+        logits: torch.Tensor = self.model(**given, **known, **with_cache(self.model, cache)).logits
         return logits[:, -1]
 
 
@@ -100,7 +102,7 @@ class Prefill(Pass):
 
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor) -> States:
         cache = _first_cache()
-        logits = self.run(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        logits = self.run(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache)
         return logits, *states_of(cache)
 
 
@@ -112,7 +114,7 @@ class Step(Pass):
         self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, place: torch.Tensor, states: list[torch.Tensor]
     ) -> States:
         cache = _placed_cache(states, place)
-        logits = self.run(input_ids=ids, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        logits = self.run(input_ids=ids, attention_mask=mask, position_ids=positions, cache=cache)
         return logits, *states_of(cache)
 
 
@@ -123,7 +125,7 @@ class Encode(Pass):
     def forward(self, ids: torch.Tensor, mask: torch.Tensor, first: torch.Tensor) -> States:
         cache = EncoderDecoderCache(_first_cache(), _first_cache())
         given = {"input_ids": ids, "attention_mask": mask, "decoder_input_ids": first}
-        logits = self.run(**given, past_key_values=cache)
+        logits = self.run(**given, cache=cache)
         return logits, *states_of(cache.self_attention_cache), *states_of(cache.cross_attention_cache)
 
 
@@ -137,4 +139,4 @@ class DecodeStep(Pass):
         cache = EncoderDecoderCache(own, _encoded_cache(encoded))
         sized = encoded[0][:, 0, :, :1]  # [R, S, 1] in place of the encoder's output, of which only the shape is read
         given = {"encoder_outputs": BaseModelOutput(last_hidden_state=sized), "attention_mask": mask, "decoder_input_ids": ids}
-        return self.run(**given, past_key_values=cache), *states_of(own)
+        return self.run(**given, cache=cache), *states_of(own)

@@ -14,6 +14,7 @@ import numpy as np
 
 from upshift.inference.generation.engines.openvino_stateful import convert_stateful, keys_and_values
 from upshift.inference.generation.model import load_model, plain_cache
+from upshift.models.cache import returned_cache, with_cache
 from upshift.models.source import ModelSource
 
 GROUP_SIZE = 128  # weights that share a scale, of int4
@@ -59,7 +60,7 @@ def _example(model: Any, *, rows: int, cached: int, new: int) -> tuple[Any, ...]
     mask = torch.ones_like(tokens)
     mask[0, 0] = 0
     with torch.no_grad():
-        cache = model(input_ids=tokens[:, :cached], attention_mask=mask[:, :cached], use_cache=True).past_key_values
+        cache = returned_cache(model(input_ids=tokens[:, :cached], attention_mask=mask[:, :cached], use_cache=True))
     positions = torch.arange(cached, cached + new).expand(rows, -1)
     return tokens[:, cached:], mask, positions, *keys_and_values(cache)
 
@@ -77,7 +78,8 @@ def _step(model: Any) -> Any:
         def forward(self, ids: torch.Tensor, mask: torch.Tensor, positions: torch.Tensor, *past: torch.Tensor) -> Any:
             more = {"position_ids": positions, "logits_to_keep": 1}
             known = {name: value for name, value in more.items() if name in takes}
-            found = self.model(input_ids=ids, attention_mask=mask, past_key_values=plain_cache(past), use_cache=True, **known)
-            return found.logits[:, -1:], *keys_and_values(found.past_key_values)
+            cache = plain_cache(past)
+            found = self.model(input_ids=ids, attention_mask=mask, **with_cache(self.model, cache), **known)
+            return found.logits[:, -1:], *keys_and_values(cache)
 
     return Step()

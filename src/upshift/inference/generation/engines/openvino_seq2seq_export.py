@@ -21,6 +21,7 @@ from upshift.inference.generation.engines.openvino_stateful import (
     shapes_of,
 )
 from upshift.inference.generation.model import plain_cache
+from upshift.models.cache import with_cache
 
 ENCODED = "encoder_key_values"  # what the names of the encoder's keys and values begin with
 
@@ -80,7 +81,7 @@ def _first_step(model: Any, ids: torch.Tensor, mask: torch.Tensor, tokens: torch
     """Return the encoder's output, and the keys and values of the decoder's ``tokens`` and of the encoder's ``ids``."""
     cache = EncoderDecoderCache(*(Cache(layer_class_to_replicate=_FirstStates) for _ in range(2)))
     encoded = model.get_encoder()(input_ids=ids, attention_mask=mask)
-    model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=tokens, past_key_values=cache, use_cache=True)
+    model(encoder_outputs=encoded, attention_mask=mask, decoder_input_ids=tokens, **with_cache(model, cache))
     return encoded, cache
 
 
@@ -108,4 +109,4 @@ class _Decoder(torch.nn.Module):
         sized = states[self.count][:, 0, :, :1]  # [R, S, 1] in place of the encoder's output, of which nothing else is read
         cache = EncoderDecoderCache(past, encoded)
         given = {"encoder_outputs": self.output(last_hidden_state=sized), "attention_mask": mask, "decoder_input_ids": ids}
-        return self.model(**given, past_key_values=cache, use_cache=True).logits, *keys_and_values(past)
+        return self.model(**given, **with_cache(self.model, cache)).logits, *keys_and_values(past)

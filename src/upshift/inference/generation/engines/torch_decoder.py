@@ -13,6 +13,7 @@ from upshift.inference.generation.engines.decoder import DecoderBuild, NoMixing,
 from upshift.inference.generation.model import load_model, plain_cache, weight_bytes
 from upshift.inference.generation.prefill import Remainder, remainder
 from upshift.inference.torch_computing import computing
+from upshift.models.cache import check_kept, with_cache
 
 
 class TorchDecoder(NoMixing):
@@ -80,6 +81,7 @@ class TorchDecoder(NoMixing):
     def _compute(self, left: Remainder, cache: Any) -> np.ndarray:
         for part in left.parts():
             logits = self._run(part.ids, part.mask, part.positions, cache)
+        check_kept(self.model, cache)
         return logits
 
     def _run(self, ids: np.ndarray, mask: np.ndarray, places: np.ndarray, cache: Any, *, last: int = 0) -> np.ndarray:
@@ -93,9 +95,10 @@ class TorchDecoder(NoMixing):
         """Return the logits of the last tokens of each row, [R, last, V]."""
         given = {
             "input_ids": ids, "attention_mask": mask, "position_ids": places,
-            "past_key_values": cache, "use_cache": True, "logits_to_keep": last,
+            "logits_to_keep": last,
         }  # fmt: skip
-        found: torch.Tensor = self.model(**{name: value for name, value in given.items() if name in self._takes}).logits
+        known = {name: value for name, value in given.items() if name in self._takes}
+        found: torch.Tensor = self.model(**known, **with_cache(self.model, cache)).logits
         return found[:, -last:]
 
     @staticmethod

@@ -12,6 +12,7 @@ from upshift.inference.generation.engines.decoder import DecoderBuild, NoExtensi
 from upshift.inference.generation.model import load_model, weight_bytes
 from upshift.inference.padding import padded_rows
 from upshift.inference.torch_computing import computing
+from upshift.models.cache import check_kept, with_cache
 from upshift.models.generation_config import start_token
 
 
@@ -35,14 +36,16 @@ class TorchSeq2Seq(NoExtension):
         with computing(self.setup):
             found = self.model.get_encoder()(input_ids=torch.from_numpy(ids).to(self.model.device), attention_mask=self._mask)
         self._output, self._encoded = type(found), found.last_hidden_state
-        return self.step(np.full(len(ids), self._start))
+        logits = self.step(np.full(len(ids), self._start))
+        check_kept(self.model, self._cache)
+        return logits
 
     def step(self, tokens: np.ndarray) -> np.ndarray:
         with computing(self.setup):
             ids = torch.from_numpy(tokens[:, None]).to(self.model.device)
             logits = self.model(
                 encoder_outputs=self._output(last_hidden_state=self._encoded), attention_mask=self._mask,
-                decoder_input_ids=ids, past_key_values=self._cache, use_cache=True,
+                decoder_input_ids=ids, **with_cache(self.model, self._cache),
             ).logits  # fmt: skip
         found: np.ndarray = logits[:, -1].float().cpu().numpy()
         return found
