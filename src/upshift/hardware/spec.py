@@ -222,6 +222,13 @@ class Host(Value):
         return False if False in answers else None if None in answers else True
 
     @property
+    def medium_is_bf16(self) -> bool:
+        """Whether torch's ``medium`` precision of fp32 matrix products computes in bf16 here, as on CPUs with AMX. Elsewhere it
+        stays in fp32 on a CPU."""
+        isa = self.cpu.isa if self.cpu is not None and self.device == "cpu" else None
+        return isa is not None and "amx_bf16" in isa
+
+    @property
     def fingerprint(self) -> str:
         """Return a short stable hash of what identifies the hardware: no host name, free memory, peaks or measurements."""
         cpu = None if self.cpu is None else self.cpu.model_dump(exclude={"free_memory_bytes", "peak"})

@@ -134,6 +134,7 @@ def contestants(
         return [some if ENGINES[stored].doors[task].on(device) else some.changed(device="cpu")]
     unfit = {"bf16"} if host.supports("bf16") is False else set[Precision]()
     unfit |= set() if host.supports("fp8") else {"fp8"}
+    unfit |= {"tf32"} if host.medium_is_bf16 else set()
     unfit |= {precision for precision in ROUNDED if exact} | ({"fp32", "tf32"} if reference != "fp32" else set())
     found = []
     for name, entry in ENGINES.items():

@@ -237,11 +237,10 @@ def check_allow(names: tuple[str, ...]) -> tuple[str, ...]:
 def _precisions(host: Host, workload: Workload, *, quantized: bool, asked: bool = False) -> list[Precision]:
     """Return the precisions that the host has instructions for. ``asked``: also those that are never better.
 
-    Where AMX would compute ``medium`` in bf16, tf32 is not fp32-accurate and is left out.
+    Where torch would compute ``medium`` in bf16, tf32 is not fp32-accurate and is left out.
     """
-    amx = host.device == "cpu" and host.cpu is not None and host.cpu.isa is not None and "amx_bf16" in host.cpu.isa
     found: list[Precision] = ["fp32"]
-    if not amx and host.supports(MATRIX_PRECISION["tf32"]):
+    if not host.medium_is_bf16 and host.supports(MATRIX_PRECISION["tf32"]):
         found.append("tf32")
     found += [name for name in ("bf16", "fp16") if host.supports(MATRIX_PRECISION[name])]
     if not asked and host.device == "cuda" and {"bf16", "fp16"} <= {*found}:
